@@ -1,0 +1,29 @@
+"""fsdptool: detect, plan, write, prove and run PyTorch FSDP2 configurations.
+
+The public functions load on first use, so that ``import fsdptool`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+_PUBLIC: dict[str, str] = {}
+"""Public name to the module that defines it."""
+
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public function on first use (PEP 562)."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fsdptool' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names without loading them."""
+    return list(__all__)

@@ -1,0 +1,123 @@
+"""The ``fsdptool`` command: registers the subcommands and turns every outcome into an exit code.
+
+A subcommand lives in its own module, parses, calls one room and hands the record to ``report``.
+Modules named here must import in a few milliseconds: heavy libraries load inside the functions.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib import import_module
+
+import typer
+
+from fsdptool.errors import ExitCode, FsdptoolError
+from fsdptool.records.document import tool_version
+
+COMMANDS = {
+    "detect": "The model: wrap classes, totals and hazards, from its configuration alone.",
+    "plan": "The memory: per-rank peak before a GPU is rented, and the fastest settings that fit.",
+    "emit-config": "The file: accelerate YAML for a plan or a model, or merged into yours.",
+    "validate": "The proof: what a configuration really means to the program that reads it.",
+    "train": "The run: the bundled FSDP2 trainer on the result.",
+}
+"""The five verbs, in the order a newcomer types them."""
+
+_MODULES: dict[str, str] = {}
+"""Command name to module under ``fsdptool.cli`` with a function ``command``."""
+
+_GROUPS: dict[str, str] = {}
+"""Command group name to module under ``fsdptool.cli`` with a Typer object ``group``."""
+
+
+def build_app() -> typer.Typer:
+    """Return the Typer application with every subcommand registered."""
+    app = typer.Typer(
+        name="fsdptool",
+        help="Detect, plan, write, prove and run PyTorch FSDP2 configurations.",
+        no_args_is_help=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback(invoke_without_command=True)
+    def overview(
+        context: typer.Context,
+        version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+    ) -> None:
+        if version:
+            sys.stdout.write(f"fsdptool {tool_version()}\n")
+            raise typer.Exit
+        if context.invoked_subcommand is None:
+            sys.stdout.write(_overview_text())
+
+    for name, module in _MODULES.items():
+        app.command(name)(import_module(f"fsdptool.cli.{module}").command)
+    for name, module in _GROUPS.items():
+        app.add_typer(import_module(f"fsdptool.cli.{module}").group, name=name)
+    return app
+
+
+def _overview_text() -> str:
+    """What a person sees who types ``fsdptool`` alone: the five verbs and what to type next."""
+    verbs = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
+    return (
+        f"fsdptool: five verbs, in this order\n\n{verbs}\n\n"
+        "Start with a model you know:\n"
+        "  fsdptool families                         what ships\n"
+        "  fsdptool detect llama3:8b\n"
+        "  fsdptool plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --seq-len 4096 -o plan.json\n"
+        "  fsdptool emit-config --plan plan.json -o fsdp.yaml\n\n"
+        "fsdptool --help lists every command; fsdptool COMMAND --help explains one.\n"
+    )
+
+
+def main() -> None:
+    """Run the command line and exit with a documented status (docs/exit-codes.md)."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit status. Never raises."""
+    try:
+        outcome = build_app()(args=arguments, prog_name="fsdptool", standalone_mode=False)
+    except FsdptoolError as error:
+        complain(error)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader (head, less) went away: not a failure. Keep the interpreter's own flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.CLEAN)
+    except Exception as error:
+        return _other(error)
+    return outcome if isinstance(outcome, int) else int(ExitCode.CLEAN)
+
+
+def complain(error: FsdptoolError) -> None:
+    """Write an error as one line, and what to do next as a second."""
+    sys.stderr.write(f"error: {error.message}\n")
+    if error.help:
+        sys.stderr.write(f"help: {error.help}\n")
+
+
+def _other(error: Exception) -> int:
+    """Usage errors of typer keep their own text; anything else is a bug of ours."""
+    show = getattr(error, "show", None)
+    if callable(show):
+        show()
+        return int(getattr(error, "exit_code", ExitCode.USAGE))
+    if type(error).__name__ == "Abort":
+        sys.stderr.write("interrupted\n")
+        return int(ExitCode.INTERRUPTED)
+    if os.environ.get("FSDPTOOL_TRACEBACK"):
+        traceback.print_exc()
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    sys.stderr.write(f"internal error: {type(error).__name__}: {error} ({last.filename}:{last.lineno})\n")
+    sys.stderr.write("help: set FSDPTOOL_TRACEBACK=1 for the whole traceback, and report it\n")
+    return int(ExitCode.INTERNAL)

@@ -1,0 +1,48 @@
+"""Where answers go: documents and tables to standard output, progress and complaints to standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import StorageError
+
+
+class Format(StrEnum):
+    """How an answer is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print a JSON document to standard output."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_file(path: Path, text: str, *, force: bool = False) -> None:
+    """Write ``text`` to ``path`` whole or not at all.
+
+    Raises:
+        StorageError: The file exists and ``force`` is not set, or it cannot be written.
+    """
+    if path.exists() and not force:
+        raise StorageError(f"{path} exists already", help="give --force to replace it, or another path")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}", help="choose another path"
+        ) from error

@@ -1,0 +1,86 @@
+"""The error tree. Every failure a person can cause ends here, with its exit code.
+
+Anything that is not an :class:`FsdptoolError` is a bug of ours and leaves with
+:data:`ExitCode.INTERNAL`. Messages are one line: what, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit statuses of the command line, stable within a major version (docs/exit-codes.md)."""
+
+    CLEAN = 0
+    FINDINGS = 1
+    """An error finding, a plan that does not fit, or drift."""
+    USAGE = 2
+    """Bad arguments, an unreadable reference or an invalid configuration."""
+    INTERNAL = 3
+    WORKER_FAILED = 4
+    INCOMPLETE = 5
+    """The verdict is unknown: part of the answer could not be derived."""
+    RESUMABLE = 75
+    """Stopped on request with a checkpoint; start again with ``--resume auto``."""
+    INTERRUPTED = 130
+
+
+class FsdptoolError(Exception):
+    """A failure with one clear line.
+
+    Args:
+        message: What is wrong and where, without a trailing full stop.
+        help: What to do next, or None when nothing is known.
+    """
+
+    exit_code: ExitCode = ExitCode.USAGE
+
+    def __init__(self, message: str, *, help: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.help = help
+
+
+class ReferenceError(FsdptoolError):  # noqa: A001 - within this package a reference names a model
+    """A model reference that cannot be resolved (unknown family, folder without a config, ...)."""
+
+
+class ModelError(FsdptoolError):
+    """A model that resolves but cannot be built or inspected."""
+
+
+class ConfigError(FsdptoolError):
+    """A configuration or recipe that cannot be used."""
+
+
+class PlanError(FsdptoolError):
+    """A plan that cannot be derived from its inputs (0 GPUs, unknown GPU, impossible mesh, ...)."""
+
+
+class FindingsError(FsdptoolError):
+    """The command worked; its verdict is negative."""
+
+    exit_code = ExitCode.FINDINGS
+
+
+class IncompleteError(FsdptoolError):
+    """The command worked; part of its verdict is unknown."""
+
+    exit_code = ExitCode.INCOMPLETE
+
+
+class WorkerError(FsdptoolError):
+    """A training process failed."""
+
+    exit_code = ExitCode.WORKER_FAILED
+
+
+class StoppedError(FsdptoolError):
+    """A run stopped on request and can be resumed."""
+
+    exit_code = ExitCode.RESUMABLE
+
+
+class StorageError(FsdptoolError):
+    """A file or folder that cannot be read or written (full disk, read-only cache, ...)."""

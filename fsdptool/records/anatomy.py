@@ -1,0 +1,161 @@
+"""What a built model is made of. Torch-free: shapes and names, never tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter, counted once however many names it has.
+
+    Attributes:
+        fqn: Its name, as ``named_parameters(remove_duplicate=True)`` reports it.
+        shape: Global shape.
+        dtype: torch dtype without the ``torch.`` prefix, for example ``bfloat16``.
+        trainable: ``requires_grad``.
+        aliases: Further names of the same tensor (ties), sorted.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name, the canonical one first."""
+        return (self.fqn, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One buffer. ``persistent`` buffers are part of the state dict."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One module, in registration (``named_modules``) order; the root's path is ``""``.
+
+    Attributes:
+        path: Fully qualified path.
+        class_name: Unqualified class name.
+        bases: Unqualified names of its nn.Module base classes, nearest first (accelerate
+            matches wrap classes with ``isinstance``).
+        listed: Whether its parent is a ModuleList, Sequential or ModuleDict.
+        embedding: Whether it is an ``nn.Embedding`` (or subclass).
+        forwards: Whether its class defines ``forward`` (``fully_shard`` refuses containers).
+        aliases: Further paths of the same module object.
+    """
+
+    path: str
+    class_name: str
+    bases: tuple[str, ...] = ()
+    listed: bool = False
+    embedding: bool = False
+    forwards: bool = True
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WrapCandidate:
+    """One class that was considered as a wrap class.
+
+    Attributes:
+        name: Class name.
+        instances: How many modules of the class the model has.
+        parameters_each: Parameters of one instance, smallest and largest.
+        parameters_total: Unique parameters under all instances.
+        share: ``parameters_total`` over the model's total, 0 to 1.
+        paths: Up to five example paths.
+        chosen: Whether it is a wrap class.
+        reason_code: From the closed list in ``fsdptool.inspection.reasons``.
+        reason: The same in a sentence that names numbers.
+    """
+
+    name: str
+    instances: int
+    parameters_each: tuple[int, int]
+    parameters_total: int
+    share: float
+    paths: tuple[str, ...]
+    chosen: bool
+    reason_code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoSplitEntry:
+    """One entry of ``_no_split_modules``: ``right``, ``unsuitable`` or ``absent``, and why."""
+
+    name: str
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrapChoice:
+    """The wrap classes and everything that was weighed to choose them."""
+
+    classes: tuple[str, ...]
+    candidates: tuple[WrapCandidate, ...]
+    no_split_modules: tuple[NoSplitEntry, ...] = ()
+    origin: str = "structure"
+    """``structure``, ``hint`` (the family says so) or ``person`` (``--wrap``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Everything the other rooms need to know of a built model.
+
+    Attributes:
+        spec: What was built.
+        parameters: Unique parameters in ``named_parameters`` order.
+        buffers: Buffers in ``named_buffers`` order.
+        modules: Modules in ``named_modules`` order, each object once; the root first.
+        wrap: The wrap choice.
+        input_embedding: Path of ``get_input_embeddings()``, or None.
+        output_embedding: Path of ``get_output_embeddings()``, or None.
+        final_norm: Path of the base model's last direct-child norm (what accelerate 1.15 puts
+            in its tail group: ``accelerate/utils/fsdp_utils.py:_find_final_norm``), or None.
+        no_split_modules: The built instance's ``_no_split_modules``, sorted.
+        repeated_blocks: diffusers' ``_repeated_blocks``.
+        diagnostics: Findings of the inspection.
+    """
+
+    spec: ModelSpec
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    modules: tuple[Module, ...]
+    wrap: WrapChoice
+    input_embedding: str | None = None
+    output_embedding: str | None = None
+    final_norm: str | None = None
+    no_split_modules: tuple[str, ...] = ()
+    repeated_blocks: tuple[str, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+    @property
+    def total_parameters(self) -> int:
+        """Unique parameters, by element count."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names that share one tensor."""
+        return tuple(parameter.names for parameter in self.parameters if parameter.aliases)

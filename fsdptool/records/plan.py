@@ -1,0 +1,98 @@
+"""The verdict: what every rank will hold, whether it fits, and which configuration to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fsdptool.records.diagnostic import Diagnostic
+
+Basis = Literal["exact", "estimated", "unknown"]
+Verdict = Literal["fits", "does_not_fit", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Bytes of one kind at the peak. ``bytes`` None goes with basis ``unknown``."""
+
+    name: str
+    bytes: int | None
+    basis: Basis
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Something alive at the peak, by name."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment of the allocated peak and what is alive then, largest first."""
+
+    moment: str
+    live: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One point of the timeline: allocated and reserved bytes after an event."""
+
+    name: str
+    allocated_bytes: int
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One configuration that was weighed. ``rejected_by`` None: it may be chosen."""
+
+    id: str
+    settings: Mapping[str, Any]
+    allocated_peak_bytes: int | None
+    reserved_peak_bytes: int | None
+    device_total_bytes: int | None
+    """Reserved plus workspaces, communicators and context: what the driver would report."""
+    usable_bytes: int | None
+    slack_bytes: int | None
+    host_bytes_per_node: int | None
+    components: tuple[Component, ...]
+    peak: Peak | None
+    timeline: tuple[Moment, ...]
+    step_seconds: float | None
+    tokens_per_second: float | None
+    rejected_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """One rung of the ladder when a plan does not fit: what it gives and what it costs."""
+
+    change: str
+    settings: Mapping[str, Any]
+    device_total_bytes: int | None
+    fits: bool | None
+    cost: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A verdict with every candidate that was weighed (contract ``plan``).
+
+    ``inputs`` holds the canonical forms of reference, recipe, cluster and settings the plan was
+    derived from, so that ``emit-config``, ``train`` and ``plan --check`` need nothing else.
+    """
+
+    verdict: Verdict
+    chosen: str | None
+    candidates: tuple[Candidate, ...]
+    next_steps: tuple[NextStep, ...]
+    inputs: Mapping[str, Any]
+    confidence: Literal["verified", "unverified"] = "verified"
+    diagnostics: tuple[Diagnostic, ...] = ()
+    unknowns: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Additive extras (Pareto front, price, MFU), never required to read the verdict."""

@@ -1,0 +1,213 @@
+"""How a model is trained: one YAML format, one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fsdptool.records.settings import CheckpointingMode
+
+Layout = Literal["native", "accelerate"]
+MethodName = Literal["full", "lora", "distillation"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """What to train. ``weights: auto`` loads local weights when there are any, else random ones."""
+
+    reference: str
+    revision: str | None = None
+    component: str | None = None
+    weights: Literal["auto", "pretrained", "random"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """dtype of the stored (master) parameters."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    trust_remote_code: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration keys to change, for example ``num_hidden_layers: 4``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """LoRA (Hu et al. 2021). ``targets`` None takes the family's; ``base`` stores the frozen part."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None
+    target_parameters: tuple[str, ...] = ()
+    adapters: Literal["replicated", "sharded"] = "sharded"
+    base: Literal["unchanged", "nf4", "int8", "float8"] = "unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """KL(teacher || student) at ``temperature``, mixed with the task loss by ``alpha``."""
+
+    teacher: ModelChoice
+    temperature: float = 2.0
+    alpha: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What is trained: every parameter, adapters, or a student of a frozen teacher."""
+
+    name: MethodName = "full"
+    lora: Lora | None = None
+    distillation: Distillation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The loss. ``name`` None takes the family's default; ``options`` are the objective's own."""
+
+    name: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Where samples come from. ``synthetic`` makes them from the family's batch spec."""
+
+    source: Literal["text", "jsonl", "parquet", "dataset", "images", "latents", "synthetic"] = "synthetic"
+    path: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    tokenizer: str = "auto"
+    """``auto`` (the model's), ``bytes``, or a folder or hub id."""
+    packing: bool = True
+    document_mask: bool = True
+    assistant_only_loss: bool = False
+    workers: int = 0
+    shuffle: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sizes of a step. Exactly one of ``accumulation`` and ``global_batch`` decides the other."""
+
+    micro_batch: int = 1
+    sequence_length: int | None = None
+    """Tokens per sample of text; None for families without one."""
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    """Pixels and frames of image and video families."""
+    accumulation: int = 1
+    global_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """The optimizer. ``implementation`` auto is fused on CUDA, foreach elsewhere."""
+
+    name: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.0
+    implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
+    clip_grad_norm: float | None = 1.0
+    scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
+    """How the rate follows the world size; ``none`` keeps it (the global batch is explicit)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Learning-rate schedule over optimizer steps."""
+
+    name: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = 0
+    minimum_ratio: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """Activation checkpointing beyond on and off (the YAML owns on and off)."""
+
+    mode: CheckpointingMode = "full"
+    every_n: int = 2
+    save_operators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What accelerate's YAML cannot express (DESIGN decision 3)."""
+
+    layout: Layout = "native"
+    param_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """None: what the YAML's ``mixed_precision`` says."""
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = "float32"
+    output_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    reshard_after_forward: int | None = None
+    """Reshard to this many ranks after forward; None leaves the YAML's boolean."""
+    prefetch: int = 1
+    """Units gathered ahead; 1 is FSDP2's implicit prefetch."""
+    accumulation: Literal["sharded", "unsharded"] = "sharded"
+    """Gradients held between micro-batches: reduced every time, or kept unsharded (no sync)."""
+    checkpointing: Checkpointing | None = None
+    compile: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """When training state is written and what is kept."""
+
+    every_steps: int | None = None
+    keep_last: int = 2
+    keep_every: int | None = None
+    mode: Literal["async", "sync"] = "async"
+    at_end: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Validation during training; ``data`` None holds out ``holdout`` of the training data."""
+
+    every_steps: int | None = None
+    batches: int = 8
+    holdout: float = 0.0
+    data: Data | None = None
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ema:
+    """Sharded exponential moving average of the trained parameters; decay None switches it off."""
+
+    decay: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tracking:
+    """Besides ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
+
+    backends: tuple[str, ...] = ()
+    log_every: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A training run. Processes, mesh, wrapping, offload and precision are the accelerate YAML's."""
+
+    model: ModelChoice
+    method: Method = Method()
+    objective: Objective = Objective()
+    data: Data = Data()
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    sharding: Sharding = Sharding()
+    checkpoints: Checkpoints = Checkpoints()
+    evaluation: Evaluation = Evaluation()
+    ema: Ema = Ema()
+    tracking: Tracking = Tracking()
+    steps: int | None = None
+    epochs: float | None = None
+    seed: int = 0
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

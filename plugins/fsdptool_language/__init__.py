@@ -1,0 +1,12 @@
+"""Text families: decoders, encoders, encoder-decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdptool.families.protocol import Family
+
+
+def families() -> Iterable[Family]:
+    """Yield the families of this package."""
+    return ()

@@ -1,0 +1,12 @@
+"""Vision, audio and multimodal families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdptool.families.protocol import Family
+
+
+def families() -> Iterable[Family]:
+    """Yield the families of this package."""
+    return ()
