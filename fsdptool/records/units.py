@@ -7,7 +7,7 @@ from typing import Literal
 
 from fsdptool.records.anatomy import Parameter
 
-UnitKind = Literal["embedding", "block", "tail", "root"]
+UnitKind = Literal["embedding", "block", "shared", "tail", "root"]
 
 
 @dataclass(frozen=True, slots=True)

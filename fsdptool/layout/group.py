@@ -1,0 +1,82 @@
+"""The one owner of grouping: an anatomy and settings in, a UnitPlan out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from fsdptool.errors import ConfigError
+from fsdptool.layout.accelerate import accelerate_units
+from fsdptool.layout.native import native_units
+from fsdptool.layout.precision import accelerate_dtypes, native_dtypes
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.recipe import Layout, Sharding
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.units import UnitPlan
+
+
+def group(
+    anatomy: Anatomy,
+    settings: FsdpSettings,
+    sharding: Sharding | None = None,
+    *,
+    layout: Layout | None = None,
+    replicated: Collection[str] = (),
+) -> UnitPlan:
+    """Decide which parameters form which FSDP unit. ``memory`` simulates it, ``training`` applies it.
+
+    Args:
+        anatomy: The model as it will be trained (after LoRA injection, if any).
+        settings: What the accelerate YAML says.
+        sharding: What the recipe adds; None takes its defaults.
+        layout: Overrides ``sharding.layout``.
+        replicated: Names of further parameters kept whole on every rank (LoRA adapters).
+
+    Raises:
+        ConfigError: The settings do not suit the model; the message names the class or parameter.
+    """
+    sharding = sharding if sharding is not None else Sharding()
+    chosen = layout if layout is not None else sharding.layout
+    ignored = _ignored(anatomy, settings) | set(replicated)
+    if chosen == "accelerate":
+        _refuse_extras(sharding)
+        units = accelerate_units(anatomy, settings, ignored)
+        dtypes = accelerate_dtypes(settings)
+    else:
+        units = native_units(anatomy, settings, sharding, ignored)
+        dtypes = native_dtypes(anatomy, settings, sharding)
+    return UnitPlan(
+        layout=chosen,
+        units=units,
+        param_dtype=dtypes.param,
+        reduce_dtype=dtypes.reduce,
+        output_dtype=dtypes.output,
+        master_dtype=dtypes.master,
+        ignored=tuple(parameter for parameter in anatomy.parameters if parameter.fqn in ignored),
+        cpu_offload=settings.cpu_offload,
+        prefetch=1 if chosen == "accelerate" else sharding.prefetch,
+    )
+
+
+def _ignored(anatomy: Anatomy, settings: FsdpSettings) -> set[str]:
+    if settings.ignored_modules is None:
+        return set()
+    try:
+        pattern = re.compile(settings.ignored_modules)
+    except re.error as error:
+        raise ConfigError(
+            f"ignored_modules {settings.ignored_modules!r} is not a regular expression: {error}",
+            help="it is matched in full against module paths, as accelerate does",
+        ) from error
+    paths = [module.path for module in anatomy.modules if pattern.fullmatch(module.path)]
+    prefixes = tuple(f"{path}." if path else "" for path in paths)
+    return {p.fqn for p in anatomy.parameters if any(name.startswith(prefixes) for name in p.names)}
+
+
+def _refuse_extras(sharding: Sharding) -> None:
+    if sharding.reshard_after_forward is not None:
+        raise ConfigError(
+            f"sharding.reshard_after_forward: {sharding.reshard_after_forward} cannot be had in the"
+            " accelerate layout: accelerate 1.15 knows only true and false",
+            help="use the native layout, or leave the key out",
+        )

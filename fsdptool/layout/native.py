@@ -1,0 +1,180 @@
+"""The trainer's own grouping: embeddings, blocks, tail and root, safe for every tie.
+
+Each block is a unit. Large untied embeddings outside the blocks are units of their own that
+backward never gathers again. An untied head forms the tail with the final norm and stays
+gathered between forward and backward, where freeing it would cost a gather that nothing can
+hide. Everything else, tied embeddings and heads included, belongs to the root, which torch
+keeps gathered for the whole step: correct however many modules share a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdptool.errors import ConfigError
+from fsdptool.layout.accelerate import DEFAULT_MIN_NUM_PARAMS
+from fsdptool.layout.tree import ModuleTree
+from fsdptool.records.anatomy import Anatomy, Parameter
+from fsdptool.records.recipe import Sharding
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.units import Unit, UnitKind
+
+_EMBEDDING_SHARE = 0.01
+"""An embedding below this share of the parameters is not worth a collective of its own."""
+
+
+@dataclass(slots=True)
+class _Builder:
+    tree: ModuleTree
+    ignored: set[str]
+    reshard: bool | int
+    units: list[Unit]
+    taken: set[str]
+
+    def shard(
+        self,
+        kind: UnitKind,
+        roots: list[str],
+        *,
+        reshard: bool | int | None,
+        unshard_in_backward: bool = True,
+        checkpointed: bool = False,
+    ) -> None:
+        parameters = tuple(p for p in self.tree.claim(roots, self.taken) if p.fqn not in self.ignored)
+        self.taken.update(roots)
+        if parameters or kind == "root":
+            unit = Unit(
+                id="+".join(roots) or "root",
+                kind=kind,
+                modules=tuple(roots),
+                class_name=self.tree.modules[roots[0]].class_name,
+                parameters=parameters,
+                reshard_after_forward=reshard,
+                unshard_in_backward=unshard_in_backward,
+                checkpointed=checkpointed,
+            )
+            self.units.append(unit)
+
+
+def native_units(
+    anatomy: Anatomy, settings: FsdpSettings, sharding: Sharding, ignored: set[str]
+) -> tuple[Unit, ...]:
+    """Return the trainer's units, in call order, the root last.
+
+    Args:
+        anatomy: The model (after LoRA injection, if any).
+        settings: Wrap policy, classes, reshard flag, checkpointing on or off.
+        sharding: The integer reshard and the checkpointing mode.
+        ignored: Names of parameters left out of sharding.
+
+    Raises:
+        ConfigError: A wrap class is not in the model, or is the whole model.
+    """
+    tree = ModuleTree(anatomy)
+    reshard: bool | int = sharding.reshard_after_forward or settings.reshard_after_forward
+    builder = _Builder(tree, ignored, reshard, [], set())
+    blocks = block_paths(anatomy, tree, settings)
+    _shard_shared(builder, blocks)
+    _shard_blocks(builder, blocks, settings, sharding)
+    _shard_embeddings(builder, anatomy, blocks)
+    _shard_tail(builder, anatomy, blocks)
+    builder.shard("root", [""], reshard=None)
+    return tuple(builder.units)
+
+
+def block_paths(anatomy: Anatomy, tree: ModuleTree, settings: FsdpSettings) -> list[str]:
+    """Return the paths the wrap policy makes blocks of, children first."""
+    if settings.wrap_policy == "none":
+        return []
+    if settings.wrap_policy == "size":
+        minimum = settings.min_num_params or DEFAULT_MIN_NUM_PARAMS
+        return [
+            path
+            for path in tree.postorder()
+            if path
+            and tree.modules[path].forwards
+            and sum(parameter.numel for parameter in tree.subtree(path)) > minimum
+        ]
+    classes = settings.wrap_classes or anatomy.wrap.classes
+    live = {module.class_name for path, module in tree.modules.items() if path}
+    for name in classes:
+        if name not in live:
+            root = tree.modules[""].class_name
+            what = "is the whole model" if name == root else f"is not in {root}"
+            raise ConfigError(
+                f"the wrap class {name} {what}",
+                help=f"wrap {', '.join(anatomy.wrap.classes) or 'a class that detect lists'} instead",
+            )
+    return tree.instances(classes)
+
+
+def _inside(path: str, blocks: list[str]) -> str | None:
+    """Return the outermost block that is or holds ``path``, or None."""
+    holders = [block for block in blocks if path == block or path.startswith(f"{block}.")]
+    return min(holders, key=len) if holders else None
+
+
+def _shard_shared(builder: _Builder, blocks: list[str]) -> None:
+    """Give parameters that several blocks share a unit of their own.
+
+    Two groups must not see one parameter (torch 2.13, ``_validate_no_duplicate_params``), so the
+    modules that hold it directly are sharded together before the blocks around them.
+    """
+    groups: dict[tuple[str, ...], None] = {}
+    for parameter in _every_parameter(builder.tree):
+        owners = builder.tree.owners(parameter)
+        homes = {_inside(owner, blocks) for owner in owners}
+        if len(homes) > 1 and homes != {None}:
+            groups[owners] = None
+    merged: list[set[str]] = []
+    for owners in groups:
+        overlapping = [group for group in merged if group.intersection(owners)]
+        union = set(owners).union(*overlapping)
+        merged = [group for group in merged if group not in overlapping] + [union]
+    for group in merged:
+        builder.shard("shared", sorted(group), reshard=builder.reshard)
+
+
+def _every_parameter(tree: ModuleTree) -> tuple[Parameter, ...]:
+    return tree.subtree("")
+
+
+def _shard_blocks(builder: _Builder, blocks: list[str], settings: FsdpSettings, sharding: Sharding) -> None:
+    every_n = 1
+    if sharding.checkpointing is not None and sharding.checkpointing.mode == "every_n":
+        every_n = sharding.checkpointing.every_n
+    outermost = [path for path in blocks if _inside(path, blocks) == path]
+    recomputed = set(outermost[::every_n]) if checkpoints(settings, sharding) else set()
+    for path in blocks:
+        builder.shard("block", [path], reshard=builder.reshard, checkpointed=path in recomputed)
+
+
+def checkpoints(settings: FsdpSettings, sharding: Sharding) -> bool:
+    """Return whether blocks are recomputed: the file switches it on, the recipe says how."""
+    mode = sharding.checkpointing.mode if sharding.checkpointing is not None else "full"
+    return settings.activation_checkpointing and mode != "none"
+
+
+def _shard_embeddings(builder: _Builder, anatomy: Anatomy, blocks: list[str]) -> None:
+    least = anatomy.total_parameters * _EMBEDDING_SHARE
+    for path, module in builder.tree.modules.items():
+        if not module.embedding or path in builder.taken or _inside(path, blocks):
+            continue
+        parameters = builder.tree.subtree(path)
+        if any(parameter.aliases for parameter in parameters):
+            continue
+        if path == anatomy.input_embedding or sum(p.numel for p in parameters) >= least:
+            # Token ids carry no gradient and the lookup's backward needs no weight, so the
+            # gather in backward would be for nothing (``set_unshard_in_backward``, torch 2.13).
+            builder.shard("embedding", [path], reshard=builder.reshard, unshard_in_backward=False)
+
+
+def _shard_tail(builder: _Builder, anatomy: Anatomy, blocks: list[str]) -> None:
+    head = anatomy.output_embedding
+    if head is None or head in builder.taken or _inside(head, blocks):
+        return
+    if any(parameter.aliases for parameter in builder.tree.subtree(head)):
+        return
+    norm = anatomy.final_norm
+    separate = norm is not None and norm not in builder.taken and _inside(norm, blocks) is None
+    builder.shard("tail", [norm, head] if separate and norm is not None else [head], reshard=False)
