@@ -67,6 +67,8 @@ class TensorSpec:
         fill: How synthetic values are drawn (``docs/families.md``).
         high: Exclusive upper bound for ``tokens``, ``labels`` and ``timesteps``.
         compute: Whether a floating tensor is cast to the run's parameter dtype.
+        values: Fixed contents of one sample, row-major: all of it for ``constant``, the first
+            entries for every other fill (image placeholders at the head of ``tokens``, ...).
     """
 
     name: str
@@ -75,6 +77,7 @@ class TensorSpec:
     fill: Fill
     high: int | None = None
     compute: bool = False
+    values: tuple[int | float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,10 @@ class Family(ABC):
     @abstractmethod
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
         """Return the objectives this family trains under: name to factory taking the recipe's options."""
+
+    def objective_for(self, config: Mapping[str, Any]) -> str:
+        """Return the default objective of one configuration; the family's own unless it serves many."""
+        return self.default_objective
 
     def lora_targets(self, config: Mapping[str, Any]) -> LoraTargets:
         """Return what LoRA adapts by default; empty means: no default, ask the person."""
