@@ -1,0 +1,30 @@
+# Sourced by run.sh and test.sh: makes .venv beside this file on the first call, and puts it on PATH.
+# Give the group to install as $1 (empty or "dev"). FSDPTOOL_VENV names another place for it,
+# FSDPTOOL_PYTHON another interpreter (3.11 or newer).
+
+set -eu
+root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+venv=${FSDPTOOL_VENV:-$root/.venv}
+python=${FSDPTOOL_PYTHON:-python3}
+group=${1:-}
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+    echo "error: $python is missing or older than Python 3.11" >&2
+    echo "help: install Python 3.11 or newer, or name one: FSDPTOOL_PYTHON=/path/to/python3.12" >&2
+    exit 2
+}
+
+# What is installed depends on these files alone: install again only when one of them changed.
+stamp="$venv/.fsdptool-${group:-user}"
+wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "Installing into $venv (the first time downloads PyTorch) ..." >&2
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+    # Constraints pin what the tests ran with; --group adds the tools that the tests need.
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$root/constraints.txt" --editable "$root" ${group:+--group "$root/pyproject.toml:$group"}
+    printf '%s' "$wanted" >"$stamp"
+fi
+PATH="$venv/bin:$PATH"
+export PATH
