@@ -1,0 +1,299 @@
+"""Finds every installed family through the entry-point group ``fsdptool.families``.
+
+No family is privileged, ours included: all come through package metadata, and a plugin that
+fails to load is a diagnostic, never a crash. Imports the plugins' listing code only; torch and
+the model libraries stay unloaded (``protocol.Family.build`` loads them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.families.protocol import API_VERSION, Family, Flavour
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.model import ModelSpec
+
+GROUP = "fsdptool.families"
+
+BROKEN_PLUGIN = "DET001"
+WRONG_API = "DET002"
+DUPLICATE_FAMILY = "DET003"
+_SOURCE_SUFFIXES = {".py", ".json", ".jsonl", ".yaml", ".yml", ".toml"}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a family comes from: the distribution, its version and the entry point that named it."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    module: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version} ({self.entry_point})"
+
+
+class Registry:
+    """The families that loaded, and why others did not.
+
+    Attributes:
+        diagnostics: One per plugin that failed, per family with the wrong ``api_version`` and per
+            claimant of a contested name.
+    """
+
+    def __init__(self, claims: Iterable[tuple[Family, Origin]], diagnostics: Iterable[Diagnostic]) -> None:
+        found = list(diagnostics)
+        by_name: dict[str, list[tuple[Family, Origin]]] = defaultdict(list)
+        for family, origin in claims:
+            by_name[family.name].append((family, origin))
+        self._families: dict[str, tuple[Family, Origin]] = {}
+        self._contested: dict[str, tuple[Origin, ...]] = {}
+        for name, claimants in by_name.items():
+            if len(claimants) == 1:
+                self._families[name] = claimants[0]
+                continue
+            origins = tuple(origin for _, origin in claimants)
+            self._contested[name] = origins
+            found += [_contested(name, origin, origins) for origin in origins]
+        self.diagnostics: tuple[Diagnostic, ...] = tuple(found)
+
+    def _report_once(self, diagnostic: Diagnostic) -> None:
+        if diagnostic not in self.diagnostics:
+            self.diagnostics = (*self.diagnostics, diagnostic)
+
+    def all(self) -> tuple[Family, ...]:
+        """Return every usable family, sorted by name."""
+        return tuple(self._families[name][0] for name in sorted(self._families))
+
+    def origin(self, name: str) -> Origin:
+        """Return where the family called ``name`` comes from.
+
+        Raises:
+            ReferenceError: There is no such family.
+        """
+        self.get(name)
+        return self._families[name][1]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._families or name in self._contested
+
+    def get(self, name: str) -> Family:
+        """Return the family called exactly ``name``; near misses are suggested, never taken.
+
+        Raises:
+            ReferenceError: No family, or more than one, has that name.
+        """
+        if name in self._families:
+            return self._families[name][0]
+        if name in self._contested:
+            owners = " and ".join(str(origin) for origin in self._contested[name])
+            raise ReferenceError(
+                f"family {name!r} is claimed by {owners}", help="uninstall one of them, or rename its family"
+            )
+        raise ReferenceError(
+            f"there is no family called {name!r}",
+            help=_suggestion(name, self._families) or "`fsdptool families` lists those there are",
+        )
+
+    def flavour(self, family: str, name: str) -> Flavour:
+        """Return one flavour; a bogus one is an error, never a silent default.
+
+        Raises:
+            ReferenceError: The family or the flavour does not exist.
+        """
+        flavours = self.get(family).flavours()
+        if name in flavours:
+            return flavours[name]
+        if not flavours:
+            raise ReferenceError(
+                f"family {family!r} has no flavours", help="give a Hugging Face id, a folder or a config.json"
+            )
+        nearest = _suggestion(name, flavours, prefix=f"{family}:")
+        listed = ", ".join(sorted(flavours))
+        raise ReferenceError(
+            f"family {family!r} has no flavour {name!r}",
+            help=f"{nearest}; it has: {listed}" if nearest else f"it has: {listed}",
+        )
+
+    def match(self, config: Mapping[str, Any]) -> Family:
+        """Return the family that claims a raw configuration with the highest score.
+
+        Raises:
+            ReferenceError: No family claims it, or two claim it equally.
+        """
+        claims = []
+        for family, origin in self._families.values():
+            try:
+                found = family.match(config)
+            except Exception as error:
+                self._report_once(_broken(origin, f"match of {family.name!r} raised {type(error).__name__}"))
+                continue
+            if found is not None:
+                claims.append((family.precedence, found.score, family, origin, found.evidence))
+        if not claims:
+            raise ReferenceError(
+                f"no installed family claims {_describe(config)}",
+                help="install a plugin for it; docs/families.md shows how to write one",
+            )
+        best = max(claim[:2] for claim in claims)
+        winners = [claim for claim in claims if claim[:2] == best]
+        if len(winners) > 1:
+            names = " and ".join(f"{c[2].name!r} of {c[3].distribution} ({c[4]})" for c in winners)
+            raise ReferenceError(
+                f"{_describe(config)} is claimed equally by {names}",
+                help="name the family: family:flavour, or uninstall one plugin",
+            )
+        winner: Family = winners[0][2]
+        return winner
+
+
+def _describe(config: Mapping[str, Any]) -> str:
+    for key in ("_class_name", "model_type"):
+        if config.get(key):
+            return f"a configuration with {key} {config[key]!r}"
+    return "a configuration without model_type or _class_name"
+
+
+def _suggestion(name: str, known: Iterable[str], *, prefix: str = "") -> str | None:
+    by_fold = {item.casefold(): item for item in known}
+    near = get_close_matches(name.casefold(), by_fold, n=3, cutoff=0.6)
+    if not near:
+        near = [item for item in by_fold if item.startswith(name.casefold())][:3] if name else []
+    return f"did you mean {' or '.join(prefix + by_fold[item] for item in near)}?" if near else None
+
+
+def _contested(name: str, origin: Origin, origins: tuple[Origin, ...]) -> Diagnostic:
+    others = ", ".join(str(other) for other in origins if other is not origin)
+    return Diagnostic(
+        code=DUPLICATE_FAMILY,
+        severity="warning",
+        message=f"{origin} claims the family name {name!r}, and so does {others}; neither is used",
+        help="uninstall one of them, or rename its family",
+    )
+
+
+@cache
+def load_registry() -> Registry:
+    """Load every entry point of the group once per process. Never raises for a broken plugin."""
+    return read_registry(metadata.entry_points(group=GROUP))
+
+
+def read_registry(entry_points: Iterable[metadata.EntryPoint]) -> Registry:
+    """Load the given entry points (:func:`load_registry` gives it the installed ones)."""
+    claims: list[tuple[Family, Origin]] = []
+    diagnostics: list[Diagnostic] = []
+    for entry_point in sorted(entry_points, key=lambda item: (item.name, item.value)):
+        distribution = entry_point.dist
+        origin = Origin(
+            distribution=distribution.name if distribution else "unknown distribution",
+            version=distribution.version if distribution else "?",
+            entry_point=f"{entry_point.name} = {entry_point.value}",
+            module=entry_point.module,
+        )
+        try:
+            families = list(_families(entry_point.load()))
+        except (Exception, SystemExit) as error:
+            diagnostics.append(_broken(origin, f"{type(error).__name__}: {_one_line(error)}"))
+            continue
+        for family in families:
+            problem = _problem(family)
+            if problem is None:
+                claims.append((family, origin))
+            else:
+                diagnostics.append(problem(origin))
+    return Registry(claims, diagnostics)
+
+
+def _families(loaded: Any) -> Iterator[Any]:
+    if isinstance(loaded, type) and issubclass(loaded, Family):
+        yield loaded()
+    elif isinstance(loaded, Family):
+        yield loaded
+    elif callable(loaded):
+        yield from loaded()
+    else:
+        raise TypeError(f"names a {type(loaded).__name__}, not a Family or a callable that yields them")
+
+
+def _problem(family: Any) -> Any:
+    """Return a maker of the diagnostic for an unusable family, or None."""
+    if not isinstance(family, Family):
+        return lambda origin: _broken(origin, f"yields a {type(family).__name__}, not a Family")
+    if family.api_version != API_VERSION:
+        return lambda origin: Diagnostic(
+            code=WRONG_API,
+            severity="warning",
+            message=f"family {getattr(family, 'name', '?')!r} of {origin} speaks protocol"
+            f" {family.api_version!r}; this fsdptool speaks {API_VERSION}",
+            help="install versions of the two that fit together",
+        )
+    for field in ("name", "library", "default_objective"):
+        value = getattr(family, field, None)
+        if not isinstance(value, str) or not value:
+            return lambda origin: _broken(origin, f"{type(family).__name__} has no {field}")
+    if any(character in family.name for character in ":/\\@ \t\n"):
+        what = f"family name {family.name!r} holds a colon, a slash, an at sign or a space"
+        return lambda origin: _broken(origin, what)
+    return None
+
+
+def _broken(origin: Origin, what: str) -> Diagnostic:
+    return Diagnostic(
+        code=BROKEN_PLUGIN,
+        severity="warning",
+        message=f"plugin {origin} is left out: {what}",
+        help=f"repair or uninstall {origin.distribution}",
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def family_of(spec: ModelSpec) -> Family:
+    """Return the family that made ``spec``.
+
+    Raises:
+        ReferenceError: It is not installed here.
+    """
+    return load_registry().get(spec.family)
+
+
+def family_digest(name: str) -> str:
+    """Return a digest of a family's distribution version and of every source and data file beside it.
+
+    The detection cache keys on it (DESIGN decision 8), so editing a plugin in place is a miss.
+
+    Raises:
+        ReferenceError: There is no such family.
+    """
+    registry = load_registry()
+    family, origin = registry.get(name), registry.origin(name)
+    tops = sorted({module.partition(".")[0] for module in (type(family).__module__, origin.module) if module})
+    return f"{origin.distribution}=={origin.version}:" + ",".join(_package_digest(top) for top in tops)
+
+
+@cache
+def _package_digest(package: str) -> str:
+    top = sys.modules.get(package)
+    digest = hashlib.sha256()
+    for folder in getattr(top, "__path__", None) or ():
+        for path in sorted(Path(folder).rglob("*")):
+            if path.suffix in _SOURCE_SUFFIXES and path.is_file():
+                digest.update(str(path.relative_to(folder)).encode())
+                digest.update(path.read_bytes())
+    single = getattr(top, "__file__", None)
+    if not hasattr(top, "__path__") and single:
+        digest.update(Path(single).read_bytes())
+    return digest.hexdigest()
