@@ -19,6 +19,9 @@ class Gpu:
         link: ``nvlink``, ``pcie`` or ``xgmi``.
         native_bf16, native_fp8: Whether the tensor cores compute in the dtype.
         source: Where the figures come from.
+        marketing_bytes: The size it is sold under, for telling people the difference; or None.
+        workspace_bytes: cuBLAS workspace per handle and stream (``CUDABlas.cpp``, torch 2.13:
+            32 MiB from Hopper on, 8,519,680 bytes before).
     """
 
     name: str
@@ -30,6 +33,8 @@ class Gpu:
     native_bf16: bool
     native_fp8: bool
     source: str
+    marketing_bytes: int | None = None
+    workspace_bytes: int = 8_519_680
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class Cluster:
     price_per_gpu_hour: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     """NCCL settings to export on launch."""
+    name: str | None = None
+    """What a person calls this offer; None: it is named by its GPUs."""
 
     @property
     def world_size(self) -> int:
