@@ -1,0 +1,299 @@
+"""A digest-keyed store: one file per answer, each with its own checksum.
+
+Layout: ``<folder>/v1/<kind>/<key>.json``. The first line of a file is a JSON header, the rest the
+payload. Writers hold the lock of the store, write a ``.part`` file and rename it, so a reader sees
+a whole entry or none, and any ``.part`` found under the lock was left by a writer that died.
+Nothing here raises for a store that cannot be used: the answer matters more than keeping it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.document import digest
+
+_VERSION = "v1"
+_SUFFIX = ".json"
+_ASIDE = ".corrupt"
+_PART = ".part"
+_LOCK_SECONDS = 10.0
+_COMPRESS_FROM = 16 * 1024
+
+UNUSABLE = "CACHE001"
+CORRUPT = "CACHE002"
+
+
+def cache_folder() -> Path:
+    """Return the folder answers are kept in.
+
+    ``FSDPTOOL_CACHE`` wins, then ``XDG_CACHE_HOME/fsdptool``, then ``~/.cache/fsdptool``.
+    """
+    if named := os.environ.get("FSDPTOOL_CACHE"):
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "fsdptool"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored answer, by its header alone. ``created`` is in seconds since the epoch."""
+
+    kind: str
+    key: str
+    about: str
+    created: float
+    bytes: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check of the store found: good entries, and the paths of bad ones with the reason."""
+
+    good: int
+    bad: tuple[tuple[Path, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What a removal really did: files and bytes gone, and what could not be deleted and why."""
+
+    removed: int
+    bytes: int
+    failed: tuple[tuple[Path, str], ...]
+
+
+class _CorruptError(Exception):
+    """An entry whose bytes are not what was written."""
+
+
+class Store:
+    """Answers by kind and key.
+
+    Args:
+        folder: Where to keep them; :func:`cache_folder` by default.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder if folder is not None else cache_folder()
+        self._root = self.folder / _VERSION
+
+    def key(self, parts: Any) -> str:
+        """Return the key of an answer that was derived from ``parts`` (plain data)."""
+        return digest(parts).removeprefix("sha256:")
+
+    def get(self, kind: str, key: str) -> tuple[Any | None, tuple[Diagnostic, ...]]:
+        """Return the stored value or None, and findings about the store.
+
+        A corrupt entry is reported, set aside (``*.corrupt``) and counts as a miss.
+        """
+        path = self._path(kind, key)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None, ()
+        except OSError as error:
+            return None, (_unusable(path, error),)
+        try:
+            _, value = _decode(content, kind, key)
+        except _CorruptError as error:
+            return None, (self._set_aside(path, str(error), content),)
+        return value, ()
+
+    def put(self, kind: str, key: str, value: Any, *, about: str = "") -> tuple[Diagnostic, ...]:
+        """Keep ``value`` (plain JSON data); return findings if that is not possible."""
+        path = self._path(kind, key)
+        content = _encode(kind, key, value, about)
+        part = path.with_name(f".{key}.{os.getpid()}{_PART}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                try:
+                    with part.open("wb") as stream:
+                        stream.write(content)
+                        stream.flush()
+                        os.fsync(stream.fileno())
+                    part.replace(path)
+                finally:
+                    part.unlink(missing_ok=True)
+        except (OSError, TimeoutError) as error:
+            return (_unusable(path, error),)
+        return ()
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return every readable entry, the newest first. Corrupt ones are left to :meth:`verify`."""
+        found = []
+        for path in self._files(_SUFFIX):
+            try:
+                with path.open("rb") as stream:
+                    header = _header(stream.readline())
+                found.append(
+                    Entry(
+                        kind=str(header["kind"]),
+                        key=str(header["key"]),
+                        about=str(header["about"]),
+                        created=float(header["created"]),
+                        bytes=path.stat().st_size,
+                        path=path,
+                    )
+                )
+            except (OSError, _CorruptError, KeyError, TypeError, ValueError):
+                continue
+        return tuple(sorted(found, key=lambda entry: (-entry.created, entry.key)))
+
+    def verify(self) -> Verdict:
+        """Check every entry against its checksum; changes nothing."""
+        good, bad = 0, []
+        for path in self._files(_SUFFIX):
+            try:
+                _decode(path.read_bytes(), path.parent.name, path.name.removesuffix(_SUFFIX))
+                good += 1
+            except _CorruptError as error:
+                bad.append((path, str(error)))
+            except OSError as error:
+                bad.append((path, error.strerror or str(error)))
+        bad += [(path, "set aside earlier") for path in self._files(_ASIDE)]
+        return Verdict(good, tuple(bad))
+
+    def prune(self, *, older_than_days: float | None = None, max_bytes: int | None = None) -> Cleared:
+        """Remove leftovers of dead writers, entries set aside, old entries and the oldest beyond a size."""
+        doomed = [*self._files(_ASIDE), *self._files(_PART)]
+        entries = self.entries()
+        limit = time.time() - older_than_days * 86400 if older_than_days is not None else None
+        kept = 0
+        for entry in entries:
+            kept += entry.bytes
+            too_old = limit is not None and entry.created < limit
+            if too_old or (max_bytes is not None and kept > max_bytes):
+                doomed.append(entry.path)
+                kept -= entry.bytes
+        return self._remove(doomed)
+
+    def clear(self) -> Cleared:
+        """Remove everything the store wrote, and tell the truth about what stayed."""
+        return self._remove(path for path in self._files("") if path.name != ".lock")
+
+    def _remove(self, paths: Iterator[Path] | list[Path]) -> Cleared:
+        removed, freed, failed = 0, 0, []
+        paths = list(paths)
+        if not paths:
+            return Cleared(0, 0, ())
+        try:
+            with self._locked():
+                for path in paths:
+                    try:
+                        size = path.stat().st_size
+                        path.unlink()
+                    except FileNotFoundError:
+                        continue
+                    except OSError as error:
+                        failed.append((path, error.strerror or str(error)))
+                    else:
+                        removed, freed = removed + 1, freed + size
+        except (OSError, TimeoutError) as error:
+            done = {path for path, _ in failed}
+            failed += [(path, _words(error)) for path in paths if path not in done and path.exists()]
+        return Cleared(removed, freed, tuple(failed))
+
+    def _files(self, suffix: str) -> list[Path]:
+        if not self._root.is_dir():
+            return []
+        return sorted(path for path in self._root.rglob("*") if path.name.endswith(suffix) and path.is_file())
+
+    def _path(self, kind: str, key: str) -> Path:
+        return self._root / kind / f"{key}{_SUFFIX}"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        from filelock import FileLock, Timeout
+
+        self._root.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._root / ".lock", timeout=_LOCK_SECONDS)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise TimeoutError(
+                f"another process has held {self._root / '.lock'} for {_LOCK_SECONDS:g} s"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _set_aside(self, path: Path, why: str, seen: bytes) -> Diagnostic:
+        try:
+            with self._locked():
+                # Another process may have rebuilt it since it was read: only move what was seen bad.
+                if path.read_bytes() == seen:
+                    path.replace(path.with_name(path.name + _ASIDE))
+            outcome = "set aside and derived afresh"
+        except (OSError, TimeoutError) as error:
+            outcome = f"ignored (it cannot be set aside: {_words(error)})"
+        return Diagnostic(
+            code=CORRUPT,
+            severity="warning",
+            message=f"cache entry {path} is corrupt ({why}); {outcome}",
+            help="`fsdptool cache prune` removes what was set aside",
+        )
+
+
+def _unusable(path: Path, error: BaseException) -> Diagnostic:
+    return Diagnostic(
+        code=UNUSABLE,
+        severity="warning",
+        message=f"the answer is not cached: {path}: {_words(error)}",
+        help="free space, set FSDPTOOL_CACHE to a writable folder, or give --no-cache",
+    )
+
+
+def _words(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _encode(kind: str, key: str, value: Any, about: str) -> bytes:
+    payload = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    packed = len(payload) >= _COMPRESS_FROM
+    if packed:
+        payload = zlib.compress(payload, 1)
+    header = {
+        "kind": kind,
+        "key": key,
+        "about": about,
+        "created": time.time(),
+        "packed": packed,
+        "sha256": hashlib.sha256(payload).hexdigest(),
+    }
+    return json.dumps(header).encode() + b"\n" + payload
+
+
+def _header(line: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(line)
+    except ValueError as error:
+        raise _CorruptError("unreadable header") from error
+    if not isinstance(header, dict):
+        raise _CorruptError("unreadable header")
+    return header
+
+
+def _decode(content: bytes, kind: str, key: str) -> tuple[dict[str, Any], Any]:
+    line, _, payload = content.partition(b"\n")
+    header = _header(line)
+    if hashlib.sha256(payload).hexdigest() != header.get("sha256"):
+        raise _CorruptError("checksum does not agree")
+    if (header.get("kind"), header.get("key")) != (kind, key):
+        raise _CorruptError("it belongs to another key")
+    try:
+        return header, json.loads(zlib.decompress(payload) if header.get("packed") else payload)
+    except (ValueError, zlib.error) as error:
+        raise _CorruptError("unreadable payload") from error
