@@ -1,0 +1,141 @@
+"""The laws of the house: who may import whom, how large a room may grow, what start-up may cost."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fsdptool"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = {"torch", "transformers", "diffusers", "accelerate", "peft", "datasets"}
+TORCH_FREE = ("records", "families", "config", "layout", "cache")
+OBJECTIVES = PACKAGE / "families" / "objectives"
+"""Objectives run inside a model's training step: they are torch code, loaded by nobody else."""
+
+LONGEST = 400
+"""Lines. The house habit is 350; a little air keeps a good split from being forced."""
+
+
+def room(path: Path) -> str:
+    """Return the name of the folder (or top-level module) that ``path`` belongs to."""
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST, *, top_level_only: bool) -> Iterator[str]:
+    """Yield the dotted names that a module imports; ``if TYPE_CHECKING`` blocks do not count."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif not _skipped(node, top_level_only):
+            yield from imports(node, top_level_only=top_level_only)
+
+
+def _skipped(node: ast.AST, top_level_only: bool) -> bool:
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        return True
+    return top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_keeps_to_its_room(path: Path) -> None:
+    every = set(imports(parsed(path), top_level_only=False))
+    own = room(path)
+    if own not in ("cli", "__main__"):
+        assert not [name for name in every if name.startswith("fsdptool.cli")], "nothing imports cli"
+    if own not in ("cli", "report"):
+        reached = [name for name in every if name.startswith("fsdptool.report")]
+        allowed = "_repr_html_" in path.read_text(encoding="utf-8")
+        assert not reached or allowed, "only cli and the notebook representations reach report"
+    if own == "records":
+        others = [n for n in every if n.startswith("fsdptool.") and not n.startswith("fsdptool.records")]
+        assert set(others) <= {"fsdptool.errors"}, "records know nobody but the errors"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_torch_free_rooms_never_import_torch(path: Path) -> None:
+    if room(path) not in TORCH_FREE or path.is_relative_to(OBJECTIVES):
+        return
+    lazily_allowed = path.is_relative_to(PACKAGE / "families" / "bases") or path.name == "testing.py"
+    found = imports(parsed(path), top_level_only=lazily_allowed)
+    assert not {name.partition(".")[0] for name in found} & HEAVY
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_is_one_room_not_two(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+LIGHT = {
+    "overview": [],
+    "help": ["--help"],
+    "validate": ["validate", "{config}", "--consumer", "fsdptool"],
+    "families": ["families"],
+    "schema": ["schema", "recipe"],
+}
+
+CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_reshard_after_forward: true
+"""
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_quick_commands_import_nothing_heavy(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(CONFIG)
+    arguments = [part.format(config=config) for part in LIGHT[name]]
+    script = (
+        "import json, sys\n"
+        "from fsdptool.cli.app import run\n"
+        f"code = run({arguments!r})\n"
+        "sys.stderr.write('\\n' + json.dumps([code, sorted({m.partition('.')[0] for m in sys.modules})]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    code, loaded = json.loads(done.stderr.splitlines()[-1])
+    assert code == 0, done.stderr
+    assert not HEAVY & set(loaded)
+
+
+def undocumented(path: Path) -> Iterator[str]:
+    """Yield the public names of a module that lack a docstring (inherited ones are documented above)."""
+    tree = parsed(path)
+    if path.stat().st_size and not ast.get_docstring(tree):
+        yield "module"
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if not ast.get_docstring(node):
+            yield node.name
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef) and not m.name.startswith("_")]
+            yield from (f"{node.name}.{m.name}" for m in methods if not ast.get_docstring(m))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_everything_public_has_a_docstring(path: Path) -> None:
+    assert list(undocumented(path)) == []
