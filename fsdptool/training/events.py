@@ -1,0 +1,131 @@
+"""What a rank tells the parent process: one JSON line per event, in a file of its own.
+
+Files, not pipes: they survive the process, work on a shared file system across nodes, and a reader
+that is slow or gone blocks nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import StorageError
+from fsdptool.records.codec import to_json
+from fsdptool.records.run import Metrics
+from fsdptool.training.folder import EVENTS, METRICS
+
+STDERR_MARK = "fsdptool-event "
+"""Prefix of an event on standard error, used when the event file cannot be written (full disk)."""
+
+
+def event_path(folder: Path, rank: int) -> Path:
+    """Return the event file of a rank."""
+    return folder / EVENTS / f"rank-{rank:05d}.jsonl"
+
+
+class LineFile:
+    """Appends whole lines: one ``write`` per line, so that readers never see half of one."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._mend()
+
+    def _mend(self) -> None:
+        """End a line that a killed process or a full disk left unfinished."""
+        size = self._path.stat().st_size
+        if size == 0:
+            return
+        with self._path.open("rb") as stream:
+            stream.seek(size - 1)
+            if stream.read(1) != b"\n":
+                os.write(self._descriptor, b"\n")
+
+    def append(self, record: Any) -> None:
+        """Append one record; raises ``OSError`` (a short write counts as a full disk)."""
+        line = (json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n").encode()
+        if os.write(self._descriptor, line) != len(line):
+            raise OSError(28, os.strerror(28), str(self._path))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+class EventLog:
+    """Events of one rank. ``emit`` never raises: without a disk it speaks on standard error."""
+
+    def __init__(self, folder: Path, rank: int, attempt: int) -> None:
+        self._rank = rank
+        self._attempt = attempt
+        self._file = LineFile(event_path(folder, rank))
+        self._metrics = LineFile(folder / METRICS) if rank == 0 else None
+        self._trackers: list[Any] = []
+
+    def add_tracker(self, tracker: Any) -> None:
+        """Send every step to ``tracker.log(metrics)`` as well (rank 0)."""
+        self._trackers.append(tracker)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append one event."""
+        record = {
+            "kind": kind,
+            "time": time.time(),
+            "rank": self._rank,
+            "attempt": self._attempt,
+            "pid": os.getpid(),
+            **to_json(fields),
+        }
+        try:
+            self._file.append(record)
+        except OSError:
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"{STDERR_MARK}{json.dumps(record)}\n")
+                sys.stderr.flush()
+
+    def step(self, metrics: Metrics) -> None:
+        """Record one optimizer step.
+
+        Raises:
+            StorageError: ``metrics.jsonl`` cannot be written.
+        """
+        if self._metrics is None:
+            return
+        record = to_json(metrics)
+        try:
+            self._metrics.append(record)
+        except OSError as error:
+            raise StorageError(
+                f"metrics.jsonl cannot be written: {error.strerror}", help="free space and resume the run"
+            ) from error
+        for tracker in self._trackers:
+            tracker.log(metrics)
+
+    def close(self) -> None:
+        """Close the files and the trackers."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._file.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole, valid JSON lines of a file; a damaged line is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
