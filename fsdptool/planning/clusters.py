@@ -1,0 +1,165 @@
+"""Clusters: from command-line figures or from a file (``schemas/cluster.schema.json``)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import PlanError
+from fsdptool.planning.catalogue import find_gpu, gpu_from_data
+from fsdptool.planning.files import check, read_data
+from fsdptool.records.cluster import Cluster, Gpu
+from fsdptool.records.diagnostic import Diagnostic
+
+_PREFIX = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+MAX_WORLD = 1 << 20
+"""More ranks than any machine has: a typing error rather than a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One cluster and what was assumed to read it."""
+
+    cluster: Cluster
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+
+def make_cluster(
+    gpu: Gpu | None,
+    gpus_per_node: int,
+    nodes: int = 1,
+    *,
+    inter_node_bandwidth: float | None = None,
+    host_memory_bytes: int | None = None,
+    price_per_gpu_hour: float | None = None,
+    name: str | None = None,
+    environment: dict[str, str] | None = None,
+) -> Cluster:
+    """Return a cluster after checking its figures.
+
+    Args:
+        gpu: What it is made of; None for CPU processes.
+        gpus_per_node: GPUs (or CPU processes) in each node.
+        nodes: Machines.
+        inter_node_bandwidth: Bytes per second per GPU and direction between nodes.
+        host_memory_bytes: Host memory of one node.
+        price_per_gpu_hour: Price, in whatever currency offers are compared by.
+        name: What the offer is called.
+        environment: Exported on launch.
+
+    Raises:
+        PlanError: A count is not positive or beyond reason.
+    """
+    what = "GPUs" if gpu is not None else "processes"
+    if gpus_per_node < 1:
+        raise PlanError(
+            f"{gpus_per_node} {what} cannot train anything", help=f"give at least 1 of the {what}"
+        )
+    if nodes < 1:
+        raise PlanError(f"{nodes} nodes cannot train anything", help="give --nodes 1 or more")
+    if gpus_per_node * nodes > MAX_WORLD:
+        raise PlanError(
+            f"{gpus_per_node} x {nodes} = {gpus_per_node * nodes:,} ranks: more than any cluster has"
+        )
+    if price_per_gpu_hour is not None and price_per_gpu_hour < 0:
+        raise PlanError(f"a price of {price_per_gpu_hour} per GPU hour: prices are not negative")
+    return Cluster(
+        gpu=gpu,
+        gpus_per_node=gpus_per_node,
+        nodes=nodes,
+        inter_node_bandwidth=inter_node_bandwidth,
+        host_memory_bytes=host_memory_bytes,
+        price_per_gpu_hour=price_per_gpu_hour,
+        environment=environment or {},
+        name=name,
+    )
+
+
+def read_cluster(path: Path, *, gpus_file: Path | None = None) -> Offer:
+    """Return the cluster a YAML or JSON file describes; unnamed ones are called after the file.
+
+    Raises:
+        PlanError: The file breaks the schema or names an unknown GPU.
+    """
+    data = read_data(path)
+    check(data, "cluster", where=str(path))
+    gpu, diagnostics = _gpu(data.get("gpu"), gpus_file)
+    bandwidth = parse_rate(data.get("inter_node_bandwidth"))
+    cluster = make_cluster(
+        gpu,
+        data["gpus_per_node"],
+        data.get("nodes", 1),
+        inter_node_bandwidth=bandwidth,
+        host_memory_bytes=parse_size(data.get("host_memory")),
+        price_per_gpu_hour=data.get("price_per_gpu_hour"),
+        name=data.get("name", path.stem),
+        environment={key: _env(value) for key, value in data.get("environment", {}).items()},
+    )
+    return Offer(cluster, diagnostics)
+
+
+def describe(cluster: Cluster) -> str:
+    """Return one cluster in words: ``2 x 8 H100-80GB-SXM`` or ``2 CPU processes``."""
+    what = cluster.gpu.name if cluster.gpu is not None else "CPU processes"
+    count = f"{cluster.nodes} x {cluster.gpus_per_node}" if cluster.nodes > 1 else str(cluster.gpus_per_node)
+    return f"{count} {what}"
+
+
+def parse_size(value: int | str | None) -> int | None:
+    """Return bytes from ``2 TiB``, ``512GB`` or a number; None stays None.
+
+    Raises:
+        PlanError: The text is no size.
+    """
+    if value is None or isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", value)
+    if match is None:
+        raise PlanError(f"{value!r} is no size", help="write bytes, or text such as 512 GiB")
+    return int(_number(match[1], value) * _factor(match[2]))
+
+
+def parse_rate(value: float | str | None) -> float | None:
+    """Return bytes per second from ``50 GB/s``, ``400 Gbit/s`` or a number; None stays None.
+
+    Raises:
+        PlanError: The text is no rate.
+    """
+    if value is None or isinstance(value, int | float):
+        return float(value) if value is not None else None
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?(B|bit|b)?(?:/s|ps)?\s*", value)
+    if match is None:
+        raise PlanError(
+            f"{value!r} is no rate", help="write bytes per second, or text such as 50 GB/s or 400 Gbit/s"
+        )
+    rate = _number(match[1], value) * _factor(match[2])
+    return rate / 8 if match[3] in ("bit", "b") else rate
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise PlanError(f"{whole!r} holds no number") from None
+
+
+def _factor(prefix: str | None) -> int:
+    return _BINARY.get(prefix or "", _PREFIX.get((prefix or ""), 1))
+
+
+def _gpu(value: Any, gpus_file: Path | None) -> tuple[Gpu | None, tuple[Diagnostic, ...]]:
+    if value is None:
+        return None, ()
+    if isinstance(value, str):
+        found = find_gpu(value, gpus_file=gpus_file)
+        return found.gpu, (found.diagnostic,) if found.diagnostic else ()
+    return gpu_from_data(value), ()
+
+
+def _env(value: Any) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return str(value)

@@ -1,0 +1,215 @@
+"""The knobs a search turns, read from and written back to the canonical records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from fsdptool.errors import PlanError
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.recipe import Checkpointing, Layout, Recipe
+from fsdptool.records.settings import CheckpointingMode, FsdpSettings, Mesh
+
+Implementation = Literal["auto", "fused", "foreach", "for_loop"]
+Accumulating = Literal["sharded", "unsharded"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Knobs:
+    """One point of the search space. Everything else of recipe and settings stays as given.
+
+    Attributes:
+        cluster: Index of the cluster in the plan's offers.
+        layout: Who groups parameters.
+        wrap_policy, wrap_classes: The FSDP units; empty classes are the detected ones.
+        micro_batch, accumulation: Samples per rank and forward; forwards per step.
+        checkpointing: ``none``, ``full``, ``selective`` or ``every_N``.
+        reshard_after_forward: True, False or a number of ranks.
+        dp_replicate, dp_shard, cp: The mesh.
+        cpu_offload: Shards, gradients and optimizer in host memory.
+        optimizer_implementation: ``auto`` is fused on CUDA.
+        prefetch: Units gathered ahead.
+        reduce_dtype: dtype gradients are reduced in; None is the parameters'.
+        gradients: ``sharded`` reduces each micro-batch, ``unsharded`` keeps whole gradients.
+    """
+
+    cluster: int
+    layout: Layout
+    wrap_policy: str
+    wrap_classes: tuple[str, ...]
+    micro_batch: int
+    accumulation: int
+    checkpointing: str
+    reshard_after_forward: bool | int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    cpu_offload: bool
+    optimizer_implementation: Implementation
+    prefetch: int
+    reduce_dtype: str | None
+    gradients: Accumulating
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples (context-parallel ranks share theirs)."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch * self.accumulation * self.data_parallel
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the knobs as plain data (``Candidate.settings``)."""
+        data = asdict(self)
+        data["wrap_classes"] = list(self.wrap_classes)
+        return data
+
+
+def knobs_from_json(data: Mapping[str, Any]) -> Knobs:
+    """Return the knobs :meth:`Knobs.to_json` wrote; keys a plan adds beside them are left out."""
+    names = Knobs.__dataclass_fields__
+    values = {key: value for key, value in data.items() if key in names}
+    values["wrap_classes"] = tuple(values["wrap_classes"])
+    return Knobs(**values)
+
+
+def read_knobs(recipe: Recipe, settings: FsdpSettings, cluster: Cluster, index: int = 0) -> Knobs:
+    """Return where recipe and settings stand, with mesh and accumulation worked out for a cluster.
+
+    Raises:
+        PlanError: The mesh does not multiply to the ranks there are, or the micro-batch does not
+            divide the global batch.
+    """
+    mesh = resolve_mesh(settings.mesh, cluster.world_size)
+    batch, sharding = recipe.batch, recipe.sharding
+    return Knobs(
+        cluster=index,
+        layout=sharding.layout,
+        wrap_policy=settings.wrap_policy,
+        wrap_classes=settings.wrap_classes,
+        micro_batch=batch.micro_batch,
+        accumulation=resolve_accumulation(recipe, mesh),
+        checkpointing=_checkpointing(recipe, settings),
+        reshard_after_forward=sharding.reshard_after_forward or settings.reshard_after_forward,
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard or 1,
+        cp=mesh.cp,
+        cpu_offload=settings.cpu_offload,
+        optimizer_implementation=recipe.optimizer.implementation,
+        prefetch=sharding.prefetch,
+        reduce_dtype=sharding.reduce_dtype,
+        gradients=sharding.accumulation,
+    )
+
+
+def apply_knobs(
+    knobs: Knobs, recipe: Recipe, settings: FsdpSettings, cluster: Cluster
+) -> tuple[Recipe, FsdpSettings]:
+    """Return recipe and settings with the knobs turned, ready to write down and to run."""
+    mode, every_n = split_checkpointing(knobs.checkpointing)
+    asked = recipe.sharding.checkpointing
+    checkpointing = None
+    if mode in ("every_n", "selective"):
+        saved = asked.save_operators if asked is not None else ()
+        checkpointing = Checkpointing(mode=mode, every_n=every_n, save_operators=saved)
+    integer = not isinstance(knobs.reshard_after_forward, bool)
+    sharding = replace(
+        recipe.sharding,
+        layout=knobs.layout,
+        checkpointing=checkpointing,
+        reshard_after_forward=knobs.reshard_after_forward if integer else None,
+        prefetch=knobs.prefetch,
+        reduce_dtype=knobs.reduce_dtype,  # type: ignore[arg-type]  # one of the record's literals
+        accumulation=knobs.gradients,
+    )
+    batch = replace(
+        recipe.batch, micro_batch=knobs.micro_batch, accumulation=knobs.accumulation, global_batch=None
+    )
+    optimizer = replace(recipe.optimizer, implementation=knobs.optimizer_implementation)
+    turned = replace(
+        settings,
+        wrap_policy=knobs.wrap_policy,  # type: ignore[arg-type]  # one of the record's literals
+        wrap_classes=knobs.wrap_classes,
+        reshard_after_forward=bool(knobs.reshard_after_forward),
+        activation_checkpointing=mode != "none",
+        cpu_offload=knobs.cpu_offload,
+        mesh=replace(settings.mesh, dp_replicate=knobs.dp_replicate, dp_shard=knobs.dp_shard, cp=knobs.cp),
+        num_processes=cluster.world_size,
+        num_machines=cluster.nodes,
+        use_cpu=cluster.gpu is None,
+    )
+    return replace(recipe, batch=batch, sharding=sharding, optimizer=optimizer), turned
+
+
+def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
+    """Return the mesh with every size known.
+
+    Raises:
+        PlanError: A size is not positive, or they do not multiply to the world size.
+    """
+    for name in ("dp_replicate", "dp_shard", "cp", "tp", "sp"):
+        size = getattr(mesh, name)
+        if size is not None and size < 1:
+            raise PlanError(f"mesh size {name} is {size}", help="sizes are 1 or more")
+    for name in ("tp", "sp"):
+        if getattr(mesh, name) > 1:
+            raise PlanError(
+                f"mesh size {name} {getattr(mesh, name)}: only data and context parallel can be planned",
+                help="leave it at 1",
+            )
+    try:
+        return mesh.resolve(world_size)
+    except ValueError as error:
+        raise PlanError(str(error), help="make the sizes multiply to GPUs x nodes") from error
+
+
+def resolve_accumulation(recipe: Recipe, mesh: Mesh) -> int:
+    """Return forwards per optimizer step, from ``accumulation`` or from ``global_batch``.
+
+    Raises:
+        PlanError: A size is not positive, or the micro-batch does not divide the global batch.
+    """
+    batch = recipe.batch
+    if batch.micro_batch < 1:
+        raise PlanError(f"micro-batch {batch.micro_batch} holds no samples", help="give 1 or more")
+    if batch.accumulation < 1:
+        raise PlanError(f"accumulation {batch.accumulation} makes no step", help="give 1 or more")
+    if batch.global_batch is None:
+        return batch.accumulation
+    ranks = mesh.dp_replicate * (mesh.dp_shard or 1)
+    each = batch.micro_batch * ranks
+    if batch.global_batch < 1 or batch.global_batch % each:
+        raise PlanError(
+            f"micro-batch {batch.micro_batch} x {ranks} data-parallel ranks = {each} does not divide the"
+            f" global batch {batch.global_batch}",
+            help=f"choose a global batch that is a multiple of {each}, or another micro-batch",
+        )
+    return batch.global_batch // each
+
+
+def split_checkpointing(name: str) -> tuple[CheckpointingMode, int]:
+    """Return mode and ``every_n`` of ``none``, ``full``, ``selective`` or ``every_N``.
+
+    Raises:
+        PlanError: The name is none of them.
+    """
+    if name in ("none", "full", "selective"):
+        return name, 1  # type: ignore[return-value]  # narrowed by the line above
+    prefix, _, number = name.rpartition("_")
+    if prefix == "every" and number.isdigit() and int(number) >= 1:
+        return "every_n", int(number)
+    raise PlanError(
+        f"checkpointing {name!r} is not known", help="choose none, full, selective or every_2, every_3, ..."
+    )
+
+
+def _checkpointing(recipe: Recipe, settings: FsdpSettings) -> str:
+    chosen = recipe.sharding.checkpointing
+    if not settings.activation_checkpointing or (chosen is not None and chosen.mode == "none"):
+        return "none"
+    if chosen is None:
+        return "full"
+    return f"every_{chosen.every_n}" if chosen.mode == "every_n" else chosen.mode

@@ -1,0 +1,126 @@
+"""The machine's table: what no trace can see (context, communicators, efficiencies), and its source.
+
+Shipped values are assumptions with a source; ``fsdptool calibrate`` replaces them by measurements in a
+file that is only read when named (``--machine``), so that equal inputs give equal plans everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fsdptool.errors import PlanError
+from fsdptool.records.cluster import Cluster, Gpu
+from fsdptool.records.codec import from_json, to_json
+
+_DATA = Path(__file__).parent / "data" / "machines.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Figures a measurement replaces. Bytes, seconds, and fractions of the datasheet's rates.
+
+    Attributes:
+        name: What the table calls it.
+        match: A catalogue name, a link kind (``pcie``) or ``*``.
+        context_bytes: CUDA context and loaded kernels of one process.
+        communicator_bytes: NCCL's buffers for the first communicator.
+        further_communicator_bytes: The same for each further one.
+        matmul_efficiency: Of the dtype's peak, for large matrix products.
+        attention_efficiency: Of the dtype's peak, for fused attention.
+        memory_efficiency: Of the memory bandwidth, for everything elementwise.
+        link_efficiency, network_efficiency: Of the link's rate, for large collectives.
+        link_latency, network_latency: Seconds per hop of a ring.
+        kernel_latency: Seconds per launched operator.
+        reserved_ratio: Reserved over allocated, where no replay was made; None: the simulation's own.
+        measured: Whether the figures come from ``fsdptool calibrate``.
+        source: Where they come from.
+    """
+
+    name: str
+    match: str
+    context_bytes: int
+    communicator_bytes: int
+    further_communicator_bytes: int
+    matmul_efficiency: float
+    attention_efficiency: float
+    memory_efficiency: float
+    link_efficiency: float
+    network_efficiency: float
+    link_latency: float
+    network_latency: float
+    kernel_latency: float
+    reserved_ratio: float | None = None
+    measured: bool = False
+    source: str = ""
+
+
+def machine_for(gpu: Gpu | None, *, table: Path | None = None) -> Machine:
+    """Return the figures for a GPU: the named table's first, then the shipped ones.
+
+    The most specific match wins: catalogue name, then link kind, then ``*``.
+
+    Raises:
+        PlanError: ``table`` cannot be used.
+    """
+    rows = (read_table(table) if table is not None else ()) + _shipped()
+    keys = (gpu.name, gpu.link, "*") if gpu is not None else ("cpu", "*")
+    for key in keys:
+        for row in rows:
+            if row.match.lower() == key.lower():
+                return row
+    raise PlanError("the machine table has no row that matches everything ('*')")  # pragma: no cover
+
+
+def read_table(path: Path) -> tuple[Machine, ...]:
+    """Return the rows of a machine table.
+
+    Raises:
+        PlanError: The file is missing or malformed.
+    """
+    from fsdptool.planning.files import check, read_data
+
+    data = read_data(path)
+    check(data, "machine", where=str(path))
+    return tuple(
+        from_json(Machine, row, where=f"{path}: machines[{i}]") for i, row in enumerate(data["machines"])
+    )
+
+
+def write_table(rows: tuple[Machine, ...]) -> str:
+    """Return the table as text, in the form :func:`read_table` reads."""
+    return json.dumps({"version": 1, "machines": [to_json(row) for row in rows]}, indent=1) + "\n"
+
+
+@cache
+def _shipped() -> tuple[Machine, ...]:
+    rows = json.loads(_DATA.read_text(encoding="utf-8"))["machines"]
+    return tuple(from_json(Machine, row) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Memory the allocator never sees, by name."""
+
+    context: int
+    communicators: int
+    groups: int
+
+
+def overhead(machine: Machine, cluster: Cluster, *, groups: int) -> Overhead:
+    """Return one rank's memory outside torch's allocator.
+
+    Args:
+        machine: The table's row.
+        cluster: One GPU needs no communicator.
+        groups: Process groups the run communicates over.
+    """
+    if cluster.gpu is None:
+        return Overhead(0, 0, 0)
+    groups = groups if cluster.world_size > 1 else 0
+    communicators = (
+        machine.communicator_bytes + (groups - 1) * machine.further_communicator_bytes if groups else 0
+    )
+    return Overhead(machine.context_bytes, communicators, groups)
