@@ -1,0 +1,63 @@
+"""Reads configuration files, and says in one line what is wrong with those it cannot read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+
+_LARGEST = 16 * 1024 * 1024
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in ``path``.
+
+    Raises:
+        ReferenceError: Unreadable, not UTF-8, not JSON, not an object, or far too large for a
+            configuration; the message names the file and, for bad JSON, the line.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ReferenceError(
+                f"{path} is {path.stat().st_size:,} bytes: that is no configuration file",
+                help="give the model's config.json or its folder",
+            )
+        content = path.read_bytes()
+    except OSError as error:
+        raise ReferenceError(
+            f"{path} cannot be read: {error.strerror or error}", help="check the path and its permissions"
+        ) from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ReferenceError(
+            f"{path} is not UTF-8 text (byte {error.start})",
+            help="give the model's config.json or its folder",
+        ) from error
+    try:
+        loaded = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ReferenceError(
+            f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", help="repair the file"
+        ) from error
+    except RecursionError as error:
+        raise ReferenceError(f"{path}: nested too deeply for a configuration") from error
+    except ValueError as error:
+        raise ReferenceError(f"{path}: not JSON that can be used: {error}", help="repair the file") from error
+    if not isinstance(loaded, dict):
+        raise ReferenceError(
+            f"{path} holds a JSON {type(loaded).__name__}, not an object", help="give the model's config.json"
+        )
+    return loaded
+
+
+def safetensors_in(folder: Path, stem: str = "") -> tuple[str, ...]:
+    """Return the safetensors files directly in ``folder`` whose names begin with ``stem``, sorted."""
+    return tuple(
+        str(path)
+        for path in sorted(folder.glob(f"{stem}*.safetensors"))
+        if path.is_file() or path.is_symlink()
+    )

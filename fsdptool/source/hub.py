@@ -1,0 +1,122 @@
+"""Hugging Face ids: the local cache first, then JSON files over the network, never weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
+_METADATA_SECONDS = 5.0
+
+
+def looks_like_id(text: str) -> bool:
+    """Whether ``text`` could be a Hub id (``organisation/name`` or an old one-part name)."""
+    return bool(_ID.fullmatch(text)) and ".." not in text and not text.startswith((".", "-"))
+
+
+class HubFiles:
+    """JSON files of one repository at one revision, as local paths.
+
+    Args:
+        repo_id: ``organisation/name``.
+        revision: Branch, tag or commit; None is ``main``.
+        hint: What to suggest beside the usual when the repository is out of reach.
+    """
+
+    def __init__(self, repo_id: str, revision: str | None, hint: str | None = None) -> None:
+        self.repo_id = repo_id
+        self.revision = revision
+        self.commit: str | None = None
+        self._hint = hint
+
+    def cached(self, name: str) -> Path | None:
+        """Return the local path of ``name`` if the cache has it."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.repo_id, name, revision=self.revision)
+        return self._located(found, name) if isinstance(found, str) else None
+
+    def fetch(self, name: str) -> Path | None:
+        """Return the local path of ``name``, downloading it if need be; None if the repository lacks it.
+
+        Raises:
+            ReferenceError: Out of reach, gated, or no such repository or revision.
+        """
+        local = self.cached(name)
+        if local is not None or self._known_absent(name):
+            return local
+        from huggingface_hub import errors as hub
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+        if self.offline():
+            raise self._missing("HF_HUB_OFFLINE is set")
+        try:
+            # One request without retries first: hf_hub_download alone retries for about 23 s
+            # when there is no network (huggingface_hub 1.x and 2.4).
+            url = hf_hub_url(self.repo_id, name, revision=self.revision)
+            get_hf_file_metadata(url, timeout=_METADATA_SECONDS)
+            path = hf_hub_download(self.repo_id, name, revision=self.revision, etag_timeout=_METADATA_SECONDS)
+        except hub.EntryNotFoundError:
+            return None
+        except hub.GatedRepoError as error:
+            raise ReferenceError(
+                f"{self.repo_id} is gated: its files need an accepted licence",
+                help="accept it on the model's page and log in (`hf auth login`), or give a local config.json",
+            ) from error
+        except hub.RevisionNotFoundError as error:
+            raise ReferenceError(
+                f"{self.repo_id} has no revision {self.revision!r}", help="give an existing --revision"
+            ) from error
+        except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
+            raise ReferenceError(
+                f"there is no model {self.repo_id!r} on the Hub, or it is private",
+                help=self._hint or "check the spelling, or log in with `hf auth login`",
+            ) from error
+        except OSError as error:
+            raise self._missing(f"the Hub cannot be asked ({_words(error)})") from error
+        except Exception as error:
+            # The HTTP library under huggingface_hub differs by version; all it raises means the same here.
+            raise self._missing(f"the Hub cannot be reached ({_words(error)})") from error
+        return self._located(path, name)
+
+    def offline(self) -> bool:
+        """Whether huggingface_hub itself considers the Hub out of bounds (``HF_HUB_OFFLINE``)."""
+        from huggingface_hub import constants
+
+        return bool(constants.HF_HUB_OFFLINE)
+
+    def _known_absent(self, name: str) -> bool:
+        """Whether the cache knows that the repository has no such file."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.repo_id, name, revision=self.revision)
+        return found is not None and not isinstance(found, str)
+
+    def _located(self, path: str, name: str) -> Path:
+        parts = Path(path).parts
+        if "snapshots" in parts:
+            at = len(parts) - 1 - parts[::-1].index("snapshots")
+            self.commit = parts[at + 1]
+        return Path(path)
+
+    def _missing(self, why: str) -> ReferenceError:
+        from huggingface_hub import constants
+
+        at = f" at revision {self.revision}" if self.revision else ""
+        supply = (
+            f"where there is a network run `hf download {self.repo_id} --include '*.json'`"
+            + (f" --revision {self.revision}" if self.revision else "")
+            + ", or give a local folder or config.json"
+        )
+        return ReferenceError(
+            f"{self.repo_id}{at} has no configuration in the local cache"
+            f" ({constants.HF_HUB_CACHE}) and {why}",
+            help=f"{self._hint}; or {supply}" if self._hint else supply,
+        )
+
+
+def _words(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

@@ -1,0 +1,334 @@
+"""Resolves references. Reads names, JSON files and directory listings; imports no model library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.families.protocol import Family
+from fsdptool.families.registry import load_registry
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.model import ModelSpec, Reference, ReferenceKind
+from fsdptool.source import pipeline
+from fsdptool.source.files import read_json, safetensors_in
+from fsdptool.source.hub import HubFiles, looks_like_id
+from fsdptool.source.sanity import check_known, check_quantization, check_sizes
+
+_CONFIG, _INDEX, _ADAPTER = "config.json", "model_index.json", "adapter_config.json"
+
+
+class _Files(Protocol):
+    """Where the JSON files of a reference come from: a folder or the Hub."""
+
+    def find(self, name: str) -> Path | None: ...
+
+
+class _Folder:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find(self, name: str) -> Path | None:
+        path = self.folder / name
+        return path if path.is_file() else None
+
+
+class _Hub:
+    def __init__(self, files: HubFiles) -> None:
+        self.files = files
+
+    def find(self, name: str) -> Path | None:
+        return self.files.fetch(name)
+
+
+def resolve(
+    text: str,
+    *,
+    revision: str | None = None,
+    component: str | None = None,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> ModelSpec:
+    """Resolve a reference to everything needed to build the model.
+
+    Args:
+        text: ``family:flavour``, a path (folder, ``config.json``, pipeline or adapter folder) or a
+            Hugging Face id. An existing path wins, then a registered family, then the Hub.
+        revision: Branch, tag or commit of a Hub id.
+        component: Pipeline component to take instead of the denoiser.
+        trust_remote_code: Whether code from the reference may run when the model is built.
+        overrides: Configuration values that replace those read (nested mappings are merged).
+
+    Raises:
+        ReferenceError: The reference names nothing usable; the message says what and what next.
+        ModelError: Its configuration has sizes no model can have.
+    """
+    text = text.strip()
+    if not text:
+        raise ReferenceError(
+            "the reference is empty", help="give family:flavour, a path or a Hugging Face id"
+        )
+    options = _Options(revision, component, trust_remote_code)
+    path = Path(text).expanduser()
+    if _exists(path) or text.startswith(("./", "../", "/", "~")):
+        spec = _from_path(text, path, options)
+    elif ":" in text:
+        spec = _from_flavour(text, options)
+    else:
+        spec = _from_hub(text, options)
+    return _checked(spec, overrides or {})
+
+
+class _Options:
+    def __init__(self, revision: str | None, component: str | None, trust: bool, depth: int = 0) -> None:
+        self.revision = revision
+        self.component = component
+        self.trust = trust
+        self.depth = depth
+        """How many adapters led here: an adapter of an adapter of itself must end."""
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _from_flavour(text: str, options: _Options) -> ModelSpec:
+    name, _, flavour_name = text.partition(":")
+    registry = load_registry()
+    if options.revision is not None:
+        raise ReferenceError(
+            f"{text} is a registered flavour and has no revisions",
+            help="--revision goes with a Hugging Face id",
+        )
+    family = registry.get(name)
+    flavour = registry.flavour(name, flavour_name)
+    if options.component is not None and options.component != flavour.component:
+        have = f"only {flavour.component}" if flavour.component else "no components"
+        raise ReferenceError(f"{text} has {have}", help="leave --component out, or give a pipeline folder")
+    return ModelSpec(
+        reference=Reference("flavour", text),
+        family=family.name,
+        flavour=flavour.name,
+        library=family.library,
+        model_class=flavour.model_class,
+        config=dict(flavour.config),
+        objective=family.default_objective,
+        component=flavour.component,
+        trust_remote_code=options.trust,
+    )
+
+
+def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
+    if options.revision is not None:
+        raise ReferenceError(f"{text} is a path and has no revisions", help="--revision goes with a Hub id")
+    if not _exists(path):
+        raise ReferenceError(f"there is no file or folder {text}", help="check the path")
+    if path.is_dir():
+        return _from_files(text, _Folder(path), path, options)
+    if path.name in (_INDEX, _ADAPTER):
+        return _from_files(text, _Folder(path.parent), path.parent, options)
+    config = read_json(path)
+    if "peft_type" in config:
+        return _adapter(text, config, path.parent, options)
+    if isinstance(config.get("_class_name"), str) and pipeline.components(config):
+        return _pipeline(text, _Folder(path.parent), path, path.parent, options)
+    folder = path.parent if path.name == _CONFIG else None
+    return _plain(text, "config", config, path, folder, options)
+
+
+def _from_hub(text: str, options: _Options) -> ModelSpec:
+    registry = load_registry()
+    if text in registry:
+        flavours = sorted(registry.get(text).flavours())
+        example = (
+            f"one of: {', '.join(f'{text}:{name}' for name in flavours)}"
+            if flavours
+            else "a Hub id or a path"
+        )
+        raise ReferenceError(f"{text!r} is a family, not a model", help=f"give {example}")
+    if not looks_like_id(text):
+        raise ReferenceError(
+            f"{text!r} is neither a path, a registered family:flavour nor a Hugging Face id",
+            help="`fsdptool families` lists what ships",
+        )
+    files = HubFiles(text, options.revision, _hint(text))
+    spec = _from_files(text, _Hub(files), None, options)
+    return replace(spec, reference=replace(spec.reference, revision=files.commit or options.revision))
+
+
+def _hint(text: str) -> str | None:
+    """Return what ships under this Hub id or under a name like it, as a suggestion only."""
+    registry = load_registry()
+    for family in registry.all():
+        for flavour in family.flavours().values():
+            if flavour.hub_id and flavour.hub_id.casefold() == text.casefold():
+                return f"its shape ships as {family.name}:{flavour.name}"
+    if "/" in text:
+        return None
+    try:
+        registry.get(text)
+    except ReferenceError as error:
+        return error.help if error.help and error.help.startswith("did you mean") else None
+    return None
+
+
+def _from_files(text: str, files: _Files, folder: Path | None, options: _Options) -> ModelSpec:
+    """Tell a pipeline, an adapter and a model apart by the files there are."""
+    if isinstance(files, _Hub):
+        # A cached file answers at once; only then is the Hub asked, in the order of likelihood.
+        config = files.files.cached(_CONFIG)
+        index = files.files.cached(_INDEX)
+        adapter = files.files.cached(_ADAPTER)
+        if not (config or index or adapter):
+            config = files.find(_CONFIG)
+            index = files.find(_INDEX) if config is None else None
+            adapter = files.find(_ADAPTER) if config is None and index is None else None
+        kind: ReferenceKind = "hub"
+    else:
+        config, index, adapter = files.find(_CONFIG), files.find(_INDEX), files.find(_ADAPTER)
+        kind = "folder"
+    found = index or adapter or config
+    if found is None:
+        raise ReferenceError(f"{text} has none of {_CONFIG}, {_INDEX}, {_ADAPTER}", help=_beside(folder))
+    folder = found.parent
+    if index is not None:
+        return _pipeline(text, files, index, folder, options)
+    if adapter is not None and not (config is not None and safetensors_in(folder, "model")):
+        return _adapter(text, read_json(adapter), folder, options)
+    if options.component is not None:
+        raise ReferenceError(f"{text} is one model, not a pipeline", help="leave --component out")
+    assert config is not None
+    spec = _plain(text, kind, read_json(config), config, folder, options)
+    return spec
+
+
+def _beside(folder: Path | None) -> str:
+    """Name subfolders that do hold a configuration."""
+    if folder is None:
+        return "give a repository that holds a transformers or diffusers model"
+    try:
+        near = sorted(str(path.parent) for path in folder.glob(f"*/{_CONFIG}"))[:4]
+    except OSError:
+        near = []
+    return (
+        f"did you mean {' or '.join(near)}?" if near else "give the folder that holds the model's config.json"
+    )
+
+
+def _pipeline(text: str, files: _Files, index: Path, folder: Path, options: _Options) -> ModelSpec:
+    listing = read_json(index)
+    part, diagnostics = pipeline.pick(listing, options.component, text)
+    path = files.find(f"{part.name}/{_CONFIG}")
+    if path is None:
+        raise ReferenceError(
+            f"{text}: component {part.name} has no {part.name}/{_CONFIG}", help="complete the pipeline folder"
+        )
+    config = read_json(path)
+    spec = _plain(text, "pipeline", config, path, path.parent, options)
+    named = part.class_name.removeprefix("FlashPack")
+    if part.library == "transformers":
+        spec = replace(spec, model_class=named)
+    elif config.get("_class_name") != named:
+        diagnostics += (
+            Diagnostic(
+                code=pipeline.CLASS_MISMATCH,
+                severity="warning",
+                message=f"{index.name} says {part.name} is a {named}, {part.name}/{_CONFIG} says"
+                f" {config.get('_class_name')!r}; the latter is used",
+                help="diffusers builds either in silence: repair the wrong one",
+                path=str(path),
+            ),
+        )
+    return replace(
+        spec,
+        reference=Reference("pipeline", text),
+        component=part.name,
+        diagnostics=spec.diagnostics + diagnostics,
+    )
+
+
+def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Options) -> ModelSpec:
+    base = adapter.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ReferenceError(
+            f"{text}: {_ADAPTER} names no base_model_name_or_path",
+            help="write the base model's id or path into it",
+        )
+    if options.depth >= 4:
+        raise ReferenceError(f"{text}: adapters name one another in a circle", help="name a real base model")
+    base_path = Path(base).expanduser()
+    beside = folder / base
+    inner = _Options(adapter.get("revision"), options.component, options.trust, options.depth + 1)
+    try:
+        if _exists(base_path):
+            spec = _from_path(base, base_path, replace_revision(inner, None))
+        elif not base_path.is_absolute() and _exists(beside):
+            spec = _from_path(str(beside), beside, replace_revision(inner, None))
+        elif ":" in base and not looks_like_id(base):
+            spec = _from_flavour(base, replace_revision(inner, None))
+        else:
+            spec = _from_hub(base, inner)
+    except ReferenceError as error:
+        raise ReferenceError(f"{text} adapts {base}: {error.message}", help=error.help) from error
+    return replace(spec, reference=Reference("adapter", text, spec.reference.revision), adapter=dict(adapter))
+
+
+def replace_revision(options: _Options, revision: str | None) -> _Options:
+    """Return ``options`` with another revision."""
+    return _Options(revision, options.component, options.trust, options.depth)
+
+
+def _plain(
+    text: str,
+    kind: ReferenceKind,
+    config: Mapping[str, Any],
+    path: Path,
+    folder: Path | None,
+    options: _Options,
+) -> ModelSpec:
+    known: tuple[Diagnostic, ...] = ()
+    family = _claim(config, str(path))
+    if family.precedence < 0:
+        known = check_known(config, str(path), trust_remote_code=options.trust)
+    check_sizes(config, str(path))
+    return ModelSpec(
+        reference=Reference(kind, text),
+        family=family.name,
+        flavour=None,
+        library="diffusers" if isinstance(config.get("_class_name"), str) else family.library,
+        model_class=family.model_class(config),
+        config=dict(config),
+        objective=family.default_objective,
+        folder=str(folder) if folder is not None else None,
+        weights=safetensors_in(folder) if folder is not None else (),
+        trust_remote_code=options.trust,
+        diagnostics=known + check_quantization(config, str(path)),
+    )
+
+
+def _claim(config: Mapping[str, Any], where: str) -> Family:
+    try:
+        return load_registry().match(config)
+    except ReferenceError as error:
+        raise ReferenceError(f"{where}: {error.message}", help=error.help) from error
+
+
+def _checked(spec: ModelSpec, overrides: Mapping[str, Any]) -> ModelSpec:
+    config = _merged(spec.config, overrides)
+    findings = check_sizes(config, spec.reference.id)
+    return replace(spec, config=config, diagnostics=spec.diagnostics + findings)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = (
+            _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        )
+    return result
