@@ -63,7 +63,7 @@ class HubFiles:
         except hub.GatedRepoError as error:
             raise ReferenceError(
                 f"{self.repo_id} is gated: its files need an accepted licence",
-                help="accept it on the model's page and log in (`hf auth login`), or give a local config.json",
+                help="accept it on the model's page and log in (`hf auth login`), or give a config.json",
             ) from error
         except hub.RevisionNotFoundError as error:
             raise ReferenceError(
