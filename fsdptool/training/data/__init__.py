@@ -1,0 +1,22 @@
+"""Data of a training run: sources, tokens, packing, order over ranks, exact positions (docs/data.md)."""
+
+from fsdptool.training.data.build import (
+    build_batches,
+    build_evaluation,
+    data_cache,
+    objective_of,
+    prepare,
+    share_of,
+)
+from fsdptool.training.data.tokenizer import Encoder, load_tokenizer
+
+__all__ = [
+    "Encoder",
+    "build_batches",
+    "build_evaluation",
+    "data_cache",
+    "load_tokenizer",
+    "objective_of",
+    "prepare",
+    "share_of",
+]

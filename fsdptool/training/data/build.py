@@ -1,0 +1,314 @@
+"""From a recipe to the batches of one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdptool.cache import cache_folder
+from fsdptool.errors import ConfigError
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import Data, Recipe
+from fsdptool.training.data.collate import Stack
+from fsdptool.training.data.loader import Collate, Loader, Samples, Share
+from fsdptool.training.data.order import Order, PlainOrder, mix
+from fsdptool.training.data.packing import fit, single, wrap
+from fsdptool.training.data.ragged import Ragged, content_hash
+from fsdptool.training.data.synthetic import Synthetic
+from fsdptool.training.data.text import Labelled, MaskedSequences, Pairs, Sequences
+from fsdptool.training.data.tokenise import tokenised
+from fsdptool.training.data.tokenizer import Encoder, load_tokenizer
+
+_HASH_RANGE = 1 << 63
+LANGUAGE = ("causal_lm", "masked_lm", "seq2seq", "classification")
+"""Objectives whose samples are made of text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Data that is ready to be read: samples, their line, and how they become a micro-batch."""
+
+    samples: Samples
+    order: Order
+    collate: Collate
+
+
+def build_batches(
+    recipe: Recipe,
+    spec: ModelSpec,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    cache: Path | None = None,
+    pin_memory: bool = False,
+) -> Loader:
+    """Return the training data of one rank, at its beginning.
+
+    Args:
+        recipe: The run's recipe.
+        spec: The model.
+        rank, world: Data rank and their number: ranks that share one sequence (context parallel)
+            count as one.
+        cache: Folder for token tables; :func:`data_cache` by default.
+        pin_memory: Whether to put micro-batches into page-locked memory.
+
+    Raises:
+        ConfigError: The recipe's data cannot be used, or its sizes do not divide.
+        StorageError: The cache cannot be written.
+    """
+    share = share_of(recipe, rank=rank, world=world)
+    opened = _open(recipe, spec, recipe.data, cache or data_cache(), part="train")
+    return Loader(
+        opened.samples,
+        opened.collate,
+        opened.order,
+        share,
+        workers=recipe.data.workers,
+        start_method=recipe.data.options.get("start_method"),
+        pin_memory=pin_memory,
+    )
+
+
+def build_evaluation(
+    recipe: Recipe, spec: ModelSpec, *, rank: int = 0, world: int = 1, cache: Path | None = None
+) -> Loader | None:
+    """Return the validation data of one rank, or None if the recipe asks for none.
+
+    Every pass gives the same samples under the same draws: at most ``evaluation.batches`` global
+    batches. Data smaller than one global batch is repeated to fill it, on any number of ranks alike.
+
+    Raises:
+        ConfigError: The recipe's data cannot be used, or nothing is held out.
+        StorageError: The cache cannot be written.
+    """
+    wanted = recipe.evaluation
+    if wanted.data is None and wanted.holdout <= 0.0:
+        return None
+    share = share_of(recipe, rank=rank, world=world)
+    data = wanted.data if wanted.data is not None else recipe.data
+    part = "all" if wanted.data is not None else "held_out"
+    fixed = dataclasses.replace(data, shuffle=False)
+    opened = _open(recipe, spec, fixed, cache or data_cache(), part=part)
+    steps = max(1, min(wanted.batches, opened.order.samples // share.global_batch))
+    return Loader(
+        opened.samples,
+        opened.collate,
+        opened.order,
+        share,
+        workers=data.workers,
+        start_method=data.options.get("start_method"),
+        steps=steps,
+    )
+
+
+def prepare(recipe: Recipe, spec: ModelSpec, *, cache: Path | None = None) -> dict[str, Any]:
+    """Do once what all ranks need (tokenise, pack), and prove that the data can be used.
+
+    The parent calls it before it starts workers, so that a mistake is one line and not one per rank.
+
+    Returns:
+        ``samples`` of an epoch, ``tokens`` of a sample or None, and ``held_out`` samples or None.
+
+    Raises:
+        ConfigError: The recipe's data cannot be used.
+        StorageError: The cache cannot be written.
+    """
+    place = cache or data_cache()
+    opened = _open(recipe, spec, recipe.data, place, part="train")
+    opened.collate([opened.samples.sample(*opened.order.places(0, 1)[0])])
+    held_out = None
+    if recipe.evaluation.data is not None or recipe.evaluation.holdout > 0.0:
+        data = recipe.evaluation.data or recipe.data
+        part = "all" if recipe.evaluation.data is not None else "held_out"
+        held_out = _open(recipe, spec, data, place, part=part).order.samples
+    return {
+        "samples": opened.order.samples,
+        "tokens": recipe.batch.sequence_length,
+        "held_out": held_out,
+        "digest": opened.samples.digest,
+    }
+
+
+def data_cache() -> Path:
+    """Return the folder token tables and latents are kept in."""
+    named = os.environ.get("FSDPTOOL_DATA_CACHE")
+    return Path(named).expanduser() if named else cache_folder() / "data"
+
+
+def share_of(recipe: Recipe, *, rank: int, world: int) -> Share:
+    """Return how this recipe's global batches are split.
+
+    Raises:
+        ConfigError: ``batch.global_batch`` is no multiple of ranks times micro-batch.
+    """
+    batch = recipe.batch
+    if batch.global_batch is None:
+        return Share(rank, world, batch.micro_batch, batch.accumulation)
+    each = world * batch.micro_batch
+    if batch.global_batch < 1 or batch.global_batch % each:
+        raise ConfigError(
+            f"batch.global_batch {batch.global_batch} is no multiple of {world} ranks "
+            f"x micro_batch {batch.micro_batch}",
+            help=f"the next ones are {max(batch.global_batch // each, 1) * each} "
+            f"and {(batch.global_batch // each + 1) * each}",
+        )
+    return Share(rank, world, batch.micro_batch, batch.global_batch // each)
+
+
+def objective_of(recipe: Recipe, spec: ModelSpec) -> str:
+    """Return the objective's name.
+
+    Raises:
+        ConfigError: Neither the recipe nor the family names one.
+    """
+    name = recipe.objective.name or spec.objective
+    if name is None:
+        raise ConfigError(
+            f"no objective is known for {spec.reference.id}", help="name one under objective.name"
+        )
+    return name
+
+
+def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str) -> Opened:
+    if data.source == "synthetic":
+        return _synthetic(recipe, spec, data, part)
+    kind = objective_of(recipe, spec)
+    if kind not in LANGUAGE:
+        raise ConfigError(
+            f"objective {kind} cannot be trained on data.source {data.source}",
+            help=f"that source serves {', '.join(LANGUAGE)}; use synthetic for others",
+        )
+    return _language(kind, recipe, spec, data, cache, part)
+
+
+def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
+    from fsdptool.families.registry import load_registry
+
+    batch = load_registry().get(spec.family).batch_spec(spec.config, recipe)
+    count = int(data.options.get("samples", 1024))
+    micro = recipe.batch.micro_batch
+    shared = [item.name for item in batch if not item.shape or item.shape[0] != micro]
+    # Held-out samples are further draws, not a share of the training ones.
+    seed = recipe.seed if part == "train" else mix(recipe.seed, 11)
+    samples = Synthetic(batch, micro_batch=micro, count=count, seed=seed)
+    return Opened(samples, PlainOrder(count, seed=recipe.seed, shuffle=data.shuffle), Stack(shared))
+
+
+def _language(kind: str, recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
+    length = recipe.batch.sequence_length
+    if length is None:
+        raise ConfigError(
+            "batch.sequence_length is not set", help="give the number of tokens of a training sequence"
+        )
+    encoder = load_tokenizer(data, spec)
+    table = tokenised(kind, data, encoder, cache=cache)
+    rows = _part(table, part, recipe.evaluation.holdout, data)
+    make = _MAKERS[kind]
+    samples = make(table, rows, encoder, recipe, data, length)
+    if len(samples) == 0:
+        raise ConfigError(
+            f"data {table.facts['source']} has no tokens", help="check data.path and the files' content"
+        )
+    order = PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle)
+    return Opened(samples, order, Stack())
+
+
+def _part(table: Ragged, part: str, holdout: float, data: Data) -> NDArray[np.int64]:
+    """Documents of one part: held out by the hash of their content, so a split survives reordering."""
+    every = np.arange(len(table), dtype=np.int64)
+    if part == "all" or holdout <= 0.0:
+        return every
+    if holdout >= 1.0:
+        raise ConfigError(f"evaluation.holdout is {holdout}", help="give a share below 1, for example 0.05")
+    limit = int(holdout * _HASH_RANGE)
+    hashes = [content_hash([table.row(name, row) for name in table.columns]) for row in range(len(table))]
+    held_out = np.asarray(hashes, dtype=np.int64) < limit
+    found = every[held_out] if part == "held_out" else every[~held_out]
+    if len(found) == 0:
+        raise ConfigError(
+            f"evaluation.holdout {holdout} of {len(table)} documents in {data.path} leaves none to "
+            f"{'evaluate on' if part == 'held_out' else 'train on'}",
+            help="choose another share, or give evaluation.data",
+        )
+    return found
+
+
+def _sequences(
+    table: Ragged,
+    rows: NDArray[np.int64],
+    encoder: Encoder,
+    recipe: Recipe,
+    data: Data,
+    length: int,
+    *,
+    document_mask: bool,
+) -> Sequences:
+    lengths = table.lengths("input_ids")
+    rows = rows[lengths[rows] > 0]
+    strategy = data.options.get("packing", "fit" if data.assistant_only_loss else "wrap")
+    if strategy not in ("wrap", "fit"):
+        raise ConfigError(f"data.options.packing {strategy!r} is neither wrap nor fit")
+    if not data.packing:
+        packing: Any = single(lengths, rows, length=length)
+    elif strategy == "wrap":
+        packing = wrap(lengths, rows, length=length, seed=recipe.seed)
+    else:
+        packing = fit(lengths, rows, length=length)
+    return Sequences(
+        table,
+        packing,
+        length=length,
+        pad=encoder.pad,
+        document_mask=document_mask and data.packing,
+        packed=data.packing,
+    )
+
+
+def _make_causal(
+    table: Ragged, rows: NDArray[np.int64], encoder: Encoder, recipe: Recipe, data: Data, length: int
+) -> Samples:
+    return _sequences(table, rows, encoder, recipe, data, length, document_mask=data.document_mask)
+
+
+def _make_masked(
+    table: Ragged, rows: NDArray[np.int64], encoder: Encoder, recipe: Recipe, data: Data, length: int
+) -> Samples:
+    inner = _sequences(table, rows, encoder, recipe, data, length, document_mask=False)
+    specials = np.union1d(np.asarray(encoder.tokenizer.all_special_ids, dtype=np.int64), [encoder.pad])
+    assert encoder.mask is not None  # the table could not have been made without
+    return MaskedSequences(
+        inner,
+        specials=specials,
+        mask=encoder.mask,
+        vocabulary=encoder.vocabulary,
+        share=float(data.options.get("mask_share", 0.15)),
+        seed=recipe.seed,
+    )
+
+
+def _make_pairs(
+    table: Ragged, rows: NDArray[np.int64], encoder: Encoder, recipe: Recipe, data: Data, length: int
+) -> Samples:
+    target = int(data.options.get("target_length", length))
+    return Pairs(table, rows, length=length, target_length=target, pad=encoder.pad)
+
+
+def _make_labelled(
+    table: Ragged, rows: NDArray[np.int64], encoder: Encoder, recipe: Recipe, data: Data, length: int
+) -> Samples:
+    return Labelled(table, rows, length=length, pad=encoder.pad)
+
+
+_MAKERS: dict[str, Callable[[Ragged, NDArray[np.int64], Encoder, Recipe, Data, int], Samples]] = {
+    "causal_lm": _make_causal,
+    "masked_lm": _make_masked,
+    "seq2seq": _make_pairs,
+    "classification": _make_labelled,
+}

@@ -1,0 +1,138 @@
+"""Which sample comes when. Pure arithmetic on (seed, epoch, position): no state, no ranks.
+
+A global batch is the next ``global_batch`` places of one endless line of samples; epochs follow one
+another in it, also within a batch, so nothing is dropped at an epoch's end. Ranks then take their
+share of the batch. Whatever the number of ranks, the line is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Place = tuple[int, int]
+"""A sample's index and the epoch it is seen in."""
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*parts: int) -> int:
+    """Return 63 well-mixed bits of the integers: the seed of one sample's own random draws.
+
+    The finaliser of SplitMix64 (Steele, Lea and Flood 2014), chained. It is written out, and not
+    taken from numpy, so that a position means the same samples under every numpy version.
+    """
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state ^= state >> 30
+        state = state * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+        state = (state + 0x9E3779B97F4A7C15) & _MASK
+    return state >> 1
+
+
+def _scores(count: int, key: int) -> NDArray[np.uint64]:
+    z = np.arange(count, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = (z + np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@lru_cache(maxsize=8)
+def permutation(count: int, key: int) -> NDArray[np.int64]:
+    """Return a permutation of ``range(count)`` that depends on ``key`` alone (8 bytes per sample)."""
+    return np.argsort(_scores(count, key), kind="stable").astype(np.int64)
+
+
+class Order(Protocol):
+    """An endless line of samples."""
+
+    samples: int
+    """Samples of one epoch."""
+
+    def places(self, start: int, count: int) -> list[Place]:
+        """Return the ``count`` places from ``start`` on."""
+        ...
+
+
+class PlainOrder:
+    """Every sample once per epoch, in an order drawn from (seed, epoch), or as they are."""
+
+    def __init__(self, samples: int, *, seed: int, shuffle: bool) -> None:
+        self.samples = samples
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def places(self, start: int, count: int) -> list[Place]:
+        """Return the ``count`` places from ``start`` on."""
+        found: list[Place] = []
+        while count > 0:
+            epoch, offset = divmod(start, self.samples)
+            take = min(count, self.samples - offset)
+            if self._shuffle:
+                line = permutation(self.samples, mix(self._seed, epoch))
+                found += [(int(index), epoch) for index in line[offset : offset + take]]
+            else:
+                found += [(index, epoch) for index in range(offset, offset + take)]
+            start += take
+            count -= take
+        return found
+
+
+class BucketOrder:
+    """Samples of several shapes, in chunks of ``chunk`` samples of one shape.
+
+    Each bucket is its own endless line; a chunk that an epoch cannot fill is finished by the next
+    epoch, so no sample is lost or repeated. Within an epoch the chunks of all buckets are mixed by
+    (seed, epoch). The line depends on the chunk size (a rank's micro-batch), not on the ranks.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[int]], *, chunk: int, seed: int, shuffle: bool) -> None:
+        self._buckets = [np.asarray(bucket, dtype=np.int64) for bucket in buckets if len(bucket)]
+        self._chunk = chunk
+        self._seed = seed
+        self._shuffle = shuffle
+        self.samples = sum(len(bucket) for bucket in self._buckets)
+
+    def _chunks_before(self, epoch: int) -> int:
+        return sum(epoch * len(bucket) // self._chunk for bucket in self._buckets)
+
+    def _epoch_of(self, chunk: int) -> int:
+        epoch = chunk * self._chunk // self.samples
+        while self._chunks_before(epoch + 1) <= chunk:
+            epoch += 1
+        return epoch
+
+    def _chunk_at(self, chunk: int) -> list[Place]:
+        epoch = self._epoch_of(chunk)
+        first = self._chunks_before(epoch)
+        offset = chunk - first
+        if self._shuffle:
+            offset = int(
+                permutation(self._chunks_before(epoch + 1) - first, mix(self._seed, epoch, 1))[offset]
+            )
+        for number, bucket in enumerate(self._buckets):
+            begun = epoch * len(bucket) // self._chunk
+            ended = (epoch + 1) * len(bucket) // self._chunk
+            if offset < ended - begun:
+                line = PlainOrder(len(bucket), seed=mix(self._seed, number, 2), shuffle=self._shuffle)
+                places = line.places((begun + offset) * self._chunk, self._chunk)
+                return [(int(bucket[index]), seen) for index, seen in places]
+            offset -= ended - begun
+        raise AssertionError("a chunk lies in one of its epoch's buckets")
+
+    def places(self, start: int, count: int) -> list[Place]:
+        """Return the ``count`` places from ``start`` on."""
+        first, skipped = divmod(start, self._chunk)
+        found: list[Place] = []
+        while len(found) < skipped + count:
+            found += self._chunk_at(first)
+            first += 1
+        return found[skipped : skipped + count]

@@ -1,0 +1,234 @@
+"""Where text and rows come from: files, folders, CPython's own help texts, the datasets library."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import ConfigError
+from fsdptool.records.recipe import Data
+
+Row = Mapping[str, Any]
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text")
+_BLOCK = 1 << 20
+"""Characters of a text file that are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows that can be read again and again.
+
+    Attributes:
+        identity: Changes when the content does: file names, sizes and times, or a fingerprint.
+        rows: Starts a new reading. A text row may carry ``continues: True``: its document goes on.
+        place: What to call it in a message.
+    """
+
+    identity: str
+    rows: Callable[[], Iterator[Row]]
+    place: str
+
+
+def open_source(data: Data) -> Source:
+    """Return the rows a recipe's data section names.
+
+    Raises:
+        ConfigError: The place is missing, empty or unreadable.
+    """
+    if data.source == "text":
+        return _text(data)
+    if data.source == "jsonl":
+        return _table(data, (".jsonl", ".json", ".ndjson", ".csv", ".tsv"), _read_table)
+    if data.source == "parquet":
+        return _table(data, (".parquet",), _read_parquet)
+    if data.source == "dataset":
+        return _dataset(data)
+    raise ConfigError(
+        f"data.source {data.source} gives no rows of text",
+        help="use text, jsonl, parquet or dataset for language models",
+    )
+
+
+def path_of(data: Data) -> str:
+    """Return the data's path.
+
+    Raises:
+        ConfigError: The recipe gives none.
+    """
+    if not data.path:
+        raise ConfigError(
+            f"data.source {data.source} needs data.path", help="name the file or folder in data.path"
+        )
+    return data.path
+
+
+def identity_of(files: list[Path]) -> str:
+    """Return a text that changes when one of the files does (name, size, time of change)."""
+    marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return json.dumps(marks)
+
+
+def files_under(path: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the file, or the folder's files with one of the suffixes, sorted by path.
+
+    Raises:
+        ConfigError: There is nothing.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if not place.exists():
+        raise ConfigError(
+            f"data.path {path} does not exist", help=f"it is looked up from {Path.cwd()}; check the spelling"
+        )
+    found = sorted(file for file in place.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
+    if not found:
+        raise ConfigError(
+            f"data.path {path} holds no file that ends in {', '.join(suffixes)}",
+            help="name the right folder, or another data.source",
+        )
+    return found
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(f"{file} cannot be read: {reason}", help="repair the file or take it out of data.path")
+
+
+def _text(data: Data) -> Source:
+    path = path_of(data)
+    if path == "pydoc":
+        return Source("pydoc:" + _python_version(), _pydoc, "pydoc")
+    files = files_under(path, TEXT_SUFFIXES)
+    unit = str(data.options.get("document", "file"))
+    if unit not in ("file", "paragraph", "line"):
+        raise ConfigError(f"data.options.document {unit!r} is not one of file, paragraph, line")
+
+    def rows() -> Iterator[Row]:
+        for file in files:
+            try:
+                yield from _documents(file, unit, data.text_column)
+            except (OSError, UnicodeDecodeError) as error:
+                raise _unreadable(file, error) from error
+
+    return Source(identity_of(files) + unit, rows, path)
+
+
+def _python_version() -> str:
+    import platform
+
+    return platform.python_version()
+
+
+def _pydoc() -> Iterator[Row]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield {"text": topics[name]}
+
+
+def _documents(file: Path, unit: str, column: str) -> Iterator[Row]:
+    """A file may be larger than memory: it is read in blocks, cut where a line ends."""
+    with file.open(encoding="utf-8") as stream:
+        if unit == "line":
+            yield from ({column: line.rstrip("\n")} for line in stream if line.strip())
+            return
+        if unit == "paragraph":
+            lines: list[str] = []
+            for line in stream:
+                if line.strip():
+                    lines.append(line)
+                elif lines:
+                    yield {column: "".join(lines)}
+                    lines = []
+            if lines:
+                yield {column: "".join(lines)}
+            return
+        pending, begun = "", False
+        while block := stream.read(_BLOCK):
+            pending += block
+            cut = pending.rfind("\n") + 1
+            if cut and len(pending) >= _BLOCK:
+                yield {column: pending[:cut], "continues": True}
+                pending, begun = pending[cut:], True
+        if pending or begun:
+            yield {column: pending}
+
+
+def _table(data: Data, suffixes: tuple[str, ...], read: Callable[[Path], Iterator[Row]]) -> Source:
+    path = path_of(data)
+    files = files_under(path, suffixes)
+
+    def rows() -> Iterator[Row]:
+        for file in files:
+            try:
+                yield from read(file)
+            except (OSError, UnicodeDecodeError, csv.Error) as error:
+                raise _unreadable(file, error) from error
+
+    return Source(identity_of(files), rows, path)
+
+
+def _read_table(file: Path) -> Iterator[Row]:
+    if file.suffix.lower() in (".csv", ".tsv"):
+        with file.open(encoding="utf-8", newline="") as stream:
+            yield from csv.DictReader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+        return
+    with file.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{file}:{number}: not a JSON object: {error.msg}", help="one JSON object per line"
+                ) from error
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"{file}:{number}: expected a JSON object, got {type(row).__name__}",
+                    help="one JSON object per line",
+                )
+            yield row
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except pa.ArrowInvalid as error:
+        raise _unreadable(file, error) from error
+
+
+def _dataset(data: Data) -> Source:
+    """A folder saved by ``save_to_disk``, a folder or script-free id that ``load_dataset`` knows."""
+    import datasets
+
+    path = path_of(data)
+    options = {key: data.options[key] for key in ("name", "data_files", "revision") if key in data.options}
+    try:
+        if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(path)
+            table = found[data.split] if isinstance(found, datasets.DatasetDict) else found
+        else:
+            table = datasets.load_dataset(path, split=data.split, **options)
+    except Exception as error:  # the datasets library raises its own, OSError, ValueError, KeyError
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"dataset {path} (split {data.split}) cannot be loaded: {line}",
+            help="check data.path, data.split and data.options.name",
+        ) from error
+
+    def rows() -> Iterator[Row]:
+        yield from table
+
+    return Source(str(table._fingerprint), rows, path)

@@ -1,0 +1,278 @@
+"""Rows to tokens, once: the result is a table on disk that every rank maps."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdptool.errors import ConfigError
+from fsdptool.records.recipe import Data
+from fsdptool.training.data.ragged import Ragged, RaggedWriter, made_once
+from fsdptool.training.data.sources import Row, Source, open_source
+from fsdptool.training.data.tokenizer import Encoder
+
+_GROUP = 512
+_VERSION = 1
+"""Raised when the tables' meaning changes, so that old ones are made anew."""
+
+
+def tokenised(kind: str, data: Data, encoder: Encoder, *, cache: Path) -> Ragged:
+    """Return the token table of a recipe's data, made now or found in ``cache``.
+
+    Args:
+        kind: ``causal_lm``, ``masked_lm``, ``seq2seq`` or ``classification``.
+        data: The recipe's data section.
+        encoder: The tokenizer.
+        cache: Folder under which tables are kept, by digest.
+
+    Raises:
+        ConfigError: The data is missing, empty or lacks a column.
+        StorageError: The cache cannot be written.
+    """
+    source = open_source(data)
+    key = _key(kind, data, encoder, source)
+    folder = cache / "tokens" / key
+    made_once(folder, lambda aside: _make(kind, data, encoder, source, aside), finished="table.json")
+    return Ragged(folder)
+
+
+def _key(kind: str, data: Data, encoder: Encoder, source: Source) -> str:
+    options = {name: data.options[name] for name in _USED[kind] if name in data.options}
+    parts = [
+        _VERSION,
+        kind,
+        source.identity,
+        encoder.digest,
+        data.text_column,
+        data.assistant_only_loss,
+        options,
+    ]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+_USED: dict[str, tuple[str, ...]] = {
+    "causal_lm": ("messages_column", "prompt_column"),
+    "masked_lm": (),
+    "seq2seq": ("source_column", "target_column", "prefix"),
+    "classification": ("label_column", "labels", "pair_column"),
+}
+
+
+def _make(kind: str, data: Data, encoder: Encoder, source: Source, folder: Path) -> None:
+    maker = {
+        "causal_lm": _causal,
+        "masked_lm": _masked,
+        "seq2seq": _pairs,
+        "classification": _labelled,
+    }[kind]
+    facts: dict[str, Any] = {"kind": kind, "tokenizer": encoder.name, "source": source.place}
+    with RaggedWriter(folder, _columns(kind, encoder)) as writer:
+        empty = True
+        for values in maker(data, encoder, source, facts):
+            empty = False
+            writer.extend(values)
+            if not facts.pop("open", False):
+                writer.end()
+        if empty:
+            raise ConfigError(
+                f"data {source.place} has no rows", help="check data.path, data.split and the files' content"
+            )
+        writer.close(facts)
+
+
+def _columns(kind: str, encoder: Encoder) -> dict[str, str]:
+    tokens = "<u2" if encoder.vocabulary <= 1 << 16 else "<u4"
+    return {
+        "causal_lm": {"input_ids": tokens, "learned": "|u1"},
+        "masked_lm": {"input_ids": tokens},
+        "seq2seq": {"input_ids": tokens, "labels": tokens},
+        "classification": {"input_ids": tokens, "label": "<i8"},
+    }[kind]
+
+
+def column(row: Row, name: str, source: Source, setting: str) -> Any:
+    """Return a row's column.
+
+    Raises:
+        ConfigError: It is not there; the message names those that are.
+    """
+    try:
+        found = row[name]
+    except KeyError:
+        raise ConfigError(
+            f"data {source.place} has no column {name!r}; it has {', '.join(map(str, sorted(row)))}",
+            help=f"set {setting} to one of them",
+        ) from None
+    if found is None:
+        raise ConfigError(
+            f"data {source.place}: column {name!r} is empty in a row",
+            help="take the rows without a value out of the file",
+        )
+    return found
+
+
+def _text(row: Row, name: str, source: Source, setting: str) -> str:
+    found = column(row, name, source, setting)
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"data {source.place}: column {name!r} holds {type(found).__name__}, expected text",
+            help=f"set {setting} to a column of text",
+        )
+    return found
+
+
+def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while group := list(itertools.islice(rows, _GROUP)):
+        yield group
+
+
+def _causal(
+    data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+) -> Iterator[Mapping[str, Any]]:
+    rows = source.rows()
+    first = next(rows, None)
+    if first is None:
+        return
+    rows = itertools.chain([first], rows)
+    messages = str(data.options.get("messages_column", "messages"))
+    prompt = data.options.get("prompt_column")
+    if messages in first and data.text_column not in first:
+        yield from _chats(messages, data, encoder, source, rows)
+        return
+    if data.assistant_only_loss:
+        raise ConfigError(
+            f"data.assistant_only_loss needs a column of messages; {source.place} has "
+            f"{', '.join(map(str, sorted(first)))}",
+            help="set data.options.messages_column, or leave assistant_only_loss off",
+        )
+    if prompt is not None:
+        yield from _completions(str(prompt), data, encoder, source, rows)
+        return
+    continued = False
+    for group in _groups(rows):
+        texts = [_text(row, data.text_column, source, "data.text_column") for row in group]
+        for row, tokens in zip(group, encoder.encode(texts, special=False), strict=True):
+            start = _start(encoder) if not continued else []
+            continued = bool(row.get("continues", False))
+            facts["open"] = continued
+            ids = np.concatenate([start, tokens, [] if continued else _stop(encoder)]).astype(np.int64)
+            yield {"input_ids": ids, "learned": np.ones(len(ids), dtype=np.uint8)}
+
+
+def _start(encoder: Encoder) -> list[int]:
+    """What the tokenizer itself puts before a text (Llama's begin-of-text; nothing for most)."""
+    return encoder.frame[0]
+
+
+def _stop(encoder: Encoder) -> list[int]:
+    if encoder.frame[1]:
+        return encoder.frame[1]
+    return [encoder.eos] if encoder.eos is not None else []
+
+
+def _chats(
+    name: str, data: Data, encoder: Encoder, source: Source, rows: Iterator[Row]
+) -> Iterator[Mapping[str, Any]]:
+    learned_any = False
+    for row in rows:
+        messages = column(row, name, source, "data.options.messages_column")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ConfigError(
+                f"data {source.place}: column {name!r} holds no list of messages",
+                help='each message is {"role": ..., "content": ...}',
+            )
+        tokens, learned = encoder.chat(
+            messages, assistant_only=data.assistant_only_loss, tools=row.get("tools")
+        )
+        learned_any = learned_any or bool(learned.any())
+        yield {"input_ids": tokens, "learned": learned}
+    if not learned_any:
+        raise ConfigError(
+            f"data {source.place}: no conversation has a word of the assistant to learn from",
+            help="check the roles, or leave data.assistant_only_loss off",
+        )
+
+
+def _completions(
+    prompt: str, data: Data, encoder: Encoder, source: Source, rows: Iterator[Row]
+) -> Iterator[Mapping[str, Any]]:
+    for group in _groups(rows):
+        prompts = [_text(row, prompt, source, "data.options.prompt_column") for row in group]
+        answers = [_text(row, data.text_column, source, "data.text_column") for row in group]
+        pairs = zip(
+            encoder.encode(prompts, special=False), encoder.encode(answers, special=False), strict=True
+        )
+        for asked, answered in pairs:
+            head = np.concatenate([_start(encoder), asked]).astype(np.int64)
+            tail = np.concatenate([answered, _stop(encoder)]).astype(np.int64)
+            learned = np.concatenate([np.zeros(len(head), np.uint8), np.ones(len(tail), np.uint8)])
+            yield {"input_ids": np.concatenate([head, tail]), "learned": learned}
+
+
+def _masked(
+    data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+) -> Iterator[Mapping[str, Any]]:
+    if encoder.mask is None:
+        raise ConfigError(
+            f"tokenizer {encoder.name} has no mask token, which masked_lm needs",
+            help="choose an encoder's tokenizer, or data.tokenizer: bytes",
+        )
+    for row in _causal(data, encoder, source, facts):
+        yield {"input_ids": row["input_ids"]}
+
+
+def _pairs(data: Data, encoder: Encoder, source: Source, _: dict[str, Any]) -> Iterator[Mapping[str, Any]]:
+    names = [
+        str(data.options.get("source_column", "source")),
+        str(data.options.get("target_column", "target")),
+    ]
+    prefix = str(data.options.get("prefix", ""))
+    for group in _groups(source.rows()):
+        asked = [prefix + _text(row, names[0], source, "data.options.source_column") for row in group]
+        answers = [_text(row, names[1], source, "data.options.target_column") for row in group]
+        encoded = zip(
+            encoder.encode(asked, special=False), encoder.encode(answers, special=False), strict=True
+        )
+        for ids, labels in encoded:
+            yield {"input_ids": _framed(ids, encoder), "labels": _framed(labels, encoder)}
+
+
+def _framed(tokens: Any, encoder: Encoder) -> Any:
+    return np.concatenate([_start(encoder), tokens, _stop(encoder)]).astype(np.int64)
+
+
+def _labelled(
+    data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+) -> Iterator[Mapping[str, Any]]:
+    name = str(data.options.get("label_column", "label"))
+    labels = _label_names(name, data, source)
+    facts["labels"] = list(labels)
+    numbers = {label: number for number, label in enumerate(labels)}
+    for group in _groups(source.rows()):
+        texts = [_text(row, data.text_column, source, "data.text_column") for row in group]
+        for row, tokens in zip(group, encoder.encode(texts, special=False), strict=True):
+            label = str(column(row, name, source, "data.options.label_column"))
+            if label not in numbers:
+                raise ConfigError(
+                    f"data {source.place}: label {label!r} is not among {', '.join(labels)}",
+                    help="name every label in data.options.labels",
+                )
+            yield {"input_ids": _framed(tokens, encoder), "label": [numbers[label]]}
+
+
+def _label_names(name: str, data: Data, source: Source) -> list[str]:
+    """The recipe's list, or every label that occurs: numbers in their order, names sorted."""
+    given = data.options.get("labels")
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return [str(label) for label in given]
+    seen = {str(column(row, name, source, "data.options.label_column")) for row in source.rows()}
+    try:
+        return sorted(seen, key=int)
+    except ValueError:
+        return sorted(seen)
