@@ -64,7 +64,7 @@ class EventLog:
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self._rank = rank
-        self._attempt = attempt
+        self.attempt = attempt
         self._file = LineFile(event_path(folder, rank))
         self._metrics = LineFile(folder / METRICS) if rank == 0 else None
         self._trackers: list[Any] = []
@@ -79,7 +79,7 @@ class EventLog:
             "kind": kind,
             "time": time.time(),
             "rank": self._rank,
-            "attempt": self._attempt,
+            "attempt": self.attempt,
             "pid": os.getpid(),
             **to_json(fields),
         }

@@ -1,8 +1,8 @@
-"""The run folder: what a run was asked to do, written whole before a process starts. Torch-free.
+"""The run folder: names, the record of one start, and how files in it are written. Torch-free.
 
 Layout (docs/runs.md)::
 
-    run.json          what it is: id, command line, attempts
+    run.json          what was started: command line, processes, device, what to resume from
     recipe.json, settings.json, spec.json, units.json, prediction.json, environment.json
     recipe.yaml, accelerate.yaml   the files as given
     metrics.jsonl, summary.json    the contract with outside scripts
@@ -16,152 +16,90 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from fsdptool.errors import ConfigError, StorageError
+from fsdptool.errors import ConfigError
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.document import envelope, library_versions, tool_version
 from fsdptool.records.plan import Candidate
-from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.units import UnitPlan
-
-T = TypeVar("T")
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+PREDICTION = "prediction.json"
+ENVIRONMENT = "environment.json"
 EVENTS = "events"
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 EXPORT = "export"
+RECIPE = "recipe.yaml"
 ACCELERATE = "accelerate.yaml"
 
-_PARTS: dict[str, type] = {
-    "recipe": Recipe,
-    "settings": FsdpSettings,
-    "spec": ModelSpec,
-    "units": UnitPlan,
-}
-
-_ENVIRONMENT_PREFIXES = ("NCCL_", "TORCH_", "TORCHELASTIC_", "CUDA_", "GLOO_", "OMP_", "FSDPTOOL_", "SLURM_JOB")
-_ENVIRONMENT_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "HF_HUB_OFFLINE", "HF_HOME", "MASTER_ADDR")
+_ENVIRONMENT_PREFIXES = (
+    "NCCL_",
+    "TORCH_",
+    "TORCHELASTIC_",
+    "CUDA_",
+    "GLOO_",
+    "OMP_",
+    "FSDPTOOL_",
+    "SLURM_JOB",
+)
+_ENVIRONMENT_NAMES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "HF_HUB_OFFLINE",
+    "HF_HOME",
+    "MASTER_ADDR",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class RunInputs:
-    """Everything a worker needs to know, as plain records.
+class Start:
+    """One start of a run, as ``run.json`` records it.
 
     Attributes:
-        recipe, settings, spec, units: What to train and how it is sharded.
-        world_size: Processes of this attempt.
+        world_size: Processes in all.
         device: ``cpu`` or ``cuda``.
-        prediction: The plan's verdict for these settings, or None if it could not be derived.
         resume: Checkpoint folder to continue from, ``auto`` for the newest good one, or None.
-        attempt: How often the run was started before.
-        timeout_seconds: How long a collective may take before the rank gives up.
+        number: How often the run was started before.
+        argv: The command line.
     """
 
-    recipe: Recipe
-    settings: FsdpSettings
-    spec: ModelSpec
-    units: UnitPlan
     world_size: int
     device: str
-    prediction: Candidate | None = None
     resume: str | None = None
-    attempt: int = 0
-    timeout_seconds: float = 600.0
+    number: int = 0
+    argv: tuple[str, ...] = ()
 
 
-def write_inputs(
-    folder: Path, inputs: RunInputs, *, files: Mapping[str, str], argv: Iterable[str] = ()
-) -> None:
-    """Write every input of a run into ``folder``.
+def write_start(folder: Path, start: Start, inputs: Any) -> None:
+    """Write ``run.json`` last: a folder that has one is complete (raises ``OSError``)."""
+    write_json(folder / RUN, envelope("run", inputs, to_json(start)))
 
-    Args:
-        folder: Existing folder.
-        inputs: The records.
-        files: File name to text of what the person gave (``recipe.yaml``, ``accelerate.yaml``).
-        argv: The command line, for posterity.
+
+def read_start(folder: Path) -> Start:
+    """Read ``run.json``.
 
     Raises:
-        StorageError: The folder cannot be written.
+        ConfigError: The folder is no run folder, or the file is damaged.
     """
-    try:
-        for sub in (EVENTS, LOGS, CHECKPOINTS):
-            (folder / sub).mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            write_text(folder / name, text)
-        for name in _PARTS:
-            write_json(folder / f"{name}.json", to_json(getattr(inputs, name)))
-        write_json(folder / "prediction.json", to_json(inputs.prediction))
-        write_json(folder / "environment.json", environment())
-        write_json(folder / RUN, _run_document(inputs, list(argv)))
-    except OSError as error:
-        raise StorageError(
-            f"the run folder {folder} cannot be written: {error.strerror or error}",
-            help="free space or choose another folder with --output",
-        ) from error
+    document = read_json(folder / RUN)
+    names = Start.__dataclass_fields__
+    return from_json(Start, {name: document[name] for name in names if name in document}, where=RUN)
 
 
-def read_inputs(folder: Path) -> RunInputs:
-    """Read what :func:`write_inputs` wrote.
-
-    Raises:
-        ConfigError: The folder is no run folder, or a file in it is damaged; the message names it.
-    """
-    run = read_json(folder / RUN)
-    parts = {name: _read_part(folder, name, record) for name, record in _PARTS.items()}
-    raw = read_json(folder / "prediction.json")
-    prediction = None if raw is None else from_json(Candidate, raw, where="prediction.json")
-    return RunInputs(
-        **parts,
-        world_size=int(run["world_size"]),
-        device=str(run["device"]),
-        prediction=prediction,
-        resume=run["resume"],
-        attempt=int(run["attempt"]),
-        timeout_seconds=float(run["timeout_seconds"]),
-    )
-
-
-def read_spec(folder: Path) -> ModelSpec:
-    """Read the model of a run alone."""
-    return _read_part(folder, "spec", ModelSpec)
-
-
-def read_recipe_record(folder: Path) -> Recipe:
-    """Read the recipe of a run alone, as the record the workers saw."""
-    return _read_part(folder, "recipe", Recipe)
-
-
-def _read_part(folder: Path, name: str, record: type[T]) -> T:
-    return from_json(record, read_json(folder / f"{name}.json"), where=f"{name}.json")
-
-
-def _run_document(inputs: RunInputs, argv: list[str]) -> dict[str, Any]:
-    from fsdptool.records.document import envelope
-
-    parts = {name: getattr(inputs, name) for name in _PARTS}
-    body = {
-        "world_size": inputs.world_size,
-        "device": inputs.device,
-        "resume": inputs.resume,
-        "attempt": inputs.attempt,
-        "timeout_seconds": inputs.timeout_seconds,
-        "argv": argv,
-    }
-    return envelope("run", parts, body)
+def read_prediction(folder: Path) -> Candidate | None:
+    """Return what the plan said of this run, or None if nothing could be derived."""
+    path = folder / PREDICTION
+    raw = read_json(path) if path.exists() else None
+    return None if raw is None else from_json(Candidate, raw, where=PREDICTION)
 
 
 def environment() -> dict[str, Any]:
-    """Return the interpreter, machine and the environment variables that change a run (never secrets)."""
-    from fsdptool.records.document import library_versions, tool_version
-
+    """Return the interpreter, the machine and the variables that change a run (never secrets)."""
     chosen = {
         name: value
         for name, value in sorted(os.environ.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -120,6 +119,10 @@ class Checkpointer(Protocol):
         """Load the checkpoint the run asks for into ``state``; returns its step, or None to start anew."""
         ...
 
+    def rollback(self, state: TrainState) -> int | None:
+        """Load the newest good checkpoint of this very run; returns its step, or None if there is none."""
+        ...
+
     def close(self) -> None:
         """Wait for a save in flight."""
         ...
@@ -171,8 +174,14 @@ class Meter(Protocol):
 class RunParts(Protocol):
     """What the runs room hands the engine in one object (``fsdptool.training.parts.open_parts``)."""
 
-    folder: Path
-    events: Events
-    stop: StopFlag
-    checkpointer: Checkpointer
-    meter: Meter
+    @property
+    def events(self) -> Events: ...
+
+    @property
+    def stop(self) -> StopFlag: ...
+
+    @property
+    def checkpointer(self) -> Checkpointer: ...
+
+    @property
+    def meter(self) -> Meter: ...

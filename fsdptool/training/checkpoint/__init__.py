@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors and JSON only, written aside, digested and renamed (docs/runs.md)."""

@@ -1,0 +1,266 @@
+"""When to save, where, and what to continue from: the engine's one door to checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.records.recipe import Checkpoints
+from fsdptool.training.checkpoint import loading
+from fsdptool.training.checkpoint.manifest import (
+    FORMAT,
+    Kind,
+    Manifest,
+    aside_name,
+    folder_name,
+    prune,
+    publish,
+    sweep,
+    write_manifest,
+)
+from fsdptool.training.checkpoint.saving import Staged, save_full, save_sharded
+from fsdptool.training.checkpoint.stream import Written
+
+if TYPE_CHECKING:
+    from fsdptool.training.interfaces import Events, TrainState
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A save in progress on this rank."""
+
+    step: int
+    thread: threading.Thread
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class RunCheckpointer:
+    """Saves and loads the checkpoints of one run.
+
+    Args:
+        folder: ``checkpoints/`` of the run.
+        policy: When to save and what to keep.
+        kind: ``sharded`` or ``full``.
+        events: Told of every save and load.
+        resume: Checkpoint folder, ``auto`` or None.
+        mesh: Mesh sizes, for the manifest.
+        timeout: Seconds a checkpoint's own collectives may take.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        policy: Checkpoints,
+        *,
+        kind: Kind,
+        events: Events,
+        resume: str | None = None,
+        mesh: Mapping[str, int] | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        self._folder = folder
+        self._policy = policy
+        self._kind = kind
+        self._events = events
+        self._resume = resume
+        self._mesh = dict(mesh or {})
+        self._flight: _Flight | None = None
+        self._last_saved: int | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._polling: dist.ProcessGroup | None = None
+        self.rank = 0
+        self.world_size = 1
+        if dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            # A group of its own: saves run beside training's collectives, on the CPU.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            # And one to ask how they are doing, while the saving thread keeps the first one busy.
+            self._polling = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def due(self, step: int) -> bool:
+        """Say whether the recipe wants a checkpoint after ``step``."""
+        every = self._policy.every_steps
+        return every is not None and step > 0 and step % every == 0
+
+    def save(self, state: TrainState, *, wait: bool = False) -> None:
+        """Write a checkpoint; without ``wait`` and in asynchronous mode, return once it is staged.
+
+        Raises:
+            StorageError: This save, or an earlier one still in flight, failed on some rank.
+        """
+        self._land()
+        began = time.monotonic()
+        progress = dict(state.progress())
+        step = int(progress["step"])
+        if self._last_saved == step:
+            return
+        asynchronous = self._policy.mode == "async" and not wait and self._kind == "sharded"
+        staged = self._stage(state, copy=asynchronous)
+        self._events.emit("checkpoint_started", step=step, asynchronous=asynchronous)
+        if asynchronous:
+            flight = _Flight(step, threading.Thread())
+            flight.thread = threading.Thread(
+                target=self._fly, args=(flight, staged, progress), name="checkpoint", daemon=True
+            )
+            self._flight = flight
+            flight.thread.start()
+            self._events.emit("checkpoint_stalled", step=step, seconds=time.monotonic() - began)
+            return
+        self._write(step, staged, progress)
+        self._landed(step, time.monotonic() - began)
+        self._events.emit("checkpoint_stalled", step=step, seconds=time.monotonic() - began)
+
+    def poll(self) -> None:
+        """Settle a save in flight once every rank has finished its part.
+
+        Raises:
+            StorageError: It failed on some rank; raised on every rank at the same step.
+        """
+        flight = self._flight
+        if flight is None:
+            return
+        done = torch.tensor([int(flight.done.is_set())])
+        if self._polling is not None:
+            dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self._polling)
+        if done[0]:
+            self._land()
+
+    def load(self, state: TrainState) -> int | None:
+        """Load what the run is to continue from; returns its step, or None for a fresh start.
+
+        Raises:
+            ConfigError: The checkpoint asked for is damaged, or does not suit the model or the recipe.
+        """
+        found = None
+        if self._resume is not None:
+            found = loading.choose(self._resume, self._folder, self._group, self._events)
+        self._clean()
+        return self._restore(state, found)
+
+    def rollback(self, state: TrainState) -> int | None:
+        """Load the newest good checkpoint of this very run; returns its step, or None if there is none."""
+        self._land()
+        return self._restore(state, loading.choose("auto", self._folder, self._group, self._events))
+
+    def _restore(self, state: TrainState, found: tuple[Path, Manifest] | None) -> int | None:
+        if found is None:
+            return None
+        path, manifest = found
+        loading.load_into(state, path, manifest, self._group)
+        self._last_saved = manifest.step
+        if self.rank == 0:
+            self._events.emit("resumed", step=manifest.step, path=str(path), written_by=manifest.world_size)
+        return manifest.step
+
+    def close(self) -> None:
+        """Wait for a save in flight.
+
+        Raises:
+            StorageError: It failed.
+        """
+        self._land()
+
+    def _clean(self) -> None:
+        if self.rank == 0:
+            sweep(self._folder)
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+    def _stage(self, state: TrainState, *, copy: bool) -> Staged:
+        tensors = {name: value.detach() for name, value in state.tensors().items()}
+        own = {name: value.detach().clone() for name, value in state.rank_tensors().items()}
+        if not copy:
+            return Staged(tensors, own)
+        return Staged({name: self._copy(name, value) for name, value in tensors.items()}, own)
+
+    def _copy(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Copy into a host buffer that is kept for the next save (pinned beside an accelerator)."""
+        local = value.to_local() if isinstance(value, DTensor) else value
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            pinned = local.device.type == "cuda"
+            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
+            self._buffers[name] = buffer
+        buffer.copy_(local, non_blocking=False)
+        if not isinstance(value, DTensor):
+            return buffer
+        return DTensor.from_local(
+            buffer,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+
+    def _fly(self, flight: _Flight, staged: Staged, progress: dict[str, object]) -> None:
+        began = time.monotonic()
+        try:
+            self._write(flight.step, staged, progress)
+        except BaseException as error:
+            flight.error = error
+        else:
+            self._landed(flight.step, time.monotonic() - began)
+        finally:
+            flight.done.set()
+
+    def _write(self, step: int, staged: Staged, progress: dict[str, object]) -> None:
+        aside, final = self._folder / aside_name(step), self._folder / folder_name(step)
+
+        def commit(files: dict[str, Written]) -> None:
+            manifest = Manifest(FORMAT, self._kind, step, self.world_size, self._mesh, progress, files)
+            write_manifest(aside, manifest)
+            publish(aside, final)
+            prune(self._folder, keep_last=self._policy.keep_last, keep_every=self._policy.keep_every)
+
+        self._prepare(aside)
+        write = save_sharded if self._kind == "sharded" else save_full
+        write(staged, aside, self._group, commit)
+
+    def _prepare(self, aside: Path) -> None:
+        """Make the folder on rank 0; a failure there is every rank's."""
+        reason: str | None = None
+        if self.rank == 0:
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+            except OSError as error:
+                reason = f"rank 0: {error}"
+        if self._group is not None:
+            shared = [reason]
+            dist.broadcast_object_list(shared, src=0, group=self._group)
+            reason = shared[0]
+        if reason is not None:
+            raise StorageError(f"the checkpoint cannot be written: {reason}")
+
+    def _landed(self, step: int, seconds: float) -> None:
+        self._last_saved = step
+        if self.rank == 0:
+            path = self._folder / folder_name(step)
+            self._events.emit("checkpoint", step=step, path=str(path), seconds=seconds)
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        flight.done.wait()
+        if flight.error is None:
+            return
+        if isinstance(flight.error, FsdptoolError):
+            raise flight.error
+        if isinstance(flight.error, RuntimeError | ConfigError):
+            raise StorageError(f"the checkpoint cannot be written: {flight.error}") from flight.error
+        raise flight.error

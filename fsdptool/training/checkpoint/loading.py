@@ -1,0 +1,115 @@
+"""Choosing the checkpoint to continue from, and reading it on whatever number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from fsdptool.errors import ConfigError
+from fsdptool.training.checkpoint.manifest import (
+    Manifest,
+    check_file,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+)
+from fsdptool.training.checkpoint.saving import first_reason, own_name
+
+if TYPE_CHECKING:
+    from fsdptool.training.interfaces import Events, TrainState
+
+
+def choose(
+    resume: str, folder: Path, group: dist.ProcessGroup | None, events: Events
+) -> tuple[Path, Manifest] | None:
+    """Agree on the checkpoint to load; ``auto`` passes over damaged ones.
+
+    Each rank digests its share of the files. All ranks return the same answer.
+
+    Raises:
+        ConfigError: ``resume`` names a checkpoint that is missing or damaged.
+    """
+    named = None if resume == "auto" else Path(resume)
+    candidates = [str(path) for path in ([named] if named else list_checkpoints(folder))]
+    for text in _share(candidates, group):
+        path = Path(text)
+        manifest, wrong = _check(path, group)
+        if wrong is None and manifest is not None:
+            return path, manifest
+        if named is not None:
+            raise ConfigError(
+                f"checkpoint {path} cannot be used: {wrong}",
+                help="give another checkpoint, or --resume auto for the newest good one",
+            )
+        if _rank(group) == 0:
+            events.emit("checkpoint_damaged", path=str(path), step=step_of(path), reason=wrong)
+    return None
+
+
+def _check(path: Path, group: dist.ProcessGroup | None) -> tuple[Manifest | None, str | None]:
+    manifest: Manifest | None = None
+    wrong: str | None = None
+    try:
+        manifest = read_manifest(path)
+    except ConfigError as error:
+        wrong = error.message
+    rank, world_size = _rank(group), dist.get_world_size(group) if dist.is_initialized() else 1
+    for index, (name, expected) in enumerate(sorted(manifest.files.items()) if manifest else ()):
+        if index % world_size == rank and wrong is None:
+            wrong = check_file(path, name, expected)
+    findings = [wrong]
+    if dist.is_initialized():
+        findings = [None] * world_size
+        dist.all_gather_object(findings, wrong, group=group)
+    return manifest, next((text for text in findings if text), None)
+
+
+def load_into(state: TrainState, path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
+    """Copy a checked checkpoint into the live state and restore its progress.
+
+    Raises:
+        ConfigError: A tensor is missing from the checkpoint or has another shape.
+    """
+    rank = _rank(group)
+    same_ranks = manifest.world_size == (dist.get_world_size(group) if dist.is_initialized() else 1)
+    own = (
+        {name: torch.empty_like(value) for name, value in state.rank_tensors().items()} if same_ranks else {}
+    )
+    wanted: dict[str, Any] = dict(state.tensors())
+    wanted.update({own_name(rank, name): value for name, value in own.items()})
+    try:
+        dcp.load(
+            wanted,
+            storage_reader=HuggingFaceStorageReader(str(path)),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+    except dcp.api.CheckpointException as error:
+        raise ConfigError(
+            f"checkpoint {path} does not suit this run: {first_reason(error)}",
+            help="resume with the recipe and model it was written with",
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"checkpoint {path} does not suit this run: {error}",
+            help="resume with the recipe and model it was written with",
+        ) from error
+    state.restore(manifest.progress, own if same_ranks else None)
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def _share(value: list[str], group: dist.ProcessGroup | None) -> list[str]:
+    if not dist.is_initialized():
+        return value
+    shared: list[Any] = [value]
+    dist.broadcast_object_list(shared, src=0, group=group)
+    result: list[str] = shared[0]
+    return result

@@ -1,0 +1,141 @@
+"""Writing one checkpoint: sharded through DCP, or full through rank 0. Collective throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from fsdptool.errors import StorageError
+from fsdptool.training.checkpoint.storage import ShardWriter, shard_name
+from fsdptool.training.checkpoint.stream import Entry, Written, write_stream
+
+FULL_NAME = "full.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A checkpoint's content, detached from the live training state.
+
+    ``tensors`` are shared by all ranks (DTensors or replicas); ``own`` are this rank's alone.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    own: dict[str, torch.Tensor]
+
+
+Commit = Callable[[dict[str, Written]], None]
+
+
+def own_name(rank: int, name: str) -> str:
+    """Return the name under which a rank's own tensor is stored."""
+    return f"rank/{rank:05d}/{name}"
+
+
+def save_sharded(staged: Staged, folder: Path, group: dist.ProcessGroup | None, commit: Commit) -> None:
+    """Write every rank's share into ``folder``; the coordinator commits when all are on disk.
+
+    Raises:
+        StorageError: Any rank failed; raised on every rank with the first failure's reason.
+    """
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    state = {**staged.tensors, **{own_name(rank, name): value for name, value in staged.own.items()}}
+    writer = ShardWriter(folder, rank, commit)
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except dcp.api.CheckpointException as error:
+        raise StorageError(f"the checkpoint cannot be written: {first_reason(error)}") from error
+    except OSError as error:
+        raise StorageError(f"the checkpoint cannot be written: {error}") from error
+
+
+def first_reason(error: dcp.api.CheckpointException) -> str:
+    """Return ``rank N: reason`` of the lowest failing rank."""
+    rank, (reason, _) = min(error.failures.items())
+    return f"rank {rank}: {reason}"
+
+
+def save_full(staged: Staged, folder: Path, group: dist.ProcessGroup | None, commit: Commit) -> None:
+    """Gather tensor by tensor and write one file on rank 0, beside every rank's own tensors.
+
+    No rank holds more than one whole tensor at a time.
+
+    Raises:
+        StorageError: Any rank failed; raised on every rank.
+    """
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    failure: OSError | None = None
+    files: dict[str, Written] = {}
+    gathering = _Gathering(sorted(staged.tensors), staged.tensors)
+    try:
+        if rank == 0:
+            entries = [_full_entry(name, staged.tensors[name], gathering) for name in gathering.names]
+            files[FULL_NAME] = write_stream(folder / FULL_NAME, entries, {"format": "pt"})
+        own = [
+            Entry(own_name(rank, name), value.dtype, tuple(value.shape), partial(_same, value))
+            for name, value in staged.own.items()
+        ]
+        files[shard_name(rank)] = write_stream(folder / shard_name(rank), own, {"format": "pt"})
+    except OSError as error:
+        failure = error
+    # A rank that could not write still takes part in every gather, or the others would wait for it.
+    gathering.finish()
+    _agree(failure, files, group, commit)
+
+
+class _Gathering:
+    """Gathers tensors in one order on all ranks, each when its turn comes."""
+
+    def __init__(self, names: list[str], tensors: dict[str, torch.Tensor]) -> None:
+        self.names = names
+        self._tensors = tensors
+        self._next = 0
+
+    def take(self, name: str) -> torch.Tensor:
+        assert self.names[self._next] == name
+        self._next += 1
+        value = self._tensors[name]
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def finish(self) -> None:
+        while self._next < len(self.names):
+            self.take(self.names[self._next])
+
+
+def _full_entry(name: str, value: torch.Tensor, gathering: _Gathering) -> Entry:
+    return Entry(name, value.dtype, tuple(value.shape), partial(gathering.take, name))
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _agree(
+    failure: OSError | None,
+    files: dict[str, Written],
+    group: dist.ProcessGroup | None,
+    commit: Commit,
+) -> None:
+    reports: list[Any] = [(str(failure) if failure else None, files)]
+    if dist.is_initialized():
+        reports = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, (str(failure) if failure else None, files), group=group)
+    reason = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text), None)
+    if reason is None and (not dist.is_initialized() or dist.get_rank(group) == 0):
+        try:
+            commit({name: entry for _, part in reports for name, entry in part.items()})
+        except OSError as error:
+            reason = f"rank 0: {error}"
+    if dist.is_initialized():
+        shared = [reason]
+        dist.broadcast_object_list(shared, src=0, group=group)
+        reason = shared[0]
+    if reason is not None:
+        raise StorageError(f"the checkpoint cannot be written: {reason}")

@@ -1,0 +1,88 @@
+"""Assembles what a worker needs besides the engine: events, stop flag, checkpoints, memory meter.
+
+The worker's order: :func:`open_flag` before anything slow is imported; :func:`open_events` next, so
+that a failure has somewhere to go; :func:`open_parts` once the process group exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdptool.training.events import EventLog
+from fsdptool.training.folder import CHECKPOINTS, LOGS, Start, read_start
+from fsdptool.training.stop import SignalFlag, install_stack_dump
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdptool.records.recipe import Recipe
+    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
+    from fsdptool.training.meter import CudaMeter, NoMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The runs room's side of a worker."""
+
+    events: EventLog
+    stop: SignalFlag
+    checkpointer: RunCheckpointer
+    meter: CudaMeter | NoMeter
+
+
+def open_flag() -> SignalFlag:
+    """Handle the stop signals from now on."""
+    flag = SignalFlag()
+    flag.install()
+    return flag
+
+
+def open_events(folder: Path) -> EventLog:
+    """Open this rank's event file, announce the process and arrange for stack dumps.
+
+    Rank and number of the start come from torchrun's environment.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    events = EventLog(folder, rank, attempt)
+    logs = folder / LOGS
+    logs.mkdir(exist_ok=True)
+    install_stack_dump(str(logs / f"rank-{rank:05d}.stacks"))
+    events.emit("started", world_size=int(os.environ.get("WORLD_SIZE", "1")), node=os.uname().nodename)
+    return events
+
+
+def open_parts(
+    folder: Path,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    *,
+    device: torch.device,
+    events: EventLog,
+    stop: SignalFlag,
+    mesh: Mapping[str, int] | None = None,
+) -> Parts:
+    """Assemble the parts. Collective: checkpoints get process groups of their own."""
+    from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
+    from fsdptool.training.meter import CudaMeter, NoMeter
+
+    checkpointer = RunCheckpointer(
+        folder / CHECKPOINTS,
+        recipe.checkpoints,
+        kind=settings.state_dict_type,
+        events=events,
+        resume=resume_choice(read_start(folder), events.attempt),
+        mesh=mesh,
+    )
+    meter = CudaMeter(device) if device.type == "cuda" else NoMeter()
+    return Parts(events, stop, checkpointer, meter)
+
+
+def resume_choice(start: Start, attempt: int) -> str | None:
+    """Return what to resume from: a relaunch by torchrun continues from the newest good checkpoint."""
+    return "auto" if attempt > 0 else start.resume
