@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from fsdptool.records.diagnostic import Diagnostic
@@ -117,6 +118,11 @@ class WrapChoice:
     no_split_modules: tuple[NoSplitEntry, ...] = ()
     origin: str = "structure"
     """``structure``, ``hint`` (the family says so) or ``person`` (``--wrap``)."""
+    concern_code: str | None = None
+    """Why one unit keeps 35 % or more of the parameters, from ``CONCERNS`` in
+    ``fsdptool.inspection.reasons``; None if none does."""
+    concern: str | None = None
+    """The same in a sentence that names numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,8 @@ class Anatomy:
             in its tail group: ``accelerate/utils/fsdp_utils.py:_find_final_norm``), or None.
         no_split_modules: The built instance's ``_no_split_modules``, sorted.
         repeated_blocks: diffusers' ``_repeated_blocks``.
+        fsdp_plan_unmatched: Rules of transformers' own FSDP plan that match nothing in this model.
+        class_modules: Python module that defines each class, by unqualified class name.
         diagnostics: Findings of the inspection.
     """
 
@@ -148,6 +156,8 @@ class Anatomy:
     final_norm: str | None = None
     no_split_modules: tuple[str, ...] = ()
     repeated_blocks: tuple[str, ...] = ()
+    fsdp_plan_unmatched: tuple[str, ...] = ()
+    class_modules: Mapping[str, str] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
 
     @property
