@@ -1,0 +1,127 @@
+"""What one micro-batch does to memory and to the arithmetic units, module by module.
+
+A trace knows nothing of sharding: it holds the events of the plain model between the borders of
+its modules, so that one trace serves every wrap choice, reshard setting and number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Profile = Literal["cuda", "cpu"]
+"""Whose kernels the trace assumes: they differ in what they save (``docs/memory.md``)."""
+
+Marker = Literal["start", "enter", "leave", "loss", "backward", "grad_enter", "grad_leave", "end"]
+
+KINDS = ("input", "activation", "recomputed", "temporary", "output", "loss", "gradient")
+"""What a traced tensor is. ``activation``: kept from forward to backward; ``recomputed``: made again
+in backward under activation checkpointing; ``gradient``: of a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What happens between one module border and the next, in program order.
+
+    Attributes:
+        marker: The border that opens the segment: ``enter`` and ``leave`` of a module's forward,
+            ``grad_enter`` when the gradient of its output arrives, ``grad_leave`` when the gradient
+            of its inputs is complete; ``start``, ``loss``, ``backward`` and ``end`` of the whole.
+        path: Module path in the traced model (block indices are those of the shortened model).
+        events: ``+n`` allocates tensor ``n - 1``, ``-n`` frees it.
+        flops: Floating-point operations by dtype.
+        bytes_moved: Bytes read and written by the segment's operators, views excluded.
+        kernels: Operators that launch work, views excluded.
+    """
+
+    marker: Marker
+    path: str
+    events: tuple[int, ...] = ()
+    flops: Mapping[str, float] = field(default_factory=dict)
+    bytes_moved: int = 0
+    kernels: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A list of like blocks that was traced at reduced depth.
+
+    Block ``i`` of the shortened list stands for block ``i`` of the real one while ``i < cut``, else
+    for block ``i + skipped``. The period that ends at ``cut`` is the one to be copied; it was
+    checked to do the same as the period before it.
+
+    Attributes:
+        path: Path of the list, for example ``model.layers``.
+        period: Blocks per period (1 unless block kinds alternate).
+        traced: Blocks in the traced model.
+        total: Blocks in the real model.
+        cut: Index in the traced list before which the copies belong.
+    """
+
+    path: str
+    period: int
+    traced: int
+    total: int
+    cut: int
+
+    @property
+    def skipped(self) -> int:
+        """Blocks that were not traced."""
+        return self.total - self.traced
+
+    @property
+    def copies(self) -> int:
+        """Periods that were not traced."""
+        return self.skipped // self.period
+
+    def real_index(self, index: int) -> int:
+        """Return the real block that traced block ``index`` stands for."""
+        return index if index < self.cut else index + self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One micro-batch of one model under one recipe, as the plain, unsharded model runs it.
+
+    Attributes:
+        profile: Whose kernels were assumed.
+        compute_dtype: dtype of the parameters while computing.
+        segments: The program, at the traced depth.
+        sizes: Bytes of every traced tensor, by its number.
+        kinds: Index into :data:`KINDS` of every traced tensor.
+        names: Index into ``vocabulary`` of every traced tensor: the operator that made it, or the
+            parameter it is the gradient of.
+        vocabulary: Names.
+        repeats: Lists that were shortened; empty when the full depth was traced.
+        gradients: Parameter (traced path) to the number of its gradient tensor.
+        teacher: Whether the segments are a forward without gradients (a distillation teacher).
+        tokens: What the objective's weight counts, per micro-batch at most.
+        samples: Micro-batch size.
+        torch: Version the trace was made with.
+        model: Class of the traced model.
+        unknowns: Why there are no segments, if there are none; otherwise what is uncertain.
+        notes: Assumptions worth telling (attention kernel, balanced experts).
+    """
+
+    profile: Profile
+    compute_dtype: str
+    segments: tuple[Segment, ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[int, ...]
+    names: tuple[int, ...]
+    vocabulary: tuple[str, ...]
+    repeats: tuple[Repeat, ...] = ()
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    teacher: Trace | None = None
+    tokens: int | None = None
+    samples: int = 1
+    torch: str = ""
+    model: str = ""
+    unknowns: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether activations are known."""
+        return bool(self.segments)
