@@ -9,4 +9,6 @@ from fsdptool.families.protocol import Family
 
 def families() -> Iterable[Family]:
     """Yield the families of this package."""
-    return ()
+    from fsdptool_generic.family import GenericFamily
+
+    return (GenericFamily(),)

@@ -9,4 +9,8 @@ from fsdptool.families.protocol import Family
 
 def families() -> Iterable[Family]:
     """Yield the families of this package."""
-    return ()
+    from fsdptool_language.kinds import KINDS
+
+    from fsdptool.families.bases.catalogue import instances, read_cards
+
+    return instances(read_cards(__name__), KINDS)

@@ -1,0 +1,223 @@
+"""Micro-batches of transformers models, by objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError, ModelError
+from fsdptool.families.protocol import TensorSpec
+
+if TYPE_CHECKING:
+    from fsdptool.records.recipe import Recipe
+
+DEFAULT_LENGTH = 512
+"""Tokens of a text sample when the recipe names none and the model allows as many."""
+
+_TABLES = ("n_positions", "max_position_embeddings", "max_target_positions", "n_ctx")
+"""Names under which configurations keep the size of their position table."""
+
+_LEARNED = frozenset(
+    """albert bart bert big_bird blenderbot blenderbot-small clip clip_text_model deberta distilbert
+    electra gpt2 gpt_neo gptj imagegpt longformer marian mbart mpnet opt pegasus roberta siglip
+    siglip_text_model whisper xlm-roberta xlm-roberta-xl codegen biogpt camembert""".split()
+)
+"""Model types whose positions are rows of a table: a longer sequence is an index error there. Rotary
+and relative models run beyond ``max_position_embeddings``."""
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a configuration object that describes its text model."""
+    for name in ("text_config", "llm_config", "language_config", "thinker_config"):
+        inner = getattr(config, name, None)
+        if inner is not None:
+            return text_config(inner)
+    return config
+
+
+def vocabulary(config: Any) -> int:
+    """Return the number of tokens of a configuration object.
+
+    Raises:
+        ModelError: It names none.
+    """
+    text = text_config(config)
+    for name in ("vocab_size", "n_vocab", "src_vocab_size"):
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size > 0:
+            return size
+    raise ModelError(
+        f"{type(config).__name__} has no vocab_size",
+        help="give the model's inputs through a family of its own",
+    )
+
+
+def positions(config: Any) -> int | None:
+    """Return how many positions the model has rows for, or None if it computes them."""
+    text = text_config(config)
+    if getattr(text, "model_type", "") not in _LEARNED:
+        return None
+    sizes = [getattr(text, name, None) for name in _TABLES]
+    size = next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    if size is not None and text.model_type in ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl"):
+        return size - 2  # positions start behind the padding index
+    return size
+
+
+def length(config: Any, recipe: Recipe) -> int:
+    """Return the tokens per sample.
+
+    Raises:
+        ConfigError: The recipe asks for more than the model has positions for.
+    """
+    limit = positions(config)
+    wanted = recipe.batch.sequence_length
+    if wanted is None:
+        return min(DEFAULT_LENGTH, limit) if limit is not None else DEFAULT_LENGTH
+    if wanted < 2:
+        raise ConfigError(f"batch.sequence_length is {wanted}; a sample needs at least two tokens")
+    if limit is not None and wanted > limit:
+        raise ConfigError(
+            f"batch.sequence_length is {wanted}, but {type(config).__name__} has {limit} positions",
+            help=f"use at most {limit}",
+        )
+    return wanted
+
+
+def causal(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Decoder: tokens, labels aligned with them, and positions where documents are packed."""
+    shape = (recipe.batch.micro_batch, length(config, recipe))
+    size = vocabulary(config)
+    specs = [
+        TensorSpec("input_ids", shape, "int64", "tokens", high=size),
+        TensorSpec("labels", shape, "int64", "labels", high=size),
+    ]
+    if packs(config, recipe):
+        specs.append(TensorSpec("position_ids", shape, "int64", "positions"))
+    return tuple(specs)
+
+
+_NO_POSITIONS = frozenset(
+    """mamba mamba2 falcon_mamba recurrent_gemma bloom jamba xlnet transfo-xl rwkv
+    xlm reformer mpt granitemoehybrid bamba zamba zamba2 cpmant""".split()
+)
+
+
+def packs(config: Any, recipe: Recipe) -> bool:
+    """Say whether the batch carries ``position_ids`` that tell packed documents apart.
+
+    State-space models and ALiBi models take no positions: their documents run into one another.
+    """
+    return (
+        recipe.data.packing
+        and recipe.data.document_mask
+        and getattr(text_config(config), "model_type", "") not in _NO_POSITIONS
+    )
+
+
+def masked(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Encoder: tokens, their mask, labels per token."""
+    shape = (recipe.batch.micro_batch, length(config, recipe))
+    size = vocabulary(config)
+    return (
+        TensorSpec("input_ids", shape, "int64", "tokens", high=size),
+        TensorSpec("attention_mask", shape, "int64", "mask"),
+        TensorSpec("labels", shape, "int64", "labels", high=size),
+    )
+
+
+def token_classes(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Encoder with a class per token."""
+    ids, mask, labels = masked(config, recipe)
+    return ids, mask, TensorSpec("labels", labels.shape, "int64", "labels", high=config.num_labels)
+
+
+def sequence_to_sequence(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Encoder-decoder of text: both sides are as long as the recipe says."""
+    return masked(config, recipe)
+
+
+def classes(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Text classifier, or image classifier where the configuration speaks of pixels."""
+    batch = recipe.batch.micro_batch
+    labels = TensorSpec("labels", (batch,), "int64", "labels", high=max(int(config.num_labels), 1))
+    if getattr(config, "image_size", None):
+        return (pixels(config, batch), labels)
+    return (*masked(config, recipe)[:2], labels)
+
+
+def pixels(config: Any, batch: int) -> TensorSpec:
+    """Images at the size the configuration names."""
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+    channels = getattr(config, "num_channels", 3)
+    return TensorSpec("pixel_values", (batch, channels, height, width), "float32", "normal", compute=True)
+
+
+def pairs(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Images with their texts. A lone pair has no negatives, so at least the recipe's batch is used."""
+    batch = recipe.batch.micro_batch
+    text = config.text_config
+    wanted = recipe.batch.sequence_length
+    limit = text.max_position_embeddings
+    if wanted is not None and wanted > limit:
+        raise ConfigError(
+            f"batch.sequence_length is {wanted}, but the text model has {limit} positions",
+            help=f"use at most {limit}",
+        )
+    shape = (batch, wanted or limit)
+    return (
+        TensorSpec("input_ids", shape, "int64", "tokens", high=text.vocab_size),
+        TensorSpec("attention_mask", shape, "int64", "mask"),
+        pixels(config.vision_config, batch),
+    )
+
+
+def features(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Encoder without a head: inputs, and a target of the last hidden state's shape."""
+    batch = recipe.batch.micro_batch
+    width = int(text_config(config).hidden_size)
+    if getattr(config, "image_size", None) and not hasattr(config, "vocab_size"):
+        image = pixels(config, batch)
+        patch = config.patch_size
+        count = (image.shape[2] // patch) * (image.shape[3] // patch) + 1
+        return image, TensorSpec("target", (batch, count, width), "float32", "normal")
+    ids, mask, _ = masked(config, recipe)
+    return ids, mask, TensorSpec("target", (*ids.shape, width), "float32", "normal")
+
+
+_BATCHES: Mapping[str, Callable[[Any, Recipe], tuple[TensorSpec, ...]]] = {
+    "causal_lm": causal,
+    "masked_lm": masked,
+    "token_classification": token_classes,
+    "seq2seq": sequence_to_sequence,
+    "classification": classes,
+    "contrastive": pairs,
+    "features": features,
+}
+
+
+def batch_for(objective: str, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Return the micro-batch of an objective.
+
+    Args:
+        objective: Name in the library.
+        config: A transformers configuration object.
+        recipe: Its sizes.
+
+    Raises:
+        ConfigError: The objective is unknown, or the recipe's sizes do not suit the model.
+        ModelError: The configuration does not say what its inputs look like.
+    """
+    if objective not in _BATCHES:
+        raise ConfigError(
+            f"objective {objective!r} has no batch for {type(config).__name__}",
+            help=f"choose one of: {', '.join(sorted(_BATCHES))}",
+        )
+    try:
+        return _BATCHES[objective](config, recipe)
+    except AttributeError as error:
+        raise ModelError(
+            f"{type(config).__name__} does not say what objective {objective!r} needs: {error}",
+            help="give the model's inputs through a family of its own (docs/families.md)",
+        ) from error

@@ -1,0 +1,183 @@
+"""Base class of families whose models transformers makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ModelError
+from fsdptool.families.bases.catalogue import CatalogueFamily
+from fsdptool.families.bases.failures import one_line, quiet
+from fsdptool.families.protocol import Objective, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdptool.records.recipe import Recipe
+
+
+class TransformersFamily(CatalogueFamily):
+    """Builds through ``config_class(**config)`` and ``_from_config`` on whatever device is current.
+
+    ``cls(config)`` would ignore the dtype (transformers 5.23), and ``init_empty_weights`` loses
+    ties: both are avoided.
+    """
+
+    library = "transformers"
+    default_objective = "causal_lm"
+    quiet_dropouts = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    """LayerDrop skips layers by a coin toss on the host: ranks would disagree on which units to
+    gather, and fake tensors cannot decide. Built as 0."""
+
+    def model_class(self, config: Mapping[str, Any]) -> str:
+        """Return the configuration's own architecture, else the class people train for its type.
+
+        Raises:
+            ModelError: transformers has no class for the configuration's ``model_type``.
+        """
+        architectures = config.get("architectures")
+        if isinstance(architectures, list | tuple) and architectures and isinstance(architectures[0], str):
+            return architectures[0]
+        from fsdptool.families.bases.names import class_for
+
+        model_type = config.get("model_type")
+        if isinstance(model_type, str) and (found := class_for(model_type)):
+            return found
+        raise ModelError(
+            f"no class is known for model_type {model_type!r}",
+            help="name the class under 'architectures' in the configuration",
+        )
+
+    def config_object(self, config: Mapping[str, Any], model_class: str) -> Any:
+        """Return the transformers configuration object of a raw configuration.
+
+        Raises:
+            ModelError: The class does not exist or refuses the values; one line.
+        """
+        cls = load_class(model_class)
+        raw = {
+            key: value
+            for key, value in config.items()
+            if key not in ("architectures", "auto_map", "model_type", "transformers_version")
+        }
+        try:
+            with quiet("transformers"):
+                made = cls.config_class(**raw)
+        except Exception as error:
+            raise ModelError(f"{cls.config_class.__name__}: {one_line(error)}") from error
+        for key in self.quiet_dropouts:
+            if getattr(made, key, 0):
+                setattr(made, key, 0.0)
+        return made
+
+    def build(
+        self,
+        config: Mapping[str, Any],
+        *,
+        model_class: str,
+        dtype: str = "float32",
+        attention: str | None = None,
+        folder: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> nn.Module:
+        """Build the model on the current device, in training mode.
+
+        Raises:
+            ModelError: The configuration cannot be built; the message is one line.
+        """
+        import torch
+
+        remote = remote_class(config, model_class, folder, trust_remote_code)
+        arguments: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+        if attention is not None:
+            arguments["attn_implementation"] = attention
+        made = self.config_object(config, model_class) if remote is None else None
+        try:
+            with quiet("transformers"):
+                if remote is not None:
+                    model = remote(**arguments)
+                else:
+                    model = load_class(model_class)._from_config(made, **arguments)
+        except Exception as error:
+            raise ModelError(f"{model_class}: {one_line(error)}") from error
+        built: nn.Module = model.train()
+        return built
+
+    def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return the inputs of the recipe's objective for this configuration."""
+        from fsdptool.families.bases.batches import batch_for
+
+        name = recipe.objective.name or self.objective_for(config)
+        made = self.config_object(config, self.model_class(config))
+        return batch_for(name, made, recipe)
+
+    def objectives(self) -> Mapping[str, Callable[..., Objective]]:
+        """Return the library's objectives for transformers models."""
+        from fsdptool.families.objectives import TRANSFORMERS
+
+        return TRANSFORMERS
+
+
+def load_class(name: str) -> Any:
+    """Return a transformers class by name, importing only the module that defines it.
+
+    Raises:
+        ModelError: There is no such class, or its module needs a package that is not installed.
+    """
+    import transformers
+
+    try:
+        found = getattr(transformers, name)
+    except AttributeError:
+        raise ModelError(
+            f"transformers {transformers.__version__} has no class {name!r}",
+            help="a model with code of its own needs --trust-remote-code; a newer one, a newer transformers",
+        ) from None
+    except Exception as error:
+        raise ModelError(f"{name}: {one_line(error)}") from error
+    return found
+
+
+def remote_class(
+    config: Mapping[str, Any], model_class: str, folder: str | None, trust_remote_code: bool
+) -> Callable[..., Any] | None:
+    """Return a constructor from the reference's own code, or None to use the library's class.
+
+    Raises:
+        ModelError: Only the reference's code has the class, and it may not run.
+    """
+    auto_map = config.get("auto_map")
+    if not isinstance(auto_map, Mapping):
+        return None
+    import transformers
+
+    if not trust_remote_code:
+        if hasattr(transformers, model_class):
+            return None
+        raise ModelError(
+            f"{model_class} exists only as code that comes with the model",
+            help="read that code, then pass --trust-remote-code to run it",
+        )
+    if folder is None:
+        raise ModelError(
+            f"{model_class}: the model's own code is not at hand",
+            help="give the folder that holds configuration and code",
+        )
+    auto = next((name for name, target in auto_map.items() if _last(target) == model_class), None)
+    if auto is None:
+        raise ModelError(
+            f"auto_map names no class {model_class!r}",
+            help=f"it has: {', '.join(sorted(_last(target) for target in auto_map.values()))}",
+        )
+    factory = getattr(transformers, auto)
+
+    def construct(**arguments: Any) -> Any:
+        made = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        return factory.from_config(made, trust_remote_code=True, **arguments)
+
+    return construct
+
+
+def _last(target: Any) -> str:
+    text = target[0] if isinstance(target, list | tuple) and target else target
+    return str(text).rsplit(".", 1)[-1]

@@ -1,0 +1,38 @@
+"""The library of objectives any family may use (docs/objectives.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fsdptool.families.objectives.contrastive import Contrastive
+from fsdptool.families.objectives.diffusion import Epsilon, FlowMatching, VPrediction
+from fsdptool.families.objectives.features import Classification, Features
+from fsdptool.families.objectives.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
+from fsdptool.families.protocol import Objective
+
+TRANSFORMERS: Mapping[str, Callable[..., Objective]] = {
+    objective.name: objective
+    for objective in (
+        CausalLM,
+        Seq2Seq,
+        MaskedLM,
+        TokenClassification,
+        Classification,
+        Contrastive,
+        Features,
+    )
+}
+
+__all__ = [
+    "TRANSFORMERS",
+    "CausalLM",
+    "Classification",
+    "Contrastive",
+    "Epsilon",
+    "Features",
+    "FlowMatching",
+    "MaskedLM",
+    "Seq2Seq",
+    "TokenClassification",
+    "VPrediction",
+]

@@ -1,0 +1,162 @@
+"""Objectives of denoisers: flow matching, noise and velocity prediction.
+
+Noise and time are tensors of the batch, so the loss is a function of the batch alone. How a
+denoiser is called differs by family: the family passes its ``denoise``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError
+from fsdptool.families.objectives.common import require
+from fsdptool.families.objectives.features import squared_error
+from fsdptool.families.protocol import Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Denoise = Callable[["nn.Module", "Tensor", "Tensor", Mapping[str, "Tensor"]], "Tensor"]
+"""(model, noisy latents, time, batch) to the raw prediction in the latents' shape."""
+
+SAMPLING = frozenset(
+    {"timestep_sampling", "shift", "logit_mean", "logit_std", "caption_dropout", "num_train_timesteps"}
+)
+"""Options read when a batch is assembled, not by the loss (families/bases/latents.py)."""
+
+
+class _Denoising(Objective):
+    """Squared error in latent space, averaged within a sample and summed over samples.
+
+    Args:
+        denoise: The family's call of its denoiser.
+        options: Sampling options (docs/objectives.md); they act when a batch is assembled.
+    """
+
+    unit = "samples"
+
+    def __init__(self, *, denoise: Denoise, **options: Any) -> None:
+        if unknown := sorted(set(options) - SAMPLING):
+            raise ConfigError(
+                f"objective {self.name}: unknown option {unknown[0]!r}",
+                help=f"it knows: {', '.join(sorted(SAMPLING))}",
+            )
+        self.denoise = denoise
+        self.options = options
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of samples."""
+        import torch
+
+        latents = require(batch, "latents", self.name)
+        return torch.tensor(latents.shape[0], device=latents.device)
+
+    def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the squared error against this objective's target."""
+        return squared_error(prediction["prediction"], self.target(batch))
+
+    def distance(
+        self,
+        student: Mapping[str, Tensor],
+        teacher: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        temperature: float,
+    ) -> Tensor:
+        """Return the squared error against the teacher's prediction; the temperature does not apply."""
+        return squared_error(student["prediction"], teacher["prediction"].detach())
+
+    def target(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what the denoiser should predict."""
+        raise NotImplementedError
+
+
+def _spread(values: Tensor, like: Tensor) -> Tensor:
+    return values.reshape(values.shape[0], *(1,) * (like.dim() - 1)).to(like.dtype)
+
+
+class FlowMatching(_Denoising):
+    """Rectified flow (Liu et al. 2022; Esser et al. 2024, section 3.1).
+
+    Batch: ``latents`` and ``noise`` [B, ...], ``sigma`` [B] in [0, 1], the family's conditions.
+    The model sees ``(1 - sigma) latents + sigma noise`` and predicts ``noise - latents``.
+    """
+
+    name = "flow_matching"
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the predicted velocity, in the latents' shape."""
+        latents, noise = require(batch, "latents", self.name), require(batch, "noise", self.name)
+        sigma = require(batch, "sigma", self.name)
+        noisy = latents + _spread(sigma, latents) * (noise - latents)
+        return {"prediction": self.denoise(model, noisy, sigma, batch)}
+
+    def target(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the velocity from latents to noise."""
+        return batch["noise"] - batch["latents"]
+
+
+class _Variance(_Denoising):
+    """Variance-preserving diffusion. Batch: ``latents``, ``noise``, ``timestep`` [B] int64.
+
+    Args:
+        betas: Start and end of the schedule ``scaled_linear`` (Stable Diffusion 1 and XL:
+            0.00085 and 0.012) or ``linear`` (DiT, PixArt: 0.0001 and 0.02).
+        schedule: Its name.
+        steps: Its length.
+    """
+
+    def __init__(
+        self,
+        *,
+        denoise: Denoise,
+        schedule: str = "scaled_linear",
+        betas: tuple[float, float] = (0.00085, 0.012),
+        steps: int = 1000,
+        **options: Any,
+    ) -> None:
+        super().__init__(denoise=denoise, **options)
+        if schedule not in ("scaled_linear", "linear"):
+            raise ConfigError(f"objective {self.name}: schedule must be scaled_linear or linear")
+        self.schedule, self.betas, self.steps = schedule, betas, steps
+
+    def coefficients(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the signal's and the noise's coefficients, shaped to multiply latents."""
+        import torch
+
+        latents = require(batch, "latents", self.name)
+        timestep = require(batch, "timestep", self.name)
+        start, end = self.betas
+        if self.schedule == "scaled_linear":
+            betas = torch.linspace(start**0.5, end**0.5, self.steps, dtype=torch.float64).square()
+        else:
+            betas = torch.linspace(start, end, self.steps, dtype=torch.float64)
+        kept = torch.cumprod(1 - betas, 0).to(latents.device)[timestep]
+        return _spread(kept.sqrt(), latents), _spread((1 - kept).sqrt(), latents)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the raw prediction, in the latents' shape."""
+        signal, spread = self.coefficients(batch)
+        noisy = signal * batch["latents"] + spread * require(batch, "noise", self.name)
+        return {"prediction": self.denoise(model, noisy, batch["timestep"], batch)}
+
+
+class Epsilon(_Variance):
+    """Noise prediction (Ho et al. 2020, equation 14)."""
+
+    name = "epsilon"
+
+    def target(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the noise."""
+        return batch["noise"]
+
+
+class VPrediction(_Variance):
+    """Velocity prediction (Salimans and Ho 2022, appendix D)."""
+
+    name = "v_prediction"
+
+    def target(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return signal x noise - spread x latents."""
+        signal, spread = self.coefficients(batch)
+        return signal * batch["noise"] - spread * batch["latents"]

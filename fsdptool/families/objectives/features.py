@@ -1,0 +1,113 @@
+"""Objectives over whole samples: classification and regression of features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ModelError
+from fsdptool.families.objectives.common import accumulation_dtype, inputs, require
+from fsdptool.families.protocol import Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Classification(Objective):
+    """One label per sample, for text, images and sound. Batch: the model's inputs, ``labels`` [B].
+
+    A head with a single output regresses the label instead (mean squared error).
+    """
+
+    name = "classification"
+    unit = "samples"
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of samples."""
+        import torch
+
+        labels = require(batch, "labels", self.name)
+        return torch.tensor(labels.shape[0], device=labels.device)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the logits, [B, classes]."""
+        return {"prediction": model(**inputs(batch)).logits}
+
+    def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross-entropy (or squared error) summed over samples."""
+        from torch.nn import functional
+
+        logits = prediction["prediction"]
+        logits = logits.to(accumulation_dtype(logits.dtype))
+        labels = require(batch, "labels", self.name)
+        if logits.shape[-1] == 1:
+            return functional.mse_loss(logits.squeeze(-1), labels.to(logits.dtype), reduction="sum")
+        return functional.cross_entropy(logits, labels, reduction="sum")
+
+    def distance(
+        self,
+        student: Mapping[str, Tensor],
+        teacher: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        temperature: float,
+    ) -> Tensor:
+        """Return KL(teacher || student) summed over samples, times temperature squared."""
+        import torch
+
+        from fsdptool.families.objectives.entropy import divergence
+
+        ours = student["prediction"]
+        valid = torch.ones(ours.shape[:-1], dtype=torch.bool, device=ours.device)
+        return divergence(ours, teacher["prediction"], valid, temperature, 0)
+
+
+_OUTPUTS = ("last_hidden_state", "image_embeds", "text_embeds", "pooler_output", "logits")
+
+
+class Features(Objective):
+    """Regression of a model's features, for encoders that have no head of their own.
+
+    Batch: the model's inputs, ``target`` of the shape the model returns. This is feature
+    distillation from stored targets; with the teacher at hand use method ``distillation``.
+    """
+
+    name = "features"
+    unit = "samples"
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of samples."""
+        import torch
+
+        target = require(batch, "target", self.name)
+        return torch.tensor(target.shape[0], device=target.device)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the first of last hidden state, embeddings, pooled output and logits there is."""
+        outputs: Any = model(**inputs(batch))
+        for name in _OUTPUTS:
+            found = getattr(outputs, name, None)
+            if found is not None:
+                return {"prediction": found}
+        raise ModelError(
+            f"{type(model).__name__} returns none of {', '.join(_OUTPUTS)}", help="name another objective"
+        )
+
+    def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the squared error, averaged within a sample and summed over samples."""
+        return squared_error(prediction["prediction"], require(batch, "target", self.name))
+
+    def distance(
+        self,
+        student: Mapping[str, Tensor],
+        teacher: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        temperature: float,
+    ) -> Tensor:
+        """Return the squared error against the teacher's features; the temperature does not apply."""
+        return squared_error(student["prediction"], teacher["prediction"].detach())
+
+
+def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """Return the squared error averaged over all but the first dimension, summed over that one."""
+    wide = accumulation_dtype(prediction.dtype)
+    return (prediction.to(wide) - target.to(wide)).square().flatten(1).mean(1).sum()
