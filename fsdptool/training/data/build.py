@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from fsdptool.cache import cache_folder
 from fsdptool.errors import ConfigError
+from fsdptool.families.protocol import TensorSpec
+from fsdptool.families.registry import family_of
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.collate import Stack
@@ -21,10 +23,13 @@ from fsdptool.training.data.loader import Collate, Loader, Samples, Share
 from fsdptool.training.data.order import Order, PlainOrder, mix
 from fsdptool.training.data.packing import fit, single, wrap
 from fsdptool.training.data.ragged import Ragged, content_hash
-from fsdptool.training.data.synthetic import Synthetic
-from fsdptool.training.data.text import Labelled, MaskedSequences, Pairs, Sequences
+from fsdptool.training.data.synthetic import Synthetic, for_micro_batch, split_spec
+from fsdptool.training.data.text import Labelled, MaskedSequences, Packing, Pairs, Sequences
 from fsdptool.training.data.tokenise import tokenised
 from fsdptool.training.data.tokenizer import Encoder, load_tokenizer
+
+Wanted = Mapping[str, TensorSpec]
+"""What the family says a micro-batch is, by name."""
 
 _HASH_RANGE = 1 << 63
 LANGUAGE = ("causal_lm", "masked_lm", "seq2seq", "classification")
@@ -189,35 +194,45 @@ def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str
 
 
 def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
-    from fsdptool.families.registry import load_registry
-
-    batch = load_registry().get(spec.family).batch_spec(spec.config, recipe)
+    family = family_of(spec)
+    one = family.batch_spec(spec.config, for_micro_batch(recipe, 1))
+    shared = split_spec(one, family.batch_spec(spec.config, for_micro_batch(recipe, 2)))
     count = int(data.options.get("samples", 1024))
-    micro = recipe.batch.micro_batch
-    shared = [item.name for item in batch if not item.shape or item.shape[0] != micro]
     # Held-out samples are further draws, not a share of the training ones.
     seed = recipe.seed if part == "train" else mix(recipe.seed, 11)
-    samples = Synthetic(batch, micro_batch=micro, count=count, seed=seed)
-    return Opened(samples, PlainOrder(count, seed=recipe.seed, shuffle=data.shuffle), Stack(shared))
+    samples = Synthetic(one, shared=shared, count=count, seed=seed)
+    return Opened(samples, PlainOrder(count, seed=recipe.seed, shuffle=data.shuffle), Stack(shared=shared))
 
 
 def _language(kind: str, recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
-    length = recipe.batch.sequence_length
-    if length is None:
+    wanted = {item.name: item for item in family_of(spec).batch_spec(spec.config, recipe)}
+    tokens = wanted.get("input_ids")
+    if tokens is None:
         raise ConfigError(
-            "batch.sequence_length is not set", help="give the number of tokens of a training sequence"
+            f"{spec.model_class} takes no text under objective {kind}",
+            help="choose another data.source, or synthetic",
         )
-    encoder = load_tokenizer(data, spec)
+    encoder = load_tokenizer(data, spec, vocabulary=tokens.high)
     table = tokenised(kind, data, encoder, cache=cache)
     rows = _part(table, part, recipe.evaluation.holdout, data)
-    make = _MAKERS[kind]
-    samples = make(table, rows, encoder, recipe, data, length)
+    if kind == "classification":
+        _check_labels(table, wanted, spec)
+    samples = _MAKERS[kind](table, rows, encoder, recipe, data, wanted)
     if len(samples) == 0:
         raise ConfigError(
             f"data {table.facts['source']} has no tokens", help="check data.path and the files' content"
         )
     order = PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle)
-    return Opened(samples, order, Stack())
+    return Opened(samples, order, Stack(only=frozenset(wanted)))
+
+
+def _check_labels(table: Ragged, wanted: Wanted, spec: ModelSpec) -> None:
+    known, names = wanted["labels"].high, table.facts["labels"]
+    if known is not None and known > 1 and len(names) > known:
+        raise ConfigError(
+            f"data {table.facts['source']} has {len(names)} labels, {spec.reference.id} predicts {known}",
+            help=f"set model.overrides.num_labels: {len(names)}",
+        )
 
 
 def _part(table: Ragged, part: str, holdout: float, data: Data) -> NDArray[np.int64]:
@@ -246,45 +261,37 @@ def _sequences(
     encoder: Encoder,
     recipe: Recipe,
     data: Data,
-    length: int,
-    *,
-    document_mask: bool,
+    wanted: Wanted,
 ) -> Sequences:
     lengths = table.lengths("input_ids")
     rows = rows[lengths[rows] > 0]
+    length = wanted["input_ids"].shape[-1]
     strategy = data.options.get("packing", "fit" if data.assistant_only_loss else "wrap")
     if strategy not in ("wrap", "fit"):
         raise ConfigError(f"data.options.packing {strategy!r} is neither wrap nor fit")
+    packing: Packing
     if not data.packing:
-        packing: Any = single(lengths, rows, length=length)
+        packing = single(lengths, rows, length=length)
     elif strategy == "wrap":
         packing = wrap(lengths, rows, length=length, seed=recipe.seed)
     else:
         packing = fit(lengths, rows, length=length)
-    return Sequences(
-        table,
-        packing,
-        length=length,
-        pad=encoder.pad,
-        document_mask=document_mask and data.packing,
-        packed=data.packing,
-    )
-
-
-def _make_causal(
-    table: Ragged, rows: NDArray[np.int64], encoder: Encoder, recipe: Recipe, data: Data, length: int
-) -> Samples:
-    return _sequences(table, rows, encoder, recipe, data, length, document_mask=data.document_mask)
+    # The family knows whether the model can tell documents apart by their positions.
+    return Sequences(table, packing, length=length, pad=encoder.pad, document_mask="position_ids" in wanted)
 
 
 def _make_masked(
-    table: Ragged, rows: NDArray[np.int64], encoder: Encoder, recipe: Recipe, data: Data, length: int
+    table: Ragged,
+    rows: NDArray[np.int64],
+    encoder: Encoder,
+    recipe: Recipe,
+    data: Data,
+    wanted: Wanted,
 ) -> Samples:
-    inner = _sequences(table, rows, encoder, recipe, data, length, document_mask=False)
-    specials = np.union1d(np.asarray(encoder.tokenizer.all_special_ids, dtype=np.int64), [encoder.pad])
     assert encoder.mask is not None  # the table could not have been made without
+    specials = np.union1d(np.asarray(encoder.tokenizer.all_special_ids, dtype=np.int64), [encoder.pad])
     return MaskedSequences(
-        inner,
+        _sequences(table, rows, encoder, recipe, data, wanted),
         specials=specials,
         mask=encoder.mask,
         vocabulary=encoder.vocabulary,
@@ -294,20 +301,30 @@ def _make_masked(
 
 
 def _make_pairs(
-    table: Ragged, rows: NDArray[np.int64], encoder: Encoder, recipe: Recipe, data: Data, length: int
+    table: Ragged,
+    rows: NDArray[np.int64],
+    encoder: Encoder,
+    recipe: Recipe,
+    data: Data,
+    wanted: Wanted,
 ) -> Samples:
-    target = int(data.options.get("target_length", length))
-    return Pairs(table, rows, length=length, target_length=target, pad=encoder.pad)
+    length, target_length = wanted["input_ids"].shape[-1], wanted["labels"].shape[-1]
+    return Pairs(table, rows, length=length, target_length=target_length, pad=encoder.pad)
 
 
 def _make_labelled(
-    table: Ragged, rows: NDArray[np.int64], encoder: Encoder, recipe: Recipe, data: Data, length: int
+    table: Ragged,
+    rows: NDArray[np.int64],
+    encoder: Encoder,
+    recipe: Recipe,
+    data: Data,
+    wanted: Wanted,
 ) -> Samples:
-    return Labelled(table, rows, length=length, pad=encoder.pad)
+    return Labelled(table, rows, length=wanted["input_ids"].shape[-1], pad=encoder.pad)
 
 
-_MAKERS: dict[str, Callable[[Ragged, NDArray[np.int64], Encoder, Recipe, Data, int], Samples]] = {
-    "causal_lm": _make_causal,
+_MAKERS: dict[str, Callable[[Ragged, NDArray[np.int64], Encoder, Recipe, Data, Wanted], Samples]] = {
+    "causal_lm": _sequences,
     "masked_lm": _make_masked,
     "seq2seq": _make_pairs,
     "classification": _make_labelled,

@@ -12,20 +12,26 @@ if TYPE_CHECKING:
 
 
 class Stack:
-    """Stacks equal samples; names in ``shared`` are taken from the first sample without a new dimension."""
+    """Stacks equal samples.
 
-    def __init__(self, shared: Collection[str] = ()) -> None:
+    Args:
+        shared: Names that are taken from the first sample, without a new dimension.
+        only: Names that are kept; None keeps all.
+    """
+
+    def __init__(self, *, shared: Collection[str] = (), only: Collection[str] | None = None) -> None:
         self._shared = frozenset(shared)
+        self._only = only
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         import torch
 
-        first = samples[0]
+        names = [name for name in samples[0] if self._only is None or name in self._only]
         return {
-            name: _tensor(first[name])
+            name: _tensor(samples[0][name])
             if name in self._shared
             else torch.stack([_tensor(sample[name]) for sample in samples])
-            for name in first
+            for name in names
         }
 
 

@@ -30,12 +30,12 @@ class Sequences:
     """Packed or padded sequences for causal language models.
 
     A sample has ``length`` entries of ``input_ids``, ``labels`` (unshifted; -100 where nothing is
-    learned) and, with ``document_mask``, ``position_ids`` that start again with each document;
-    otherwise ``attention_mask`` where something is padded. The first token of a piece is never a
-    label: it would be predicted from another document, or without context.
+    learned), ``attention_mask`` (0 where filled up) and ``position_ids`` that start again with each
+    document. With ``document_mask`` the first token of a piece is no label: it would be predicted
+    from another document. The loader hands on what the family's batch asks for.
 
     Args:
-        table: Columns ``input_ids`` and ``learned``.
+        table: Columns ``input_ids`` and, if labels are wanted, ``learned``.
         packing: Which pieces make a sequence.
         length: Tokens of a sample.
         pad: Token that fills up.
@@ -43,15 +43,14 @@ class Sequences:
     """
 
     def __init__(
-        self, table: Ragged, packing: Packing, *, length: int, pad: int, document_mask: bool, packed: bool
+        self, table: Ragged, packing: Packing, *, length: int, pad: int, document_mask: bool
     ) -> None:
         self._table = table
         self._packing = packing
         self._length = length
         self._pad = pad
         self._document_mask = document_mask
-        self._packed = packed
-        self.digest = _digest(table.digest, len(packing), length, packed, _fingerprint(packing))
+        self.digest = _digest(table.digest, length, document_mask, _fingerprint(packing))
 
     def __len__(self) -> int:
         return len(self._packing)
@@ -65,20 +64,17 @@ class Sequences:
         for document, start, stop in self._packing.pieces(index):
             size = stop - start
             ids = self._table.row("input_ids", document)[start:stop].astype(np.int64)
-            learned = self._table.row("learned", document)[start:stop].astype(bool)
             tokens[at : at + size] = ids
-            labels[at : at + size] = np.where(learned, ids, IGNORED)
+            if "learned" in self._table.columns:
+                learned = self._table.row("learned", document)[start:stop].astype(bool)
+                labels[at : at + size] = np.where(learned, ids, IGNORED)
             if self._document_mask or at == 0:
                 labels[at] = IGNORED
             positions[at : at + size] = np.arange(size)
             at += size
         positions[at:] = np.arange(self._length - at)
-        found = {"input_ids": tokens, "labels": labels}
-        if not self._packed:
-            found["attention_mask"] = (np.arange(self._length) < at).astype(np.int64)
-        elif self._document_mask:
-            found["position_ids"] = positions
-        return found
+        filled = (np.arange(self._length) < at).astype(np.int64)
+        return {"input_ids": tokens, "labels": labels, "attention_mask": filled, "position_ids": positions}
 
 
 def _fingerprint(packing: Packing) -> str:
@@ -129,9 +125,7 @@ class MaskedSequences:
         draw = np.random.Generator(np.random.Philox(key=mix(self._seed, epoch, index, 5)))
         choice, kind = draw.random(length), draw.random(length)
         replacement = (draw.random(length) * self._vocabulary).astype(np.int64)
-        eligible = found.pop("labels") != IGNORED
-        eligible |= self._first_tokens(found, length)
-        eligible &= ~np.isin(tokens, self._specials)
+        eligible = found["attention_mask"].astype(bool) & ~np.isin(tokens, self._specials)
         chosen = eligible & (choice < self._share)
         if eligible.any() and not chosen.any():
             # A short sequence must not be empty: the eligible token with the lowest draw is chosen.
@@ -140,15 +134,6 @@ class MaskedSequences:
         found["labels"] = np.where(chosen, tokens, IGNORED)
         found["input_ids"] = np.where(chosen, masked, tokens)
         return found
-
-    @staticmethod
-    def _first_tokens(found: Mapping[str, Any], length: int) -> NDArray[np.bool_]:
-        """Causal labels leave out a document's first token; here it may be masked like any other."""
-        first = np.zeros(length, dtype=bool)
-        if "position_ids" in found:
-            first |= found["position_ids"] == 0
-        first[0] = True
-        return first
 
 
 class Pairs:

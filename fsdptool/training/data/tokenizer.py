@@ -159,8 +159,13 @@ def byte_tokenizer() -> Any:
     )
 
 
-def load_tokenizer(data: Data, spec: ModelSpec) -> Encoder:
+def load_tokenizer(data: Data, spec: ModelSpec, *, vocabulary: int | None = None) -> Encoder:
     """Return the tokenizer a recipe asks for. Never goes to the network when the hub is offline.
+
+    Args:
+        data: The recipe's data section.
+        spec: The model.
+        vocabulary: Tokens the model knows; None looks for ``vocab_size`` in its configuration.
 
     Raises:
         ConfigError: There is none, it cannot be read, or it has more tokens than the model.
@@ -169,7 +174,7 @@ def load_tokenizer(data: Data, spec: ModelSpec) -> Encoder:
         encoder = Encoder(byte_tokenizer(), name="bytes", is_bytes=True)
     else:
         encoder = _pretrained(data.tokenizer, spec)
-    _check_vocabulary(encoder, spec)
+    _check_vocabulary(encoder, spec, vocabulary)
     return encoder
 
 
@@ -205,9 +210,10 @@ def _place_of(name: str, spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     )
 
 
-def _check_vocabulary(encoder: Encoder, spec: ModelSpec) -> None:
-    config = spec.config.get("text_config", spec.config)
-    size = config.get("vocab_size") if isinstance(config, Mapping) else None
+def _check_vocabulary(encoder: Encoder, spec: ModelSpec, size: int | None) -> None:
+    if size is None:
+        config = spec.config.get("text_config", spec.config)
+        size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and encoder.vocabulary > size:
         raise ConfigError(
             f"tokenizer {encoder.name} has {encoder.vocabulary} tokens, the model {spec.reference.id} "
