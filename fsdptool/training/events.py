@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fsdptool.errors import StorageError
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import Metrics
-from fsdptool.training.folder import EVENTS, METRICS
+from fsdptool.training.folder import EVENTS, METRICS, write_text
 
 STDERR_MARK = "fsdptool-event "
 """Prefix of an event on standard error, used when the event file cannot be written (full disk)."""
+
+last_resort: TextIO = sys.stderr
+"""Where marked events go; the guard points it at the parent when it redirects standard error."""
 
 
 def event_path(folder: Path, rank: int) -> Path:
@@ -50,9 +54,19 @@ class LineFile:
 
     def append(self, record: Any) -> None:
         """Append one record; raises ``OSError`` (a short write counts as a full disk)."""
-        line = (json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n").encode()
+        line = (json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
         if os.write(self._descriptor, line) != len(line):
             raise OSError(28, os.strerror(28), str(self._path))
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the records that are not wanted; the file is replaced whole or not at all."""
+        records = list(read_lines(self._path))
+        kept = [record for record in records if wanted(record)]
+        if len(kept) == len(records):
+            return
+        write_text(self._path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+        os.close(self._descriptor)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def close(self) -> None:
         """Close the file."""
@@ -63,7 +77,7 @@ class EventLog:
     """Events of one rank. ``emit`` never raises: without a disk it speaks on standard error."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
-        self._rank = rank
+        self.rank = rank
         self.attempt = attempt
         self._file = LineFile(event_path(folder, rank))
         self._metrics = LineFile(folder / METRICS) if rank == 0 else None
@@ -78,7 +92,7 @@ class EventLog:
         record = {
             "kind": kind,
             "time": time.time(),
-            "rank": self._rank,
+            "rank": self.rank,
             "attempt": self.attempt,
             "pid": os.getpid(),
             **to_json(fields),
@@ -87,8 +101,8 @@ class EventLog:
             self._file.append(record)
         except OSError:
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"{STDERR_MARK}{json.dumps(record)}\n")
-                sys.stderr.flush()
+                last_resort.write(f"{STDERR_MARK}{json.dumps(record)}\n")
+                last_resort.flush()
 
     def step(self, metrics: Metrics) -> None:
         """Record one optimizer step.
@@ -108,6 +122,19 @@ class EventLog:
         for tracker in self._trackers:
             tracker.log(metrics)
 
+    def rewind(self, step: int) -> None:
+        """Forget the metrics of steps after ``step``: the run continues from there and writes them again.
+
+        Raises:
+            StorageError: ``metrics.jsonl`` cannot be written.
+        """
+        if self._metrics is None:
+            return
+        try:
+            self._metrics.keep(lambda record: record.get("step", 0) <= step)
+        except OSError as error:
+            raise StorageError(f"metrics.jsonl cannot be written: {error.strerror}") from error
+
     def close(self) -> None:
         """Close the files and the trackers."""
         for tracker in self._trackers:
@@ -115,6 +142,17 @@ class EventLog:
         self._file.close()
         if self._metrics is not None:
             self._metrics.close()
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -143,6 +143,10 @@ class Events(Protocol):
         """Record one optimizer step: rank 0 appends it to ``metrics.jsonl`` and to the trackers."""
         ...
 
+    def rewind(self, step: int) -> None:
+        """Forget the metrics after ``step`` (the checkpointer calls it on every load)."""
+        ...
+
 
 class StopFlag(Protocol):
     """Whether this rank was asked to stop. Ranks agree on it once a step, in the engine's own reduction."""

@@ -1,7 +1,8 @@
 """Assembles what a worker needs besides the engine: events, stop flag, checkpoints, memory meter.
 
-The worker's order: :func:`open_flag` before anything slow is imported; :func:`open_events` next, so
-that a failure has somewhere to go; :func:`open_parts` once the process group exists.
+``training/worker.py`` is ``guard(folder, body)`` (``training/guard.py``): the guard opens the flag
+before anything slow is imported, then the events, and gives both to ``body``, which imports the rest
+and calls :func:`open_parts` once the process group exists.
 """
 
 from __future__ import annotations

@@ -156,6 +156,7 @@ class RunCheckpointer:
         return self._restore(state, loading.choose("auto", self._folder, self._group, self._events))
 
     def _restore(self, state: TrainState, found: tuple[Path, Manifest] | None) -> int | None:
+        self._events.rewind(found[1].step if found else 0)
         if found is None:
             return None
         path, manifest = found

@@ -1,0 +1,128 @@
+"""Around a worker's work: signals, logs, the parent's death, and a last word whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import ExitCode, FsdptoolError
+from fsdptool.training import events as event_module
+from fsdptool.training.events import EventLog
+from fsdptool.training.folder import LOGS
+from fsdptool.training.parts import open_events, open_flag
+from fsdptool.training.stop import SignalFlag
+
+SUPERVISOR = "FSDPTOOL_SUPERVISOR_PID"
+"""Environment variable with the process id of the fsdptool parent on this machine."""
+
+_PEER_SYMPTOMS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "NCCL communicator was aborted",
+    "Socket closed",
+    "Failed to recv",
+)
+"""What gloo, the TCP store and NCCL say when another rank has gone (torch 2.13)."""
+
+Body = Callable[[EventLog, SignalFlag], Mapping[str, Any]]
+
+
+def guard(folder: Path, body: Body) -> int:
+    """Run one worker and return its exit status.
+
+    ``body`` gets the event log and the stop flag and returns the fields of the closing ``finished``
+    event: at least ``status`` (``completed`` or ``stopped``) and ``step``. A stop is a success for
+    torchrun, which would restart any other status; the parent turns it into exit status 75.
+    """
+    flag = open_flag()
+    events = open_events(folder)
+    _redirect(folder, events.rank)
+    _watch_parents(flag)
+    try:
+        fields = body(events, flag)
+    except BaseException as error:
+        events.emit("failure", **describe(error))
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Not sys.exit: destructors of half-dead process groups can hang (gloo waits for its peers).
+        os._exit(int(exit_code(error)))
+    events.emit("finished", **fields)
+    events.close()
+    return int(ExitCode.CLEAN)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return the fields of a ``failure`` event.
+
+    ``retryable`` says whether starting again could help; ``secondary`` marks what is only the
+    consequence of another rank's death.
+    """
+    text = str(error).strip() or type(error).__name__
+    known = isinstance(error, FsdptoolError)
+    return {
+        "error": type(error).__name__,
+        "message": text.splitlines()[0][:500],
+        "help": getattr(error, "help", None) if known else None,
+        "exit_code": int(exit_code(error)),
+        "retryable": not known or exit_code(error) is ExitCode.WORKER_FAILED,
+        "secondary": not known and any(symptom in text for symptom in _PEER_SYMPTOMS),
+        "timeout": not known and ("timed out" in text.lower() or "timeout" in text.lower()),
+        "out_of_memory": type(error).__name__ == "OutOfMemoryError",
+        "traceback": traceback.format_exception(error)[-12:],
+    }
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """Return the exit status of a worker that ends with ``error``."""
+    if isinstance(error, FsdptoolError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    return ExitCode.WORKER_FAILED
+
+
+def _redirect(folder: Path, rank: int) -> None:
+    """Under the parent, send what libraries print to a log of this rank; keep the way to the parent."""
+    if SUPERVISOR not in os.environ:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    event_module.last_resort = os.fdopen(os.dup(2), "w")
+    log = os.open(folder / LOGS / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _watch_parents(flag: SignalFlag) -> None:
+    """Ask for a stop when torchrun or the fsdptool parent dies: orphans save and leave."""
+    parent = os.getppid()
+    supervisor = int(os.environ.get(SUPERVISOR, "0"))
+
+    def watch() -> None:
+        while not flag.requested:
+            if os.getppid() != parent or (supervisor and not _alive(supervisor)):
+                flag.request(signal.SIGTERM)
+                return
+            time.sleep(1.0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
