@@ -1,0 +1,63 @@
+"""Builds models on the meta device: shapes without storage."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fsdptool.errors import FsdptoolError, ModelError
+from fsdptool.families.registry import family_of
+from fsdptool.records.model import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def build(spec: ModelSpec, *, dtype: str | None = None, attention: str | None = None) -> nn.Module:
+    """Build the model of ``spec`` on the meta device.
+
+    ``torch.device("meta")`` is used and nothing else: accelerate 1.15's ``init_empty_weights`` loses
+    transformers 5.23's ties and allocates fused experts for real.
+
+    Args:
+        spec: What to build.
+        dtype: torch dtype name of the parameters; None is ``float32``.
+        attention: Attention implementation, or None for the library's choice.
+
+    Raises:
+        ModelError: The configuration cannot be built; one line.
+    """
+    _quieten()
+    import torch
+
+    family = family_of(spec)
+    try:
+        with torch.device("meta"):
+            return family.build(
+                spec.config,
+                model_class=spec.model_class,
+                dtype=dtype or "float32",
+                attention=attention,
+                folder=spec.folder,
+                trust_remote_code=spec.trust_remote_code,
+            )
+    except FsdptoolError:
+        raise
+    except RecursionError as error:
+        raise ModelError(
+            f"{spec.model_class} of {spec.reference.id} recurses without end while it is built",
+            help="its constructor or its ties refer to themselves",
+        ) from error
+    except Exception as error:
+        # Constructors of third parties raise anything; whatever it is, this model cannot be built.
+        text = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"{spec.model_class} of {spec.reference.id} cannot be built: {type(error).__name__}: {text}",
+            help="check the configuration against the class, or the plugin that builds it",
+        ) from error
+
+
+def _quieten() -> None:
+    # Read once, at import (transformers 5.23): without it valid models print warnings to stderr.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")

@@ -1,0 +1,193 @@
+"""From a built model to plain records: names, shapes, ties, paths. Holds no tensor afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.records.anatomy import Buffer, Module, Parameter
+from fsdptool.records.diagnostic import Diagnostic
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CYCLE = "DET130"
+
+
+@dataclass(slots=True)
+class Walked:
+    """What :func:`walk` found, before any judgement."""
+
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    modules: tuple[Module, ...]
+    input_embedding: str | None
+    output_embedding: str | None
+    final_norm: str | None
+    no_split_modules: tuple[str, ...]
+    repeated_blocks: tuple[str, ...]
+    fsdp_plan_unmatched: tuple[str, ...]
+    class_modules: dict[str, str]
+    diagnostics: tuple[Diagnostic, ...]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Names by object identity, in first-seen order (the order of ``named_modules``)."""
+
+    modules: dict[int, tuple[Any, list[str], bool]] = field(default_factory=dict)
+    parameters: dict[int, tuple[Any, list[str]]] = field(default_factory=dict)
+    buffers: dict[int, tuple[Any, list[str], bool]] = field(default_factory=dict)
+    cycles: list[str] = field(default_factory=list)
+
+
+def walk(model: nn.Module) -> Walked:
+    """Read a model's structure. Works on any device; parameters are told apart by identity."""
+    seen = _Seen()
+    _visit(model, "", False, set(), seen)
+    paths = {identity: names[0] for identity, (_, names, _) in seen.modules.items()}
+    classes: dict[type, tuple[str, tuple[str, ...], bool, bool]] = {}
+    modules = []
+    for module, names, listed in seen.modules.values():
+        kind = type(module)
+        if kind not in classes:
+            classes[kind] = _describe(kind)
+        name, bases, embedding, forwards = classes[kind]
+        modules.append(Module(names[0], name, bases, listed, embedding, forwards, tuple(sorted(names[1:]))))
+    return Walked(
+        parameters=tuple(
+            Parameter(
+                fqn=names[0],
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                trainable=bool(tensor.requires_grad),
+                aliases=tuple(sorted(names[1:])),
+            )
+            for tensor, names in seen.parameters.values()
+        ),
+        buffers=tuple(
+            Buffer(names[0], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), persistent)
+            for tensor, names, persistent in seen.buffers.values()
+        ),
+        modules=tuple(modules),
+        input_embedding=_embedding_path(model, "get_input_embeddings", paths),
+        output_embedding=_embedding_path(model, "get_output_embeddings", paths),
+        final_norm=_final_norm(model, paths),
+        no_split_modules=_names(getattr(model, "_no_split_modules", None)),
+        repeated_blocks=_names(getattr(model, "_repeated_blocks", None)),
+        fsdp_plan_unmatched=_unmatched_plan(model, paths),
+        class_modules={kind.__name__: kind.__module__ for kind in reversed(classes)},
+        diagnostics=tuple(
+            Diagnostic(
+                code=CYCLE,
+                severity="error",
+                message=f"module {path or '(root)'} contains itself",
+                help="a module tree without cycles is needed: hold the back reference outside nn.Module's"
+                " registration (in a list or a weakref)",
+            )
+            for path in seen.cycles
+        ),
+    )
+
+
+def _visit(module: Any, path: str, listed: bool, above: set[int], seen: _Seen) -> None:
+    identity = id(module)
+    known = seen.modules.get(identity)
+    if known is None:
+        seen.modules[identity] = (module, [path], listed)
+    else:
+        known[1].append(path)
+        if identity in above:
+            seen.cycles.append(known[1][0])
+            return
+    prefix = f"{path}." if path else ""
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            _name(seen.parameters, tensor, prefix + name)
+    for name, tensor in module._buffers.items():
+        if tensor is not None:
+            entry = seen.buffers.setdefault(
+                id(tensor), (tensor, [], name not in module._non_persistent_buffers_set)
+            )
+            entry[1].append(prefix + name)
+    above.add(identity)
+    lists = _is_list(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            _visit(child, prefix + name, lists, above, seen)
+    above.discard(identity)
+
+
+def _name(table: dict[int, tuple[Any, list[str]]], tensor: Any, name: str) -> None:
+    table.setdefault(id(tensor), (tensor, []))[1].append(name)
+
+
+def _is_list(module: Any) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+
+
+def _describe(kind: type) -> tuple[str, tuple[str, ...], bool, bool]:
+    from torch import nn
+
+    bases = tuple(
+        base.__name__ for base in kind.__mro__[1:] if issubclass(base, nn.Module) and base is not nn.Module
+    )
+    # torch 2.13 `_fsdp_init.py:_validate_module` refuses exactly these containers.
+    container = issubclass(kind, nn.ModuleList | nn.ModuleDict) and kind.forward is nn.Module.forward
+    return kind.__name__, bases, issubclass(kind, nn.Embedding), not container
+
+
+def _embedding_path(model: Any, getter: str, paths: dict[int, str]) -> str | None:
+    try:
+        found = getattr(model, getter)()
+    except Exception:
+        # Absent on diffusers models; raises NotImplementedError where a transformers class has none.
+        return None
+    return paths.get(id(found)) if found is not None else None
+
+
+def _final_norm(model: Any, paths: dict[int, str]) -> str | None:
+    """Return what accelerate 1.15 puts into its tail group (``fsdp_utils.py:_find_final_norm``)."""
+    from torch import nn
+
+    prefix = getattr(model, "base_model_prefix", "")
+    base = getattr(model, prefix, None) if prefix else model
+    if not isinstance(base, nn.Module):
+        return None
+    final = None
+    for child in base.children():
+        if "Norm" in type(child).__name__:
+            final = child
+    return paths.get(id(final)) if final is not None else None
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, set | frozenset | list | tuple):
+        return ()
+    return tuple(sorted({item for item in value if isinstance(item, str)}))
+
+
+def _unmatched_plan(model: Any, paths: dict[int, str]) -> tuple[str, ...]:
+    """Return the rules of transformers' own FSDP plan (5.x) that match no module of the model."""
+    try:
+        plan = model.fsdp_plan
+        rules = list(plan) if plan else []
+    except Exception:
+        return ()
+    have = set(paths.values())
+    numbered = {".".join("*" if part.isdigit() else part for part in path.split(".")) for path in have}
+    return tuple(
+        sorted(rule for rule in rules if isinstance(rule, str) and not _matches(rule, have, numbered))
+    )
+
+
+def _matches(rule: str, have: set[str], numbered: set[str]) -> bool:
+    return rule in have or rule in numbered
+
+
+def class_names(modules: tuple[Module, ...]) -> Iterator[str]:
+    """Yield the class names of the modules below the root, in order, each once."""
+    yield from dict.fromkeys(module.class_name for module in modules if module.path)

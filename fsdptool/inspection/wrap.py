@@ -1,0 +1,290 @@
+"""Chooses wrap classes from structure: repetition first, names only as witnesses. Torch-free.
+
+The rule (evidence and its errors: docs/detect.md): a candidate is a class whose instances lie side
+by side in a ModuleList, Sequential or ModuleDict, at least two of them with the same parameter
+names and shapes. The outermost candidates are blocks, except that stages and wrappers are stepped
+through: a class is a stage if lists of one class inside it (experts apart) hold 80 % of it, and a
+wrapper if its only child holds all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from fsdptool.errors import ModelError
+from fsdptool.families.protocol import WrapHint
+from fsdptool.inspection.census import CONTAINERS, Census
+from fsdptool.records.anatomy import WrapCandidate, WrapChoice
+
+STAGE_SHARE = 0.80
+"""A class is stepped through if the blocks inside it hold at least this share of it."""
+LEAST_SHARE = 0.005
+"""Blocks below this share of the model are not worth a collective of their own."""
+HELPER_SHARE = 0.05
+"""Repeated classes without inner structure below this share are helpers beside real blocks."""
+
+
+@dataclass(slots=True)
+class _Search:
+    census: Census
+    candidates: set[str]
+    chosen: dict[str, list[str]] = field(default_factory=dict)
+    """Class to the outermost instances found by descending from the root."""
+    through: set[str] = field(default_factory=set)
+    """Classes that were stepped through."""
+    after_stage: set[str] = field(default_factory=set)
+
+
+def choose(
+    census: Census,
+    *,
+    hint: WrapHint | None = None,
+) -> WrapChoice:
+    """Return the wrap classes of a model and the reason for every class that was weighed."""
+    search = _Search(census, _candidates(census))
+    _descend(search, "", False)
+    classes, dropped = _keep(search)
+    reasons = _structural_reasons(search, classes, dropped)
+    origin = "structure"
+    if hint is not None and _present(census, hint.classes):
+        origin = "hint"
+        for name in classes:
+            reasons[name] = ("passed_over", f"the family wraps {', '.join(hint.classes)}: {hint.reason}")
+        classes = list(hint.classes)
+        for name in classes:
+            reasons[name] = ("hint", hint.reason)
+    return WrapChoice(
+        classes=tuple(classes),
+        candidates=_describe(census, classes, reasons),
+        origin=origin,
+    )
+
+
+def select(choice: WrapChoice, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> WrapChoice:
+    """Return the choice with a person's ``--wrap`` and ``--exclude`` applied.
+
+    Raises:
+        ModelError: A class is not in the model, or nothing would be left of an explicit choice.
+    """
+    for name in (*wrap, *exclude):
+        _must_be_live(census, name)
+    if both := sorted(set(wrap) & set(exclude)):
+        raise ModelError(f"{both[0]} is both in --wrap and in --exclude", help="leave it out of one of them")
+    classes = tuple(dict.fromkeys(wrap)) if wrap else choice.classes
+    classes = tuple(name for name in classes if name not in set(exclude))
+    if not wrap and not exclude:
+        return choice
+    reasons = {item.name: (item.reason_code, item.reason) for item in choice.candidates}
+    for name in choice.classes:
+        if name not in classes:
+            given = "given to --exclude" if name in exclude else "not among the classes given to --wrap"
+            reasons[name] = ("excluded" if name in exclude else "passed_over", given)
+    for name in exclude:
+        reasons[name] = ("excluded", "given to --exclude")
+    for name in wrap:
+        reasons[name] = ("person", "given to --wrap")
+    return WrapChoice(
+        classes=classes,
+        candidates=_describe(census, classes, reasons),
+        no_split_modules=choice.no_split_modules,
+        origin="person",
+    )
+
+
+def _must_be_live(census: Census, name: str) -> None:
+    if name in census.by_class:
+        if name in CONTAINERS:
+            raise ModelError(
+                f"{name} cannot be wrapped: fully_shard refuses containers without a forward",
+                help="name the class of the blocks inside it",
+            )
+        return
+    root = census.modules[""].class_name
+    if name == root:
+        raise ModelError(f"{name} is the whole model", help="the root is always sharded; name its blocks")
+    near = get_close_matches(name, census.by_class, n=3)
+    raise ModelError(
+        f"there is no {name} in {root}",
+        help=f"did you mean {' or '.join(near)}?" if near else "`fsdptool detect REF` lists its classes",
+    )
+
+
+def _present(census: Census, classes: Collection[str]) -> bool:
+    return bool(classes) and all(name in census.by_class for name in classes)
+
+
+def _candidates(census: Census) -> set[str]:
+    """Return the classes that repeat side by side with equal signatures at least twice."""
+    found = set()
+    for name, paths in census.by_class.items():
+        if name in CONTAINERS:
+            continue
+        listed = [
+            path
+            for path in paths
+            if census.modules[path].listed and not census.is_leaf(path) and not _among_experts(path)
+        ]
+        if len(listed) < 2:
+            continue
+        signatures = Counter(census.signature(path) for path in listed)
+        if max(signatures.values()) >= 2:
+            found.add(name)
+    return found
+
+
+def _among_experts(path: str) -> bool:
+    return "expert" in path.rpartition(".")[0].rpartition(".")[2].lower()
+
+
+def _descend(search: _Search, path: str, stepped: bool) -> None:
+    census = search.census
+    for child in census.inner(path):
+        name = census.modules[child].class_name
+        if name in search.candidates and not _among_experts(child):
+            if only := _wrapped(search, child):
+                search.through.add(name)
+                inner = census.modules[only].class_name
+                search.chosen.setdefault(inner, []).append(only)
+                search.after_stage.add(inner)
+            elif _is_stage(search, child):
+                search.through.add(name)
+                _descend(search, child, True)
+            else:
+                search.chosen.setdefault(name, []).append(child)
+                if stepped:
+                    search.after_stage.add(name)
+        elif not _among_experts(child):
+            _descend(search, child, stepped)
+
+
+def _wrapped(search: _Search, path: str) -> str | None:
+    """Return the one child that is all of ``path``, if it is a block and not a list."""
+    census = search.census
+    inner = census.inner(path)
+    if len(inner) != 1 or census.owned.get(path) or census.is_leaf(inner[0]) or census.is_flat(inner[0]):
+        return None
+    return inner[0] if census.modules[inner[0]].class_name not in CONTAINERS else None
+
+
+def _is_stage(search: _Search, path: str) -> bool:
+    census = search.census
+    held: list[str] = []
+    for child in census.inner(path):
+        if census.modules[child].class_name not in CONTAINERS:
+            continue
+        items = census.inner(child)
+        names = {census.modules[item].class_name for item in items}
+        if len(names) == 1 and names <= search.candidates and not any(_among_experts(i) for i in items):
+            held += items
+    return bool(held) and census.union(held) >= STAGE_SHARE * census.size(path)
+
+
+def _keep(search: _Search) -> tuple[list[str], dict[str, str]]:
+    """Return the classes worth wrapping, the largest first, and why others were dropped."""
+    census = search.census
+    shares = {name: census.union(paths) / max(census.total, 1) for name, paths in search.chosen.items()}
+    largest = max(shares.values(), default=0.0)
+    structured = any(
+        not census.is_flat(paths[0]) and shares[name] >= HELPER_SHARE for name, paths in search.chosen.items()
+    )
+    dropped = {}
+    for name, paths in search.chosen.items():
+        if len(paths) < 2:
+            dropped[name] = "once"
+        elif shares[name] < LEAST_SHARE:
+            dropped[name] = "too_small"
+        elif shares[name] < largest and census.is_flat(paths[0]):
+            small = shares[name] < HELPER_SHARE and (structured or shares[name] < largest / 10)
+            if small or len(census.parts(paths[0])) == 1:
+                dropped[name] = "helper"
+    kept = [name for name in search.chosen if name not in dropped]
+    return sorted(kept, key=lambda name: (-shares[name], name)), dropped
+
+
+def _structural_reasons(
+    search: _Search, classes: list[str], dropped: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    census = search.census
+    reasons: dict[str, tuple[str, str]] = {}
+    for name in classes:
+        paths = search.chosen[name]
+        share = census.union(paths) / max(census.total, 1)
+        text = f"{len(paths)} alike side by side hold {share:.1%} of the parameters"
+        if name in search.after_stage:
+            reasons[name] = ("repeated_in_stages", f"{text}; the stages around them hold little else")
+        else:
+            reasons[name] = ("repeated_block", text)
+    for name, code in dropped.items():
+        share = census.union(search.chosen[name]) / max(census.total, 1)
+        reasons[name] = (code, _dropped_text(code, len(search.chosen[name]), share))
+    for name in search.through:
+        if name not in reasons:
+            reasons[name] = ("stage", "the blocks inside it hold at least 80 % of it")
+    return reasons
+
+
+def _dropped_text(code: str, count: int, share: float) -> str:
+    if code == "too_small":
+        return f"{count} instances hold {share:.2%} of the parameters: a collective costs more than it saves"
+    if code == "helper":
+        return f"no inner structure and {share:.1%} of the parameters: a helper beside real blocks"
+    return "occurs once outside other blocks: nothing repeats"
+
+
+def _describe(
+    census: Census, classes: Collection[str], reasons: Mapping[str, tuple[str, str]]
+) -> tuple[WrapCandidate, ...]:
+    """Return every class with inner structure, the chosen ones first, then by size."""
+    roots = [path for name in classes for path in census.by_class.get(name, ())]
+    found = []
+    for name, paths in census.by_class.items():
+        if (
+            name not in classes
+            and name not in reasons
+            and (name in CONTAINERS or all(census.is_leaf(path) for path in paths))
+        ):
+            continue
+        sizes = [census.size(path) for path in paths]
+        if not any(sizes) and name not in classes:
+            continue
+        code, text = reasons.get(name) or _why_left(census, name, paths, roots)
+        total = census.union(paths)
+        found.append(
+            WrapCandidate(
+                name=name,
+                instances=len(paths),
+                parameters_each=(min(sizes), max(sizes)),
+                parameters_total=total,
+                share=total / max(census.total, 1),
+                paths=tuple(paths[:5]),
+                chosen=name in classes,
+                reason_code=code,
+                reason=text,
+            )
+        )
+    order = {name: index for index, name in enumerate(classes)}
+    return tuple(
+        sorted(found, key=lambda item: (order.get(item.name, len(order)), -item.parameters_total, item.name))
+    )
+
+
+def _why_left(census: Census, name: str, paths: Sequence[str], roots: Sequence[str]) -> tuple[str, str]:
+    prefixes = tuple(f"{path}." for path in roots)
+    if prefixes and all(path.startswith(prefixes) for path in paths):
+        holder = next(root for root in roots if paths[0].startswith(f"{root}."))
+        return "inside_block", f"lies inside {census.modules[holder].class_name}"
+    if name in CONTAINERS:
+        return "container", "a bare container: its class name would match every other container"
+    if any(_among_experts(path) for path in paths):
+        return "expert", "one expert of a mixture: a unit of its own would gather each expert alone"
+    if len(paths) == 1:
+        return "once", "occurs once: nothing repeats"
+    signatures = Counter(census.signature(path) for path in paths)
+    if max(signatures.values()) < 2:
+        return "different_each", f"{len(paths)} instances, no two with the same shapes"
+    if prefixes and any(path.startswith(prefixes) for path in paths):
+        return "inside_block", "lies inside a chosen block in most places"
+    return "unlisted", f"{len(paths)} instances, but not side by side in a list"
