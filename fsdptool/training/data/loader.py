@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.errors import ConfigError, FsdptoolError, WorkerError
 from fsdptool.training.data.order import Order, Place
 
 if TYPE_CHECKING:
@@ -56,6 +56,15 @@ class Share:
         return places[start : start + self.micro_batch]
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A failure of ours on its way out of a loading process: torch would wrap it in a traceback."""
+
+    kind: type[FsdptoolError]
+    message: str
+    help: str | None
+
+
 class _Fetch:
     """What a loading process holds: picklable, small (samples lie in memory-mapped files)."""
 
@@ -65,8 +74,27 @@ class _Fetch:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, place: Place) -> Sample:
-        return self.samples.sample(*place)
+    def __getitem__(self, place: Place) -> Sample | _Failure:
+        try:
+            return self.samples.sample(*place)
+        except FsdptoolError as error:
+            return _Failure(type(error), error.message, error.help)
+
+
+class _Join:
+    """Collates, or passes a failure on."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Sequence[Sample | _Failure]) -> dict[str, Tensor] | _Failure:
+        good = [sample for sample in samples if not isinstance(sample, _Failure)]
+        if len(good) < len(samples):
+            return next(sample for sample in samples if isinstance(sample, _Failure))
+        try:
+            return self.collate(good)
+        except FsdptoolError as error:
+            return _Failure(type(error), error.message, error.help)
 
 
 class _Turns:
@@ -122,7 +150,7 @@ class Loader:
         self._steps = steps
         self._pin_memory = pin_memory
         self._position = 0
-        self._running: Iterator[dict[str, Tensor]] | None = None
+        self._running: Iterator[dict[str, Tensor] | _Failure] | None = None
 
     @property
     def digest(self) -> str:
@@ -156,6 +184,7 @@ class Loader:
         Raises:
             StopIteration: Evaluation data is at its end.
             WorkerError: A loading process died.
+            FsdptoolError: A sample cannot be read.
         """
         if self._steps is not None and self._position >= self._steps * self._share.global_batch:
             self.close()
@@ -163,25 +192,31 @@ class Loader:
         if self._running is None:
             self._running = self._start()
         try:
-            batch: list[Mapping[str, Tensor]] = [next(self._running) for _ in range(self._share.accumulation)]
+            found = [next(self._running) for _ in range(self._share.accumulation)]
         except RuntimeError as error:
             self._running = None
             raise _worker_failure(error, self._position) from error
+        batch: list[Mapping[str, Tensor]] = []
+        for item in found:
+            if isinstance(item, _Failure):
+                self.close()
+                raise item.kind(item.message, help=item.help)
+            batch.append(item)
         self._position += self._share.global_batch
         return batch
 
-    def _start(self) -> Iterator[dict[str, Tensor]]:
+    def _start(self) -> Iterator[dict[str, Tensor] | _Failure]:
         turns = _Turns(self._order, self._share, self._position)
         if self._workers == 0:
-            fetch = _Fetch(self._samples)
-            return (self._collate([fetch[place] for place in places]) for places in turns)
+            fetch, join = _Fetch(self._samples), _Join(self._collate)
+            return (join([fetch[place] for place in places]) for places in turns)
         from torch.utils.data import DataLoader
 
         return iter(
             DataLoader(
                 _Fetch(self._samples),  # type: ignore[arg-type]
-                batch_sampler=turns,  # type: ignore[arg-type]
-                collate_fn=self._collate,
+                batch_sampler=turns,
+                collate_fn=_Join(self._collate),
                 num_workers=self._workers,
                 multiprocessing_context=self._start_method,
                 worker_init_fn=_leave_signals_to_the_trainer,
