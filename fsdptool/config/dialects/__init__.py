@@ -1,0 +1,34 @@
+"""The dialects: one module each, with ``matches``, ``read`` and ``write``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from fsdptool.config.tree import Node
+
+DIALECTS = {
+    "accelerate": "accelerate",
+    "trainer": "trainer",
+    "axolotl": "axolotl",
+    "llamafactory": "llamafactory",
+    "simpletuner": "simpletuner",
+    "env": "env",
+    "flags": "flags",
+}
+"""Dialect name to module under ``fsdptool.config.dialects``."""
+
+_MAPPINGS = ("accelerate", "axolotl", "simpletuner", "llamafactory", "trainer")
+
+
+def detect_dialect(root: Node, path: str) -> tuple[str | None, tuple[str, str] | None]:
+    """Return the dialect of a mapping, or None and a refusal ``(code, message)`` that names the format."""
+    from fsdptool.config.dialects import foreign
+
+    scores = {name: import_module(f"{__name__}.{name}").matches(root) for name in _MAPPINGS}
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] >= 0.9:
+        return best, None
+    refusal = foreign.refuse(root, path)
+    if refusal is not None:
+        return None, ("FSD110", refusal)
+    return (best, None) if scores[best] > 0.2 else (None, None)

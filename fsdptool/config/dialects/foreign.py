@@ -1,0 +1,5 @@
+from fsdptool.config.tree import Node
+
+
+def refuse(root: Node, path: str) -> str | None:
+    return None

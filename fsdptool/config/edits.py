@@ -1,0 +1,206 @@
+"""Edits to spans of a text that leave comments, order, quoting and line endings alone.
+
+Every function returns None where the text's form does not allow the edit (aliases, merge keys,
+several keys on one line): such a finding then has no fix, rather than a wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from fsdptool.config.text import SourceText
+from fsdptool.config.tree import Document, Entry, Node
+from fsdptool.records.diagnostic import Edit
+
+
+def last_index(node: Node) -> int:
+    """Return the end of the node's own characters (a block collection's mark lies beyond it)."""
+    if node.alias or node.flow or node.kind == "scalar":
+        return node.end
+    ends = [last_index(entry.node) for entry in node.entries if not entry.merged]
+    ends += [entry.key_node.end for entry in node.entries if not entry.merged]
+    ends += [last_index(item) for item in node.items]
+    return max(ends, default=node.start)
+
+
+def scalar_text(value: Any, language: str = "yaml", style: str = "") -> str:
+    """Return ``value`` as a scalar (or a flow list) in YAML or JSON, quoted where it must be."""
+    if isinstance(value, tuple):
+        value = list(value)
+    if language == "json":
+        return json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(scalar_text(item, language) for item in value) + "]"
+    text = str(value)
+    if style in ("'", '"') and text.isprintable() and not set(text) & {"'", '"', "\\"}:
+        return f"{style}{text}{style}"
+    dumped: str = yaml.safe_dump(text, width=10**6, allow_unicode=True, default_flow_style=True)
+    return dumped.removesuffix("\n").removesuffix("\n...").removesuffix("...").rstrip("\n")
+
+
+class Editor:
+    """Makes edits against one parsed text."""
+
+    def __init__(self, source: SourceText, document: Document) -> None:
+        self.source = source
+        self.text = source.text
+        self.language = document.language
+
+    def replace(self, node: Node, value: Any) -> tuple[Edit, ...] | None:
+        """Replace a value, keeping its quotes when it is text."""
+        if node.alias or (node.kind != "scalar" and not node.flow) or node.style in ("|", ">"):
+            return None
+        if "\n" in self.text[node.start : node.end] and not node.flow:
+            return None
+        written = scalar_text(value, self.language, node.style)
+        if node.start == node.end:  # `key:` without a value
+            before = self.text[node.start - 1 : node.start]
+            return (Edit(node.start, node.end, ("" if before.isspace() else " ") + written),)
+        return (Edit(node.start, node.end, written),)
+
+    def rename(self, entry: Entry, key: str) -> tuple[Edit, ...] | None:
+        """Give an entry another key."""
+        node = entry.key_node
+        if entry.merged or node.alias or "\n" in self.text[node.start : node.end]:
+            return None
+        return (Edit(node.start, node.end, scalar_text(key, self.language, node.style)),)
+
+    def remove(self, parent: Node, entry: Entry) -> tuple[Edit, ...] | None:
+        """Remove an entry: its whole lines in block style, its share of the commas in flow style."""
+        if entry.merged or parent.alias or entry not in parent.entries:
+            return None
+        return self._remove_flow(parent, entry) if parent.flow else self._remove_block(entry)
+
+    def _remove_block(self, entry: Entry) -> tuple[Edit, ...] | None:
+        line, _ = self.source.place(entry.key_node.start)
+        start = self.source.line_start(line)
+        if self.text[start : entry.key_node.start].strip():
+            return None
+        end = max(last_index(entry.node), entry.key_node.end)
+        if self.text[end - 1 : end] == "\n" and end > entry.key_node.end:
+            return (Edit(start, end, ""),)  # block scalars end behind their newline
+        last, _ = self.source.place(end)
+        rest = self.source.line(last)[end - self.source.line_start(last) :]
+        if rest.strip() not in ("", ":") and not rest.lstrip().lstrip(":").lstrip().startswith("#"):
+            return None
+        if last < self.source.line_count:
+            return (Edit(start, self.source.line_start(last + 1), ""),)
+        # The last line has no newline; take the one before it, so that the text still has none.
+        cut = start
+        if self.text[:cut].endswith("\r\n"):
+            cut -= 2
+        elif self.text[:cut].endswith(("\n", "\r")):
+            cut -= 1
+        return (Edit(cut, len(self.text), ""),)
+
+    def _remove_flow(self, parent: Node, entry: Entry) -> tuple[Edit, ...] | None:
+        entries = sorted((item for item in parent.entries if not item.merged), key=lambda e: e.key_node.start)
+        at = entries.index(entry)
+        if at + 1 < len(entries):
+            return (Edit(entry.key_node.start, entries[at + 1].key_node.start, ""),)
+        if at > 0:
+            return (Edit(last_index(entries[at - 1].node), last_index(entry.node), ""),)
+        return (Edit(entry.key_node.start, last_index(entry.node), ""),)
+
+    def add(
+        self, parent: Node | None, entry: Entry | None, values: dict[str, Any]
+    ) -> tuple[Edit, ...] | None:
+        """Add keys at the end of a mapping.
+
+        Args:
+            parent: The mapping; a null value counts as an empty one.
+            entry: The entry whose value ``parent`` is, or None for the root.
+            values: Keys and values; a dict value becomes a nested block.
+        """
+        if parent is None or not values:
+            return None
+        if parent.alias:
+            return None
+        if parent.kind == "map" and parent.flow:
+            return self._add_flow(parent, values)
+        if parent.kind == "map" and parent.entries:
+            own = [item for item in parent.entries if not item.merged]
+            if not own:
+                return None
+            column = self.source.place(own[0].key_node.start)[1] - 1
+            end = max(max(last_index(item.node), item.key_node.end) for item in own)
+            return self._add_block(end, column, values)
+        if entry is not None and parent.kind == "scalar" and parent.value is None and self.language == "yaml":
+            if parent.end > parent.start:  # an explicit null or ~
+                return None
+            column = self.source.place(entry.key_node.start)[1] - 1 + 2
+            return self._add_block(entry.key_node.end, column, values)
+        return None
+
+    def _add_block(self, end: int, column: int, values: dict[str, Any]) -> tuple[Edit, ...] | None:
+        newline = self.source.newline
+        lines = block_lines(values, column)
+        last, _ = self.source.place(end)
+        if end > 0 and self.text[end - 1] == "\n":
+            return (Edit(end, end, "".join(line + newline for line in lines)),)
+        if last < self.source.line_count:
+            at = self.source.line_start(last + 1)
+            return (Edit(at, at, "".join(line + newline for line in lines)),)
+        return (Edit(len(self.text), len(self.text), "".join(newline + line for line in lines)),)
+
+    def _add_flow(self, parent: Node, values: dict[str, Any]) -> tuple[Edit, ...] | None:
+        pieces = [
+            f"{scalar_text(key, self.language)}: {_flow_value(value, self.language)}"
+            for key, value in values.items()
+        ]
+        own = sorted((item for item in parent.entries if not item.merged), key=lambda e: e.key_node.start)
+        if not own:
+            return (Edit(parent.start + 1, parent.start + 1, ", ".join(pieces)),)
+        first = own[0].key_node.start
+        gap = self.text[parent.start + 1 : first]
+        separator = "," + (gap if gap.strip() == "" and "\n" in gap else " ")
+        at = last_index(own[-1].node)
+        return (Edit(at, at, "".join(separator + piece for piece in pieces)),)
+
+
+def _flow_value(value: Any, language: str) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(
+            f"{scalar_text(key, language)}: {_flow_value(item, language)}" for key, item in value.items()
+        )
+        return "{" + inside + "}"
+    return scalar_text(value, language)
+
+
+def block_lines(values: dict[str, Any], column: int = 0) -> list[str]:
+    """Return a mapping as block-style YAML lines, indented by ``column``."""
+    lines: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            lines.append(" " * column + f"{scalar_text(key)}:")
+            lines.extend(block_lines(value, column + 2))
+        else:
+            lines.append(" " * column + f"{scalar_text(key)}: {_flow_value(value, 'yaml')}")
+    return lines
+
+
+def apply_edits(text: str, edits: list[Edit]) -> str:
+    """Return ``text`` with non-overlapping edits applied.
+
+    Raises:
+        ValueError: Two edits overlap.
+    """
+    result: list[str] = []
+    position = 0
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+        if edit.start < position:
+            raise ValueError("edits overlap")
+        result.append(text[position : edit.start])
+        result.append(edit.text)
+        position = edit.end
+    result.append(text[position:])
+    return "".join(result)

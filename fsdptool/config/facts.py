@@ -1,0 +1,137 @@
+"""The canonical settings all dialects share, and the way to and from :class:`FsdpSettings`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdptool.records.settings import FsdpSettings, Mesh
+
+COMMON = (
+    "fsdp_version",
+    "reshard_after_forward",
+    "wrap_policy",
+    "wrap_classes",
+    "min_num_params",
+    "state_dict_type",
+    "cpu_offload",
+    "cpu_ram_efficient_loading",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "ignored_modules",
+    "mixed_precision",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "cp_comm_strategy",
+    "tp",
+    "sp",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "rdzv_backend",
+    "use_cpu",
+    "gpu_ids",
+    "debug",
+)
+"""Settings of FSDP2, in the order they are shown and written."""
+
+LEGACY = (
+    "sharding_strategy",
+    "backward_prefetch",
+    "forward_prefetch",
+    "use_orig_params",
+    "sync_module_states",
+    "limit_all_gathers",
+)
+"""Settings that exist under version 1 only."""
+
+MESH = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
+BOOLEANS = frozenset(
+    {
+        "reshard_after_forward",
+        "cpu_offload",
+        "cpu_ram_efficient_loading",
+        "activation_checkpointing",
+        "activation_checkpointing_offload",
+        "forward_prefetch",
+        "use_orig_params",
+        "sync_module_states",
+        "limit_all_gathers",
+        "use_cpu",
+        "debug",
+    }
+)
+
+WRITTEN = {
+    "wrap_policy": {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"},
+    "state_dict_type": {
+        "sharded": "SHARDED_STATE_DICT",
+        "full": "FULL_STATE_DICT",
+        "local": "LOCAL_STATE_DICT",
+    },
+}
+"""How accelerate and TrainingArguments write the canonical values."""
+
+RESHARD_OF_STRATEGY = {
+    "full_shard": True,
+    "hybrid_shard": True,
+    "shard_grad_op": False,
+    "hybrid_shard_zero2": False,
+}
+"""FSDP1 strategy to FSDP2 ``reshard_after_forward``; ``no_shard`` has no equivalent."""
+
+
+def settings_from(facts: Mapping[str, Any]) -> FsdpSettings:
+    """Build the canonical record from canonical values; FSDP1 values are carried over to FSDP2.
+
+    Args:
+        facts: Values by the names of :data:`COMMON` and :data:`LEGACY`; absent ones take the
+            record's defaults.
+    """
+    values: dict[str, Any] = {}
+    for name in FsdpSettings.__dataclass_fields__:
+        if name not in ("mesh", "wrap_classes") and facts.get(name) is not None:
+            values[name] = facts[name]
+    values["wrap_classes"] = tuple(facts.get("wrap_classes") or ())
+    if values.get("state_dict_type") == "local":
+        values["state_dict_type"] = "sharded"
+    if not isinstance(values.get("num_processes"), int):
+        values.pop("num_processes", None)
+    strategy = facts.get("sharding_strategy")
+    mesh = {name: facts[name] for name in MESH if facts.get(name) is not None}
+    if strategy is not None:
+        values["reshard_after_forward"] = RESHARD_OF_STRATEGY.get(strategy, True)
+        if strategy.startswith("hybrid") and not mesh:
+            mesh = hybrid_mesh(facts.get("num_processes"), facts.get("num_machines"))
+    if values.get("wrap_policy") != "size":
+        values.pop("min_num_params", None)
+    if values.get("wrap_policy") != "transformer":
+        values["wrap_classes"] = ()
+    return FsdpSettings(mesh=Mesh(**mesh), **values)
+
+
+def hybrid_mesh(processes: Any, machines: Any) -> dict[str, int]:
+    """Return the mesh HYBRID_SHARD stands for: replicate over machines, shard within one.
+
+    ``{}`` when the process count is unknown, or on one machine, where torch's HYBRID_SHARD
+    replicates nothing (torch 2.13 ``_init_intra_and_inter_node_groups``: one node, one group).
+    """
+    if not isinstance(processes, int) or not isinstance(machines, int) or machines < 2:
+        return {}
+    if processes % machines or processes // machines < 2:
+        return {}
+    return {"dp_replicate": machines, "dp_shard": processes // machines}
+
+
+def facts_from(settings: FsdpSettings) -> dict[str, Any]:
+    """Return the canonical values of a record, by the names of :data:`COMMON`."""
+    facts: dict[str, Any] = {"fsdp_version": 2}
+    for name in FsdpSettings.__dataclass_fields__:
+        if name != "mesh":
+            facts[name] = getattr(settings, name)
+    for name in MESH:
+        facts[name] = getattr(settings.mesh, name)
+    return {name: facts[name] for name in COMMON}

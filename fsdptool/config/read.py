@@ -1,0 +1,222 @@
+"""Reading: text to tree to dialect to facts to rules. A person's mistake is a finding, never an exception."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fsdptool.config import judge
+from fsdptool.config.consumers import resolve_consumer
+from fsdptool.config.dialects import DIALECTS, detect_dialect
+from fsdptool.config.draft import Draft
+from fsdptool.config.facts import COMMON, LEGACY, settings_from
+from fsdptool.config.json_tree import parse_json
+from fsdptool.config.reading import Consumer, Reading, Setting
+from fsdptool.config.rules import RULES
+from fsdptool.config.text import SourceText, UnreadableError, read_source
+from fsdptool.config.tree import Document, ParseError, duplicates, walk
+from fsdptool.config.yaml_tree import parse_yaml
+from fsdptool.errors import ConfigError
+from fsdptool.records.diagnostic import Diagnostic
+
+_COMMENT = re.compile(r"#\s*fsdptool:\s*(.*)")
+_IGNORE = re.compile(r"ignore(?:\[([^\]]*)\])?")
+_CONSUMER = re.compile(r"consumer\s*=\s*([A-Za-z]+)")
+
+
+def read_settings(
+    path_or_text: str | Path | SourceText,
+    *,
+    dialect: str | None = None,
+    consumer: str | None = None,
+    target: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    model: Any = None,
+    hardware: Any = None,
+) -> Reading:
+    """Read a configuration as its consumer will read it.
+
+    Args:
+        path_or_text: A path, or the text itself (a string that holds a newline).
+        dialect: Name of the dialect; None detects it from the content.
+        consumer: ``accelerate``, ``fsdptool``, ``trainer``, ...; None takes what the file says in a
+            ``# fsdptool: consumer=NAME`` comment, else the dialect's own program.
+        target: Version to judge for, ``accelerate==1.15``.
+        environment: Environment variables the program would inherit; None: none that matter.
+        model: An :class:`~fsdptool.records.anatomy.Anatomy`, to judge the family ``model``.
+        hardware: A :class:`fsdptool.config.hardware.Hardware`, to judge the family ``hardware``.
+
+    Raises:
+        ConfigError: ``dialect``, ``consumer`` or ``target`` is not known. Whatever is wrong with the
+            file itself is a diagnostic of the result.
+    """
+    if dialect is not None and dialect not in DIALECTS:
+        raise ConfigError(f"unknown dialect {dialect!r}", help=f"choose one of: {', '.join(DIALECTS)}")
+    resolve_consumer(consumer, target, dialect or "accelerate")
+    try:
+        source = _source(path_or_text)
+    except UnreadableError as error:
+        return _failed(error.code, error.message, str(path_or_text), None, None, consumer, target)
+    notes = _notes(source)
+    try:
+        document = _parse(source, dialect)
+    except ParseError as error:
+        return _failed(error.code, error.message, source.path, source, error.index, consumer, target)
+    if document.root is None or document.root.kind != "map":
+        what = "is empty" if document.root is None else "holds no `key: value` pairs"
+        return _failed("FSD107", f"the file {what}", source.path, source, 0, consumer, target)
+    return _read_document(
+        source, document, dialect, consumer or notes.consumer, target, notes, environment, model, hardware
+    )
+
+
+def _source(given: str | Path | SourceText) -> SourceText:
+    if isinstance(given, SourceText):
+        return given
+    if isinstance(given, str) and "\n" in given:
+        return SourceText(given)
+    return read_source(given)
+
+
+def _parse(source: SourceText, dialect: str | None) -> Document:
+    name = (source.path or "").lower()
+    if name.endswith(".json") or dialect == "simpletuner" and source.text.lstrip()[:1] == "{":
+        return parse_json(source.text)
+    return parse_yaml(source.text)
+
+
+def _read_document(
+    source: SourceText,
+    document: Document,
+    dialect: str | None,
+    consumer: str | None,
+    target: str | None,
+    notes: _Notes,
+    environment: Mapping[str, str] | None,
+    model: Any,
+    hardware: Any,
+) -> Reading:
+    root = document.root
+    assert root is not None
+    found, refusal = (dialect, None) if dialect else detect_dialect(root, source.path or "")
+    if found is None:
+        code, message = refusal or ("FSD109", "nothing in the file tells which program reads it")
+        return _failed(code, message, source.path, source, root.start, consumer, target)
+    judged_for = resolve_consumer(consumer, target, found)
+    draft = Draft(source, document, judged_for, found, environment or {})
+    _general(draft)
+    import_module(f"fsdptool.config.dialects.{DIALECTS[found]}").read(draft)
+    judge.judge(draft, model=model, hardware=hardware)
+    notes.report(draft)
+    return _finish(draft, notes)
+
+
+def _general(draft: Draft) -> None:
+    """Findings about the text itself, whatever the dialect."""
+    seen: set[int] = set()
+    for node in walk(draft.root):
+        if id(node) in seen or node.alias:
+            continue
+        seen.add(id(node))
+        if node.error:
+            draft.report("FSD111", node.error, node)
+        for loser, winner in duplicates(node):
+            draft.ignore(loser, f"written again on line {draft.line(winner)}, which counts")
+            draft.report("FSD108", f"{loser.key} is written again on line {draft.line(winner)}; that one counts",
+                         loser, edits=draft.editor.remove(node, loser),
+                         fix=f"remove this {loser.key}")  # fmt: skip
+
+
+def _finish(draft: Draft, notes: _Notes) -> Reading:
+    facts = {key: fact.value for key, fact in draft.facts.items()}
+    effective = []
+    for key in (*COMMON, *LEGACY):
+        fact = draft.facts.get(key)
+        if fact is None or not draft.runs_fsdp and key in _FSDP_ONLY:
+            continue
+        line = draft.line(fact.entry) if fact.entry is not None else None
+        value = list(fact.value) if isinstance(fact.value, tuple) else fact.value
+        effective.append(Setting(key, value, fact.origin, line))
+    ordered = sorted(draft.findings, key=lambda finding: (finding.order, finding.diagnostic.code))
+    kept = [finding for finding in ordered if not notes.silences(finding.diagnostic)]
+    silent = [finding for finding in ordered if notes.silences(finding.diagnostic)]
+    settings = None
+    if draft.runs_fsdp and draft.extras.get("configures", True):
+        settings = settings_from(facts)
+    return Reading(
+        settings=settings,
+        diagnostics=tuple(finding.diagnostic for finding in kept),
+        effective=tuple(effective),
+        ignored=tuple(sorted(draft.ignored, key=lambda item: item.line or 0)),
+        dialect=draft.dialect,
+        consumer=draft.consumer,
+        version=draft.get("fsdp_version") if draft.runs_fsdp else None,
+        path=draft.source.path,
+        source=draft.source,
+        document=draft.document,
+        changes=tuple(finding.changes for finding in kept),
+        suppressed=tuple(finding.diagnostic for finding in silent),
+        facts=facts,
+    )
+
+
+_FSDP_ONLY = frozenset(COMMON[:11]) | frozenset(LEGACY) | {"dp_replicate", "dp_shard", "cp", "cp_comm_strategy",
+                                                          "tp", "sp"}  # fmt: skip
+
+
+def _failed(code: str, message: str, path: str | None, source: SourceText | None, index: int | None,
+            consumer: str | None, target: str | None) -> Reading:  # fmt: skip
+    rule = RULES[code]
+    line, column = source.place(index) if source is not None and index is not None else (None, None)
+    diagnostic = Diagnostic(code, rule.severity, message, rule.fix, path, line, column, line,
+                            column + 1 if column else None)  # fmt: skip
+    judged_for: Consumer = resolve_consumer(consumer, target, "accelerate")
+    return Reading(None, (diagnostic,), (), (), None, judged_for, path=path, source=source, changes=({},))
+
+
+class _Notes:
+    """``# fsdptool:`` comments of one file."""
+
+    def __init__(self) -> None:
+        self.consumer: str | None = None
+        self.file: set[str] = set()
+        self.lines: dict[int, set[str]] = {}
+        self.unknown: list[tuple[int, str]] = []
+
+    def silences(self, diagnostic: Diagnostic) -> bool:
+        codes = self.file | self.lines.get(diagnostic.line or -1, set())
+        return "*" in codes or diagnostic.code in codes
+
+    def report(self, draft: Draft) -> None:
+        for index, code in self.unknown:
+            draft.report("FSD112", f"{code} is no rule", index)
+
+
+def _notes(source: SourceText) -> _Notes:
+    notes = _Notes()
+    if "fsdptool:" not in source.text:
+        return notes
+    for number in range(1, source.line_count + 1):
+        line = source.line(number)
+        match = _COMMENT.search(line)
+        if match is None:
+            continue
+        own_line = not line[: match.start()].strip()
+        for found in _CONSUMER.finditer(match.group(1)):
+            notes.consumer = found.group(1).lower()
+        for found in _IGNORE.finditer(match.group(1)):
+            codes = {code.strip() for code in (found.group(1) or "*").split(",") if code.strip()}
+            for code in sorted(codes):
+                if code != "*" and code not in RULES:
+                    notes.unknown.append((source.line_start(number) + match.start(), code))
+            if own_line:
+                notes.file |= codes
+            else:
+                notes.lines.setdefault(number, set()).update(codes)
+    return notes
+
+
+__all__ = ["read_settings"]

@@ -1,0 +1,353 @@
+"""Recipes: one YAML format for a training run, read into :class:`fsdptool.records.recipe.Recipe`.
+
+The format is the record: keys, types and choices come from the dataclasses' annotations, so that
+nothing can be in one and not in the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fsdptool.config import spelling
+from fsdptool.config.json_tree import parse_json
+from fsdptool.config.text import SourceText, UnreadableError, read_source
+from fsdptool.config.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
+from fsdptool.config.yaml_tree import parse_yaml
+from fsdptool.errors import ConfigError
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.recipe import Recipe
+
+OWNED_BY_YAML = {
+    "num_processes": "num_processes",
+    "num_machines": "num_machines",
+    "machine_rank": "machine_rank",
+    "main_process_ip": "main_process_ip",
+    "main_process_port": "main_process_port",
+    "use_cpu": "use_cpu",
+    "gpu_ids": "gpu_ids",
+    "mixed_precision": "mixed_precision",
+    "distributed_type": "distributed_type",
+    "fsdp_config": "fsdp_config",
+    "parallelism_config": "parallelism_config",
+    "wrap_policy": "fsdp_config.fsdp_auto_wrap_policy",
+    "auto_wrap_policy": "fsdp_config.fsdp_auto_wrap_policy",
+    "wrap_classes": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    "transformer_layer_cls_to_wrap": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    "min_num_params": "fsdp_config.fsdp_min_num_params",
+    "state_dict_type": "fsdp_config.fsdp_state_dict_type",
+    "offload_params": "fsdp_config.fsdp_offload_params",
+    "cpu_offload": "fsdp_config.fsdp_offload_params",
+    "cpu_ram_efficient_loading": "fsdp_config.fsdp_cpu_ram_efficient_loading",
+    "activation_checkpointing": "fsdp_config.fsdp_activation_checkpointing",
+    "activation_checkpointing_offload": "fsdp_config.fsdp_activation_checkpointing_offload",
+    "gradient_checkpointing": "fsdp_config.fsdp_activation_checkpointing",
+    "ignored_modules": "fsdp_config.fsdp_ignored_modules",
+    "mesh": "parallelism_config",
+    "dp_replicate": "parallelism_config.parallelism_config_dp_replicate_size",
+    "dp_replicate_size": "parallelism_config.parallelism_config_dp_replicate_size",
+    "dp_shard": "parallelism_config.parallelism_config_dp_shard_size",
+    "dp_shard_size": "parallelism_config.parallelism_config_dp_shard_size",
+    "cp": "parallelism_config.parallelism_config_cp_size",
+    "cp_size": "parallelism_config.parallelism_config_cp_size",
+    "cp_comm_strategy": "parallelism_config.parallelism_config_cp_comm_strategy",
+    "tp": "parallelism_config.parallelism_config_tp_size",
+    "tp_size": "parallelism_config.parallelism_config_tp_size",
+}
+"""Keys a person may look for in a recipe, and where the accelerate YAML has them (DESIGN decision 3)."""
+
+
+def read_recipe(path: str | Path | SourceText) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: A YAML file (or JSON by its name), or its text.
+
+    Raises:
+        ConfigError: The file cannot be read or does not follow the format; the message has the form
+            ``file:line:column: what`` and the help names the nearest known key.
+    """
+    source = _open(path)
+    try:
+        is_json = (source.path or "").endswith(".json")
+        document = parse_json(source.text) if is_json else parse_yaml(source.text)
+    except ParseError as error:
+        raise _error(source, error.index, error.message) from error
+    root = document.root
+    if root is None or root.kind != "map":
+        raise _error(
+            source, 0, "a recipe is a mapping that begins with `model:`", "see `fsdptool schema recipe`"
+        )
+    _check_record(source, Recipe, root, "")
+    _check_batch(source, root)
+    return from_json(Recipe, to_python(root), where="recipe")
+
+
+def dump_recipe(recipe: Recipe, *, header: str | None = None) -> str:
+    """Return a recipe as YAML that :func:`read_recipe` reads back to an equal record."""
+    import yaml
+
+    text = yaml.safe_dump(to_json(recipe), sort_keys=False, allow_unicode=True, width=100)
+    modeline = "# yaml-language-server: $schema=recipe.schema.json\n"
+    return modeline + "".join(f"# {line}\n" for line in (header or "").splitlines()) + text
+
+
+def _open(path: str | Path | SourceText) -> SourceText:
+    if isinstance(path, SourceText):
+        return path
+    if isinstance(path, str) and "\n" in path:
+        return SourceText(path)
+    try:
+        return read_source(path)
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error.message}", help="give the path of a recipe") from error
+
+
+def _error(source: SourceText, index: int | None, message: str, help: str | None = None) -> ConfigError:
+    place = ":".join(map(str, source.place(index))) if index is not None else None
+    where = ":".join(part for part in (source.path or "recipe", place) if part)
+    return ConfigError(f"{where}: {message}", help=help)
+
+
+@cache
+def _hints(record: type) -> Mapping[str, Any]:
+    return get_type_hints(record)
+
+
+def _check_record(source: SourceText, record: type, node: Node, where: str) -> None:
+    fields = {field.name: field for field in dataclasses.fields(record)}
+    for loser, winner in duplicates(node):
+        line, _ = source.place(winner.key_node.start)
+        raise _error(source, loser.key_node.start, f"{loser.key} is written again on line {line}", "keep one")
+    for entry in effective_entries(node):
+        if entry.key not in fields:
+            raise _unknown(source, entry, record, where)
+        _check(source, _hints(record)[entry.key], entry.node, f"{where}.{entry.key}".lstrip("."))
+    for name, field in fields.items():
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and node.get(name) is None:
+            raise _error(source, node.start, f"{(where + '.' + name).lstrip('.')} is missing",
+                         "see `fsdptool schema recipe`")  # fmt: skip
+
+
+def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> ConfigError:
+    key = str(entry.key)
+    fields = [field.name for field in dataclasses.fields(record)]
+    plain = key.removeprefix("fsdp_").removeprefix("parallelism_config_")
+    owner = OWNED_BY_YAML.get(key) or OWNED_BY_YAML.get(plain)
+    if owner is None and key != plain:
+        block = "fsdp_config" if key.startswith("fsdp_") else "parallelism_config"
+        owner = f"{block}.{key}"
+    shown = f"{where}.{key}".lstrip(".")
+    if owner is not None:
+        return _error(source, entry.key_node.start, f"{shown} belongs to the accelerate YAML, not to the recipe",
+                      f"write it there as {owner}")  # fmt: skip
+    near = spelling.nearest(key, fields, cutoff=0.6)
+    if near is None:
+        elsewhere = [home for home, names in _homes().items() if key in names]
+        if elsewhere:
+            help = f"write it under {elsewhere[0]}:"
+        else:
+            help = f"known keys here: {', '.join(fields)}"
+    else:
+        help = f"did you mean {near}?"
+    return _error(source, entry.key_node.start, f"unknown key {shown!r}", help)
+
+
+@cache
+def _homes() -> Mapping[str, tuple[str, ...]]:
+    homes = {}
+    for field in dataclasses.fields(Recipe):
+        hint = _record_of(_hints(Recipe)[field.name])
+        if hint is not None:
+            homes[field.name] = tuple(inner.name for inner in dataclasses.fields(hint))
+    return homes
+
+
+def _record_of(hint: Any) -> type | None:
+    for option in (hint, *get_args(hint)):
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            return option
+    return None
+
+
+def _check(source: SourceText, hint: Any, node: Node, where: str) -> None:
+    """Check one value against its annotation, deepest error first."""
+    options = list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
+    if node.kind == "scalar" and node.value is None:
+        if type(None) in options:
+            return
+        raise _error(source, node.start, f"{where} must not be empty", f"expected {_name(hint)}")
+    options = [option for option in options if option is not type(None)]
+    failures = []
+    for option in options:
+        try:
+            _check_one(source, option, node, where)
+            return
+        except ConfigError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _check_one(source: SourceText, hint: Any, node: Node, where: str) -> None:
+    origin = get_origin(hint)
+    if hint is Any:
+        return
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if node.kind != "map":
+            raise _error(source, node.start, f"{where} must be a mapping", f"expected {_name(hint)}")
+        _check_record(source, hint, node, where)
+    elif origin is Literal:
+        _check_choice(source, get_args(hint), node, where)
+    elif origin is tuple:
+        items = get_args(hint)
+        if node.kind != "list":
+            raise _error(source, node.start, f"{where} must be a list", f"expected {_name(hint)}")
+        if items[-1] is not Ellipsis and len(items) != len(node.items):
+            raise _error(source, node.start, f"{where} must have {len(items)} items, not {len(node.items)}")
+        for index, item in enumerate(node.items):
+            _check(source, items[0] if items[-1] is Ellipsis else items[index], item, f"{where}[{index}]")
+    elif origin is not None:
+        if node.kind != "map":
+            raise _error(source, node.start, f"{where} must be a mapping of names to values")
+    else:
+        _check_scalar(source, hint, node, where)
+
+
+def _check_choice(source: SourceText, choices: tuple[Any, ...], node: Node, where: str) -> None:
+    if node.kind == "scalar" and node.value in choices and not isinstance(node.value, bool):
+        return
+    shown = ", ".join(map(str, choices))
+    if node.kind == "scalar" and isinstance(node.value, bool) and "none" in choices and node.value is False:
+        help = "write 'none' (unquoted no, off and false are booleans to YAML)"
+    else:
+        near = (
+            spelling.nearest(node.value, [str(choice) for choice in choices])
+            if node.kind == "scalar"
+            else None
+        )
+        help = f"did you mean {near}?" if near else f"choose one of: {shown}"
+    value = repr(node.value) if node.kind == "scalar" else f"a {node.kind}"
+    raise _error(source, node.start, f"{where} is {value}, not one of {shown}", help)
+
+
+def _check_scalar(source: SourceText, hint: type, node: Node, where: str) -> None:
+    value = node.value
+    if node.kind != "scalar":
+        raise _error(source, node.start, f"{where} must be {_name(hint)}, not a {node.kind}")
+    good = isinstance(value, hint) or hint is float and isinstance(value, int)
+    if good and not (hint in (int, float) and isinstance(value, bool)):
+        return
+    help = None
+    if hint in (int, float) and isinstance(value, str):
+        try:
+            help = f"YAML 1.1 reads {value!r} as text; write {_number(hint, value)}"
+        except ValueError:
+            help = None
+    elif hint is str:
+        help = f"write it in quotes: '{node.raw}'"
+    elif hint is bool and spelling.boolean(value) is not None:
+        help = f"write {str(spelling.boolean(value)).lower()}"
+    raise _error(
+        source, node.start, f"{where} must be {_name(hint)}, not {type(value).__name__} {value!r}", help
+    )
+
+
+def _number(hint: type, text: str) -> str:
+    number = float(text)
+    if hint is int and number == int(number):
+        return str(int(number))
+    shown = repr(number)
+    if "e" in shown and "." not in shown:  # 1e-08 is text to YAML 1.1; 1.0e-08 is a number
+        shown = shown.replace("e", ".0e")
+    return shown
+
+
+def _name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    if hint in names:
+        return names[hint]
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    record = _record_of(hint)
+    if record is not None:
+        return "a mapping with " + ", ".join(field.name for field in dataclasses.fields(record))
+    if get_origin(hint) is tuple:
+        return "a list"
+    return "a value"
+
+
+def _check_batch(source: SourceText, root: Node) -> None:
+    entry = root.get("batch")
+    if entry is None or entry.node.kind != "map":
+        return
+    both = entry.node.get("accumulation"), entry.node.get("global_batch")
+    if both[0] is not None and both[1] is not None and both[1].node.value is not None:
+        raise _error(source, both[1].key_node.start, "batch.accumulation and batch.global_batch decide each other",
+                     "keep one of the two")  # fmt: skip
+    for name in ("micro_batch", "accumulation", "sequence_length", "global_batch"):
+        found = entry.node.get(name)
+        if found is not None and isinstance(found.node.value, int) and found.node.value < 1:
+            raise _error(source, found.node.start, f"batch.{name} must be at least 1")
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON Schema 2020-12 of recipes, generated from the record."""
+    schema = _schema_of(Recipe)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "urn:fsdptool:schema:recipe",
+        "title": "fsdptool recipe",
+        "description": "How a model is trained. Processes, mesh, wrapping, offload and precision are the "
+        "accelerate YAML's.",
+        **schema,
+    }
+
+
+def _schema_of(hint: Any) -> dict[str, Any]:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema_of(option) for option in get_args(hint)]}
+    if hint is type(None):
+        return {"type": "null"}
+    if hint is Any:
+        return {}
+    if origin is Literal:
+        return {"enum": list(get_args(hint))}
+    if origin is tuple:
+        items = get_args(hint)
+        if items[-1] is Ellipsis:
+            return {"type": "array", "items": _schema_of(items[0])}
+        return {"type": "array", "prefixItems": [_schema_of(item) for item in items],
+                "minItems": len(items), "maxItems": len(items)}  # fmt: skip
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _object_schema(hint)
+    if origin is not None:
+        return {"type": "object"}
+    return {"type": {int: "integer", float: "number", str: "string", bool: "boolean"}[hint]}
+
+
+def _object_schema(record: type) -> dict[str, Any]:
+    required = [
+        field.name
+        for field in dataclasses.fields(record)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    properties = {}
+    for field in dataclasses.fields(record):
+        entry = _schema_of(_hints(record)[field.name])
+        if field.default is not dataclasses.MISSING and not dataclasses.is_dataclass(field.default):
+            entry = {**entry, "default": to_json(field.default)}
+        properties[field.name] = entry
+    doc = (record.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+    body: dict[str, Any] = {"type": "object", "description": " ".join(doc.split()), "properties": properties}
+    if required:
+        body["required"] = required
+    return {**body, "additionalProperties": False}
+
+
+__all__ = ["OWNED_BY_YAML", "dump_recipe", "read_recipe", "recipe_schema"]

@@ -1,0 +1,213 @@
+"""Rules of the family ``meaning``: what the settings do together, for the consumer that reads them."""
+
+from fsdptool.config.rules.rule import Rule
+
+MEANING = (
+    Rule("FSD301", "FSDP1 runs", "warning",
+         "accelerate 1.15 takes a missing `fsdp_version` as 1. FSDP1 is deprecated in torch and leaves "
+         "transformers after 5.23; most of its keys mean nothing to FSDP2.",
+         "Migrate: `fsdptool migrate FILE` (or --unsafe-fixes) writes the FSDP2 settings with the same "
+         "meaning, every default that flips included.", "unsafe"),
+    Rule("FSD302", "FSDP1 key without meaning under version 2", "warning",
+         "accelerate 1.15 ignores it under version 2 when it comes from a file. This value says nothing that "
+         "FSDP2 does not do by itself.",
+         "Remove it (--fix: the run stays the same).", "safe"),
+    Rule("FSD303", "FSDP1 setting lost under version 2", "error",
+         "The key is ignored under version 2, and what it asks for is not what runs: SHARD_GRAD_OP becomes "
+         "full sharding, HYBRID_SHARD full sharding over all ranks, forward prefetch is off.",
+         "Write what was meant the FSDP2 way (--unsafe-fixes: the run changes), or remove the key.", "unsafe"),
+    Rule("FSD304", "FSDP and DeepSpeed together", "error",
+         "Each wants to own the model. accelerate 1.15 picks the one `distributed_type` names and ignores the "
+         "other block; TrainingArguments and SimpleTuner stop.",
+         "Keep one of the two."),
+    Rule("FSD305", "context parallelism without FSDP2", "error",
+         "accelerate 1.15 shards the sequence on the mesh that FSDP2 builds; with FSDP1, DDP or no FSDP the run "
+         "stops or ignores it.",
+         "Set fsdp_version to 2, or the context-parallel size to 1."),
+    Rule("FSD306", "context-parallel size against process count", "error",
+         "The size must be a whole number of at least 1 that divides the number of processes.",
+         "Choose a divisor of the process count."),
+    Rule("FSD307", "unknown context-parallel rotation", "error",
+         "accelerate 1.15 knows `allgather` and `alltoall`.",
+         "Write one of the two (--fix where the spelling is clear).", "safe"),
+    Rule("FSD308", "mesh does not multiply to the process count", "error",
+         "accelerate 1.15: `ParallelismConfig total_size (...) does not match num_processes (...)`. Sizes that "
+         "are not written are 1, never filled in.",
+         "Make dp_replicate x dp_shard x cp x sp x tp equal to num_processes."),
+    Rule("FSD309", "mesh that only replicates", "error",
+         "With dp_shard 1 and cp 1 FSDP2 has nothing to shard across: `FSDP is enabled but the parallelism "
+         "config has no dimension for FSDP to shard across`.",
+         "Give dp_shard a size above 1, or use MULTI_GPU for plain data parallelism."),
+    Rule("FSD310", "tensor parallelism over all processes", "error",
+         "tp_size equal to the process count leaves FSDP2 no dimension; accelerate 1.15 stops. With "
+         "transformers 5.23 tensor parallelism under accelerate fails anyway (`cannot import name "
+         "'ReplicateParallel'`).",
+         "Lower tp_size, or launch without FSDP."),
+    Rule("FSD311", "context and sequence parallelism together", "error",
+         "accelerate 1.15: Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive.",
+         "Set one of the two sizes to 1."),
+    Rule("FSD312", "sequence parallelism that silently does nothing", "error",
+         "SP in accelerate 1.15 is DeepSpeed's Ulysses. Under FSDP2 it is accepted, no sequence is split, and "
+         "the parameters shard over the whole world.",
+         "Set sp_size to 1, or use context parallelism (cp_size)."),
+    Rule("FSD313", "replication next to tensor or context parallelism without sharding", "error",
+         "accelerate 1.15: Tensor/Context parallelism cannot be used with pure data parallelism "
+         "(dp_replicate_size > 1 and dp_shard_size == 1).",
+         "Give dp_shard a size above 1, or set dp_replicate to 1."),
+    Rule("FSD314", "FSDP on CPU through accelerate", "error",
+         "accelerate 1.15 only promotes device types to FSDP: on CPU the run goes on unsharded, as independent "
+         "processes or DDP, with exit code 0. fsdptool's own trainer shards on CPU.",
+         "Train it with `fsdptool train`, and say so in the file: `# fsdptool: consumer=fsdptool`."),
+    Rule("FSD315", "nothing is wrapped because no policy is written", "error",
+         "accelerate 1.15 reads a missing `fsdp_auto_wrap_policy` as NO_WRAP: one unit holds the whole model, "
+         "which is gathered at once.",
+         "Write `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` (--unsafe-fixes), or NO_WRAP if it is meant.",
+         "unsafe"),
+    Rule("FSD316", "activation checkpointing without wrapping", "error",
+         "accelerate 1.15 checkpoints the units that are wrapped; with NO_WRAP or no policy it crashes: "
+         "`TypeError: 'NoneType' object is not callable`.",
+         "Wrap the blocks (TRANSFORMER_BASED_WRAP), or switch activation checkpointing off."),
+    Rule("FSD317", "both kinds of checkpointing", "error",
+         "FSDP's activation checkpointing and `gradient_checkpointing` recompute the same blocks twice; the "
+         "transformers Trainer raises for the pair.",
+         "Keep FSDP's own (--unsafe-fixes switches gradient_checkpointing off).", "unsafe"),
+    Rule("FSD318", "activation offload without its conditions", "error",
+         "accelerate 1.15: `activation_checkpointing_offload=True` requires `activation_checkpointing=True`, "
+         "and `fsdp_version=2`.",
+         "Switch activation checkpointing on, or its offload off."),
+    Rule("FSD319", "RAM-efficient loading without wrap units", "warning",
+         "The weights of the whole model, one unit, are broadcast and gathered at once; what the option saves "
+         "is lost again.",
+         "Wrap the blocks, or set fsdp_cpu_ram_efficient_loading to false."),
+    Rule("FSD320", "setting left to a default that differs", "info",
+         "The default depends on the FSDP version or on the program: FULL_STATE_DICT under version 1 and in "
+         "TrainingArguments, SHARDED_STATE_DICT in accelerate under version 2; RAM-efficient loading true in "
+         "accelerate launch and false in TrainingArguments.",
+         "Write it out (--fix writes the value that is in effect).", "safe"),
+    Rule("FSD321", "fsdp_sync_module_states false stops the launch", "error",
+         "FSDP2 ignores the key, but accelerate 1.15's launcher refuses the file while RAM-efficient loading is "
+         "true or not written: When using `--fsdp_cpu_ram_efficient_loading` set `--fsdp_sync_module_states` to "
+         "`True`.",
+         "Remove the key under version 2 (--fix).", "safe"),
+    Rule("FSD322", "reshard as a strategy name or number", "error",
+         "Under version 2 accelerate 1.15 wants a boolean: `invalid truth value full_shard`. `1` happens to be "
+         "read as true; `2` fails.",
+         "Write true or false (--fix: FULL_SHARD is true, SHARD_GRAD_OP false).", "safe"),
+    Rule("FSD323", "sharding strategy as a number", "info",
+         "torch's enum numbers: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD, 5 "
+         "_HYBRID_SHARD_ZERO2. `accelerate to-fsdp2` copies them as they are, and 2 then fails.",
+         "Write the name, or migrate."),
+    Rule("FSD324", "size-based wrapping", "warning",
+         "fully_shard refuses containers (ModuleList) above the threshold in accelerate 1.15, and which modules "
+         "are wrapped changes with the model's size.",
+         "Wrap by class (`fsdptool detect` names the classes)."),
+    Rule("FSD325", "size threshold that is not read", "warning",
+         "`fsdp_min_num_params` counts with SIZE_BASED_WRAP only.",
+         "Remove it (--fix: the run stays the same).", "safe"),
+    Rule("FSD326", "process count missing", "warning",
+         "accelerate 1.15: You need to manually pass in `--num_processes` using this config yaml.",
+         "Write num_processes, or pass --num_processes at every launch."),
+    Rule("FSD327", "FSDP over a single process", "warning",
+         "There is nobody to shard with: FSDP's cost without its gain.",
+         "Start more processes, or train without FSDP."),
+    Rule("FSD328", "processes do not divide over the machines", "error",
+         "`num_processes` counts all machines in accelerate, not one: the launcher starts num_processes // "
+         "num_machines on each and loses the rest.",
+         "Make num_processes a multiple of num_machines."),
+    Rule("FSD329", "rendezvous address missing", "warning",
+         "Several machines need `main_process_ip` and `main_process_port`; accelerate 1.15 otherwise waits for "
+         "a host called None. They may come from the command line.",
+         "Write both, or pass --main_process_ip and --main_process_port."),
+    Rule("FSD330", "FSDP block under another distributed_type", "error",
+         "accelerate 1.15 accepts the block and never starts FSDP.",
+         "Write `distributed_type: FSDP` (--unsafe-fixes: the run changes), or remove the block.", "unsafe"),
+    Rule("FSD331", "GPU ids do not match the processes", "warning",
+         "More processes than ids put several ranks on one GPU; one id with MULTI_GPU is refused.",
+         "List as many ids as processes per machine."),
+    Rule("FSD332", "NO_SHARD has no FSDP2 equivalent", "error",
+         "NO_SHARD is plain data parallelism. `accelerate to-fsdp2` turns it into reshard false, which shards "
+         "parameters and is a different thing.",
+         "Use `distributed_type: MULTI_GPU` (DDP)."),
+    Rule("FSD333", "LOCAL_STATE_DICT is not supported", "error",
+         "accelerate 1.15: FSDP2 does not support LOCAL_STATE_DICT.",
+         "Use SHARDED_STATE_DICT: each rank writes its shard, and it can be read with another number of ranks."),
+    Rule("FSD334", "hybrid sharding without a mesh", "error",
+         "Under FSDP2 hybrid sharding is a mesh of dp_replicate x dp_shard, written in `parallelism_config`; "
+         "the strategy name alone shards over all ranks.",
+         "`fsdptool migrate` writes the mesh: replicate over machines, shard within."),
+    Rule("FSD335", "suspicious wrap class", "warning",
+         "The name is a leaf layer, an embedding or a whole model: units become far too many, or one.",
+         "Name the repeated block (`fsdptool detect REF` finds it)."),
+    Rule("FSD336", "strategy under the wrong key for FSDP1", "error",
+         "Under version 1 accelerate 1.15 always exports FSDP_SHARDING_STRATEGY (FULL_SHARD unless "
+         "`fsdp_sharding_strategy` is written), which wins: a strategy written in `fsdp_reshard_after_forward`, "
+         "as `accelerate config` does, has always run as FULL_SHARD.",
+         "Migrate, and decide which of the two was meant."),
+    Rule("FSD337", "truth of text", "error",
+         "transformers 5.23 tests this value without parsing it: `cpu_offload: \"false\"` switches offload ON.",
+         "Write a plain boolean (--unsafe-fixes: the run changes to what is written).", "unsafe"),
+    Rule("FSD338", "version left to the installed transformers", "warning",
+         "Without a version TrainingArguments ran FSDP1 before transformers 5.10 and runs FSDP2 since.",
+         "Write `\"version\": 2` (--fix writes the version in effect).", "safe"),
+    Rule("FSD339", "legacy `fsdp` text or list", "warning",
+         "transformers 5.23 still understands `full_shard`, `shard_grad_op`, `offload` and `auto_wrap` in "
+         "lower case separated by spaces, and announces the removal; anything else raises.",
+         "Write `fsdp: true` and the options in `fsdp_config` (--fix).", "safe"),
+    Rule("FSD340", "save_only_model with a sharded state dict", "error",
+         "The transformers Trainer raises for save_only_model with SHARDED_STATE_DICT.",
+         "Use FULL_STATE_DICT, or save_only_model false."),
+    Rule("FSD341", "setting comes from the environment", "info",
+         "The file does not write it, accelerate launch does not export it, and the variable is set here: it "
+         "decides.",
+         "Write the setting in the file, or unset the variable."),
+    Rule("FSD342", "parallelism block outside FSDP2", "error",
+         "accelerate 1.15 takes the block with FSDP2, multi-device and DeepSpeed runs only; FSDP1 with it fails "
+         "when the accelerator is built.",
+         "Set fsdp_version to 2 or remove the block."),
+    Rule("FSD343", "parallelism block without effect", "warning",
+         "All sizes are 1 (or no key is read): accelerate 1.15 then replicates instead of sharding, or stops "
+         "because FSDP2 has no dimension to shard across.",
+         "Give dp_shard_size the number of processes, or remove the block (--unsafe-fixes removes it).",
+         "unsafe"),
+    Rule("FSD344", "FSDP2 is too new for the target", "error",
+         "The setting does not exist in the accelerate or transformers version named by --target.",
+         "Upgrade, or leave the setting out."),
+    Rule("FSD345", "optimizer that does not work on sharded parameters", "warning",
+         "SimpleTuner swaps optimi-*, bnb-* and soap optimizers for another one under FSDP2; elsewhere they "
+         "fail in the first step.",
+         "Choose an optimizer that works on DTensors (adamw)."),
+    Rule("FSD346", "precision and sharding do not combine", "error",
+         "SimpleTuner refuses quanto-quantised base models with FSDP2 (torchao int8 passes).",
+         "Choose another base_model_precision."),
+    Rule("FSD347", "context parallelism on this device", "error",
+         "On CPU torch 2.13 has no sharding strategy for the attention kernel (`Operator "
+         "aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy "
+         "registered`); MPS and ROCm were never supported.",
+         "Set the context-parallel size to 1 on this device."),
+    Rule("FSD348", "callable as wrap policy", "error",
+         "No program accepts a dotted path as policy (accelerate 1.15: `Invalid auto wrap policy`), and a "
+         "configuration must not name code to import.",
+         "Use TRANSFORMER_BASED_WRAP with class names."),
+    Rule("FSD349", "EMA on CPU with sharded parameters", "error",
+         "SimpleTuner refuses ema_cpu_only with FSDP2.",
+         "Keep the moving average on the device."),
+    Rule("FSD350", "offload combined with an optimizer that moves its own states", "error",
+         "SimpleTuner refuses fsdp_cpu_offload with optimizer_release_gradients on optimi optimizers and with "
+         "optimizer_cpu_offload_method=torchao.",
+         "Use one of the two."),
+    Rule("FSD351", "setting this program keeps for itself", "error",
+         "The trainer would sort the setting out differently: a key that the accelerate YAML owns does not "
+         "belong into a recipe, and the other way round.",
+         "Write it in the file that owns it."),
+    Rule("FSD352", "mixed precision left out", "info",
+         "accelerate 1.15 trains in the model's own dtype when nothing is written.",
+         "Write mixed_precision (--fix writes 'no').", "safe"),
+    Rule("FSD353", "activation offload key that nobody reads", "warning",
+         "accelerate calls it `fsdp_activation_checkpointing_offload` (1.15, version 2, with activation "
+         "checkpointing); TrainingArguments 5.23 reads neither.",
+         "Use accelerate's key in the accelerate YAML."),
+    Rule("FSD354", "checked against another version", "info",
+         "The rules were checked by running accelerate 1.15.0 and transformers 5.23.0; for other versions they "
+         "are a best guess.",
+         "Nothing needs to be done."),
+)  # fmt: skip

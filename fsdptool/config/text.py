@@ -1,0 +1,139 @@
+"""Files as text with places: read once, bounded, and never through newline translation."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+SIZE_LIMIT = 1 << 20
+"""Larger files are refused unparsed: no configuration is this large, a bomb may be."""
+
+
+class UnreadableError(Exception):
+    """A file that cannot become text; ``code`` is the rule it breaks."""
+
+    def __init__(self, code: str, message: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.index = index
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """Decoded text of one file, exactly as stored (line endings included, byte-order mark apart).
+
+    Attributes:
+        text: The characters after the byte-order mark, if there is one.
+        path: As the person named it, or None for text from elsewhere.
+        bom: Whether the file began with a UTF-8 byte-order mark.
+    """
+
+    text: str
+    path: str | None = None
+    bom: bool = False
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts = [0]
+        text = self.text
+        index = 0
+        while True:
+            newline = text.find("\n", index)
+            carriage = text.find("\r", index, newline if newline >= 0 else len(text))
+            if carriage >= 0:
+                index = carriage + (2 if text.startswith("\r\n", carriage) else 1)
+            elif newline >= 0:
+                index = newline + 1
+            else:
+                return starts
+            starts.append(index)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the 1-based line and column of the character at ``index``."""
+        index = max(0, min(index, len(self.text)))
+        line = bisect_right(self._starts, index)
+        return line, index - self._starts[line - 1] + 1
+
+    def line(self, number: int) -> str:
+        """Return line ``number`` (1-based) without its ending; empty beyond the end."""
+        if not 1 <= number <= len(self._starts):
+            return ""
+        start = self._starts[number - 1]
+        end = self._starts[number] if number < len(self._starts) else len(self.text)
+        return self.text[start:end].rstrip("\r\n")
+
+    def line_start(self, number: int) -> int:
+        """Return the index of the first character of line ``number`` (1-based)."""
+        return self._starts[number - 1] if number <= len(self._starts) else len(self.text)
+
+    @property
+    def line_count(self) -> int:
+        """Number of lines; a text without any newline has one."""
+        return len(self._starts)
+
+    @property
+    def newline(self) -> str:
+        """Return the line ending the file uses first, ``\\n`` when it has none."""
+        at = self.text.find("\n")
+        return "\r\n" if at > 0 and self.text[at - 1] == "\r" else "\n"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file's bytes, in hexadecimal."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def encode(self, text: str | None = None) -> bytes:
+        """Return the bytes of ``text`` (default: this text) in this file's encoding."""
+        data = (self.text if text is None else text).encode("utf-8")
+        return b"\xef\xbb\xbf" + data if self.bom else data
+
+    def with_text(self, text: str) -> SourceText:
+        """Return the same file with other characters."""
+        return SourceText(text, self.path, self.bom)
+
+
+def decode(data: bytes, path: str | None = None) -> SourceText:
+    """Decode a file's bytes.
+
+    Raises:
+        UnreadableError: Too large, or not UTF-8.
+    """
+    if len(data) > SIZE_LIMIT:
+        raise UnreadableError(
+            "FSD102", f"the file has {len(data):,} bytes; more than {SIZE_LIMIT:,} are not read"
+        )
+    bom = data.startswith(b"\xef\xbb\xbf")
+    if bom:
+        data = data[3:]
+    try:
+        return SourceText(data.decode("utf-8"), path, bom)
+    except UnicodeDecodeError as error:
+        raise UnreadableError(
+            "FSD103",
+            f"the file is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start + 3 * bom})",
+        ) from error
+
+
+def read_source(path: str | Path) -> SourceText:
+    """Read a file.
+
+    Raises:
+        UnreadableError: It cannot be opened, is too large, or is not UTF-8.
+    """
+    try:
+        with Path(path).open("rb") as stream:
+            data = stream.read(SIZE_LIMIT + 1)
+        if len(data) > SIZE_LIMIT:
+            size = Path(path).stat().st_size
+            raise UnreadableError(
+                "FSD102", f"the file has {size:,} bytes; more than {SIZE_LIMIT:,} are not read"
+            )
+    except OSError as error:
+        raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a NUL in the path
+        raise UnreadableError("FSD101", f"the file cannot be read: {error}") from error
+    return decode(data, str(path))
