@@ -1,0 +1,76 @@
+"""What every rank runs: ``python -m fsdptool.training.worker RUN_FOLDER`` under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.training.guard import guard
+
+if TYPE_CHECKING:
+    from fsdptool.training.events import EventLog
+    from fsdptool.training.stop import SignalFlag
+
+
+def main(arguments: list[str]) -> int:
+    """Run one worker and return its exit status."""
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m fsdptool.training.worker RUN_FOLDER\n")
+        return 2
+    folder = Path(arguments[0])
+    return guard(folder, lambda events, flag: work(folder, events, flag))
+
+
+def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
+    """Train what ``folder`` describes; returns the fields of the closing ``finished`` event."""
+    events.emit("phase", name="importing")
+    import torch
+
+    from fsdptool.training.assemble import assemble
+    from fsdptool.training.data import build_batches, build_evaluation
+    from fsdptool.training.loop import Loop
+    from fsdptool.training.parts import open_parts
+    from fsdptool.training.run_inputs import read_inputs
+    from fsdptool.training.session import close_session, open_session
+
+    inputs = read_inputs(folder)
+    recipe = inputs.recipe
+    session = open_session(inputs.settings)
+    mesh = {name: value for name, value in asdict(session.sizes).items() if value is not None}
+    parts = open_parts(
+        folder, recipe, inputs.settings, device=session.device, events=events, stop=flag, mesh=mesh
+    )
+    torch.manual_seed(recipe.seed)
+
+    def phase(name: str) -> None:
+        events.emit("phase", name=name)
+
+    assembled = assemble(inputs, session, phase=phase)
+    if session.is_main:
+        events.emit("proof", **assembled.proof)
+    share = {"rank": session.data_rank, "world": session.data_ranks}
+    pinned = session.device.type == "cuda"
+    batches = build_batches(recipe, inputs.spec, pin_memory=pinned, **share)
+    validation = build_evaluation(recipe, inputs.spec, **share)
+    loop = Loop(recipe, assembled, batches, validation, parts, session)
+    phase("training")
+    ended = loop.run()
+    batches.close()
+    if validation is not None:
+        validation.close()
+    close_session()
+    return {
+        "status": ended.status,
+        "step": ended.step,
+        "signal": ended.signal,
+        "loss": ended.last_loss,
+        "instrument": parts.meter.instrument,
+        "peaks": list(parts.meter.peaks()),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
