@@ -25,7 +25,9 @@ COMMANDS = {
 }
 """The five verbs, in the order a newcomer types them."""
 
-_MODULES: dict[str, str] = {}
+_MODULES: dict[str, str] = {
+    "train": "train",
+}
 """Command name to module under ``fsdptool.cli`` with a function ``command``."""
 
 _GROUPS: dict[str, str] = {}

@@ -1,0 +1,1 @@
+"""Starting a run: preflight, command lines, supervision, Slurm (docs/launch.md). Torch-free."""

@@ -1,0 +1,162 @@
+"""``fsdptool train``: prepare, write the run folder, launch, render, sum up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdptool.cli.output import Format, print_document
+
+if TYPE_CHECKING:
+    from fsdptool.launch.command import LaunchCommand
+    from fsdptool.launch.prepare import Prepared
+    from fsdptool.launch.supervise import Outcome
+    from fsdptool.report.train import Progress
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")],
+    config: Annotated[Path, typer.Option("--config", help="The accelerate YAML (or another dialect).")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder. [runs/RECIPE]")] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", help="auto (newest good checkpoint) or a checkpoint folder.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run in the folder.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print argv and environment; start nothing.")
+    ] = False,
+    processes: Annotated[
+        int | None, typer.Option("--processes", help="Processes in all; must agree with the configuration.")
+    ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Train on the CPU whatever the configuration says.")
+    ] = False,
+    launcher: Annotated[str, typer.Option("--launcher", help="torchrun or accelerate.")] = "torchrun",
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", help="Relaunch from the newest good checkpoint this often.")
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds a collective may take before ranks give up.")
+    ] = 600.0,
+    grace: Annotated[
+        int, typer.Option("--grace", help="Seconds workers may take to save after a signal.")
+    ] = 600,
+    predict: Annotated[
+        bool, typer.Option("--predict/--no-predict", help="Predict the memory before the run.")
+    ] = True,
+    format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
+) -> int:
+    """Train RECIPE on the processes, mesh and wrapping the configuration says."""
+    from fsdptool.errors import ConfigError
+    from fsdptool.launch.create import check_folder, lock_run, write_run
+    from fsdptool.launch.devices import claim_gpus
+    from fsdptool.launch.prepare import prepare
+
+    if launcher not in ("torchrun", "accelerate"):
+        raise ConfigError(f"there is no launcher {launcher!r}", help="choose torchrun or accelerate")
+    folder = (output or Path("runs") / recipe.stem).absolute()
+    number = check_folder(folder, resume=resume, force=force)
+    prepared = prepare(recipe, config, processes=processes, cpu=cpu, with_prediction=predict)
+    command_line = _command(prepared, folder, launcher, max_restarts, timeout, grace)
+    if dry_run:
+        _print_dry_run(command_line, folder, format)
+        return 0
+    with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
+        write_run(folder, prepared, resume=resume, number=number, argv=sys.argv, force=force)
+        return _run(prepared, folder, command_line, max_restarts, format)
+
+
+def _command(
+    prepared: Prepared, folder: Path, launcher: str, max_restarts: int, timeout: float, grace: int
+) -> LaunchCommand:
+    from fsdptool.launch.command import Nodes, build_command
+    from fsdptool.training.folder import ACCELERATE
+
+    settings = prepared.settings
+    endpoint = f"{settings.main_process_ip}:{settings.main_process_port or 29500}"
+    return build_command(
+        folder,
+        settings,
+        processes=prepared.per_machine,
+        device=prepared.device,
+        launcher="accelerate" if launcher == "accelerate" else "torchrun",
+        nodes=Nodes(settings.num_machines, settings.machine_rank, endpoint),
+        max_restarts=max_restarts,
+        grace_seconds=grace,
+        timeout_seconds=timeout,
+        config=folder / ACCELERATE,
+    )
+
+
+def _print_dry_run(command_line: LaunchCommand, folder: Path, format: Format) -> None:
+    from fsdptool.records.document import envelope
+
+    if format is Format.JSON:
+        body: dict[str, Any] = {
+            "argv": list(command_line.argv),
+            "environment": dict(command_line.environment),
+            "folder": str(folder),
+        }
+        print_document(envelope("launch", body, body))
+        return
+    sys.stdout.write(command_line.shell() + "\n")
+
+
+def _run(
+    prepared: Prepared, folder: Path, command_line: LaunchCommand, max_restarts: int, format: Format
+) -> int:
+    from fsdptool.launch.supervise import Supervisor
+    from fsdptool.records.codec import to_json
+    from fsdptool.report.train import Progress, plan_text
+
+    progress = Progress(prepared.recipe.steps, every=max(prepared.recipe.tracking.log_every, 1))
+    for note in (
+        *(item.message for item in prepared.diagnostics if item.severity == "warning"),
+        *prepared.notes,
+    ):
+        progress.say(f"warning: {note}")
+    progress.say(plan_text(to_json(prepared.prediction)))
+    try:
+        outcome = Supervisor(folder, command_line, max_restarts=max_restarts, tell=progress).run()
+    finally:
+        progress.close()
+    return _close(prepared, folder, outcome, progress, format)
+
+
+def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progress, format: Format) -> int:
+    from dataclasses import asdict
+
+    from fsdptool.launch.closing import summarise, write_summary
+    from fsdptool.report.train import closing_text
+    from fsdptool.training.events import read_lines
+    from fsdptool.training.folder import METRICS
+
+    mesh = asdict(prepared.settings.mesh.resolve(prepared.world_size))
+    summary = summarise(folder, outcome, units=len(prepared.units.units), mesh=mesh)
+    try:
+        document = write_summary(folder, summary)
+    except OSError as error:
+        progress.say(f"warning: summary.json cannot be written: {error.strerror or error}")
+        document = asdict(summary)
+    if format is Format.JSON:
+        print_document(document)
+    else:
+        losses = [line.get("loss") for line in read_lines(folder / METRICS)]
+        sys.stdout.write(closing_text(document, _shown(folder), losses))
+    if outcome.failure is not None:
+        progress.say(f"error: {outcome.failure.message}")
+        if outcome.failure.help:
+            progress.say(f"help: {outcome.failure.help}")
+    elif summary.resumable:
+        progress.say("stopped; continue with --resume auto")
+    return summary.exit_code
+
+
+def _shown(folder: Path) -> str:
+    try:
+        return str(folder.relative_to(Path.cwd()))
+    except ValueError:
+        return str(folder)

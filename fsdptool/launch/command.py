@@ -1,0 +1,137 @@
+"""The exact argument list and environment that start a run's workers. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fsdptool.records.settings import FsdpSettings
+
+Launcher = Literal["torchrun", "accelerate"]
+
+WORKER = "fsdptool.training.worker"
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where the machines of a run meet.
+
+    Attributes:
+        count: Machines.
+        rank: This machine's number, or None when the launcher's rendezvous decides.
+        endpoint: ``host:port`` of the rendezvous; needed for more than one machine.
+    """
+
+    count: int = 1
+    rank: int | None = None
+    endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCommand:
+    """An argument list, and the variables it adds to or changes in the environment."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def shell(self) -> str:
+        """Return both as one line for a shell."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
+        return " ".join([*variables, shlex.join(self.argv)])
+
+
+def build_command(
+    folder: Path,
+    settings: FsdpSettings,
+    *,
+    processes: int,
+    device: str,
+    launcher: Launcher = "torchrun",
+    nodes: Nodes | None = None,
+    max_restarts: int = 0,
+    grace_seconds: int = 600,
+    timeout_seconds: float = 600.0,
+    config: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> LaunchCommand:
+    """Return what starts the workers of ``folder`` on this machine.
+
+    Args:
+        folder: A written run folder.
+        settings: What the YAML says (GPU ids, rendezvous port).
+        processes: Processes on this machine.
+        device: ``cpu`` or ``cuda``.
+        launcher: ``torchrun`` (elastic: restarts, signals) or ``accelerate``.
+        nodes: Rendezvous of several machines.
+        max_restarts: How often torchrun relaunches the workers after a failure.
+        grace_seconds: How long torchrun waits for workers to save after a signal (its default: 30).
+        timeout_seconds: How long a collective may take.
+        config: The accelerate YAML, for ``accelerate launch``.
+        variables: The cluster's variables (NCCL); a variable the person has exported wins.
+    """
+    nodes = nodes or Nodes()
+    environment = _environment(settings, processes, device, nodes, timeout_seconds, variables or {})
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_seconds)
+    if launcher == "accelerate":
+        argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        argv += ["--num_processes", str(processes * nodes.count), "--module", WORKER, str(folder)]
+        return LaunchCommand(tuple(argv), environment)
+    argv = [sys.executable, "-m", "torch.distributed.run", *_rendezvous(settings, nodes)]
+    argv += ["--nproc-per-node", str(processes), "--max-restarts", str(max_restarts)]
+    argv += ["--signals-to-handle", _SIGNALS, "--module", WORKER, str(folder)]
+    return LaunchCommand(tuple(argv), environment)
+
+
+def _rendezvous(settings: FsdpSettings, nodes: Nodes) -> list[str]:
+    if nodes.count == 1:
+        port = settings.main_process_port or 0
+        # An explicit loopback: --standalone asks the resolver for this host's name, which fails or
+        # stalls on machines whose own name does not resolve.
+        return [
+            *("--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+            *("--local-addr", "127.0.0.1"),
+        ]
+    found = ["--nnodes", str(nodes.count), "--rdzv-backend", "c10d", "--rdzv-endpoint", str(nodes.endpoint)]
+    if nodes.rank is not None:
+        found += ["--node-rank", str(nodes.rank)]
+    return found
+
+
+def _environment(
+    settings: FsdpSettings,
+    processes: int,
+    device: str,
+    nodes: Nodes,
+    timeout_seconds: float,
+    variables: Mapping[str, str],
+) -> dict[str, str]:
+    chosen = dict(variables)
+    chosen["FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"] = f"{timeout_seconds:g}"
+    # torchrun would set 1 and warn; a rank may use its share of the cores.
+    chosen["OMP_NUM_THREADS"] = str(max(available_cores() // processes, 1))
+    if nodes.count == 1 and sys.platform == "linux":
+        chosen["GLOO_SOCKET_IFNAME"] = "lo"
+    if device == "cuda":
+        if settings.gpu_ids and settings.gpu_ids != "all":
+            chosen["CUDA_VISIBLE_DEVICES"] = settings.gpu_ids
+        # A collective that times out leaves every rank's last collectives behind.
+        chosen["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+        chosen["TORCH_FR_BUFFER_SIZE"] = "2000"
+    else:
+        chosen["CUDA_VISIBLE_DEVICES"] = ""
+    kept = {"CUDA_VISIBLE_DEVICES", "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"}
+    return {name: value for name, value in chosen.items() if name in kept or name not in os.environ}
+
+
+def available_cores() -> int:
+    """Return the cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,151 @@
+"""Making a run folder: new, continued or replaced, and never two runs in one."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsdptool.errors import ConfigError, StorageError
+from fsdptool.launch.prepare import Prepared
+from fsdptool.records.codec import to_json
+from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
+from fsdptool.training.folder import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    EVENTS,
+    EXPORT,
+    LOGS,
+    METRICS,
+    PREDICTION,
+    RUN,
+    SUMMARY,
+    Start,
+    environment,
+    read_start,
+    write_json,
+    write_start,
+    write_text,
+)
+from fsdptool.training.run_inputs import RunInputs, write_inputs
+
+_OURS = (CHECKPOINTS, EVENTS, LOGS, EXPORT, METRICS, SUMMARY, RUN)
+
+
+def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
+    """Decide whether ``folder`` may be written; returns how often the run was started before.
+
+    Raises:
+        ConfigError: There is a run already and neither ``resume`` nor ``force`` says what to do with it,
+            or ``resume`` names nothing that can be resumed.
+    """
+    if resume and force:
+        raise ConfigError("--resume and --force exclude each other", help="give one of them")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file", help="choose another folder with --output")
+    if resume and resume != "auto":
+        read_manifest(Path(resume))
+    if (folder / RUN).exists():
+        if resume:
+            return read_start(folder).number + 1
+        if not force:
+            raise ConfigError(
+                f"{folder} holds a run already",
+                help="continue it with --resume auto, replace it with --force, or choose another --output",
+            )
+        return 0
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(
+            f"{folder} is not empty and holds no run", help="choose an empty or new folder with --output"
+        )
+    return 0
+
+
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint with a sound manifest, or None."""
+    for path in list_checkpoints(folder / CHECKPOINTS):
+        with contextlib.suppress(ConfigError):
+            return read_manifest(path).step
+    return None
+
+
+def write_run(
+    folder: Path, prepared: Prepared, *, resume: str | None, number: int, argv: Sequence[str], force: bool
+) -> None:
+    """Write everything the workers read; ``run.json`` last.
+
+    Raises:
+        StorageError: The folder cannot be written; nothing that was there is lost unless ``force``.
+    """
+    start = Start(prepared.world_size, prepared.device, resume, number, tuple(argv))
+    inputs = RunInputs(
+        folder,
+        prepared.recipe,
+        prepared.settings,
+        prepared.spec,
+        prepared.units,
+        prepared.teacher_spec,
+        prepared.teacher_units,
+    )
+    try:
+        if force:
+            _clear(folder)
+        for name in (CHECKPOINTS, EVENTS, LOGS):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for name, text in prepared.files.items():
+            write_text(folder / name, text)
+        write_inputs(inputs)
+        write_json(folder / PREDICTION, to_json(prepared.prediction))
+        write_json(folder / ENVIRONMENT, environment())
+        write_start(folder, start, [inputs.recipe, inputs.settings, inputs.spec, inputs.units])
+    except OSError as error:
+        raise StorageError(
+            f"the run folder {folder} cannot be written: {error.strerror or error}",
+            help="free space, or choose another folder with --output",
+        ) from error
+
+
+def _clear(folder: Path) -> None:
+    for name in _OURS:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Hold the run for this process.
+
+    Raises:
+        ConfigError: Another process trains in this folder.
+        StorageError: The folder cannot be made.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the run folder {folder} cannot be made: {error.strerror or error}",
+            help="choose another folder with --output",
+        ) from error
+    # Beside the folder, so that an empty folder stays empty until it is written whole.
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"another process trains in {folder}", help="wait for it, or choose another --output"
+        ) from None
+    except OSError as error:
+        raise StorageError(f"{folder.parent} cannot be written: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError):
+            Path(lock.lock_file).unlink()

@@ -1,0 +1,104 @@
+"""The GPUs of this machine: which there are, and which of them a run has taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsdptool.errors import ConfigError
+from fsdptool.launch.prepare import count_gpus, gpu_set
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.settings import FsdpSettings
+
+
+def registry_folder() -> Path:
+    """Return where the runs of this machine and user say which GPUs they hold."""
+    base = os.environ.get("FSDPTOOL_LOCKS")
+    return Path(base) if base else Path(tempfile.gettempdir()) / f"fsdptool-gpus-{os.getuid()}"
+
+
+def wanted_gpus(settings: FsdpSettings) -> frozenset[str]:
+    """Return the ids of the GPUs a run on this machine would use."""
+    if settings.gpu_ids and settings.gpu_ids != "all":
+        return gpu_set(settings.gpu_ids)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    everything = sorted(gpu_set(visible), key=str) if visible else [str(i) for i in range(count_gpus())]
+    processes = (settings.num_processes or len(everything)) // max(settings.num_machines, 1)
+    return frozenset(everything[:processes])
+
+
+@contextmanager
+def claim_gpus(settings: FsdpSettings, device: str, folder: Path) -> Iterator[frozenset[str]]:
+    """Hold the GPUs of a run while it lasts; CPU runs hold none.
+
+    Raises:
+        ConfigError: A run that is still alive holds one of them.
+    """
+    if device != "cuda":
+        yield frozenset()
+        return
+    wanted = wanted_gpus(settings)
+    with hold(wanted, folder):
+        yield wanted
+
+
+@contextmanager
+def hold(wanted: frozenset[str], folder: Path) -> Iterator[None]:
+    """Register ``wanted`` for this process, refusing any overlap with a live claim.
+
+    Raises:
+        ConfigError: See :func:`claim_gpus`.
+    """
+    from filelock import FileLock
+
+    registry = registry_folder()
+    registry.mkdir(mode=0o700, parents=True, exist_ok=True)
+    claim = registry / f"{os.getpid()}.json"
+    with FileLock(registry / ".lock"):
+        for other in sorted(registry.glob("*.json")):
+            taken = _read_claim(other)
+            if taken is None:
+                other.unlink(missing_ok=True)
+                continue
+            if shared := sorted(wanted & taken[0]):
+                raise ConfigError(
+                    f"GPU {', '.join(shared)} is in use by the run in {taken[1]} (process {other.stem})",
+                    help="choose other gpu_ids, or wait for that run",
+                )
+        claim.write_text(json.dumps({"gpus": sorted(wanted), "run": str(folder)}), encoding="utf-8")
+    try:
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _read_claim(path: Path) -> tuple[frozenset[str], str] | None:
+    """Return the claim in a file, or None if its process has gone."""
+    try:
+        os.kill(int(path.stem), 0)
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return frozenset(data["gpus"]), str(data["run"])
+    except PermissionError:
+        return None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def local_cluster(settings: FsdpSettings) -> Cluster | None:
+    """Return the cluster this machine's GPUs make, from the catalogue, or None if the GPU is not in it."""
+    import torch
+
+    from fsdptool.errors import FsdptoolError
+    from fsdptool.planning import load_gpu
+
+    name = torch.cuda.get_device_properties(0).name
+    per_machine = (settings.num_processes or 1) // max(settings.num_machines, 1)
+    try:
+        gpu = load_gpu(name)
+    except FsdptoolError:
+        return None
+    return Cluster(gpu, per_machine, max(settings.num_machines, 1))

@@ -1,0 +1,259 @@
+"""From a recipe and a YAML to everything a run folder holds. Nothing is written here. Torch-free itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.plan import Candidate
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.units import UnitPlan
+from fsdptool.training.folder import ACCELERATE, RECIPE
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that can be written and launched.
+
+    Attributes:
+        recipe, settings, spec, units: What the workers need.
+        teacher_spec, teacher_units: Only under distillation.
+        device: ``cpu`` or ``cuda``.
+        world_size, per_machine: Processes in all and on each machine.
+        prediction: What the plan says, or None with the reason in ``notes``.
+        diagnostics: Findings in the YAML that are no errors.
+        notes: One line each for the person.
+        files: The files as given, by their name in the run folder.
+    """
+
+    recipe: Recipe
+    settings: FsdpSettings
+    spec: ModelSpec
+    units: UnitPlan
+    teacher_spec: ModelSpec | None
+    teacher_units: UnitPlan | None
+    device: Device
+    world_size: int
+    per_machine: int
+    prediction: Candidate | None
+    diagnostics: tuple[Diagnostic, ...]
+    notes: tuple[str, ...]
+    files: Mapping[str, str]
+
+
+def prepare(
+    recipe_path: Path,
+    config_path: Path,
+    *,
+    processes: int | None = None,
+    cpu: bool = False,
+    with_prediction: bool = True,
+) -> Prepared:
+    """Read, resolve, inspect, group and predict.
+
+    Args:
+        recipe_path: The recipe.
+        config_path: The accelerate YAML (any dialect ``config`` reads).
+        processes: Processes the launch will have, if the command line says so.
+        cpu: Train on the CPU whatever the YAML says.
+        with_prediction: Ask ``planning`` for the memory.
+
+    Raises:
+        FsdptoolError: Anything the person can mend, in one line.
+    """
+    from fsdptool.config import read_settings
+    from fsdptool.config.recipe import read_recipe
+    from fsdptool.inspection import inspect
+
+    files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
+    recipe = read_recipe(recipe_path)
+    reading = read_settings(config_path, consumer="fsdptool")
+    settings = reading.require()
+    if cpu:
+        settings = replace(settings, use_cpu=True)
+    device = choose_device(settings, config_path)
+    world_size, per_machine = count_processes(settings, device, processes, config_path)
+    settings = replace(settings, num_processes=world_size, use_cpu=device == "cpu")
+    _check_mesh(settings, world_size, config_path)
+    spec = resolve_model(recipe.model, recipe_path)
+    anatomy = inspect(spec)
+    units = _group(anatomy, settings, recipe)
+    teacher_spec, teacher_units = _teacher(recipe, settings, recipe_path)
+    prediction, notes = _predict(spec, anatomy, recipe, settings, device) if with_prediction else (None, ())
+    return Prepared(
+        recipe=recipe,
+        settings=settings,
+        spec=spec,
+        units=units,
+        teacher_spec=teacher_spec,
+        teacher_units=teacher_units,
+        device=device,
+        world_size=world_size,
+        per_machine=per_machine,
+        prediction=prediction,
+        diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
+        notes=notes,
+        files=files,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist", help="check the path") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})", help="save it as UTF-8") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def resolve_model(choice: ModelChoice, recipe_path: Path) -> ModelSpec:
+    """Resolve a recipe's model; a relative path counts from the working directory, then from the recipe."""
+    from fsdptool.source import resolve
+
+    reference = choice.reference
+    beside = recipe_path.parent / reference
+    if not Path(reference).exists() and beside.exists():
+        reference = str(beside)
+    return resolve(
+        reference,
+        revision=choice.revision,
+        component=choice.component,
+        trust_remote_code=choice.trust_remote_code,
+        overrides=choice.overrides or None,
+    )
+
+
+def _group(anatomy: Anatomy, settings: FsdpSettings, recipe: Recipe) -> UnitPlan:
+    from fsdptool.layout import group
+
+    return group(anatomy, settings, recipe.sharding)
+
+
+def _teacher(
+    recipe: Recipe, settings: FsdpSettings, recipe_path: Path
+) -> tuple[ModelSpec | None, UnitPlan | None]:
+    from fsdptool.inspection import inspect
+
+    if recipe.method.name != "distillation" or recipe.method.distillation is None:
+        return None, None
+    spec = resolve_model(recipe.method.distillation.teacher, recipe_path)
+    # The YAML's wrap classes are the student's; the teacher keeps those its own structure says.
+    anatomy = inspect(spec)
+    own = replace(settings, wrap_classes=anatomy.wrap.classes, activation_checkpointing=False)
+    return spec, _group(anatomy, own, recipe)
+
+
+def _predict(
+    spec: ModelSpec, anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings, device: Device
+) -> tuple[Candidate | None, tuple[str, ...]]:
+    from fsdptool.planning.predict import predict
+
+    try:
+        cluster = None
+        if device == "cuda":
+            from fsdptool.launch.devices import local_cluster
+
+            cluster = local_cluster(settings)
+        candidate = predict(
+            spec,
+            anatomy,
+            recipe,
+            settings,
+            cluster=cluster,
+            profile="cuda" if device == "cuda" else "cpu-gloo",
+        )
+    except FsdptoolError as error:
+        return None, (f"the memory could not be predicted: {error.message}",)
+    return candidate, ()
+
+
+def choose_device(settings: FsdpSettings, config_path: Path) -> Device:
+    """Return where the run will be: the CPU only if the file says so.
+
+    Raises:
+        ConfigError: The file is for GPUs and there are none.
+    """
+    if settings.use_cpu:
+        return "cpu"
+    if not count_gpus():
+        raise ConfigError(
+            f"{config_path} is for {settings.num_processes or 'some'} GPUs and this machine has none",
+            help="run it where the GPUs are, or train on the CPU with use_cpu: true (or --cpu)",
+        )
+    return "cuda"
+
+
+def count_gpus() -> int:
+    """Return the NVIDIA GPUs this process may use, without importing torch where there are none."""
+    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def count_processes(
+    settings: FsdpSettings, device: Device, processes: int | None, config_path: Path
+) -> tuple[int, int]:
+    """Return the world size and the processes per machine.
+
+    Raises:
+        ConfigError: The file is for more processes than the launch or this machine has.
+    """
+    world_size = processes if processes is not None else settings.num_processes
+    if world_size is None or world_size == -1:
+        world_size = max(count_gpus(), 1) if device == "cuda" else 1
+    if processes is not None and settings.num_processes not in (None, -1, processes):
+        raise ConfigError(
+            f"{config_path} is for {settings.num_processes} processes and the launch has {processes}",
+            help="change num_processes, or leave --processes out",
+        )
+    if world_size < 1:
+        raise ConfigError(f"{config_path}: num_processes is {world_size}", help="give at least 1")
+    machines = max(settings.num_machines, 1)
+    if world_size % machines:
+        raise ConfigError(
+            f"{config_path}: {world_size} processes cannot be shared equally by {machines} machines",
+            help="make num_processes a multiple of num_machines",
+        )
+    per_machine = world_size // machines
+    available = _visible_gpus(settings)
+    if device == "cuda" and per_machine > available:
+        raise ConfigError(
+            f"{config_path} is for {per_machine} processes on this machine, which offers {available} GPUs",
+            help="lower num_processes, change gpu_ids, or set use_cpu: true",
+        )
+    return world_size, per_machine
+
+
+def _visible_gpus(settings: FsdpSettings) -> int:
+    total = count_gpus()
+    if settings.gpu_ids and settings.gpu_ids != "all":
+        return min(len(gpu_set(settings.gpu_ids)), total)
+    return total
+
+
+def gpu_set(text: str) -> frozenset[str]:
+    """Return the GPU ids in a comma list; ``1,0`` equals ``0,1``."""
+    return frozenset(part for part in re.split(r"[,\s]+", text.strip()) if part)
+
+
+def _check_mesh(settings: FsdpSettings, world_size: int, config_path: Path) -> None:
+    try:
+        settings.mesh.resolve(world_size)
+    except ValueError as error:
+        raise ConfigError(
+            f"{config_path}: {error}", help="change parallelism_config or num_processes"
+        ) from error

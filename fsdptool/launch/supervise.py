@@ -1,0 +1,339 @@
+"""Starts the workers, watches them, passes stop requests on, and says which one failed. Torch-free.
+
+torchrun (torch 2.13) polls its children every 0.1 s; after a failure it sends the others SIGTERM and,
+30 s later, SIGKILL, and it names ranks only in its log. This supervisor watches the same processes by
+their announced ids, so that the bound is ours and the message says who and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from fsdptool.launch.command import LaunchCommand
+from fsdptool.launch.watch import Follower
+from fsdptool.training.events import STDERR_MARK
+from fsdptool.training.folder import LOGS
+from fsdptool.training.guard import SUPERVISOR
+from fsdptool.training.stop import SIGNALS
+
+POLL_SECONDS = 0.1
+FAILURE_GRACE_SECONDS = 5.0
+"""How long the other ranks may take to notice that one has gone before they are killed."""
+
+_TORCHRUN_FAILURE = re.compile(r"exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a start of the run ended.
+
+    Attributes:
+        rank: Who, or None if no rank had announced itself.
+        message: One line.
+        help: What to do next.
+        exit_code: Exit status the run should end with.
+        retryable: Whether another start could help.
+        fields: The failing rank's ``failure`` event, or empty.
+    """
+
+    rank: int | None
+    message: str
+    help: str | None = None
+    exit_code: int = 4
+    retryable: bool = True
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Rank:
+    pid: int
+    local: bool
+    state: str = "running"
+    seen_dead: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the run ended.
+
+    Attributes:
+        status: ``completed``, ``stopped``, ``failed`` or ``interrupted``.
+        failure: Why it failed.
+        restarts: How often torchrun relaunched the workers.
+        finished: The ``finished`` event of every rank that sent one, by rank.
+    """
+
+    status: str
+    failure: Failure | None
+    restarts: int
+    finished: Mapping[int, Mapping[str, Any]]
+
+
+class Supervisor:
+    """Runs one launch command to its end.
+
+    Args:
+        folder: The run folder.
+        command: What to start.
+        max_restarts: How many relaunches torchrun was told to make.
+        tell: Called with every event, in order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: LaunchCommand,
+        *,
+        max_restarts: int = 0,
+        tell: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    ) -> None:
+        self._folder = folder
+        self._command = command
+        self._max_restarts = max_restarts
+        self._tell = tell
+        self._follower = Follower(folder)
+        self._ranks: dict[int, _Rank] = {}
+        self._attempt = 0
+        self._failures: list[Mapping[str, Any]] = []
+        self._deaths: list[int] = []
+        self._exit_codes: dict[int, int] = {}
+        self._finished: dict[int, Mapping[str, Any]] = {}
+        self._failed_since: float | None = None
+        self._signals = 0
+        self._killed = False
+        self._tail: deque[str] = deque(maxlen=40)
+        self._marked: deque[dict[str, Any]] = deque()
+
+    def run(self) -> Outcome:
+        """Start the workers and return when the last process has gone."""
+        previous = self._take_signals()
+        environment = {**os.environ, **self._command.environment, SUPERVISOR: str(os.getpid())}
+        # A session of its own: Ctrl-C in the terminal must reach the parent alone, which asks the
+        # workers to save; torchrun would otherwise forward it as their second signal.
+        process = subprocess.Popen(
+            self._command.argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            while process.poll() is None:
+                self._look(process)
+                time.sleep(POLL_SECONDS)
+            reader.join(timeout=2.0)
+            self._look(process)
+        finally:
+            self._kill_all(process)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return self._outcome(process.returncode)
+
+    def _take_signals(self) -> dict[signal.Signals, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._tell({"kind": "stop_requested", "signal": signal.Signals(number).name})
+            for rank in self._ranks.values():
+                self._ask(rank)
+
+    def _ask(self, rank: _Rank) -> None:
+        if rank.local and rank.state == "running":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGUSR1)
+
+    def _read(self, stream: IO[str]) -> None:
+        path = self._folder / LOGS / "launcher.log"
+        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
+            for line in stream:
+                if line.startswith(STDERR_MARK):
+                    with contextlib.suppress(ValueError):
+                        self._marked.append(json.loads(line.removeprefix(STDERR_MARK)))
+                    continue
+                self._tail.append(line.rstrip())
+                for code, _, pid in _TORCHRUN_FAILURE.findall(line):
+                    self._exit_codes[int(pid)] = int(code)
+                with contextlib.suppress(OSError):
+                    log.write(line)
+                    log.flush()
+
+    def _look(self, process: subprocess.Popen[str]) -> None:
+        for event in self._follower.news():
+            self._note(event)
+            self._tell(event)
+        while self._marked:
+            event = self._marked.popleft()
+            self._note(event)
+            self._tell(event)
+        self._check_pulse()
+        if self._signals > 1 and not self._killed:
+            self._kill_all(process)
+        if self._failed_since is None:
+            return
+        waited = time.monotonic() - self._failed_since
+        if waited > FAILURE_GRACE_SECONDS and not self._killed:
+            self._kill_ranks()
+            if not self._may_restart():
+                self._kill_all(process)
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        kind, rank = event.get("kind"), event.get("rank")
+        if kind == "started" and isinstance(rank, int):
+            if event["attempt"] > self._attempt:
+                self._begin_again(int(event["attempt"]))
+            self._ranks[rank] = _Rank(int(event["pid"]), event.get("node") == os.uname().nodename)
+            if self._signals:
+                self._ask(self._ranks[rank])
+        elif kind == "failure" and isinstance(rank, int):
+            self._failures.append(event)
+            self._fail()
+            if rank in self._ranks:
+                self._ranks[rank].state = "failed"
+        elif kind == "finished" and isinstance(rank, int):
+            self._finished[rank] = event
+            if rank in self._ranks:
+                self._ranks[rank].state = "finished"
+
+    def _begin_again(self, attempt: int) -> None:
+        self._tell({"kind": "restarted", "attempt": attempt, "failure": self._cause().message})
+        self._attempt = attempt
+        self._ranks.clear()
+        self._failures.clear()
+        self._deaths.clear()
+        self._finished.clear()
+        self._failed_since = None
+
+    def _check_pulse(self) -> None:
+        now = time.monotonic()
+        for number, rank in self._ranks.items():
+            if not rank.local or rank.state != "running" or _running(rank.pid):
+                continue
+            if rank.seen_dead is None:
+                # Its last words may still be on their way from its event file.
+                rank.seen_dead = now
+            elif now - rank.seen_dead > 2 * POLL_SECONDS:
+                rank.state = "died"
+                self._deaths.append(number)
+                self._fail()
+
+    def _fail(self) -> None:
+        if self._failed_since is None:
+            self._failed_since = time.monotonic()
+            self._dump_stacks()
+
+    def _dump_stacks(self) -> None:
+        """Ask every rank that still lives for its stack (logs/rank-N.stacks)."""
+        for rank in self._ranks.values():
+            if rank.local and rank.state == "running":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGUSR2)
+
+    def _may_restart(self) -> bool:
+        return self._attempt < self._max_restarts and self._cause().retryable and not self._signals
+
+    def _kill_ranks(self) -> None:
+        for rank in self._ranks.values():
+            if rank.local and rank.state == "running" and _running(rank.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGKILL)
+
+    def _kill_all(self, process: subprocess.Popen[str]) -> None:
+        self._killed = True
+        self._kill_ranks()
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _cause(self) -> Failure:
+        """Return the first cause: a rank's own error before a silent death before a symptom of either."""
+        primary = [event for event in self._failures if not event.get("secondary")]
+        if primary:
+            return _told(min(primary, key=lambda event: (event.get("timeout", False), event["time"])))
+        if self._deaths:
+            return self._silent(self._deaths[0])
+        if self._failures:
+            return _told(min(self._failures, key=lambda event: event["time"]))
+        last = next((line for line in reversed(self._tail) if line.strip()), "no output")
+        return Failure(None, f"the workers did not start: {last}", f"read {self._folder / LOGS}")
+
+    def _silent(self, number: int) -> Failure:
+        pid = self._ranks[number].pid
+        code = self._exit_codes.get(pid)
+        how = "died without a word"
+        if code is not None:
+            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with status {code}"
+        return Failure(
+            number,
+            f"rank {number} (process {pid}) {how}",
+            f"read {self._folder / LOGS / f'rank-{number:05d}.log'}; continue with --resume auto",
+        )
+
+    def _outcome(self, returncode: int) -> Outcome:
+        if self._signals > 1:
+            return Outcome("interrupted", None, self._attempt, self._finished)
+        statuses = {event.get("status") for event in self._finished.values()}
+        complete = bool(self._finished) and len(self._finished) == len(self._ranks)
+        if complete and not self._failures and not self._deaths:
+            status = "stopped" if "stopped" in statuses else "completed"
+            return Outcome(status, None, self._attempt, self._finished)
+        if self._signals and not self._ranks:
+            return Outcome("interrupted", None, self._attempt, self._finished)
+        return Outcome("failed", self._cause(), self._attempt, self._finished)
+
+
+def _told(event: Mapping[str, Any]) -> Failure:
+    return Failure(
+        rank=event["rank"],
+        message=f"rank {event['rank']}: {event['message']}",
+        help=event.get("help"),
+        exit_code=int(event.get("exit_code", 4)),
+        retryable=bool(event.get("retryable", True)),
+        fields=event,
+    )
+
+
+def _running(pid: int) -> bool:
+    """Say whether a process runs; one that has ended but was not collected yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        if Path("/proc/self").exists():
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,191 @@
+"""What a person sees of a run: progress on standard error, the closing summary on standard output."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+def bytes_text(value: int | None) -> str:
+    """Return bytes in MiB or GiB, or ``unknown``."""
+    if value is None:
+        return "unknown"
+    if value >= _GIB:
+        return f"{value / _GIB:.2f} GiB"
+    return f"{value / _MIB:.1f} MiB"
+
+
+class Progress:
+    """Renders worker events: a bar in a terminal, one line per ``every`` steps otherwise."""
+
+    def __init__(self, total: int | None, *, every: int = 10, stream: TextIO | None = None) -> None:
+        self._total = total
+        self._every = max(every, 1)
+        self._stream = stream or sys.stderr
+        self._began = time.monotonic()
+        self._shown = 0
+        self._bar: Any = None
+        self._task: Any = None
+        if self._stream.isatty():
+            self._open_bar()
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=Console(file=self._stream),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("starting", total=self._total, figures="")
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Show one event."""
+        show = getattr(self, f"_on_{event.get('kind')}", None)
+        if show is not None:
+            show(event)
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Write one line."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+            return
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _on_phase(self, event: Mapping[str, Any]) -> None:
+        if event["rank"] != 0:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, description=event["name"])
+            return
+        self.say(f"{time.monotonic() - self._began:7.1f}s  {event['name']}")
+
+    def _on_proof(self, event: Mapping[str, Any]) -> None:
+        self.say(f"sharding proven: {proof_text(event)}")
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        step = int(event["step"])
+        figures = step_text(event)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description="training", figures=figures)
+            return
+        if step == 1 or step % self._every == 0 or step == self._total:
+            of = f"/{self._total}" if self._total else ""
+            self.say(f"step {step}{of}  {figures}")
+
+    def _on_evaluation(self, event: Mapping[str, Any]) -> None:
+        self.say(f"step {event['step']}  validation loss {_number(event.get('loss'))}")
+
+    def _on_checkpoint(self, event: Mapping[str, Any]) -> None:
+        self.say(f"step {event['step']}  checkpoint written in {event['seconds']:.1f} s")
+
+    def _on_checkpoint_damaged(self, event: Mapping[str, Any]) -> None:
+        self.say(f"warning: {event['path']} is damaged ({event['reason']}); using the one before")
+
+    def _on_resumed(self, event: Mapping[str, Any]) -> None:
+        self.say(f"continuing from step {event['step']} ({event['path']})")
+
+    def _on_nonfinite(self, event: Mapping[str, Any]) -> None:
+        self.say(f"warning: step {event['step']}: the {event['what']} is not finite ({event['policy']})")
+
+    def _on_stop_requested(self, event: Mapping[str, Any]) -> None:
+        self.say(
+            f"{event['signal']}: all ranks will finish their step, save and stop; again to leave at once"
+        )
+
+    def _on_restarted(self, event: Mapping[str, Any]) -> None:
+        self.say(f"restart {event['attempt']}: {event['failure']}")
+
+    def _on_warning(self, event: Mapping[str, Any]) -> None:
+        self.say(f"warning: {event['message']}")
+
+
+def step_text(event: Mapping[str, Any]) -> str:
+    """Return the figures of one step."""
+    parts = [f"loss {_number(event.get('loss'))}"]
+    if event.get("grad_norm") is not None:
+        parts.append(f"grad norm {event['grad_norm']:.3f}")
+    parts.append(f"lr {event['lr']:.2e}")
+    seconds = event.get("step_seconds")
+    if seconds:
+        if event.get("tokens") is not None:
+            parts.append(f"{event['tokens'] / seconds:,.0f} tokens/s")
+        else:
+            parts.append(f"{event['samples'] / seconds:,.1f} samples/s")
+    if event.get("memory_allocated_peak_bytes") is not None:
+        parts.append(f"peak {bytes_text(event['memory_allocated_peak_bytes'])}")
+    return "  ".join(parts)
+
+
+def proof_text(proof: Mapping[str, Any]) -> str:
+    """Return the sharding proof in one line."""
+    kinds = ", ".join(f"{count} × {name}" for name, count in (proof.get("placements") or {}).items())
+    local = proof.get("local_bytes") or []
+    share = ", ".join(bytes_text(value) for value in local)
+    return f"{proof.get('units')} units, {proof.get('parameters')} parameters ({kinds}); per rank {share}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def closing_text(summary: Mapping[str, Any], folder: str, losses: list[float | None]) -> str:
+    """Return the closing summary."""
+    lines = [f"{summary['status']}: {summary['steps']} steps on {summary['world_size']} ranks"]
+    proof = summary["sharding_proof"]
+    if proof:
+        lines.append(f"  sharding     {proof_text(proof)}")
+        for example in (proof.get("examples") or [])[:2]:
+            shards = " + ".join("×".join(map(str, shape)) for shape in example["local_shapes"])
+            whole = "×".join(map(str, example["shape"]))
+            placed = ", ".join(example["placements"])
+            lines.append(f"               {example['fqn']} {whole} as {shards} [{placed}]")
+    finite = [loss for loss in losses if loss is not None]
+    if finite:
+        lines.append(f"  loss         {finite[0]:.4f} -> {finite[-1]:.4f}")
+    lines.append(f"  peak memory  predicted {bytes_text(summary['predicted_peak_bytes'])} per rank")
+    for rank, value in enumerate(summary["measured_peak_bytes"]):
+        lines.append(f"               rank {rank} measured {bytes_text(value)}")
+    if summary["error_percent"] is not None:
+        lines.append(f"               error {summary['error_percent']:+.2f} %")
+    lines.append(f"               instrument: {summary['instrument']}")
+    rates = summary["throughput"]
+    if rates.get("step_seconds_median") is not None:
+        tokens = rates.get("tokens_per_second")
+        rate = (
+            f"{tokens:,.0f} tokens/s"
+            if tokens is not None
+            else f"{rates['samples_per_second']:,.2f} samples/s"
+        )
+        median, p95 = rates["step_seconds_median"], rates["step_seconds_p95"]
+        lines.append(f"  throughput   {rate}, step {median:.3f} s median, {p95:.3f} s p95")
+    if summary["last_checkpoint"]:
+        lines.append(f"  checkpoint   {folder}/{summary['last_checkpoint']}")
+    if summary["export"]:
+        lines.append(f"  export       {folder}/{summary['export']}")
+    if summary["restarts"]:
+        lines.append(f"  restarts     {summary['restarts']}")
+    return "\n".join(lines) + "\n"
+
+
+def plan_text(prediction: Mapping[str, Any] | None) -> str:
+    """Return what the plan says before the run, in one line."""
+    if prediction is None or prediction.get("allocated_peak_bytes") is None:
+        return "predicted peak per rank: unknown"
+    return f"predicted peak per rank: {bytes_text(prediction['allocated_peak_bytes'])} allocated"
