@@ -1,0 +1,256 @@
+"""The room's functions: inspect a resolved model, through the cache or afresh."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.cache import Store
+from fsdptool.errors import ConfigError, ModelError
+from fsdptool.families.registry import family_digest, family_of
+from fsdptool.inspection.census import Census
+from fsdptool.inspection.wrap import choose, select
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.document import library_versions, tool_version
+from fsdptool.records.model import ModelSpec, Reference
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KIND = "anatomy"
+_OWN_ROOMS = ("families", "inspection", "layout", "records")
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """An anatomy, and whether the cache had it. ``store`` holds findings about the cache itself."""
+
+    anatomy: Anatomy
+    cached: bool
+    store: tuple[Diagnostic, ...] = ()
+
+
+def detect(
+    reference: str,
+    *,
+    wrap: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    revision: str | None = None,
+    component: str | None = None,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    use_cache: bool = True,
+    refresh: bool = False,
+) -> Anatomy:
+    """Resolve a reference and inspect it: wrap classes, totals, ties, hazards, without weights.
+
+    Args:
+        reference: ``family:flavour``, a path or a Hugging Face id.
+        wrap: Classes to wrap instead of those found; each must be in the model.
+        exclude: Classes to leave out of the choice.
+        revision: Branch, tag or commit of a Hub id.
+        component: Pipeline component to take instead of the denoiser.
+        trust_remote_code: Whether code from the reference may run.
+        overrides: Configuration values to replace.
+        use_cache: Whether to read and keep cached answers.
+        refresh: Derive the answer afresh and keep it.
+
+    Raises:
+        ReferenceError: The reference names nothing usable.
+        ModelError: The model cannot be built, or a named class is not in it.
+    """
+    from fsdptool.source import resolve
+
+    spec = resolve(
+        reference,
+        revision=revision,
+        component=component,
+        trust_remote_code=trust_remote_code,
+        overrides=overrides,
+    )
+    return inspect(spec, wrap=wrap, exclude=exclude, use_cache=use_cache, refresh=refresh)
+
+
+def inspect(
+    spec: ModelSpec,
+    *,
+    wrap: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: str | None = None,
+    use_cache: bool = True,
+    refresh: bool = False,
+) -> Anatomy:
+    """Return the anatomy of ``spec``, from the cache if it has it (then torch stays unloaded).
+
+    Args:
+        spec: What to inspect.
+        wrap: Classes to wrap instead of those found.
+        exclude: Classes to leave out of the choice.
+        dtype: torch dtype name the parameters are built in; None is ``float32``.
+        use_cache: Whether to read and keep cached answers.
+        refresh: Derive the answer afresh and keep it.
+
+    Raises:
+        ModelError: The model cannot be built, or a named class is not in it.
+    """
+    found = examine(spec, wrap=wrap, exclude=exclude, dtype=dtype, use_cache=use_cache, refresh=refresh)
+    return replace(found.anatomy, diagnostics=found.anatomy.diagnostics + found.store)
+
+
+def examine(
+    spec: ModelSpec,
+    *,
+    wrap: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: str | None = None,
+    use_cache: bool = True,
+    refresh: bool = False,
+) -> Inspection:
+    """Do what :func:`inspect` does and also say whether the cache had it."""
+    store = Store() if use_cache or refresh else None
+    key = store.key(cache_parts(spec, dtype)) if store else ""
+    findings: tuple[Diagnostic, ...] = ()
+    anatomy = None
+    if store is not None and not refresh:
+        kept, findings = store.get(KIND, key)
+        anatomy = _decode(kept, spec) if kept is not None else None
+    cached = anatomy is not None
+    if anatomy is None:
+        from fsdptool.inspection.build import build
+
+        model = build(spec, dtype=dtype)
+        anatomy = describe(model, spec)
+        if store is not None and not any(finding.code == "CACHE001" for finding in findings):
+            findings += store.put(KIND, key, _encode(anatomy), about=_about(spec))
+    if wrap or exclude:
+        census = Census(anatomy.modules, anatomy.parameters)
+        anatomy = _reconsidered(anatomy, census, wrap, exclude)
+    return Inspection(anatomy, cached, findings)
+
+
+def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
+    """Return the anatomy of a live model (on any device): the trainer uses it after LoRA injection.
+
+    Raises:
+        ModelError: The model has no parameters, or a module contains itself.
+    """
+    from fsdptool.inspection.hazards import hazards
+    from fsdptool.inspection.keys import check_keys
+    from fsdptool.inspection.units import with_concern
+    from fsdptool.inspection.walk import walk
+    from fsdptool.inspection.witnesses import judge_no_split
+
+    walked = walk(model)
+    if cycles := [finding for finding in walked.diagnostics if finding.severity == "error"]:
+        raise ModelError(f"{spec.model_class}: {cycles[0].message}", help=cycles[0].help)
+    if not walked.parameters:
+        raise ModelError(f"{spec.model_class} has no parameters", help="check its configuration")
+    census = Census(walked.modules, walked.parameters)
+    choice = choose(census, hint=family_of(spec).wrap_hint(spec.config))
+    choice = replace(choice, no_split_modules=judge_no_split(walked.no_split_modules, census, choice))
+    anatomy = Anatomy(
+        spec=spec,
+        parameters=walked.parameters,
+        buffers=walked.buffers,
+        modules=walked.modules,
+        wrap=choice,
+        input_embedding=walked.input_embedding,
+        output_embedding=walked.output_embedding,
+        final_norm=walked.final_norm,
+        no_split_modules=walked.no_split_modules,
+        repeated_blocks=walked.repeated_blocks,
+        fsdp_plan_unmatched=walked.fsdp_plan_unmatched,
+        class_modules=walked.class_modules,
+        diagnostics=(*check_keys(spec, model), *hazards(walked, census, choice)),
+    )
+    return with_concern(anatomy, census)
+
+
+def _reconsidered(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> Anatomy:
+    """Apply a person's selection and judge everything that depends on it again."""
+    from fsdptool.inspection.hazards import BY_CHOICE, class_hazards
+    from fsdptool.inspection.units import with_concern
+    from fsdptool.inspection.witnesses import judge_no_split
+
+    choice = select(anatomy.wrap, census, wrap, exclude)
+    choice = replace(
+        choice, no_split_modules=judge_no_split(anatomy.no_split_modules, census, choice), concern_code=None
+    )
+    kept = tuple(finding for finding in anatomy.diagnostics if finding.code not in BY_CHOICE)
+    chosen = replace(anatomy, wrap=choice, diagnostics=kept + class_hazards(census, choice))
+    return with_concern(chosen, census)
+
+
+def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
+    """Return everything an inspection depends on, as plain data: what a cache key must digest."""
+    return {
+        "config": to_json(spec.config),
+        "model_class": spec.model_class,
+        "library": spec.library,
+        "family": spec.family,
+        "revision": spec.reference.revision,
+        "component": spec.component,
+        "trust_remote_code": spec.trust_remote_code,
+        "code": _folder_code(spec),
+        "dtype": dtype,
+        "plugin": family_digest(spec.family),
+        "libraries": library_versions(),
+        "tool": f"{tool_version()}:{own_digest()}",
+        "python": sys.version_info[:2],
+    }
+
+
+@cache
+def own_digest() -> str:
+    """Return a digest of the source of every room an inspection goes through."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parent.parent
+    for room in _OWN_ROOMS:
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(str(path.relative_to(package)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _folder_code(spec: ModelSpec) -> str | None:
+    """Return a digest of the code that lies beside a configuration, where that code may run."""
+    if not spec.trust_remote_code or spec.folder is None:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(Path(spec.folder).glob("*.py")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_PLACEHOLDER = to_json(ModelSpec(Reference("config", ""), "", None, "", "", {}))
+
+
+def _encode(anatomy: Anatomy) -> Any:
+    """Return the anatomy as JSON data without its spec, which every hit supplies itself."""
+    data = to_json(replace(anatomy, spec=_placeholder()))
+    del data["spec"]
+    return data
+
+
+def _placeholder() -> ModelSpec:
+    return from_json(ModelSpec, _PLACEHOLDER)
+
+
+def _decode(data: Any, spec: ModelSpec) -> Anatomy | None:
+    try:
+        return replace(from_json(Anatomy, {**data, "spec": _PLACEHOLDER}), spec=spec)
+    except (ConfigError, TypeError):
+        # Written by another shape of the records under the same key: derive it afresh.
+        return None
+
+
+def _about(spec: ModelSpec) -> str:
+    return f"{spec.model_class} of {spec.reference.id}"
