@@ -26,6 +26,7 @@ COMMANDS = {
 """The five verbs, in the order a newcomer types them."""
 
 _MODULES: dict[str, str] = {
+    "emit-config": "emit_config",
     "train": "train",
 }
 """Command name to module under ``fsdptool.cli`` with a function ``command``."""

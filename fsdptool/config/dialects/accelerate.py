@@ -372,12 +372,40 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
     Raises:
         ConfigError: A class name or ``min_num_params`` cannot be written under the wrap policy.
     """
+    lines = block_lines(mapping(settings))
+    return "\n".join([*(f"# {line}" if line else "#" for line in header), *lines]) + "\n"
+
+
+def mapping(settings: FsdpSettings) -> dict[str, Any]:
+    """Return the settings as the mapping an accelerate file holds, in the order it is written.
+
+    Raises:
+        ConfigError: As :func:`write`.
+    """
     check_expressible(settings, NAME)
     top: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": settings.debug,
         "distributed_type": "FSDP",
+        "fsdp_config": _fsdp_mapping(settings),
+        "machine_rank": settings.machine_rank,
     }
+    for key in ("main_process_ip", "main_process_port", "gpu_ids"):
+        if getattr(settings, key) is not None:
+            top[key] = getattr(settings, key)
+    top["mixed_precision"] = settings.mixed_precision
+    top["num_machines"] = settings.num_machines
+    if settings.num_processes is not None:
+        top["num_processes"] = settings.num_processes
+    mesh = mesh_block(settings)
+    if mesh:
+        top["parallelism_config"] = mesh
+    top["rdzv_backend"] = settings.rdzv_backend
+    top["use_cpu"] = settings.use_cpu
+    return top
+
+
+def _fsdp_mapping(settings: FsdpSettings) -> dict[str, Any]:
     block: dict[str, Any] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": settings.reshard_after_forward,
@@ -395,21 +423,7 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         block["fsdp_activation_checkpointing_offload"] = True
     if settings.ignored_modules is not None:
         block["fsdp_ignored_modules"] = settings.ignored_modules
-    top["fsdp_config"] = block
-    top["machine_rank"] = settings.machine_rank
-    for key in ("main_process_ip", "main_process_port", "gpu_ids"):
-        if getattr(settings, key) is not None:
-            top[key] = getattr(settings, key)
-    top["mixed_precision"] = settings.mixed_precision
-    top["num_machines"] = settings.num_machines
-    if settings.num_processes is not None:
-        top["num_processes"] = settings.num_processes
-    mesh = mesh_block(settings)
-    if mesh:
-        top["parallelism_config"] = mesh
-    top["rdzv_backend"] = settings.rdzv_backend
-    top["use_cpu"] = settings.use_cpu
-    return "\n".join([*(f"# {line}" if line else "#" for line in header), *block_lines(top, 0)]) + "\n"
+    return block
 
 
 def mesh_block(settings: FsdpSettings) -> dict[str, Any]:

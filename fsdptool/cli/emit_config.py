@@ -1,0 +1,146 @@
+"""``fsdptool emit-config``: the accelerate YAML for a plan, a model or a preset."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdptool.cli.output import Format, print_document, write_file
+from fsdptool.errors import ConfigError
+
+_HELP = "Write the accelerate YAML for a plan or a model, or merge it into an existing file."
+
+
+def command(
+    reference: Annotated[str | None, typer.Argument(help="Model: family:flavour, hub id, folder.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Plan document written by `fsdptool plan -o`.")
+    ] = None,
+    candidate: Annotated[
+        str | None, typer.Option(help="Candidate of the plan; default: the chosen one.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
+    ] = None,
+    recipe_output: Annotated[
+        Path | None, typer.Option("--recipe-output", help="Also write the plan's recipe.")
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", help="Merge into this file; a diff is shown first.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing file; merge without asking.")
+    ] = False,
+    preset: Annotated[str | None, typer.Option("--preset", "--from", help="Start from a preset.")] = None,
+    list_presets: Annotated[bool, typer.Option("--list-presets", help="List the presets and leave.")] = False,
+    wrap: Annotated[list[str] | None, typer.Option("--wrap", help="Wrap this class (repeatable).")] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", help="Never wrap this class (repeatable).")
+    ] = None,
+    processes: Annotated[int | None, typer.Option("--processes", "--gpus", help="Processes in all.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Machines.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="no, fp16, bf16 or fp8.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on CPU over gloo.")] = False,
+    layout: Annotated[str, typer.Option("--layout", help="native or accelerate.")] = "native",
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub reference.")] = None,
+    component: Annotated[str | None, typer.Option(help="Component of a pipeline.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the reference's code.")
+    ] = False,
+    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+) -> int:
+    """Write the accelerate YAML for a plan or a model, or merge it into an existing file."""
+    from fsdptool.config import emission
+
+    if list_presets:
+        return _list_presets(format)
+    if sum(item is not None for item in (reference, plan)) > 1:
+        raise ConfigError("give a model or --plan, not both", help="a plan names its model")
+    if reference is None and plan is None and preset is None:
+        raise ConfigError("nothing to emit", help="give a model, --plan FILE or --preset NAME")
+    if plan is not None:
+        made = emission.from_plan(plan, candidate=candidate)
+    else:
+        made = emission.from_reference(
+            reference,
+            preset=preset,
+            layout=layout,
+            wrap=tuple(wrap or ()),
+            exclude=tuple(exclude or ()),
+            revision=revision,
+            component=component,
+            trust_remote_code=trust_remote_code,
+        )
+    settings = emission.adjust(made.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
+    made = replace(made, settings=settings)
+    if recipe_output is not None:
+        if made.recipe is None:
+            raise ConfigError(
+                "--recipe-output needs --plan", help="a plan carries the recipe it was made for"
+            )
+        from fsdptool.config.recipe import dump_recipe
+
+        write_file(recipe_output, dump_recipe(made.recipe), force=force)
+    if into is not None:
+        return _merge(made, into, force, format)
+    text = made.text()
+    if output is not None:
+        write_file(output, text, force=force)
+        sys.stderr.write(f"wrote {output}\n")
+    if format is Format.JSON:
+        print_document(made.document(text, output))
+    elif output is None:
+        sys.stdout.write(text)
+    return 0
+
+
+def _list_presets(format: Format) -> int:
+    from fsdptool.config.presets import PRESETS
+
+    if format is Format.JSON:
+        from fsdptool.records.document import envelope
+
+        body = {
+            "presets": [
+                {"name": p.name, "purpose": p.purpose, "settings": p.settings} for p in PRESETS.values()
+            ]
+        }
+        print_document(envelope("presets", {}, body))
+        return 0
+    for preset in PRESETS.values():
+        sys.stdout.write(f"{preset.name:<28}{preset.purpose}\n")
+    return 0
+
+
+def _merge(made: object, into: Path, force: bool, format: Format) -> int:
+    from fsdptool.config import emission
+    from fsdptool.config.merge import merge_into
+    from fsdptool.report.diff import unified
+
+    assert isinstance(made, emission.Emission)
+    merged = merge_into(into, made.settings)
+    difference = unified(merged.before.text, merged.after, str(into))
+    if format is Format.JSON:
+        print_document(made.document(merged.after, into))
+    else:
+        sys.stdout.write(difference or f"{into} says all of this already\n")
+    if not difference:
+        return 0
+    if not force:
+        if not (sys.stdin.isatty() and typer.confirm(f"write {into}?", err=True)):
+            sys.stderr.write("nothing written; --force writes it\n")
+            return 0
+    write_file_bytes(into, merged.before.encode(merged.after))
+    sys.stderr.write(f"wrote {into}\n")
+    return 0
+
+
+def write_file_bytes(path: Path, data: bytes) -> None:
+    """Replace a file whole or not at all, keeping its mode."""
+    from fsdptool.config.storage import replace_file
+
+    replace_file(path, data)

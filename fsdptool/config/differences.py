@@ -1,0 +1,103 @@
+"""What a plain accelerate script does differently from the native layout, in bytes and precision."""
+
+from __future__ import annotations
+
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.recipe import Sharding
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.units import UnitPlan
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def list_differences(anatomy: Anatomy, settings: FsdpSettings, sharding: Sharding) -> tuple[str, ...]:
+    """Compare both layouts of one model.
+
+    Returns:
+        One sentence per difference, largest consequence first; empty when there is none.
+    """
+    from fsdptool.errors import FsdptoolError
+    from fsdptool.layout import group
+
+    native = group(anatomy, settings, sharding, layout="native")
+    try:
+        plain = group(anatomy, settings, Sharding(layout="accelerate"), layout="accelerate")
+    except FsdptoolError as error:
+        return (f"accelerate 1.15 cannot run it: {error.message}",)
+    found = [*_precision(native, plain), *_recipe_only(sharding), *_units(native, plain)]
+    if settings.use_cpu:
+        found.insert(0, "on CPU accelerate 1.15 does not shard at all")
+    return tuple(found)
+
+
+def _precision(native: UnitPlan, plain: UnitPlan) -> list[str]:
+    found = []
+    if native.reduce_dtype != plain.reduce_dtype:
+        found.append(
+            f"gradients are reduced in {plain.reduce_dtype or 'the parameter dtype'} instead of "
+            f"{native.reduce_dtype or 'the parameter dtype'}"
+        )
+    if native.output_dtype != plain.output_dtype:
+        found.append(
+            f"outputs (logits and loss) come in {plain.output_dtype or 'the model computes them'} instead of "
+            f"{native.output_dtype or 'the model computes them'}"
+        )
+    if native.param_dtype != plain.param_dtype:
+        found.append(
+            f"parameters are gathered as {plain.param_dtype or 'stored'} instead of "
+            f"{native.param_dtype or 'stored'}"
+        )
+    if native.master_dtype != plain.master_dtype:
+        found.append(
+            f"trainable parameters are stored as {plain.master_dtype or 'loaded'} instead of "
+            f"{native.master_dtype or 'loaded'}"
+        )
+    return found
+
+
+def _recipe_only(sharding: Sharding) -> list[str]:
+    found = []
+    if sharding.reshard_after_forward is not None:
+        found.append(f"resharding to {sharding.reshard_after_forward} ranks after forward is not available")
+    if sharding.prefetch != 1:
+        found.append(f"units are prefetched one at a time instead of {sharding.prefetch}")
+    if sharding.checkpointing is not None and sharding.checkpointing.mode not in ("none", "full"):
+        found.append(f"activation checkpointing is full instead of {sharding.checkpointing.mode}")
+    if sharding.accumulation == "sharded":
+        found.append("gradients stay unsharded between the micro-batches of one step (no_sync)")
+    if sharding.compile:
+        found.append("units are not compiled")
+    return found
+
+
+def _units(native: UnitPlan, plain: UnitPlan) -> list[str]:
+    found = []
+    if len(native.units) != len(plain.units):
+        found.append(f"{len(plain.units)} units instead of {len(native.units)}")
+    kept = _kept(plain) - _kept(native)
+    if kept:
+        direction = "more" if kept > 0 else "less"
+        found.append(f"{abs(kept):,} bytes {direction} stay gathered from forward to backward on every rank")
+    largest = _largest(plain) - _largest(native)
+    if largest:
+        direction = "more" if largest > 0 else "less"
+        found.append(f"the largest unit holds {abs(largest):,} bytes {direction} while it is gathered")
+    return found
+
+
+def _bytes(plan: UnitPlan, index: int) -> int:
+    unit = plan.units[index]
+    return sum(p.numel * _BYTES.get(plan.param_dtype or p.dtype, 4) for p in unit.parameters)
+
+
+def _kept(plan: UnitPlan) -> int:
+    """Bytes of units that forward leaves gathered: reshard False, and the root by torch's rule."""
+    return sum(
+        _bytes(plan, index)
+        for index, unit in enumerate(plan.units)
+        if unit.reshard_after_forward is False or (unit.reshard_after_forward is None and unit.kind == "root")
+    )
+
+
+def _largest(plan: UnitPlan) -> int:
+    return max((_bytes(plan, index) for index in range(len(plan.units))), default=0)

@@ -1,0 +1,204 @@
+"""What ``emit-config`` writes: settings from a plan, a model or a preset, and the head of the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.config import spelling
+from fsdptool.config.emit import emit_yaml, resolved
+from fsdptool.errors import ConfigError
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.document import envelope
+from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
+from fsdptool.records.settings import FsdpSettings, Mesh
+
+if TYPE_CHECKING:
+    from fsdptool.records.anatomy import Anatomy
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Everything an emitted file says, before it is text.
+
+    Attributes:
+        settings: What the file writes.
+        layout: The layout it was planned for.
+        reference: The model, as the person named it, or None for a bare preset.
+        plan_digest: Digest of the plan it came from, or None.
+        recipe: The recipe of the plan, or None.
+        anatomy: The inspected model, or None.
+    """
+
+    settings: FsdpSettings
+    layout: str = "native"
+    reference: str | None = None
+    plan_digest: str | None = None
+    recipe: Recipe | None = None
+    anatomy: Anatomy | None = None
+
+    def differences(self) -> tuple[str, ...]:
+        """Return what a plain accelerate script will do differently from what was planned."""
+        if self.layout != "native" or self.anatomy is None:
+            return ()
+        from fsdptool.config.differences import list_differences
+
+        sharding = self.recipe.sharding if self.recipe is not None else Sharding()
+        return list_differences(self.anatomy, resolved(self.settings), sharding)
+
+    def text(self) -> str:
+        """Return the file."""
+        notes = () if self.reference is not None else (
+            "Wrap classes are the model's: write fsdp_transformer_layer_cls_to_wrap (fsdptool detect REF).",
+        )  # fmt: skip
+        return emit_yaml(
+            self.settings,
+            layout=self.layout,
+            reference=self.reference,
+            plan_digest=self.plan_digest,
+            differences=self.differences(),
+            notes=notes,
+        )
+
+    def document(self, text: str, path: Path | None) -> dict[str, Any]:
+        """Return the answer as a document (schema ``emit-config``)."""
+        body = {
+            "path": str(path) if path is not None else None,
+            "layout": self.layout,
+            "reference": self.reference,
+            "plan_digest": self.plan_digest,
+            "settings": self.settings,
+            "differences": list(self.differences()),
+            "text": text,
+        }
+        return envelope("emit-config", to_json(self.settings), body)
+
+
+def from_plan(path: Path, *, candidate: str | None = None) -> Emission:
+    """Return what a plan document chose.
+
+    Raises:
+        ConfigError: The file is no plan, or has no such candidate, or chose none.
+    """
+    from fsdptool.planning.knobs import apply_knobs, knobs_from_json
+    from fsdptool.records.cluster import Cluster
+
+    document = _read_plan(path)
+    wanted = candidate or document.get("chosen")
+    by_id = {item["id"]: item for item in document["candidates"]}
+    if wanted is None:
+        raise ConfigError(f"{path}: the plan chose nothing (verdict: {document.get('verdict')})",
+                          help="name one with --candidate, or follow the plan's next steps")  # fmt: skip
+    if wanted not in by_id:
+        raise ConfigError(
+            f"{path}: there is no candidate {wanted!r}", help=f"choose one of: {', '.join(by_id)}"
+        )
+    inputs = document["inputs"]
+    recipe = from_json(Recipe, inputs["recipe"], where=f"{path}: inputs.recipe")
+    settings = from_json(FsdpSettings, inputs["settings"], where=f"{path}: inputs.settings")
+    knobs = knobs_from_json(by_id[wanted]["settings"])
+    cluster = from_json(Cluster, inputs["clusters"][knobs.cluster], where=f"{path}: inputs.clusters")
+    recipe, settings = apply_knobs(knobs, recipe, settings, cluster)
+    model = recipe.model
+    anatomy = _inspect(model.reference, revision=model.revision, component=model.component,
+                       trust_remote_code=model.trust_remote_code, overrides=model.overrides)  # fmt: skip
+    return Emission(
+        settings, recipe.sharding.layout, model.reference, document.get("inputs_digest"), recipe, anatomy
+    )
+
+
+def _read_plan(path: Path) -> Mapping[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not a plan: {error}", help="write one with `fsdptool plan -o`"
+        ) from error
+    if not isinstance(document, dict) or document.get("schema") != "plan":
+        raise ConfigError(f"{path} is not a plan", help="write one with `fsdptool plan -o`")
+    return document
+
+
+def from_reference(
+    reference: str | None,
+    *,
+    preset: str | None = None,
+    layout: str = "native",
+    wrap: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+    revision: str | None = None,
+    component: str | None = None,
+    trust_remote_code: bool = False,
+) -> Emission:
+    """Return a preset's settings (default ``single-node``) with the wrap classes of a model.
+
+    Raises:
+        ReferenceError, ModelError: The model cannot be resolved or built.
+        ConfigError: There is no such preset or layout.
+    """
+    from fsdptool.config.presets import find_preset
+
+    if layout not in ("native", "accelerate"):
+        raise ConfigError(f"unknown layout {layout!r}", help="native or accelerate")
+    settings = find_preset(preset or "single-node").settings
+    if reference is None:
+        classes = spelling.classes(list(wrap)) or ()
+        return Emission(replace(settings, wrap_classes=classes), layout)
+    anatomy = _inspect(reference, revision=revision, component=component,
+                       trust_remote_code=trust_remote_code, wrap=wrap, exclude=exclude)  # fmt: skip
+    classes = anatomy.wrap.classes
+    if classes:
+        settings = replace(settings, wrap_policy="transformer", wrap_classes=classes)
+    else:
+        settings = replace(settings, wrap_policy="none", wrap_classes=(), activation_checkpointing=False)
+    recipe = Recipe(ModelChoice(reference, revision=revision, component=component,
+                                trust_remote_code=trust_remote_code), sharding=Sharding(layout=layout))  # type: ignore[arg-type]  # fmt: skip
+    return Emission(settings, layout, reference, None, recipe, anatomy)
+
+
+def adjust(settings: FsdpSettings, *, processes: int | None = None, nodes: int | None = None,
+           precision: str | None = None, cpu: bool = False) -> FsdpSettings:  # fmt: skip
+    """Return settings with what the command line says on top.
+
+    Raises:
+        ConfigError: A value is impossible.
+    """
+    if processes is not None:
+        if processes < 1:
+            raise ConfigError(f"{processes} processes cannot run", help="give 1 or more")
+        settings = replace(settings, num_processes=processes)
+    if nodes is not None:
+        if nodes < 1 or (settings.num_processes or nodes) % nodes:
+            raise ConfigError(f"{settings.num_processes} processes do not divide over {nodes} machines")
+        settings = replace(settings, num_machines=nodes)
+    if precision is not None:
+        found = spelling.choice(precision, spelling.PRECISIONS)
+        if found is None:
+            raise ConfigError(f"unknown precision {precision!r}", help="no, fp16, bf16 or fp8")
+        settings = replace(settings, mixed_precision=found)  # type: ignore[arg-type]
+    if cpu:
+        settings = replace(settings, use_cpu=True)
+    mesh = settings.mesh
+    if mesh.dp_shard is not None and settings.num_processes is not None:
+        others = mesh.dp_replicate * mesh.cp * mesh.tp * mesh.sp
+        if others == 1:
+            # Sharding over everybody is what accelerate does without a mesh.
+            settings = replace(settings, mesh=Mesh())
+        elif others * mesh.dp_shard != settings.num_processes:
+            if settings.num_processes % others:
+                raise ConfigError(f"{settings.num_processes} processes do not divide by {others}")
+            settings = replace(settings, mesh=replace(mesh, dp_shard=settings.num_processes // others))
+    return settings
+
+
+def _inspect(reference: str, *, wrap: tuple[str, ...] = (), exclude: tuple[str, ...] = (),
+             **options: Any) -> Anatomy:  # fmt: skip
+    from fsdptool.inspection import inspect
+    from fsdptool.source import resolve
+
+    return inspect(resolve(reference, **options), wrap=wrap, exclude=exclude)
