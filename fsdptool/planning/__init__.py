@@ -1,0 +1,23 @@
+"""Planning: hardware as data, one configuration judged, many weighed, one chosen. Torch-free by itself."""
+
+from fsdptool.planning.catalogue import load_gpu
+from fsdptool.planning.document import check_plan, plan_document, read_plan
+from fsdptool.planning.plan import chosen_candidate, chosen_run, make_plan, plan, search
+from fsdptool.planning.predict import predict
+from fsdptool.planning.request import Options, PlanInputs, read_request
+
+__all__ = [
+    "Options",
+    "PlanInputs",
+    "check_plan",
+    "chosen_candidate",
+    "chosen_run",
+    "load_gpu",
+    "make_plan",
+    "plan",
+    "plan_document",
+    "predict",
+    "read_plan",
+    "read_request",
+    "search",
+]

@@ -65,6 +65,13 @@ class Candidate:
     step_seconds: float | None
     tokens_per_second: float | None
     rejected_by: str | None = None
+    """Why it was not chosen, in one sentence; None for the chosen one and for those nobody rejected."""
+    samples_per_second: float | None = None
+    mfu: float | None = None
+    """Model FLOPs (recomputation not counted) over the peak of all GPUs, 0 to 1."""
+    price_per_million_samples: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Where the step's time goes: compute, communication, exposed_communication, optimizer, offload."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,69 @@
+"""When FSDP is not what this run needs, and other advice that costs one more simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdptool.errors import FsdptoolError
+from fsdptool.planning.judge import HEADROOM, gib
+from fsdptool.planning.knobs import Knobs
+from fsdptool.planning.predict import Estimator
+from fsdptool.planning.request import PlanInputs
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.plan import Candidate
+
+
+def advise(
+    estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candidate, chosen: Candidate | None
+) -> list[Diagnostic]:
+    """Return advice on whether sharding is needed at all.
+
+    The model, its gradients and its optimizer on one GPU with the asked micro-batch: if that fits
+    with room for DDP's gradient buckets, DDP trains it with less communication.
+    """
+    cluster = inputs.clusters[knobs.cluster]
+    if cluster.gpu is None or asked.device_total_bytes is None or chosen is None:
+        return []
+    alone = replace(cluster, gpus_per_node=1, nodes=1)
+    single = replace(
+        knobs,
+        dp_replicate=1,
+        dp_shard=1,
+        cp=1,
+        reshard_after_forward=bool(knobs.reshard_after_forward),
+        prefetch=1,
+        cpu_offload=False,
+    )
+    try:
+        judged = estimator.candidate("single", single, alone, inputs.machines[knobs.cluster], detail=False)
+    except FsdptoolError:
+        return []
+    if judged.device_total_bytes is None or judged.usable_bytes is None:
+        return []
+    if cluster.world_size == 1:
+        return [
+            Diagnostic(
+                "PLN010",
+                "info",
+                "one GPU shards nothing: FSDP only adds its own copies here",
+                help="train without FSDP on one GPU, or give --gpus 2 or more",
+            )
+        ]
+    buckets = gradient_bytes(judged)
+    total = judged.device_total_bytes + buckets
+    if total > (1 - HEADROOM) * judged.usable_bytes:
+        return []
+    return [
+        Diagnostic(
+            "PLN011",
+            "info",
+            f"FSDP is not needed: the whole run fits one {cluster.gpu.name} ({gib(total)} of"
+            f" {gib(judged.usable_bytes)} with DDP's buckets)",
+            help="DDP communicates a third less; use FSDP for larger batches or models, not for fit",
+        )
+    ]
+
+
+def gradient_bytes(candidate: Candidate) -> int:
+    """Return the gradients' bytes at the peak: DDP's buckets are another copy of them."""
+    return sum(c.bytes or 0 for c in candidate.components if c.name == "gradients")

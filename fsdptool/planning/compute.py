@@ -1,0 +1,123 @@
+"""Seconds of compute per FSDP unit: a roofline over the trace's segments.
+
+A segment lies between two module borders, so a Linear is a segment of its own and the larger of
+its arithmetic and its memory traffic is its time. Segments of module paths are summed, then units
+collect the paths they hold; blocks that were not traced take the times of the block they repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdptool.planning.machine import Machine
+from fsdptool.records.cluster import Gpu
+from fsdptool.records.trace import Repeat, Segment, Trace
+from fsdptool.records.units import UnitPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One module's own work in one micro-batch: seconds forward and backward (recomputation
+    included), and the FLOPs a model needs without recomputation."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.forward + other.forward, self.backward + other.backward, self.flops + other.flops)
+
+
+def peak_flops(gpu: Gpu, dtype: str) -> float:
+    """Return the dtype's peak; bfloat16 without tensor cores for it runs at fp32's rate.
+
+    fp32 is taken without TF32, which torch leaves off for matrix products by default (2.13).
+    """
+    return gpu.flops.get(dtype, gpu.flops["float32"])
+
+
+def segment_seconds(segment: Segment, gpu: Gpu, machine: Machine) -> float:
+    """Return the roofline of one segment, never faster than its kernels can be launched."""
+    arithmetic = sum(
+        flops / (peak_flops(gpu, dtype) * machine.matmul_efficiency) for dtype, flops in segment.flops.items()
+    )
+    traffic = segment.bytes_moved / (gpu.memory_bandwidth * machine.memory_efficiency)
+    return max(arithmetic, traffic, segment.kernels * machine.kernel_latency)
+
+
+def module_costs(trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
+    """Return every traced module's own work; key ``""`` holds the root's and the loss's."""
+    costs: dict[str, Cost] = {}
+    owner = ""
+    backward = False
+    for segment in trace.segments:
+        if segment.marker == "backward":
+            backward = True
+        owner = _owner(segment, owner)
+        seconds = segment_seconds(segment, gpu, machine)
+        if not seconds:
+            continue
+        # Forward borders during backward are recomputation: time, but no work the model needs.
+        again = backward and segment.marker in ("enter", "leave")
+        flops = 0.0 if again else sum(segment.flops.values())
+        cost = Cost(0.0, seconds, flops) if backward else Cost(seconds, 0.0, flops)
+        costs[owner] = costs.get(owner, Cost()) + cost
+    return costs
+
+
+def _owner(segment: Segment, current: str) -> str:
+    """Return the module whose code runs after a border: the module itself, or who called it."""
+    if segment.marker in ("enter", "grad_enter"):
+        return segment.path
+    if segment.marker in ("leave", "grad_leave"):
+        return segment.path.rpartition(".")[0]
+    return "" if segment.marker in ("start", "loss", "backward", "end") else current
+
+
+def unit_costs(costs: Mapping[str, Cost], repeats: Sequence[Repeat], units: UnitPlan) -> list[Cost]:
+    """Return the work of each unit, in the plan's order: what its modules do, nested units apart.
+
+    Args:
+        costs: What :func:`module_costs` returned.
+        repeats: The trace's shortened lists.
+        units: The units of the real model.
+    """
+    traced = [tuple(traced_path(path, repeats) for path in unit.modules) for unit in units.units]
+    owners: dict[str, int] = {}
+    for index, paths in enumerate(traced):
+        for path in paths:
+            owners.setdefault(path, index)
+    sums: dict[int, Cost] = {}
+    for path, cost in costs.items():
+        owner = owners.get(_holder(path, owners))
+        if owner is not None:
+            sums[owner] = sums.get(owner, Cost()) + cost
+    return [sums.get(owners[paths[0]], Cost()) if paths else Cost() for paths in traced]
+
+
+def _holder(path: str, owners: Mapping[str, int]) -> str:
+    while path and path not in owners:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def traced_path(path: str, repeats: Sequence[Repeat]) -> str:
+    """Return the traced module that stands for a module of the real model."""
+    for repeat in repeats:
+        prefix = f"{repeat.path}." if repeat.path else ""
+        if not path.startswith(prefix):
+            continue
+        number, dot, rest = path[len(prefix) :].partition(".")
+        if not number.isdigit():
+            continue
+        path = f"{prefix}{_traced_index(int(number), repeat)}{dot}{rest}"
+    return path
+
+
+def _traced_index(real: int, repeat: Repeat) -> int:
+    if real < repeat.cut:
+        return real
+    if real >= repeat.cut + repeat.skipped:
+        return real - repeat.skipped
+    return repeat.cut - repeat.period + (real - repeat.cut) % repeat.period

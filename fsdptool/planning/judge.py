@@ -1,0 +1,116 @@
+"""From a footprint to a verdict: what the driver would report, against what the GPU can give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdptool.planning.knobs import Knobs
+from fsdptool.planning.machine import Machine, overhead
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.footprint import Footprint
+from fsdptool.records.plan import Component
+
+HEADROOM = 0.05
+"""Share of usable memory a search leaves free: the accuracy table's worst miss of reserved memory on
+settings this full (docs/plan.md)."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Bytes against bytes. ``fits`` None: part of the need is unknown.
+
+    Attributes:
+        device_total_bytes: Reserved (or allocated) plus what lies outside the allocator.
+        usable_bytes: What the GPU (or the host, for CPU runs) can give one rank.
+        slack_bytes: The difference.
+        host_bytes_per_node: Host memory all ranks of a node need.
+        components: The footprint's, and a line for each overhead.
+        fits: The verdict.
+        reason: Why it does not fit, or None.
+    """
+
+    device_total_bytes: int | None
+    usable_bytes: int | None
+    slack_bytes: int | None
+    host_bytes_per_node: int
+    components: tuple[Component, ...]
+    fits: bool | None
+    reason: str | None
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with less than the headroom to spare."""
+        if not self.fits or self.slack_bytes is None or not self.usable_bytes:
+            return False
+        return self.slack_bytes < HEADROOM * self.usable_bytes
+
+
+def judge(footprint: Footprint, knobs: Knobs, cluster: Cluster, machine: Machine) -> Judgement:
+    """Return whether one rank of the configuration fits one GPU (CPU: its share of the host)."""
+    lines = overhead(machine, cluster, groups=process_groups(knobs))
+    components = _components(footprint, lines.context, lines.communicators)
+    host = footprint.host_bytes_per_rank * cluster.gpus_per_node
+    inside = footprint.reserved_peak_bytes
+    if inside is None and footprint.allocated_peak_bytes is not None:
+        inside = int(footprint.allocated_peak_bytes * (machine.reserved_ratio or 1.0))
+    total = None if inside is None else inside + lines.context + lines.communicators
+    usable = usable_bytes(cluster)
+    if cluster.gpu is None and total is not None:
+        host += total * cluster.gpus_per_node
+    slack = usable - total if usable is not None and total is not None else None
+    fits, reason = _verdict(total, usable, host, cluster)
+    return Judgement(total, usable, slack, host, components, fits, reason)
+
+
+def usable_bytes(cluster: Cluster) -> int | None:
+    """Return what one rank may use: the driver's total of its GPU, or its share of the host."""
+    if cluster.gpu is not None:
+        return cluster.gpu.memory_bytes
+    if cluster.host_memory_bytes is None:
+        return None
+    return cluster.host_memory_bytes // cluster.gpus_per_node
+
+
+def process_groups(knobs: Knobs) -> int:
+    """Return how many communicators the run opens: the default one, one per further mesh dimension,
+    and one for an integer reshard (torch 2.13, ``_fully_shard.py``)."""
+    hybrid = 2 if knobs.dp_replicate > 1 and knobs.dp_shard * knobs.cp > 1 else 0
+    integer = 0 if isinstance(knobs.reshard_after_forward, bool) else 1
+    return 1 + hybrid + integer + (2 if knobs.cp > 1 else 0)
+
+
+def gib(size: int | None) -> str:
+    """Return bytes as GiB with one decimal (more below 0.1)."""
+    if size is None:
+        return "unknown"
+    value = size / GIB
+    return f"{value:.1f} GiB" if abs(value) >= 10 else f"{value:.2f} GiB"
+
+
+def _components(footprint: Footprint, context: int, communicators: int) -> tuple[Component, ...]:
+    extra = [
+        Component("context", context, "estimated"),
+        Component("communicators", communicators, "estimated"),
+    ]
+    if footprint.reserved_peak_bytes is not None and footprint.allocated_peak_bytes is not None:
+        held = footprint.reserved_peak_bytes - footprint.allocated_peak_bytes
+        extra.insert(0, Component("allocator_slack", held, "estimated"))
+    names = {component.name for component in footprint.components}
+    return footprint.components + tuple(c for c in extra if c.bytes and c.name not in names)
+
+
+def _verdict(
+    total: int | None, usable: int | None, host: int, cluster: Cluster
+) -> tuple[bool | None, str | None]:
+    limit = cluster.host_memory_bytes
+    if limit is not None and host > limit:
+        return False, f"host memory: each node needs {gib(host)} of {gib(limit)}"
+    if total is None:
+        return None, "activations are unknown"
+    if usable is None:
+        return None, "the host's memory is unknown"
+    if total > usable:
+        return False, f"memory: needs {gib(total)} of {gib(usable)} usable, {gib(total - usable)} too much"
+    return True, None

@@ -1,0 +1,282 @@
+"""``plan``: resolve, inspect, judge what was asked, search around it, and give a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fsdptool.errors import PlanError
+from fsdptool.planning.advice import advise
+from fsdptool.planning.batches import largest_batch
+from fsdptool.planning.clusters import describe
+from fsdptool.planning.judge import HEADROOM, gib
+from fsdptool.planning.knobs import Knobs, apply_knobs, knobs_from_json, read_knobs
+from fsdptool.planning.ladder import climb
+from fsdptool.planning.predict import Estimator, check_sizes
+from fsdptool.planning.request import Options, PlanInputs, Request, read_request
+from fsdptool.planning.search import Weighed, roomy, weigh
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.codec import to_json
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.document import digest
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.plan import Candidate, NextStep, Plan
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import FsdpSettings
+
+Progress = Callable[[str], None]
+
+
+def plan(reference: str | None = None, **options: Any) -> Plan:
+    """Return what every rank will hold, whether it fits, and which configuration to run.
+
+    Needs no GPU and no weights. The result shows itself in a notebook.
+
+    Args:
+        reference: The model: ``family:flavour``, a Hugging Face id, a folder or a ``config.json``.
+        **options: The knobs of :class:`~fsdptool.planning.request.Options`, for example
+            ``gpu="H100-80GB-SXM", gpus=8, sequence_length=4096, micro_batch=1, search=True``.
+
+    Raises:
+        PlanError: The options contradict each other; the message names the pair.
+        ReferenceError: The model cannot be resolved.
+        ConfigError: A recipe or configuration cannot be used.
+    """
+    unknown = sorted(set(options) - set(Options.__dataclass_fields__))
+    if unknown:
+        raise PlanError(
+            f"plan has no option {unknown[0]!r}",
+            help=f"there are: {', '.join(Options.__dataclass_fields__)}",
+        )
+    return make_plan(read_request(Options(reference=reference, **options)))
+
+
+def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:
+    """Return the plan of canonical inputs.
+
+    Args:
+        request: The inputs and what was noticed while reading them.
+        progress: Called with a line now and then.
+
+    Raises:
+        PlanError: The inputs contradict each other.
+    """
+    inputs = request.inputs
+    check_sizes(inputs.recipe)
+    _asked(inputs)  # contradictions between sizes are told before anything is built
+    spec, anatomy = _model(inputs)
+    _check_model(anatomy)
+    found = [*request.diagnostics, *spec.diagnostics]
+    return search(spec, anatomy, inputs, progress=progress, diagnostics=found)
+
+
+def search(
+    spec: ModelSpec,
+    anatomy: Anatomy,
+    inputs: PlanInputs,
+    *,
+    progress: Progress | None = None,
+    diagnostics: Sequence[Diagnostic] = (),
+) -> Plan:
+    """Weigh configurations of a model that is already at hand; ``inputs.search`` says how widely.
+
+    Args:
+        spec, anatomy: The model.
+        inputs: The canonical inputs.
+        progress: Called with a line now and then.
+        diagnostics: What was noticed before; the plan carries it.
+
+    Raises:
+        PlanError: The inputs contradict each other.
+    """
+    asked = _asked(inputs)
+    inputs = replace(inputs, model=describe_model(spec, anatomy))
+    profile: Any = inputs.profile
+    estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings, profile=profile)
+    extra: dict[str, Any] = {}
+    if inputs.max_batch:
+        asked, extra["max_batch"] = largest_batch(estimator, inputs, asked, progress=progress)
+    weighed = weigh(estimator, inputs, asked, progress=progress)
+    found = [*diagnostics, *anatomy.diagnostics]
+    return _conclude(estimator, inputs, asked, weighed, found, extra)
+
+
+def _asked(inputs: PlanInputs) -> list[Knobs]:
+    """Where the person stands on each cluster; further offers size the sharded dimension themselves."""
+    free = replace(inputs.settings, mesh=replace(inputs.settings.mesh, dp_shard=None))
+    return [
+        read_knobs(inputs.recipe, free if index else inputs.settings, cluster, index)
+        for index, cluster in enumerate(inputs.clusters)
+    ]
+
+
+def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
+    """Return recipe, settings and cluster of the chosen candidate, or of the asked one if none is.
+
+    What ``emit-config`` writes and ``train`` runs.
+    """
+    from fsdptool.planning.document import inputs_of
+
+    inputs = inputs_of(plan)
+    candidate = chosen_candidate(plan)
+    knobs = knobs_from_json(candidate.settings)
+    cluster = inputs.clusters[knobs.cluster]
+    recipe, settings = apply_knobs(knobs, inputs.recipe, inputs.settings, cluster)
+    return recipe, settings, cluster
+
+
+def chosen_candidate(plan: Plan) -> Candidate:
+    """Return the chosen candidate, or the asked one if none is."""
+    if not plan.candidates:
+        raise PlanError("the plan holds no candidates", help="make it anew with fsdptool plan")
+    for candidate in plan.candidates:
+        if candidate.id == plan.chosen:
+            return candidate
+    return plan.candidates[0]
+
+
+def describe_model(spec: ModelSpec, anatomy: Anatomy) -> dict[str, Any]:
+    """Return what a reference resolved to, as far as a plan depends on it."""
+    return {
+        "reference": spec.reference.id,
+        "kind": spec.reference.kind,
+        "revision": spec.reference.revision,
+        "family": spec.family,
+        "flavour": spec.flavour,
+        "class": spec.model_class,
+        "library": spec.library,
+        "component": spec.component,
+        "parameters": anatomy.total_parameters,
+        "config_digest": digest(spec.config),
+    }
+
+
+def _model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
+    from fsdptool.inspection import inspect
+    from fsdptool.source import resolve
+
+    model = inputs.recipe.model
+    spec = resolve(
+        model.reference,
+        revision=model.revision,
+        component=model.component,
+        trust_remote_code=model.trust_remote_code,
+        overrides=model.overrides or None,
+    )
+    return spec, inspect(spec, wrap=inputs.wrap, exclude=inputs.exclude)
+
+
+def _check_model(anatomy: Anatomy) -> None:
+    if anatomy.total_parameters >= 1 << 48:
+        raise PlanError(
+            f"{anatomy.total_parameters:,} parameters are too many for memory arithmetic",
+            help="check the configuration's sizes for a typing error",
+        )
+
+
+def _conclude(
+    estimator: Estimator,
+    inputs: PlanInputs,
+    asked: Sequence[Knobs],
+    weighed: Weighed,
+    diagnostics: list[Diagnostic],
+    extra: dict[str, Any],
+) -> Plan:
+    by_id = {candidate.id: candidate for candidate in weighed.candidates}
+    first = by_id[weighed.asked[0]]
+    chosen = by_id.get(weighed.chosen) if weighed.chosen is not None else None
+    steps: tuple[NextStep, ...] = ()
+    verdict = "fits"
+    if chosen is None:
+        unknown = any(candidate.device_total_bytes is None for candidate in weighed.candidates)
+        verdict = "unknown" if unknown or first.usable_bytes is None else "does_not_fit"
+    elif chosen.id not in weighed.asked or not chosen.timeline:
+        # Searches keep timelines for few; the chosen one's is the answer.
+        knobs = knobs_from_json(chosen.settings)
+        place = knobs.cluster
+        full = estimator.candidate(chosen.id, knobs, inputs.clusters[place], inputs.machines[place])
+        weighed = replace(
+            weighed,
+            candidates=tuple(full if c.id == chosen.id else c for c in weighed.candidates),
+        )
+        chosen = full
+    if verdict == "does_not_fit" or (first.rejected_by or "").startswith(("memory", "host")):
+        steps = climb(estimator, inputs, asked[0], first)
+    diagnostics += _remarks(inputs, first, chosen)
+    diagnostics += advise(estimator, inputs, asked[0], first, chosen)
+    details = {
+        "asked": list(weighed.asked),
+        "front": list(weighed.front),
+        "model": dict(inputs.model),
+        "clusters": [describe(cluster) for cluster in inputs.clusters],
+        "notes": list(estimator.notes),
+        "headroom": HEADROOM,
+        "searched": len(weighed.candidates),
+        **extra,
+    }
+    return Plan(
+        verdict=verdict,  # type: ignore[arg-type]  # one of the three above
+        chosen=chosen.id if chosen is not None else None,
+        candidates=weighed.candidates,
+        next_steps=steps,
+        inputs=to_json(inputs),
+        confidence=estimator.confidence,
+        diagnostics=tuple(dict.fromkeys(diagnostics)),
+        unknowns=tuple(estimator.unknowns),
+        details=details,
+    )
+
+
+def _remarks(inputs: PlanInputs, asked: Candidate, chosen: Candidate | None) -> list[Diagnostic]:
+    found = []
+    gpu = inputs.clusters[0].gpu
+    precision = inputs.settings.mixed_precision
+    if gpu is not None and not gpu.native_bf16 and precision == "bf16":
+        found.append(
+            Diagnostic(
+                "PLN002",
+                "warning",
+                f"{gpu.name} has no bfloat16 units: bf16 runs there at fp32 speed or slower",
+                help="use --precision fp16 (with loss scaling) or a newer GPU",
+            )
+        )
+    if gpu is not None and not gpu.native_fp8 and precision == "fp8":
+        found.append(
+            Diagnostic("PLN002", "warning", f"{gpu.name} has no fp8 units", help="use --precision bf16")
+        )
+    if chosen is not None and not roomy(chosen):
+        found.append(
+            Diagnostic(
+                "PLN003",
+                "warning",
+                f"only {gib(chosen.slack_bytes)} of {gib(chosen.usable_bytes)} stay free: within the"
+                " estimate's own error",
+                help="take a rung of --explain's ladder before renting, or try one step first",
+            )
+        )
+    if (
+        chosen is not None
+        and asked.rejected_by
+        and asked.id != chosen.id
+        and asked.rejected_by.startswith("memory")
+    ):
+        found.append(
+            Diagnostic(
+                "PLN004",
+                "info",
+                f"as asked it does not fit ({asked.rejected_by}); {chosen.id} does",
+                help="--no-search judges exactly what you asked",
+            )
+        )
+    if any(c.nodes > 1 and c.inter_node_bandwidth is None and c.gpu is not None for c in inputs.clusters):
+        found.append(
+            Diagnostic(
+                "PLN005",
+                "info",
+                "the network between nodes is assumed (docs/plan.md): times depend on it",
+                help="give --network '400 Gbit/s' (per GPU) or inter_node_bandwidth in the cluster file",
+            )
+        )
+    return found

@@ -1,0 +1,220 @@
+"""One configuration in, one judged Candidate out: memory from the trace, time from the roofline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdptool.errors import PlanError
+from fsdptool.layout import group
+from fsdptool.planning.compute import Cost, module_costs
+from fsdptool.planning.judge import Judgement, judge
+from fsdptool.planning.knobs import Knobs, apply_knobs, read_knobs, resolve_mesh
+from fsdptool.planning.machine import Machine, machine_for
+from fsdptool.planning.stages import Timing, time_candidate
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.cluster import Cluster, Gpu
+from fsdptool.records.footprint import Footprint
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.plan import Candidate
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.units import UnitPlan
+
+if TYPE_CHECKING:
+    from fsdptool.records.trace import Trace
+
+Profile = Literal["cuda", "cpu-fake", "cpu-gloo"]
+Key = tuple[int, str, str, int]
+"""What a trace depends on while a search turns the knobs: micro-batch, checkpointing, layout, cp."""
+
+MAX_SIZE = 1 << 40
+"""Samples x positions or pixels of a micro-batch beyond which byte counts no longer mean anything."""
+
+
+def predict(
+    spec: ModelSpec,
+    anatomy: Anatomy,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    *,
+    cluster: Cluster | None = None,
+    profile: Profile = "cuda",
+    machine: Machine | None = None,
+) -> Candidate:
+    """Return what every rank will hold and how long a step takes, for exactly this configuration.
+
+    Args:
+        spec, anatomy: The model.
+        recipe: How it is trained.
+        settings: What the accelerate YAML says; its mesh must suit the cluster.
+        cluster: What it is trained on; None: CPU processes, as many as the settings name.
+        profile: Whose memory is predicted (``cuda``; ``cpu-gloo`` and ``cpu-fake`` for CPU runs).
+        machine: Overheads and efficiencies; None takes the shipped table's.
+
+    Raises:
+        PlanError: The inputs contradict each other; the message names the pair.
+    """
+    cluster = cluster if cluster is not None else Cluster(None, settings.num_processes or 1)
+    estimator = Estimator(spec, anatomy, recipe, settings, profile=profile)
+    knobs = read_knobs(recipe, settings, cluster)
+    return estimator.candidate("asked", knobs, cluster, machine or machine_for(cluster.gpu))
+
+
+@dataclass(slots=True)
+class Estimator:
+    """Judges many configurations of one model and keeps what they share.
+
+    Args:
+        spec, anatomy: The model.
+        recipe, settings: What no knob touches.
+        profile: Whose memory is predicted.
+    """
+
+    spec: ModelSpec
+    anatomy: Anatomy
+    recipe: Recipe
+    settings: FsdpSettings
+    profile: Profile = "cuda"
+    _traces: dict[Any, Trace] = field(default_factory=dict)
+    _costs: dict[Any, dict[str, Cost]] = field(default_factory=dict)
+    _units: dict[Any, UnitPlan] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    unknowns: dict[str, None] = field(default_factory=dict)
+    confidence: Literal["verified", "unverified"] = "verified"
+
+    def candidate(
+        self,
+        id: str,
+        knobs: Knobs,
+        cluster: Cluster,
+        machine: Machine,
+        *,
+        detail: bool = True,
+    ) -> Candidate:
+        """Return one configuration with its memory, its time and its verdict.
+
+        Args:
+            id: What the candidate is called.
+            knobs: The configuration.
+            cluster, machine: The hardware.
+            detail: Keep the timeline (long; searches keep it for few).
+        """
+        recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
+        key = (knobs.micro_batch, knobs.checkpointing, knobs.layout, knobs.cp)
+        trace = self._trace(key, recipe, settings)
+        units = self._group(knobs, recipe, settings)
+        mesh = resolve_mesh(settings.mesh, cluster.world_size)
+        footprint = self._footprint(trace, units, mesh, recipe, timeline=detail)
+        verdict = judge(footprint, knobs, cluster, machine)
+        timing = None
+        if cluster.gpu is not None:
+            costs = self._module_costs(key, trace, cluster.gpu, machine)
+            timing = time_candidate(units, costs, trace, recipe, mesh, cluster, machine)
+        return _assemble(id, knobs, cluster, footprint, verdict, timing)
+
+    def _trace(self, key: Key, recipe: Recipe, settings: FsdpSettings) -> Trace:
+        if key not in self._traces:
+            from fsdptool.memory import trace
+
+            made = trace(self.spec, recipe, settings)
+            self._traces[key] = made
+            self.notes |= dict.fromkeys(made.notes)
+        return self._traces[key]
+
+    def _group(self, knobs: Knobs, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
+        key = (
+            knobs.layout,
+            knobs.wrap_policy,
+            knobs.wrap_classes,
+            knobs.checkpointing,
+            knobs.reshard_after_forward,
+            type(knobs.reshard_after_forward),
+            knobs.cpu_offload,
+            knobs.prefetch,
+            knobs.reduce_dtype,
+        )
+        if key not in self._units:
+            self._units[key] = group(self.anatomy, settings, recipe.sharding)
+        return self._units[key]
+
+    def _module_costs(self, key: Key, trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
+        # One table row may serve several GPUs, and one GPU several rows.
+        full = (*key, gpu.name, machine.name)
+        if full not in self._costs:
+            self._costs[full] = module_costs(trace, gpu, machine)
+        return self._costs[full]
+
+    def _footprint(
+        self, trace: Trace, units: UnitPlan, mesh: Mesh, recipe: Recipe, *, timeline: bool
+    ) -> Footprint:
+        from fsdptool.memory import footprint
+
+        result = footprint(trace, units, mesh, recipe, profile=self.profile, timeline=timeline)
+        self.unknowns |= dict.fromkeys(result.unknowns)
+        if result.confidence != "verified":
+            self.confidence = "unverified"
+        return result
+
+
+def check_sizes(recipe: Recipe) -> None:
+    """Refuse sizes no memory arithmetic can mean.
+
+    Raises:
+        PlanError: The micro-batch holds more positions, pixels or samples than anything could.
+    """
+    batch = recipe.batch
+    sizes = {
+        "micro-batch": batch.micro_batch,
+        "sequence length": batch.sequence_length,
+        "height": batch.height,
+        "width": batch.width,
+        "frames": batch.frames,
+    }
+    total = 1
+    for name, size in sizes.items():
+        if size is not None and size > MAX_SIZE:
+            raise PlanError(
+                f"{name} {size:,} is too large for memory arithmetic", help="check for a typing error"
+            )
+        total *= size or 1
+    if total > MAX_SIZE:
+        parts = " x ".join(f"{name} {size:,}" for name, size in sizes.items() if size is not None)
+        raise PlanError(
+            f"{parts} = {total:,} is too large for memory arithmetic", help="check for a typing error"
+        )
+
+
+def _assemble(
+    id: str,
+    knobs: Knobs,
+    cluster: Cluster,
+    footprint: Footprint,
+    verdict: Judgement,
+    timing: Timing | None,
+) -> Candidate:
+    price = None
+    if timing is not None and cluster.price_per_gpu_hour is not None:
+        per_second = cluster.price_per_gpu_hour * cluster.world_size / 3600
+        price = per_second / timing.samples_per_second * 1e6
+    step = timing.step if timing is not None else None
+    return Candidate(
+        id=id,
+        settings=knobs.to_json(),
+        allocated_peak_bytes=footprint.allocated_peak_bytes,
+        reserved_peak_bytes=footprint.reserved_peak_bytes,
+        device_total_bytes=verdict.device_total_bytes,
+        usable_bytes=verdict.usable_bytes,
+        slack_bytes=verdict.slack_bytes,
+        host_bytes_per_node=verdict.host_bytes_per_node,
+        components=verdict.components,
+        peak=footprint.peak,
+        timeline=footprint.timeline,
+        step_seconds=step.seconds if step is not None else None,
+        tokens_per_second=timing.tokens_per_second if timing is not None else None,
+        rejected_by=verdict.reason,
+        samples_per_second=timing.samples_per_second if timing is not None else None,
+        mfu=timing.mfu if timing is not None else None,
+        price_per_million_samples=price,
+        seconds=step.parts() if step is not None else {},
+    )

@@ -1,0 +1,184 @@
+"""How long a step takes: compute per unit, and FSDP2's overlap of gathers and compute.
+
+An estimate, with every assumption in docs/plan.md. Compute comes from
+:mod:`fsdptool.planning.compute`, collectives from :mod:`fsdptool.planning.collectives`; this module
+only plays the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from fsdptool.planning.collectives import make_ring
+from fsdptool.planning.machine import Machine
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.settings import Mesh
+
+_HOST_LINK = 25e9
+"""Bytes per second between host and device memory, pinned: PCIe Gen4 x16 as achieved."""
+
+_HOST_OPTIMIZER = 8e9
+"""Bytes per second one rank's optimizer moves through host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One unit in the order forward visits it: its collectives and its work.
+
+    Attributes:
+        gather_bytes: Unsharded bytes in the parameter dtype.
+        reduce_bytes: Unsharded bytes of trainable gradients in the reduce dtype.
+        shard_reduce_bytes: One rank's shard of those (what HSDP all-reduces).
+        backward_ranks: Ranks backward gathers the unit over: the shard group, fewer after an integer
+            reshard, 1 if forward's gather is kept or backward needs no parameters.
+        forward, backward: Seconds of compute for one micro-batch; backward includes recomputation.
+    """
+
+    gather_bytes: float
+    reduce_bytes: float
+    shard_reduce_bytes: float
+    backward_ranks: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step on the slowest rank, and where they go.
+
+    ``compute`` is busy time, ``exposed_communication`` what no compute hid, ``offload`` the traffic
+    to host memory, ``optimizer`` the update.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    exposed_communication: float
+    optimizer: float
+    offload: float
+
+    def parts(self) -> dict[str, float]:
+        """Return where the time goes, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "seconds"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything the schedule depends on beside the stages.
+
+    Attributes:
+        accumulation: Forwards per step.
+        reduce_each: Whether every micro-batch reduces its gradients (else only the last).
+        prefetch: Units gathered ahead.
+        optimizer_bytes: Bytes one rank's update moves through memory.
+        optimizer_operators: Kernels of the update.
+        offloaded_bytes: Shard bytes that cross to the host and back in a step.
+        cp_bytes: Bytes of keys and values one unit gathers over the context-parallel group.
+    """
+
+    accumulation: int
+    reduce_each: bool
+    prefetch: int
+    optimizer_bytes: float
+    optimizer_operators: int
+    offloaded_bytes: float = 0.0
+    cp_bytes: float = 0.0
+
+
+def time_step(
+    stages: Sequence[Stage], run: Run, mesh: Mesh, cluster: Cluster, machine: Machine
+) -> StepTime | None:
+    """Return the time of one optimizer step; None on CPU clusters, whose rates nobody publishes.
+
+    Args:
+        stages: Units in forward order.
+        run: The rest of the schedule.
+        mesh: Resolved mesh.
+        cluster: The hardware.
+        machine: Achieved efficiencies.
+    """
+    gpu = cluster.gpu
+    if gpu is None:
+        return None
+    shard = make_ring(cluster, machine, ranks=mesh.shard_degree)
+    replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.shard_degree)
+    context = make_ring(cluster, machine, ranks=mesh.cp)
+    rotate = context.gather(run.cp_bytes)
+    forward = [stage.forward + rotate for stage in stages]
+    backward = [stage.backward + 2 * rotate for stage in stages]
+    gathers = [shard.gather(stage.gather_bytes) for stage in stages]
+    again = [
+        make_ring(cluster, machine, ranks=stage.backward_ranks).gather(stage.gather_bytes) for stage in stages
+    ]
+    reduces = [
+        shard.gather(stage.reduce_bytes) + replicas.reduce(stage.shard_reduce_bytes) for stage in stages
+    ]
+    total = compute = communication = 0.0
+    for index in range(run.accumulation):
+        last = index == run.accumulation - 1
+        reduced = reduces if last or run.reduce_each else [0.0] * len(stages)
+        play = _play(forward, backward, gathers, again, reduced, run.prefetch)
+        total += play[0]
+        communication += play[1]
+        compute += sum(forward) + sum(backward)
+    update = max(
+        run.optimizer_bytes / (gpu.memory_bandwidth * machine.memory_efficiency),
+        run.optimizer_operators * machine.kernel_latency,
+    )
+    offload = 0.0
+    if run.offloaded_bytes:
+        update = run.optimizer_bytes / _HOST_OPTIMIZER
+        offload = run.offloaded_bytes / _HOST_LINK
+    return StepTime(
+        seconds=total + update + offload,
+        compute=compute,
+        communication=communication,
+        exposed_communication=max(total - compute, 0.0),
+        optimizer=update,
+        offload=offload,
+    )
+
+
+def _play(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    gathers: Sequence[float],
+    regathers: Sequence[float],
+    reduces: Sequence[float],
+    prefetch: int,
+) -> tuple[float, float]:
+    """Play one micro-batch on a compute stream and one link; return its length and the link's busy time.
+
+    torch 2.13: a gather waits for the copy-out of the unit ``prefetch`` places before it
+    (``_fsdp_param_group.py:_wait_all_gather_streams_on_event``), and a unit's reduce-scatter is
+    waited for before the next one is issued (``_fsdp_collectives.py:foreach_reduce``).
+    """
+    link = compute = busy = 0.0
+    starts: list[float] = []
+    for index, stage_seconds in enumerate(forward):
+        allowed = starts[index - prefetch] if index >= prefetch else 0.0
+        link = max(link, allowed) + gathers[index]
+        busy += gathers[index]
+        start = max(compute, link) if gathers[index] else compute
+        starts.append(start)
+        compute = start + stage_seconds
+    starts = []
+    reduced_until = 0.0
+    for place, index in enumerate(range(len(forward) - 1, -1, -1)):
+        again = regathers[index]
+        allowed = starts[place - prefetch] if place >= prefetch else compute
+        if again:
+            link = max(link, allowed) + again
+            busy += again
+            start = max(compute, link)
+        else:
+            start = compute
+        starts.append(start)
+        compute = start + backward[index]
+        if reduces[index]:
+            compute = max(compute, reduced_until)
+            link = max(link, compute) + reduces[index]
+            busy += reduces[index]
+            reduced_until = link
+    return max(compute, reduced_until), busy
