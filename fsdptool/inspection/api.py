@@ -141,7 +141,7 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
     Raises:
         ModelError: The model has no parameters, or a module contains itself.
     """
-    from fsdptool.inspection.hazards import hazards
+    from fsdptool.inspection.hazards import choice_hazards, model_hazards
     from fsdptool.inspection.keys import check_keys
     from fsdptool.inspection.units import with_concern
     from fsdptool.inspection.walk import walk
@@ -168,14 +168,14 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
         repeated_blocks=walked.repeated_blocks,
         fsdp_plan_unmatched=walked.fsdp_plan_unmatched,
         class_modules=walked.class_modules,
-        diagnostics=(*check_keys(spec, model), *hazards(walked, census, choice)),
     )
-    return with_concern(anatomy, census)
+    findings = (*check_keys(spec, model), *model_hazards(anatomy), *choice_hazards(anatomy, census))
+    return with_concern(replace(anatomy, diagnostics=findings), census)
 
 
 def _reconsidered(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> Anatomy:
     """Apply a person's selection and judge everything that depends on it again."""
-    from fsdptool.inspection.hazards import BY_CHOICE, class_hazards
+    from fsdptool.inspection.hazards import BY_CHOICE, choice_hazards
     from fsdptool.inspection.units import with_concern
     from fsdptool.inspection.witnesses import judge_no_split
 
@@ -184,8 +184,8 @@ def _reconsidered(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude
         choice, no_split_modules=judge_no_split(anatomy.no_split_modules, census, choice), concern_code=None
     )
     kept = tuple(finding for finding in anatomy.diagnostics if finding.code not in BY_CHOICE)
-    chosen = replace(anatomy, wrap=choice, diagnostics=kept + class_hazards(census, choice))
-    return with_concern(chosen, census)
+    chosen = replace(anatomy, wrap=choice)
+    return with_concern(replace(chosen, diagnostics=kept + choice_hazards(chosen, census)), census)
 
 
 def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def check_keys(spec: ModelSpec, model: nn.Module) -> tuple[Diagnostic, ...]:
                     f"the configuration says model_type {stated}, {built} reads it as {real}",
                 )
             )
-        findings += _transformers(raw, config_class, "", built)
+        findings += _transformers(raw, config_class, "", type(model).__module__)
     elif spec.library == "diffusers":
         known = frozenset(inspect.signature(type(model).__init__).parameters) - {"self", "args", "kwargs"}
         given = [key for key in raw if not key.startswith("_")]
@@ -78,7 +79,9 @@ def check_keys(spec: ModelSpec, model: nn.Module) -> tuple[Diagnostic, ...]:
     return tuple(findings)
 
 
-def _transformers(raw: Mapping[str, Any], config_class: Any, prefix: str, built: str) -> Iterator[Diagnostic]:
+def _transformers(
+    raw: Mapping[str, Any], config_class: Any, prefix: str, model_module: str
+) -> Iterator[Diagnostic]:
     known = _declared(config_class)
     unknown = [key for key in raw if key not in known and key not in _EVERYWHERE and not key.startswith("_")]
     if unknown:
@@ -88,11 +91,13 @@ def _transformers(raw: Mapping[str, Any], config_class: Any, prefix: str, built:
         for inner in config_class.sub_configs.values():
             if hasattr(inner, "sub_configs"):
                 known |= _declared(inner)
-        yield from _compare(unknown, known, prefix, config_class.__name__, "never reads", present=raw)
+        # The model may look at an undeclared key itself (``getattr(config, "head_dim", ...)``).
+        known |= _words(sys.modules.get(model_module))
+        yield from _compare(unknown, known, prefix, config_class.__name__, "does not know", present=raw)
     for name, inner in config_class.sub_configs.items():
         value = raw.get(name)
         if isinstance(value, Mapping) and hasattr(inner, "sub_configs") and inner.model_type:
-            yield from _transformers(value, inner, f"{prefix}{name}.", built)
+            yield from _transformers(value, inner, f"{prefix}{name}.", model_module)
 
 
 def _declared(config_class: Any) -> frozenset[str]:
@@ -107,15 +112,22 @@ def _declared(config_class: Any) -> frozenset[str]:
 
 
 def _mentioned(config_class: Any) -> frozenset[str]:
-    """Return the quoted words in the class's own code: keys it pops, gets or renames."""
+    """Return the words in the class's own code that may be keys it pops, gets or renames."""
     names: set[str] = set()
     for base in config_class.__mro__:
         if base.__module__.startswith("transformers.models"):
-            try:
-                names |= set(re.findall(r"[\"'](\w+)[\"']", inspect.getsource(base)))
-            except (OSError, TypeError):
-                continue
+            names |= _words(sys.modules.get(base.__module__))
     return frozenset(names)
+
+
+def _words(module: Any) -> frozenset[str]:
+    """Return the quoted words and the attributes of ``config`` in a module's source text."""
+    try:
+        text = inspect.getsource(module)
+    except (OSError, TypeError):
+        return frozenset()
+    pairs = re.findall(r"[\"'](\w+)[\"']|\bconfig\.(\w+)", text)
+    return frozenset(word for pair in pairs for word in pair if word)
 
 
 def _compare(
