@@ -84,11 +84,11 @@ class Blueprint:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes in-place operations on meta tensors, following views back to the tensor they show."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._notes: dict[int, list[Note]] = {}
         self._views: dict[int, tuple[int, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = {}
         self._made: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any], int | None]] = {}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdptool.records.units import Unit, UnitPlan
 from fsdptool.training.materialize import rows_of
@@ -36,7 +36,7 @@ def prove(model: nn.Module, plan: UnitPlan, session: Session) -> dict[str, Any]:
     Raises:
         WorkerError: Something differs; the message names the parameter or unit.
     """
-    names = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names = dict(model.named_parameters(remove_duplicate=False))
     _check_units(model, plan)
     _check_placements(names, plan, session)
     replicated = _check_replicas(names, plan, session)
@@ -65,7 +65,7 @@ def _check_units(model: nn.Module, plan: UnitPlan) -> None:
 
 def _check_placements(names: dict[str, nn.Parameter], plan: UnitPlan, session: Session) -> None:
     hybrid = session.sizes.dp_replicate > 1
-    wanted = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
+    wanted: tuple[Placement, ...] = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
     for unit in plan.units:
         for listed in unit.parameters:
             parameter = names.get(listed.fqn)

@@ -60,7 +60,7 @@ def checkpoint_units(
             continue
         for path in unit.modules:
             module = model.get_submodule(path)
-            module.forward = _recomputed(module.forward, context, offload)  # type: ignore[method-assign]
+            module.forward = _recomputed(module.forward, context, offload)
             count += 1
     return count
 
@@ -96,7 +96,7 @@ def _selective(
 
 
 def _operator(name: str, strict: bool) -> Any:
-    """Look up ``namespace.name.overload`` under ``torch.ops``; ``torch.ops.`` and ``aten.`` may be left out."""
+    """Look up ``aten.mm.default`` under ``torch.ops``; ``torch.ops.`` and ``aten.`` may be left out."""
     parts = name.removeprefix("torch.ops.").split(".")
     if len(parts) == 1 or (parts[0] not in dir(torch.ops) and parts[-1] == "default" and len(parts) == 2):
         parts = ["aten", *parts]

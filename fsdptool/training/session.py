@@ -114,7 +114,7 @@ def _join(rank: int, world_size: int, device: torch.device) -> None:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -103,7 +103,7 @@ def _set_prefetch(plan: UnitPlan, model: nn.Module, units: list[FSDPModule]) -> 
     if plan.prefetch <= 1:
         return
     position = {id(module): index for index, module in enumerate(model.modules())}
-    chain = sorted((unit for unit in units if unit is not model), key=lambda unit: position[id(unit)])
+    chain = sorted((unit for unit in units if id(unit) != id(model)), key=lambda unit: position[id(unit)])
     for index, unit in enumerate(chain):
         unit.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + plan.prefetch])
         before = chain[max(index - plan.prefetch, 0) : index]

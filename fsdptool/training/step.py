@@ -109,7 +109,7 @@ class Stepper:
         for index, batch in enumerate(batches):
             self._announce(last=index == len(batches) - 1)
             loss, extra = self.micro_loss(self.model, batch)
-            (loss * (scale / weight)).backward()
+            (loss * (scale / weight)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             for name, value in extra.items():
                 sums[name] = sums[name] + value if name in sums else value.detach()
@@ -157,7 +157,7 @@ class Stepper:
             wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
             flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
             dist.all_reduce(flat)
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            for grad, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
 
     def _agree(self, total: Tensor, sums: Mapping[str, Tensor], stop: int) -> _Agreed:

@@ -51,10 +51,10 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     assembled = assemble(inputs, session, phase=phase)
     if session.is_main:
         events.emit("proof", **assembled.proof)
-    share = {"rank": session.data_rank, "world": session.data_ranks}
+    rank, world = session.data_rank, session.data_ranks
     pinned = session.device.type == "cuda"
-    batches = build_batches(recipe, inputs.spec, pin_memory=pinned, **share)
-    validation = build_evaluation(recipe, inputs.spec, **share)
+    batches = build_batches(recipe, inputs.spec, rank=rank, world=world, pin_memory=pinned)
+    validation = build_evaluation(recipe, inputs.spec, rank=rank, world=world)
     loop = Loop(recipe, assembled, batches, validation, parts, session)
     phase("training")
     ended = loop.run()

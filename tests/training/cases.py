@@ -1,0 +1,298 @@
+"""Tiny models of every kind, the batches they train on, and what the ranks do with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdptool.inspection.build import build
+from fsdptool.inspection.walk import walk
+from fsdptool.records import Anatomy, FsdpSettings, Mesh, ModelSpec, Recipe, WrapChoice
+from fsdptool.records.recipe import Batch, Distillation, Lora, Method, ModelChoice, Objective, Optimizer
+from fsdptool.source import resolve
+from fsdptool.training.run_inputs import RunInputs
+from fsdptool.training.unitplan import plan_teacher, plan_units
+
+STEPS = 50
+MICRO_BATCHES = 4
+SAMPLES = 2
+LENGTH = 12
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.05,
+    "max_position_embeddings": 32,
+}
+T5 = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "vocab_size": 96,
+    "d_model": 24,
+    "d_kv": 6,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+    "feed_forward_proj": "relu",
+    "initializer_factor": 0.5,
+}
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForMaskedLM"],
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+CLASSIFIER = {**BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 5}
+SD3 = {
+    "_class_name": "SD3Transformer2DModel",
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 16,
+    "caption_projection_dim": 32,
+    "pooled_projection_dim": 16,
+    "pos_embed_max_size": 16,
+}
+UNET = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [32, 64],
+    "layers_per_block": 1,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "transformer_layers_per_block": [1, 2],
+    "attention_head_dim": [2, 4],
+    "cross_attention_dim": 16,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 80,
+    "use_linear_projection": True,
+    "norm_num_groups": 8,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one objective."""
+
+    name: str
+    config: dict[str, Any]
+    wrap: tuple[str, ...]
+    objective: str
+    lora: tuple[str, ...]
+    lora_parameters: tuple[str, ...] = ()
+    rate: float = 2e-3
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("causal", LLAMA, ("LlamaDecoderLayer",), "causal_lm", ("q_proj", "v_proj", "down_proj")),
+        Case("packed", TIED, ("LlamaDecoderLayer",), "causal_lm", ("q_proj", "v_proj")),
+        Case(
+            "moe",
+            MOE,
+            ("Qwen3MoeDecoderLayer",),
+            "causal_lm",
+            ("q_proj",),
+            ("experts.gate_up_proj", "experts.down_proj"),
+        ),
+        Case("seq2seq", T5, ("T5Block",), "seq2seq", ("q", "v")),
+        Case("masked", BERT, ("BertLayer",), "masked_lm", ("query", "value")),
+        Case("classify", CLASSIFIER, ("BertLayer",), "classification", ("query", "value")),
+        Case("flow", SD3, ("JointTransformerBlock",), "flow_matching", ("to_q", "to_v")),
+        Case(
+            "epsilon",
+            UNET,
+            ("BasicTransformerBlock", "ResnetBlock2D"),
+            "epsilon",
+            ("to_q", "to_v"),
+        ),
+        Case(
+            "velocity",
+            UNET,
+            ("BasicTransformerBlock", "ResnetBlock2D"),
+            "v_prediction",
+            ("to_q", "to_v"),
+        ),
+    )
+}
+
+
+def anatomy_of(spec: ModelSpec, wrap: tuple[str, ...]) -> Anatomy:
+    """Take the anatomy of a model whose wrap classes are known."""
+    walked = walk(build(spec))
+    return Anatomy(
+        spec,
+        walked.parameters,
+        walked.buffers,
+        walked.modules,
+        WrapChoice(wrap, ()),
+        walked.input_embedding,
+        walked.output_embedding,
+        walked.final_norm,
+        walked.no_split_modules,
+        walked.repeated_blocks,
+    )
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> str:
+    """Write a model folder with nothing but a configuration; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def recipe_for(case: Case, reference: str, method: str, **changes: Any) -> Recipe:
+    """Return a recipe; ``changes`` replace fields of it."""
+    chosen = {
+        "full": Method("full"),
+        "lora": Method("lora", lora=Lora(rank=4, alpha=8.0, targets=case.lora)),
+        "lora_parameters": Method(
+            "lora", lora=Lora(rank=2, alpha=8.0, targets=case.lora, target_parameters=case.lora_parameters)
+        ),
+        "lora_replicated": Method(
+            "lora", lora=Lora(rank=4, alpha=8.0, targets=case.lora, adapters="replicated")
+        ),
+        "distillation": Method(
+            "distillation",
+            distillation=Distillation(
+                ModelChoice(f"{reference}-teacher", weights="random"), temperature=1.5, alpha=0.4
+            ),
+        ),
+    }[method]
+    base = Recipe(
+        model=ModelChoice(reference, weights="random"),
+        method=chosen,
+        objective=Objective(case.objective, case.options),
+        batch=Batch(micro_batch=SAMPLES, sequence_length=LENGTH),
+        optimizer=Optimizer(learning_rate=case.rate, betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=None),
+        steps=STEPS,
+        seed=7,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def inputs_for(
+    case: Case, folder: Path, recipe: Recipe, *, mesh: Mesh | None = None, **settings: Any
+) -> RunInputs:
+    """Plan the units of a case; the teacher has one block more."""
+    spec = resolve(recipe.model.reference)
+    chosen = FsdpSettings(wrap_classes=case.wrap, use_cpu=True, mixed_precision="no")
+    chosen = dataclasses.replace(chosen, mesh=mesh or Mesh(), **settings)
+    units = plan_units(anatomy_of(spec, case.wrap), recipe, chosen)
+    if recipe.method.distillation is None:
+        return RunInputs(folder, recipe, chosen, spec, units)
+    teacher = resolve(recipe.method.distillation.teacher.reference)
+    return RunInputs(
+        folder,
+        recipe,
+        chosen,
+        spec,
+        units,
+        teacher,
+        plan_teacher(anatomy_of(teacher, case.wrap), recipe, chosen),
+    )
+
+
+_DEEPER = {
+    "llama": ("num_hidden_layers", 3),
+    "qwen3_moe": ("num_hidden_layers", 3),
+    "t5": ("num_layers", 3),
+    "bert": ("num_hidden_layers", 3),
+    "SD3Transformer2DModel": ("num_layers", 3),
+    "UNet2DConditionModel": ("layers_per_block", 2),
+}
+
+
+def prepare_case(case: Case, folder: Path, method: str, **changes: Any) -> tuple[Recipe, Path]:
+    """Write the model (and its teacher) and return the recipe."""
+    reference = write_model(folder / "model", case.config)
+    key, value = _DEEPER[case.config.get("model_type") or case.config["_class_name"]]
+    write_model(folder / "model-teacher", {**case.config, key: value})
+    return recipe_for(case, reference, method, **changes), folder
+
+
+def micro_batch(case: Case, step: int, index: int) -> dict[str, torch.Tensor]:
+    """Return micro-batch ``index`` of a step; targets are spread very unevenly over micro-batches."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    kind = case.objective
+    if kind in ("flow_matching", "epsilon", "v_prediction"):
+        return _latents(case, generator)
+    tokens = torch.randint(3, 96, (SAMPLES, LENGTH), generator=generator)
+    if kind == "classification":
+        labels = torch.randint(0, 5, (SAMPLES,), generator=generator)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    labels = tokens.clone()
+    kept = (2, LENGTH, 5, 1)[index]
+    labels[:, kept:] = -100
+    if kind == "causal_lm":
+        if case.name == "packed":
+            cut = 3 + (step + index) % 6
+            positions = torch.cat((torch.arange(cut), torch.arange(LENGTH - cut)))
+            return {"input_ids": tokens, "labels": labels, "position_ids": positions.expand(SAMPLES, -1).clone()}
+        return {"input_ids": tokens, "labels": labels}
+    if kind == "masked_lm":
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels[:, :8]}
+
+
+def _latents(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    batch = {"latents": normal(SAMPLES, 4, 8, 8), "noise": normal(SAMPLES, 4, 8, 8)}
+    batch["encoder_hidden_states"] = normal(SAMPLES, 5, 16)
+    if case.objective == "flow_matching":
+        batch["sigma"] = torch.rand(SAMPLES, generator=generator)
+        batch["pooled_projections"] = normal(SAMPLES, 16)
+        return batch
+    batch["timestep"] = torch.randint(0, 1000, (SAMPLES,), generator=generator)
+    batch["text_embeds"] = normal(SAMPLES, 32)
+    batch["time_ids"] = torch.randint(0, 64, (SAMPLES, 6), generator=generator).float()
+    return batch

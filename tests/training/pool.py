@@ -1,0 +1,114 @@
+"""A pool of ranks that lives as long as the test session: importing torch once, not once per test.
+
+A case is an importable function. ``pool.run(function, world, *args)`` calls it on ``world`` ranks,
+each with a fresh gloo process group, and returns what each rank returned. If a rank raises, or
+nobody answers in time, the ranks are ended and started anew for the next case.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+
+
+def _serve(connection: Connection, rank: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        message = connection.recv()
+        if message is None:
+            return
+        function, world, store, args = message
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        try:
+            dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+            result = function(*args)
+            dist.barrier()
+            dist.destroy_process_group()
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+            return
+
+
+class Pool:
+    """Up to four ranks over gloo."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="fsdptool-pool-")
+        self._cases = 0
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 240.0) -> list[Any]:
+        """Call ``function(*args)`` on ``world`` ranks and return their results in rank order."""
+        self._start()
+        self._cases += 1
+        store = str(Path(self._folder.name, f"store-{self._cases}"))
+        ranks = self._ranks[:world]
+        for _, connection in ranks:
+            connection.send((function, world, store, args))
+        results: list[Any] = [None] * world
+        pending = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                self.close()
+                raise TimeoutError(f"ranks {sorted(pending.values())} did not answer within {timeout} s")
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[call-overload]
+                try:
+                    good, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, "the process died"
+                if not good:
+                    others = self._failures(pending)
+                    self.close()
+                    raise AssertionError("\n".join([f"rank {rank}: {value}", *others]))
+                results[rank] = value
+        return results
+
+    def _failures(self, pending: dict[Any, int]) -> list[str]:
+        """Give the other ranks a moment to fail, too: theirs may be the cause."""
+        found = []
+        for connection in wait(list(pending), timeout=1.0):
+            try:
+                good, value = connection.recv()  # type: ignore[union-attr]
+            except EOFError:
+                continue
+            if not good:
+                found.append(f"rank {pending[connection]}: {value}")
+        return found
+
+    def _start(self) -> None:
+        if self._ranks:
+            return
+        # One server imports the heavy libraries; ranks are forked from it, before it has threads.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def close(self) -> None:
+        """End the ranks; the next case starts new ones."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks = []
