@@ -67,8 +67,8 @@ class TensorSpec:
         fill: How synthetic values are drawn (``docs/families.md``).
         high: Exclusive upper bound for ``tokens``, ``labels`` and ``timesteps``.
         compute: Whether a floating tensor is cast to the run's parameter dtype.
-        values: Fixed contents of one sample, row-major: all of it for ``constant``, the first
-            entries for every other fill (image placeholders at the head of ``tokens``, ...).
+        values: The first entries of each sample, row-major, whatever the fill (image placeholders
+            at the head of ``tokens``, ...). ``constant`` is zero behind them.
     """
 
     name: str
@@ -193,6 +193,10 @@ class Family(ABC):
     def objective_for(self, config: Mapping[str, Any]) -> str:
         """Return the default objective of one configuration; the family's own unless it serves many."""
         return self.default_objective
+
+    def untouched(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return prefixes of trainable parameters that the default objective gives no gradient."""
+        return ()
 
     def lora_targets(self, config: Mapping[str, Any]) -> LoraTargets:
         """Return what LoRA adapts by default; empty means: no default, ask the person."""

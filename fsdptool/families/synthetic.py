@@ -53,8 +53,4 @@ def _write(drawn: Tensor, spec: TensorSpec) -> None:
     import torch
 
     values = torch.tensor(spec.values, dtype=drawn.dtype)
-    if spec.fill == "constant":
-        flat = drawn.view(-1)
-        flat.copy_(values.repeat(-(-flat.numel() // values.numel()))[: flat.numel()])
-    else:
-        drawn.flatten(1)[:, : values.numel()] = values
+    drawn.flatten(1)[:, : values.numel()] = values

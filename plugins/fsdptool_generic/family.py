@@ -93,6 +93,10 @@ class GenericFamily(Family):
             trust_remote_code=trust_remote_code,
         )
 
+    def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
+        """Return the configuration with its class's defaults filled in."""
+        return self._for(config).complete(config, model_class)
+
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
         """Return the inputs, where the configuration tells them.
 

@@ -9,8 +9,7 @@ from fsdptool.families.protocol import Family
 
 def families() -> Iterable[Family]:
     """Yield the families of this package."""
-    from fsdptool_language.kinds import KINDS
-
     from fsdptool.families.bases.catalogue import instances, read_cards
+    from fsdptool_language.kinds import KINDS
 
     return instances(read_cards(__name__), KINDS)

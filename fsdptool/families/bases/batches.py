@@ -18,9 +18,12 @@ _TABLES = ("n_positions", "max_position_embeddings", "max_target_positions", "n_
 """Names under which configurations keep the size of their position table."""
 
 _LEARNED = frozenset(
-    """albert bart bert big_bird blenderbot blenderbot-small clip clip_text_model deberta distilbert
-    electra gpt2 gpt_neo gptj imagegpt longformer marian mbart mpnet opt pegasus roberta siglip
-    siglip_text_model whisper xlm-roberta xlm-roberta-xl codegen biogpt camembert""".split()
+    {
+        *("albert", "bart", "bert", "big_bird", "biogpt", "blenderbot", "blenderbot-small", "camembert"),
+        *("clip", "clip_text_model", "codegen", "deberta", "distilbert", "electra", "gpt2", "gpt_neo"),
+        *("imagegpt", "longformer", "marian", "mbart", "mpnet", "opt", "pegasus", "roberta", "siglip"),
+        *("siglip_text_model", "whisper", "xlm-roberta", "xlm-roberta-xl"),
+    }
 )
 """Model types whose positions are rows of a table: a longer sequence is an index error there. Rotary
 and relative models run beyond ``max_position_embeddings``."""
@@ -98,8 +101,10 @@ def causal(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
 
 
 _NO_POSITIONS = frozenset(
-    """mamba mamba2 falcon_mamba recurrent_gemma bloom jamba xlnet transfo-xl rwkv
-    xlm reformer mpt granitemoehybrid bamba zamba zamba2 cpmant""".split()
+    {
+        *("bamba", "bloom", "cpmant", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "mpt"),
+        *("recurrent_gemma", "reformer", "rwkv", "transfo-xl", "xlm", "xlnet", "zamba", "zamba2"),
+    }
 )
 
 

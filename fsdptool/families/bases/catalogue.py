@@ -91,7 +91,7 @@ class CatalogueFamily(Family):
 
     package: str = ""
     """Import package whose ``data/flavours.jsonl`` lists the flavours; empty: there are none."""
-    conditions: tuple[Mapping[str, Any], ...] = ()
+    claims: tuple[Mapping[str, Any], ...] = ()
     lora: LoraTargets = LoraTargets(())
     hint: WrapHint | None = None
     options: Mapping[str, Any] = {}
@@ -104,7 +104,7 @@ class CatalogueFamily(Family):
         self.library = card.library
         self.default_objective = card.objective
         self.package = card.package
-        self.conditions = card.match
+        self.claims = card.match
         self.lora = LoraTargets(card.lora, card.lora_parameters)
         self.hint = WrapHint(card.wrap, card.wrap_reason) if card.wrap else None
         self.options = card.options
@@ -115,13 +115,35 @@ class CatalogueFamily(Family):
 
     def match(self, config: Mapping[str, Any]) -> Match | None:
         """Claim a configuration that meets one of the conditions; the most specific one scores highest."""
-        met = [condition for condition in self.conditions if _agrees(config, condition)]
+        met = [condition for condition in self.claims if _agrees(config, condition)]
         if not met:
             return None
         best = max(met, key=len)
         evidence = ", ".join(f"{key} is {config.get(key)!r}" for key in best)
         # A longer condition is more specific: SDXL's UNet against any UNet of its class.
         return Match(min(0.9 + 0.02 * len(best), 1.0), evidence)
+
+    def objective_for(self, config: Mapping[str, Any]) -> str:
+        """Return the family's objective, or what the card says of the configuration's class."""
+        by_class: Mapping[str, str] = self.options.get("objectives", {})
+        return (
+            by_class.get(self.model_class(config), self.default_objective)
+            if by_class
+            else self.default_objective
+        )
+
+    def untouched(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the card's prefixes of parameters that the default objective does not reach."""
+        return tuple(self.options.get("untouched", ()))
+
+    def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
+        """Return the configuration with its class's defaults filled in."""
+        return dict(config)
+
+    def small(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what ``families.shrink`` gets wrong for this family: dotted keys, small values."""
+        small: Mapping[str, Any] = self.options.get("small", {})
+        return small
 
     def lora_targets(self, config: Mapping[str, Any]) -> LoraTargets:
         """Return the card's LoRA targets."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
@@ -35,6 +36,12 @@ class DiffusersFamily(CatalogueFamily):
         raise ModelError(
             "the configuration has no _class_name", help="diffusers writes one; name the class there"
         )
+
+    def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
+        """Return the configuration with the defaults of its class's constructor filled in."""
+        parameters = signature(load_class(model_class).__init__).parameters.values()
+        defaults = {item.name: item.default for item in parameters if item.default is not Parameter.empty}
+        return {**{key: plain(value) for key, value in defaults.items()}, **config}
 
     def build(
         self,
@@ -107,3 +114,8 @@ def load_class(name: str) -> Any:
     except Exception as error:
         raise ModelError(f"{name}: {one_line(error)}") from error
     return found
+
+
+def plain(value: Any) -> Any:
+    """Return a default value as JSON has it."""
+    return [plain(item) for item in value] if isinstance(value, tuple | list) else value

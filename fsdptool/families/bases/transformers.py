@@ -70,6 +70,11 @@ class TransformersFamily(CatalogueFamily):
                 setattr(made, key, 0.0)
         return made
 
+    def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
+        """Return the configuration with its class's defaults filled in."""
+        full: dict[str, Any] = self.config_object(config, model_class).to_dict()
+        return full
+
     def build(
         self,
         config: Mapping[str, Any],
@@ -89,7 +94,9 @@ class TransformersFamily(CatalogueFamily):
 
         remote = remote_class(config, model_class, folder, trust_remote_code)
         arguments: dict[str, Any] = {"dtype": getattr(torch, dtype)}
-        if attention is not None:
+        # Asked for sdpa, transformers 5.23 refuses models without it; left to itself it takes sdpa
+        # wherever a part of the model has it, and eager attention elsewhere.
+        if attention not in (None, "sdpa"):
             arguments["attn_implementation"] = attention
         made = self.config_object(config, model_class) if remote is None else None
         try:

@@ -111,3 +111,27 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
     """Return the squared error averaged over all but the first dimension, summed over that one."""
     wide = accumulation_dtype(prediction.dtype)
     return (prediction.to(wide) - target.to(wide)).square().flatten(1).mean(1).sum()
+
+
+class Reconstruction(Features):
+    """Reconstruction of images by an autoencoder. Batch: ``sample`` [B, C, H, W].
+
+    Squared error through the posterior's mode; the KL term of a VAE is not part of it.
+    """
+
+    name = "reconstruction"
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of images."""
+        import torch
+
+        sample = require(batch, "sample", self.name)
+        return torch.tensor(sample.shape[0], device=sample.device)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the reconstructed images."""
+        return {"prediction": model(sample=require(batch, "sample", self.name), return_dict=False)[0]}
+
+    def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the squared error, averaged within an image and summed over images."""
+        return squared_error(prediction["prediction"], batch["sample"])

@@ -1,0 +1,167 @@
+"""What the denoisers' families share: latents, noise, time and conditions of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError
+from fsdptool.families.bases import DiffusersFamily
+from fsdptool.families.bases.diffusers import load_class
+from fsdptool.families.objectives.common import unwrapped
+from fsdptool.families.protocol import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fsdptool.records.recipe import Recipe
+
+TRAIN_STEPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a family's VAE and patches turn pixels into latents.
+
+    Attributes:
+        spatial: Pixels per latent, each way.
+        temporal: Frames per latent frame after the first; 0 for images (latents have no frames).
+        patch: Latents per token, each way; sizes must divide by ``spatial`` x ``patch``.
+        height, width, frames: What is trained when the recipe names no size.
+    """
+
+    spatial: int = 8
+    temporal: int = 0
+    patch: int = 2
+    height: int = 1024
+    width: int = 1024
+    frames: int = 1
+
+
+class Denoiser(DiffusersFamily):
+    """A family of denoisers. Subclasses say what the model is given besides noisy latents."""
+
+    geometry = Geometry()
+    text_tokens = 512
+    """Tokens of a caption when the recipe names no ``sequence_length``."""
+    in_channels_key = "in_channels"
+    packing = 1
+    """Latents folded into one channel vector per token (FLUX folds 2 x 2 = 4)."""
+    discrete = False
+    """Whether time is an integer step (epsilon and v-prediction) instead of a fraction."""
+
+    def full(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration with its class's defaults."""
+        return self.complete(config, self.model_class(config))
+
+    def geometry_for(self, full: Mapping[str, Any]) -> Geometry:
+        """Return the geometry of one configuration."""
+        return self.geometry
+
+    def latent_channels(self, full: Mapping[str, Any]) -> int:
+        """Return the channels of the latents (before packing)."""
+        return int(full[self.in_channels_key]) // self.packing
+
+    def latent_shape(self, full: Mapping[str, Any], recipe: Recipe) -> tuple[int, ...]:
+        """Return the shape of one sample's latents, without the batch dimension.
+
+        Raises:
+            ConfigError: The recipe's sizes do not divide.
+        """
+        geometry, batch = self.geometry_for(full), recipe.batch
+        unit = geometry.spatial * geometry.patch
+        sides = []
+        for name, given, default in (
+            ("height", batch.height, geometry.height),
+            ("width", batch.width, geometry.width),
+        ):
+            side = given or default
+            if side % unit or side <= 0:
+                raise ConfigError(
+                    f"batch.{name} is {side}; {self.name} needs a multiple of {unit} pixels",
+                    help=f"the nearest is {max(round(side / unit), 1) * unit}",
+                )
+            sides.append(side // geometry.spatial)
+        channels = self.latent_channels(full)
+        if not geometry.temporal:
+            return (channels, *sides)
+        frames = batch.frames or geometry.frames
+        if frames < 1 or (frames - 1) % geometry.temporal:
+            near = (max(frames - 1, 0) // geometry.temporal) * geometry.temporal + 1
+            raise ConfigError(
+                f"batch.frames is {frames}; {self.name} needs a multiple of {geometry.temporal} plus 1",
+                help=f"the nearest below is {near}",
+            )
+        return (channels, (frames - 1) // geometry.temporal + 1, *sides)
+
+    def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return latents, noise, time and the family's conditions.
+
+        Raises:
+            ConfigError: The recipe's sizes do not suit the model.
+        """
+        full = self.full(config)
+        count = recipe.batch.micro_batch
+        shape = (count, *self.latent_shape(full, recipe))
+        objective = recipe.objective.name or self.objective_for(config)
+        if objective == "flow_matching":
+            time = TensorSpec("sigma", (count,), "float32", "uniform")
+        else:
+            time = TensorSpec("timestep", (count,), "int64", "timesteps", high=TRAIN_STEPS)
+        return (
+            TensorSpec("latents", shape, "float32", "normal", compute=True),
+            TensorSpec("noise", shape, "float32", "normal", compute=True),
+            time,
+            *self.conditions(full, recipe, shape),
+        )
+
+    def untouched(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the card's prefixes; ``{last}`` stands for the last layer's index."""
+        found = super().untouched(config)
+        if not any("{last}" in prefix for prefix in found):
+            return found
+        last = int(self.full(config)["num_layers"]) - 1
+        return tuple(prefix.format(last=last) for prefix in found)
+
+    def tokens(self, recipe: Recipe) -> int:
+        """Return the tokens of a caption."""
+        return recipe.batch.sequence_length or self.text_tokens
+
+    def conditions(
+        self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]
+    ) -> tuple[TensorSpec, ...]:
+        """Return what the denoiser is given besides latents and time."""
+        return ()
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call the denoiser with diffusers' usual argument names."""
+        result: Tensor = model(
+            hidden_states=noisy,
+            timestep=self.steps(time),
+            encoder_hidden_states=batch["encoder_hidden_states"],
+            return_dict=False,
+        )[0]
+        return result
+
+    def steps(self, time: Tensor) -> Tensor:
+        """Return time as the model counts it: a fraction becomes a step of a thousand."""
+        return time * TRAIN_STEPS if time.is_floating_point() else time
+
+
+def floats(name: str, *shape: int) -> TensorSpec:
+    """Return a normal tensor that follows the compute dtype (embeddings)."""
+    return TensorSpec(name, shape, "float32", "normal", compute=True)
+
+
+def mask(name: str, *shape: int, dtype: str = "int64") -> TensorSpec:
+    """Return a mask of ones."""
+    return TensorSpec(name, shape, dtype, "mask")
+
+
+def settings(model: nn.Module) -> Any:
+    """Return the configuration of a built denoiser, below any wrapper."""
+    return unwrapped(model).config
+
+
+__all__ = ["Denoiser", "Geometry", "floats", "load_class", "mask", "settings"]

@@ -1,0 +1,132 @@
+"""UNets and the image VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdptool_diffusion.base import Denoiser, Geometry, floats
+
+from fsdptool.families.bases.diffusers import DiffusersFamily
+from fsdptool.families.objectives.diffusion import Edm
+from fsdptool.families.objectives.features import Reconstruction
+from fsdptool.families.protocol import Objective, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fsdptool.records.recipe import Recipe
+
+Specs = tuple[TensorSpec, ...]
+
+
+class UNet(Denoiser):
+    """Stable Diffusion 1, XL and Kolors."""
+
+    geometry = Geometry(patch=8, height=512, width=512)
+    text_tokens = 77
+
+    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
+        """Return CLIP's states; XL adds pooled text and the six sizes."""
+        width = full.get("encoder_hid_dim") or full["cross_attention_dim"]
+        specs = [floats("encoder_hidden_states", shape[0], self.tokens(recipe), width)]
+        if full.get("addition_embed_type") == "text_time":
+            pooled = full["projection_class_embeddings_input_dim"] - 6 * full["addition_time_embed_dim"]
+            size = (float(shape[2] * 8), float(shape[3] * 8))
+            ids = (*size, 0.0, 0.0, *size)
+            specs += [
+                floats("text_embeds", shape[0], pooled),
+                TensorSpec("time_ids", (shape[0], 6), "float32", "constant", compute=True, values=ids),
+            ]
+        return tuple(specs)
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call; XL takes its additions in a dictionary."""
+        added = {name: batch[name] for name in ("text_embeds", "time_ids") if name in batch}
+        result: Tensor = model(
+            sample=noisy,
+            timestep=time,
+            encoder_hidden_states=batch["encoder_hidden_states"],
+            added_cond_kwargs=added or None,
+            return_dict=False,
+        )[0]
+        return result
+
+
+class UNetXL(UNet):
+    """Stable Diffusion XL and Kolors: trained at 1024 pixels."""
+
+    geometry = Geometry(patch=4, height=1024, width=1024)
+
+
+class VideoUNet(Denoiser):
+    """Stable Video Diffusion: from one image, under EDM preconditioning."""
+
+    geometry = Geometry(patch=8, temporal=1, height=576, width=1024, frames=14)
+    text_tokens = 1
+
+    def latent_channels(self, full: Mapping[str, Any]) -> int:
+        """Return what the VAE makes; the image's latents are further channels."""
+        return int(full["out_channels"])
+
+    def tokens(self, recipe: Recipe) -> int:
+        """Return 1: the image's CLIP embedding."""
+        return 1
+
+    def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> Specs:
+        """Return latents, noise, the noise level and the image."""
+        full = self.full(config)
+        shape = (recipe.batch.micro_batch, *self.latent_shape(full, recipe))
+        times = full["projection_class_embeddings_input_dim"] // full["addition_time_embed_dim"]
+        return (
+            TensorSpec("latents", shape, "float32", "normal", compute=True),
+            TensorSpec("noise", shape, "float32", "normal", compute=True),
+            TensorSpec("log_sigma", shape[:1], "float32", "normal"),
+            floats("condition", shape[0], full["in_channels"] - shape[1], *shape[2:]),
+            floats("encoder_hidden_states", shape[0], 1, full["cross_attention_dim"]),
+            TensorSpec(
+                "added_time_ids",
+                (shape[0], times),
+                "float32",
+                "constant",
+                compute=True,
+                values=(6.0, 127.0, 0.02)[:times],
+            ),
+        )
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call with frames before channels and the image's latents behind the video's."""
+        import torch
+
+        states = torch.cat((noisy, batch["condition"]), dim=1)
+        result: Tensor = model(
+            sample=states.transpose(1, 2),
+            timestep=time,
+            encoder_hidden_states=batch["encoder_hidden_states"],
+            added_time_ids=batch["added_time_ids"],
+            return_dict=False,
+        )[0]
+        return result.transpose(1, 2)
+
+    def objectives(self) -> Mapping[str, Callable[..., Objective]]:
+        """Return EDM."""
+        from functools import partial
+
+        return {Edm.name: partial(Edm, denoise=self.denoise)}
+
+
+class ImageVae(DiffusersFamily):
+    """The VAE of Stable Diffusion, trained to reconstruct images."""
+
+    size = 256
+
+    def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> Specs:
+        """Return images."""
+        full = self.complete(config, self.model_class(config))
+        batch = recipe.batch
+        shape = (batch.micro_batch, full["in_channels"], batch.height or self.size, batch.width or self.size)
+        return (TensorSpec("sample", shape, "float32", "normal", compute=True),)
+
+    def objectives(self) -> Mapping[str, Callable[..., Objective]]:
+        """Return reconstruction."""
+        return {Reconstruction.name: Reconstruction}
