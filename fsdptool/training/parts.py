@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
     from fsdptool.records.settings import FsdpSettings
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-    from fsdptool.training.meter import CudaMeter, NoMeter
+    from fsdptool.training.meter import CpuMeter, CudaMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Parts:
     events: EventLog
     stop: SignalFlag
     checkpointer: RunCheckpointer
-    meter: CudaMeter | NoMeter
+    meter: CpuMeter | CudaMeter
 
 
 def open_flag() -> SignalFlag:
@@ -70,7 +70,7 @@ def open_parts(
 ) -> Parts:
     """Assemble the parts. Collective: checkpoints get process groups of their own."""
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-    from fsdptool.training.meter import CudaMeter, NoMeter
+    from fsdptool.training.meter import CpuMeter, CudaMeter
 
     checkpointer = RunCheckpointer(
         folder / CHECKPOINTS,
@@ -80,7 +80,7 @@ def open_parts(
         resume=resume_choice(read_start(folder), events.attempt),
         mesh=mesh,
     )
-    meter = CudaMeter(device) if device.type == "cuda" else NoMeter()
+    meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
     return Parts(events, stop, checkpointer, meter)
 
 
