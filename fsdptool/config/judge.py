@@ -1,11 +1,244 @@
-"""The rules on meaning: what the settings do together, for the consumer of the file."""
+"""The rules on meaning: what the settings do together, for the consumer of the file.
+
+Each function looks at the facts of a draft and reports; the dialects have reported keys and values.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from fsdptool.config import mesh_rules
 from fsdptool.config.draft import Draft
+from fsdptool.config.edits import Editor
+from fsdptool.config.facts import WRITTEN
+from fsdptool.config.tree import Node
+
+_LEAVES = frozenset(
+    "Linear Conv1d Conv2d Conv3d LayerNorm RMSNorm GroupNorm Dropout Embedding Identity SiLU GELU".split()
+)
+_WHOLE = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification", "ForMaskedLM",
+          "ForTokenClassification", "ForQuestionAnswering", "LMHeadModel", "Pipeline")  # fmt: skip
 
 
 def judge(draft: Draft, *, model: Any = None, hardware: Any = None) -> None:
-    """Report what the facts of a draft mean together."""
+    """Report what the facts of a draft mean together.
+
+    Args:
+        draft: A draft whose dialect has been read.
+        model: An Anatomy for the family ``model``, or None.
+        hardware: A Hardware for the family ``hardware``, or None.
+    """
+    if not draft.consumer.checked:
+        draft.report("FSD354", f"judged for {draft.consumer}; the rules were checked against another version")
+    if not draft.extras.get("configures", True):
+        return
+    _conflicts(draft)
+    if not draft.runs_fsdp:
+        return
+    _target(draft)
+    _version(draft)
+    mesh_rules.judge_mesh(draft)
+    _wrapping(draft)
+    _checkpointing(draft)
+    _loading(draft)
+    _processes(draft)
+    _defaults(draft)
+    if model is not None:
+        from fsdptool.config.model_rules import judge_model
+
+        judge_model(draft, model)
+    if hardware is not None:
+        from fsdptool.config.hardware_rules import judge_hardware
+
+        judge_hardware(draft, hardware)
+
+
+def accelerate_like(draft: Draft) -> bool:
+    """Whether accelerate's own launcher and plugin will read the settings."""
+    return draft.consumer.name in ("accelerate", "fsdptool")
+
+
+def at(draft: Draft, *keys: str) -> Any:
+    """Return the entry of the first written setting of ``keys``, or None."""
+    for key in keys:
+        fact = draft.facts.get(key)
+        if fact is not None and fact.entry is not None:
+            return fact.entry
+    return None
+
+
+def name(draft: Draft, key: str) -> str:
+    """Return what the dialect calls a canonical setting."""
+    names: dict[str, str] = draft.extras.get("names", {})
+    return names.get(key, key)
+
+
+def _conflicts(draft: Draft) -> None:
+    kind = draft.extras.get("distributed_type")
+    block: Node | None = draft.extras.get("fsdp_block")
+    filled = block is not None and bool(block.entries)
+    deepspeed = draft.extras.get("deepspeed")
+    if deepspeed and (draft.runs_fsdp or filled):
+        draft.report("FSD304", "FSDP and DeepSpeed cannot be enabled simultaneously.",
+                     draft.root.get("deepspeed_config") or draft.root.get("deepspeed"))  # fmt: skip
+    elif filled and kind not in ("FSDP", None):
+        entry = draft.root.get("distributed_type")
+        edits = None
+        if entry is not None and kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            edits = draft.editor.replace(entry.node, "FSDP")
+        draft.report("FSD330", f"the FSDP settings do nothing: distributed_type is {kind}", entry, value=True,
+                     edits=edits, safe=False, fix="write FSDP", changes={"*": "FSDP"})  # fmt: skip
+
+
+def _target(draft: Draft) -> None:
+    consumer = draft.consumer
+    if consumer.name == "accelerate":
+        # accelerate release notes: FSDP2 in 1.6.0, ParallelismConfig in 1.10.0; activation offload is
+        # newer than 1.14 (absent from its plugin, present in 1.15.0's).
+        if draft.get("fsdp_version") == 2 and consumer.before(1, 6):
+            draft.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", at(draft, "fsdp_version"))
+        if draft.extras.get("parallelism_block") is not None and consumer.before(1, 10):
+            draft.report("FSD344", f"parallelism_config does not exist in {consumer}",
+                         draft.root.get("parallelism_config"))  # fmt: skip
+        if draft.get("activation_checkpointing_offload") and consumer.before(1, 15):
+            draft.report("FSD344", f"activation offload does not exist in {consumer}",
+                         at(draft, "activation_checkpointing_offload"))  # fmt: skip
+
+
+def _version(draft: Draft) -> None:
+    if draft.get("fsdp_version") != 1:
+        if draft.get("state_dict_type") == "local":
+            draft.report("FSD333", "LOCAL_STATE_DICT is not supported by FSDP2",
+                         at(draft, "state_dict_type"), value=True)  # fmt: skip
+        return
+    from fsdptool.config.migrate import migration
+
+    made = migration(draft)
+    written = draft.written("fsdp_version")
+    what = (
+        f"{name(draft, 'fsdp_version')} is 1" if written else f"{name(draft, 'fsdp_version')} is not written"
+    )
+    severity: Any = "error" if draft.consumer.name in ("fsdptool", "simpletuner") else "warning"
+    if draft.consumer.name == "fsdptool":
+        what += "; fsdptool runs FSDP2 only"
+    place = at(draft, "fsdp_version") or draft.extras.get("fsdp_entry") or draft.root.get("fsdp_config")
+    draft.report("FSD301", f"{what}: FSDP1 runs", place, severity=severity,
+                 help=made.refusal or "fsdptool migrate FILE writes the same settings for FSDP2",
+                 edits=made.edits, safe=False, fix="migrate to FSDP2",
+                 changes=made.changes)  # fmt: skip
+    if draft.get("sharding_strategy") == "no_shard":
+        draft.report("FSD332", "NO_SHARD has no FSDP2 equivalent", at(draft, "sharding_strategy"), value=True,
+                     severity="warning")  # fmt: skip
+    if draft.get("state_dict_type") == "local":
+        draft.report("FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", at(draft, "state_dict_type"),
+                     value=True, severity="warning")  # fmt: skip
+
+
+def _wrapping(draft: Draft) -> None:
+    policy = draft.get("wrap_policy")
+    if policy == "none" and not draft.written("wrap_policy") and accelerate_like(draft):
+        origin = draft.facts["wrap_policy"].origin if "wrap_policy" in draft.facts else ""
+        if not origin.startswith("environment"):
+            block = draft.root.get("fsdp_config")
+            edits = draft.editor.add(block.node if block else None, block,
+                                     {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"})  # fmt: skip
+            severity: Any = "warning" if draft.get("fsdp_version") == 1 else "error"
+            draft.report("FSD315", "fsdp_auto_wrap_policy is not written: the whole model is one unit", block,
+                         severity=severity, edits=edits, safe=False, fix="write TRANSFORMER_BASED_WRAP",
+                         changes={"wrap_policy": "transformer"})  # fmt: skip
+    if policy == "size":
+        draft.report("FSD324", "size-based wrapping fails on models whose layer list exceeds the threshold",
+                     at(draft, "wrap_policy"), value=True)  # fmt: skip
+    if policy == "size" and draft.written("wrap_classes"):
+        entry = at(draft, "wrap_classes")
+        draft.ignore(entry, "read with TRANSFORMER_BASED_WRAP only")
+    for class_name in draft.get("wrap_classes") or ():
+        if policy != "transformer":
+            break
+        what = None
+        if class_name in _LEAVES:
+            what = "a layer inside the blocks, not a block"
+        elif class_name.endswith(_WHOLE) or class_name.endswith("Model") and len(class_name) > 5:
+            what = "a whole model, by its name"
+        if what is not None:
+            draft.report("FSD335", f"{class_name} is {what}", at(draft, "wrap_classes"), value=True)
+
+
+def _checkpointing(draft: Draft) -> None:
+    on = bool(draft.get("activation_checkpointing"))
+    offload = bool(draft.get("activation_checkpointing_offload"))
+    if on and draft.get("wrap_policy") == "none" and draft.consumer.name != "fsdptool":
+        draft.report("FSD316", "activation checkpointing without wrapped blocks crashes",
+                     at(draft, "activation_checkpointing"))  # fmt: skip
+    if offload and (not on or draft.get("fsdp_version") != 2):
+        need = "activation checkpointing" if not on else "fsdp_version 2"
+        draft.report("FSD318", f"activation offload needs {need}",
+                     at(draft, "activation_checkpointing_offload"))  # fmt: skip
+    both = draft.extras.get("gradient_checkpointing")
+    if on and both is not None:
+        parent, entry = both
+        draft.report("FSD317", f"{entry.key} and FSDP's activation checkpointing are both on", entry,
+                     edits=draft.editor.replace(entry.node, False), safe=False,
+                     fix=f"write {entry.key}: false", changes={"gradient_checkpointing": False})  # fmt: skip
+    if draft.extras.get("save_only_model") is not None and draft.get("state_dict_type") == "sharded":
+        draft.report("FSD340", "save_only_model cannot be combined with SHARDED_STATE_DICT",
+                     draft.extras["save_only_model"])  # fmt: skip
+
+
+def _loading(draft: Draft) -> None:
+    entry = at(draft, "cpu_ram_efficient_loading")
+    if entry is not None and draft.get("cpu_ram_efficient_loading") and draft.get("wrap_policy") == "none":
+        draft.report("FSD319", "RAM-efficient loading with nothing wrapped", entry)
+
+
+def _processes(draft: Draft) -> None:
+    processes, machines = draft.get("num_processes"), draft.get("num_machines") or 1
+    cpu = draft.get("use_cpu")
+    if cpu and draft.consumer.name == "accelerate":
+        draft.report("FSD314", "FSDP on CPU: accelerate runs this unsharded", at(draft, "use_cpu"))
+    if cpu and (draft.get("cp") or 1) > 1:
+        draft.report("FSD347", "context parallelism does not work on CPU", at(draft, "cp"))
+    if not accelerate_like(draft):
+        return
+    if processes is None:
+        # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
+        draft.report("FSD326", "num_processes is not written", at(draft, "num_processes"))
+    elif isinstance(processes, int):
+        if processes == 1:
+            draft.report("FSD327", "FSDP over a single process", at(draft, "num_processes"), value=True)
+        elif processes % machines:
+            draft.report("FSD328", f"{processes} processes do not divide over {machines} machines",
+                         at(draft, "num_processes"), value=True)  # fmt: skip
+    elif machines > 1:
+        draft.report("FSD205", f"num_processes {processes!r} cannot be divided over {machines} machines",
+                     at(draft, "num_processes"), value=True)  # fmt: skip
+    if machines > 1 and not draft.get("main_process_ip"):
+        draft.report("FSD329", "several machines and no main_process_ip", at(draft, "num_machines"))
+    _gpu_ids(draft, processes, machines)
+
+
+def _gpu_ids(draft: Draft, processes: Any, machines: int) -> None:
+    ids = draft.get("gpu_ids")
+    if not isinstance(ids, str) or ids in ("all", "") or not isinstance(processes, int):
+        return
+    count = len([part for part in ids.split(",") if part.strip()])
+    if count != processes // max(machines, 1):
+        draft.report("FSD331", f"{count} GPU ids for {processes // max(machines, 1)} processes per machine",
+                     at(draft, "gpu_ids"), value=True)  # fmt: skip
+
+
+def _defaults(draft: Draft) -> None:
+    """Write out what another program or version would fill in differently."""
+    if draft.dialect != "accelerate" or draft.get("fsdp_version") != 2:
+        return
+    block = draft.root.get("fsdp_config")
+    for key, canonical in (("fsdp_state_dict_type", "state_dict_type"),
+                           ("fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading")):  # fmt: skip
+        fact = draft.facts.get(canonical)
+        if fact is None or fact.entry is not None or fact.origin.startswith("environment"):
+            continue
+        value = WRITTEN.get(canonical, {}).get(fact.value, fact.value)
+        edits = Editor(draft.source, draft.document).add(block.node if block else None, block, {key: value})
+        draft.report("FSD320", f"{key} is not written: {str(value).lower() if value is True else value} by default",
+                     block, edits=edits, fix=f"write {key}: {str(value).lower() if value is True else value}"
+                     )  # fmt: skip

@@ -7,7 +7,7 @@ Sources: accelerate 1.15.0 ``commands/config/config_args.py`` (loader), ``comman
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
@@ -19,6 +19,9 @@ from fsdptool.config.tree import Entry, Node, effective_entries
 from fsdptool.errors import ConfigError
 from fsdptool.records.settings import FsdpSettings, Mesh
 
+if TYPE_CHECKING:
+    from fsdptool.config.migrate import Rewriter, Target
+
 NAME = "accelerate"
 
 TOP_LEVEL = frozenset(
@@ -28,6 +31,7 @@ TOP_LEVEL = frozenset(
     parallelism_config megatron_lm_config mpirun_config downcast_bf16 tpu_name tpu_zone
     tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env dynamo_config""".split()
 )
+WHOLE_NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
 CONVERTED = frozenset({"fp16", "dynamo_backend"})
 """Old top-level keys the loader still converts."""
 
@@ -86,7 +90,16 @@ DEAD = {
 }
 """Keys that look right and are not read, with the one that was meant."""
 
-FLIPPING = ("reshard_after_forward", "state_dict_type", "cpu_ram_efficient_loading")
+LEGACY_KEYS = (
+    "fsdp_sharding_strategy",
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+    "fsdp_use_orig_params",
+    "fsdp_sync_module_states",
+)
+"""Keys of FSDP1 that FSDP2 has no use for."""
+
+NAMES = {canonical: key for key, canonical in (*FSDP_KEYS.items(), *PARALLELISM_KEYS.items())}
 
 
 def matches(root: Node) -> float:
@@ -110,6 +123,7 @@ def read(draft: Draft) -> None:
     _precision(draft)
     block = _block(draft, "fsdp_config")
     mesh_block = _block(draft, "parallelism_config")
+    draft.extras["names"] = NAMES
     draft.extras["distributed_type"] = kind
     draft.extras["deepspeed"] = _filled(_block(draft, "deepspeed_config"))
     draft.extras["fsdp_block"] = block
@@ -164,7 +178,8 @@ def _unknown_top_level(draft: Draft, entry: Entry) -> None:
                      edits=_move(draft, entry, home, inner), safe=False,
                      fix=f"move {key} into {home}", changes=_moved(entry, inner))  # fmt: skip
         return
-    near = spelling.nearest(key, TOP_LEVEL, cutoff=0.75)
+    whole = isinstance(entry.node.value, int) and not isinstance(entry.node.value, bool)
+    near = spelling.nearest(key, WHOLE_NUMBERS if whole else TOP_LEVEL, cutoff=0.65 if whole else 0.75)
     if near is not None and draft.root.get(near) is None:
         draft.report("FSD201", f"unknown key {key!r}: did you mean {near!r}?", entry,
                      help=f"rename it to {near}", edits=draft.editor.rename(entry, near), safe=False,
@@ -451,3 +466,31 @@ def mesh_block(settings: FsdpSettings) -> dict[str, Any]:
     if mesh.sp > 1:
         sizes["sp_size"] = mesh.sp
     return {f"parallelism_config_{key}": value for key, value in sizes.items()}
+
+
+def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
+    """Turn an FSDP1 file into FSDP2, one edit at a time; every default that flips is written out."""
+    block = "fsdp_config"
+    if draft.root.get(block) is None:
+        steps.apply(steps.editor.add(steps.root, None, {block: {"fsdp_version": 2}}), block)
+    for key in FSDP_KEYS:
+        bare = key.removeprefix("fsdp_")
+        parent, _ = steps.block(block)
+        if parent.kind == "map" and parent.get(key) is not None:
+            steps.drop(block, bare)
+        steps.rename(block, bare, key)
+    strategy = "fsdp_sharding_strategy"
+    parent, _ = steps.block(block)
+    if parent.kind == "map" and parent.get("fsdp_reshard_after_forward") is not None:
+        steps.drop(block, strategy)
+    steps.put(block, "fsdp_reshard_after_forward", target.reshard, synonyms=(strategy,))
+    steps.put(block, "fsdp_version", 2)
+    steps.put(block, "fsdp_state_dict_type", WRITTEN["state_dict_type"][target.state_dict])
+    dead = [key for key, meant in DEAD.items() if meant is None]
+    steps.drop(block, *LEGACY_KEYS, *dead, *(key.removeprefix("fsdp_") for key in (*LEGACY_KEYS, *dead)
+                                             if key != "fsdp"))  # fmt: skip
+    if draft.get("wrap_policy") != "size":
+        steps.drop(block, "fsdp_min_num_params")
+    if target.mesh and draft.root.get("parallelism_config") is None:
+        sizes = {f"parallelism_config_{key}_size": size for key, size in target.mesh.items()}
+        steps.apply(steps.editor.add(steps.root, None, {"parallelism_config": sizes}), "parallelism_config")

@@ -356,7 +356,8 @@ def _hybrid_under_2(draft: Draft, key: str, value: Any, strategy: str, entry: En
     mesh = hybrid_mesh(draft.get("num_processes"), machines)
     has_block = draft.root.get("parallelism_config") is not None
     reshard = strategy == "hybrid_shard"
-    if has_block or machines == 1:
+    single = machines == 1 and (draft.written("num_machines") or draft.get("num_processes") is not None)
+    if has_block or single:
         severity: Any = "warning"
         message = f"{key} {value!r} is ignored under version 2"
         if machines == 1 and not has_block:

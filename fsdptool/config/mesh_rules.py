@@ -1,0 +1,107 @@
+"""The rules on the device mesh: sizes against processes, and combinations that do not work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config.draft import Draft
+
+
+def _at(draft: Draft, *keys: str) -> Any:
+    for key in keys:
+        fact = draft.facts.get(key)
+        if fact is not None and fact.entry is not None:
+            return fact.entry
+    return None
+
+
+def judge_mesh(draft: Draft) -> None:
+    """Report what accelerate 1.15's ``ParallelismConfig`` would refuse, ignore or run differently.
+
+    Sources: ``parallelism_config.py:__post_init__`` and ``_validate_accelerator``; SimpleTuner 4.8.0's
+    context-parallel checks.
+    """
+    sizes = {key: draft.get(key) or 1 for key in ("dp_replicate", "dp_shard", "cp", "tp", "sp")}
+    if sizes["cp"] > 1 and draft.get("fsdp_version") == 1:
+        draft.report("FSD305", "Context parallelism requires FSDP2.", _at(draft, "cp"))
+        return
+    block = draft.extras.get("parallelism_block")
+    if block is not None and draft.get("fsdp_version") == 1:
+        draft.report(
+            "FSD342", "parallelism_config needs fsdp_version 2", draft.root.get("parallelism_config")
+        )
+        return
+    open_shard = draft.get("dp_shard") is None
+    processes = draft.get("num_processes")
+    if sizes["cp"] > 1 and isinstance(processes, int):
+        if _context_size(draft, sizes["cp"], processes):
+            return
+    if block is None and open_shard and all(size == 1 for size in sizes.values()):
+        return
+    if _combinations(draft, sizes, open_shard):
+        return
+    _products(draft, sizes, open_shard, processes, block)
+
+
+def _context_size(draft: Draft, size: int, processes: int) -> bool:
+    if size > processes:
+        draft.report("FSD306", f"Context parallel size ({size}) cannot exceed process count ({processes}).",
+                     _at(draft, "cp"), value=True)  # fmt: skip
+        return True
+    if processes % size:
+        draft.report("FSD306", f"Context parallel size ({size}) must evenly divide process count ({processes}).",
+                     _at(draft, "cp"), value=True)  # fmt: skip
+        return True
+    return False
+
+
+def _combinations(draft: Draft, sizes: dict[str, int], open_shard: bool) -> bool:
+    if sizes["cp"] > 1 and sizes["sp"] > 1:
+        draft.report("FSD311", f"cp {sizes['cp']} and sp {sizes['sp']} exclude each other", _at(draft, "sp", "cp"),
+                     value=True)  # fmt: skip
+        return True
+    if sizes["sp"] > 1:
+        draft.report("FSD312", f"sp {sizes['sp']} does nothing under FSDP2: the sequence is not split",
+                     _at(draft, "sp"), value=True)  # fmt: skip
+        return True
+    if (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
+        if not open_shard:
+            draft.report("FSD313", "tp or cp with dp_replicate above 1 and dp_shard 1 is refused",
+                         _at(draft, "dp_replicate"), value=True)  # fmt: skip
+            return True
+    return False
+
+
+def _products(draft: Draft, sizes: dict[str, int], open_shard: bool, processes: Any, block: Any) -> None:
+    total = 1
+    for size in sizes.values():
+        total *= size
+    place = _at(draft, "dp_shard", "dp_replicate", "tp", "cp") or draft.root.get("parallelism_config")
+    known = isinstance(processes, int)
+    if total == 1 and not open_shard:
+        edits = None
+        entry = draft.root.get("parallelism_config")
+        if block is not None and entry is not None:
+            edits = draft.editor.remove(draft.root, entry)
+        draft.report("FSD343", "all mesh sizes are 1: FSDP2 gets no dimension to shard across", entry,
+                     severity="error" if known and processes > 1 else "warning", edits=edits, safe=False,
+                     fix="remove parallelism_config", changes={"dp_shard": None})  # fmt: skip
+        return
+    if open_shard:
+        if known and processes % total:
+            draft.report("FSD308", f"mesh sizes multiply to {total}, which does not divide {processes} processes",
+                         place)  # fmt: skip
+            return
+        if not known or processes // total > 1:
+            return
+    elif known and total != processes:
+        shown = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+        draft.report("FSD308", f"the mesh {shown} has {total} places for {processes} processes", place)
+        return
+    if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
+        if sizes["tp"] > 1 and sizes["dp_replicate"] == 1:
+            draft.report("FSD310", f"tp {sizes['tp']} takes all processes: nothing is left to shard across",
+                         _at(draft, "tp"), value=True)  # fmt: skip
+        else:
+            draft.report("FSD309", "the mesh only replicates: nothing is sharded", _at(draft, "dp_replicate"),
+                         value=True)  # fmt: skip
