@@ -27,6 +27,7 @@ COMMANDS = {
 
 _MODULES: dict[str, str] = {
     "emit-config": "emit_config",
+    "plan": "plan",
     "train": "train",
 }
 """Command name to module under ``fsdptool.cli`` with a function ``command``."""

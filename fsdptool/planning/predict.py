@@ -17,7 +17,7 @@ from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.units import UnitPlan
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fsdptool.records.trace import Trace
 
 Profile = Literal["cuda", "cpu-fake", "cpu-gloo"]
-Key = tuple[int, str, str, int]
-"""What a trace depends on while a search turns the knobs: micro-batch, checkpointing, layout, cp."""
+Key = tuple[Any, ...]
+"""What a trace depends on while a search turns the knobs."""
 
 MAX_SIZE = 1 << 40
 """Samples x positions or pixels of a micro-batch beyond which byte counts no longer mean anything."""
@@ -79,6 +79,8 @@ class Estimator:
     _traces: dict[Any, Trace] = field(default_factory=dict)
     _costs: dict[Any, dict[str, Cost]] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
+    _teacher: Anatomy | None = None
+    _adapted: tuple[Anatomy, tuple[str, ...]] | None = None
     notes: dict[str, None] = field(default_factory=dict)
     unknowns: dict[str, None] = field(default_factory=dict)
     confidence: Literal["verified", "unverified"] = "verified"
@@ -101,11 +103,12 @@ class Estimator:
             detail: Keep the timeline (long; searches keep it for few).
         """
         recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
-        key = (knobs.micro_batch, knobs.checkpointing, knobs.layout, knobs.cp)
+        key = _trace_key(knobs)
         trace = self._trace(key, recipe, settings)
         units = self._group(knobs, recipe, settings)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
-        footprint = self._footprint(trace, units, mesh, recipe, timeline=detail)
+        taught = self._teach(recipe, settings)
+        footprint = self._footprint(trace, units, mesh, recipe, timeline=detail, teacher=taught)
         verdict = judge(footprint, knobs, cluster, machine)
         timing = None
         if cluster.gpu is not None:
@@ -135,8 +138,28 @@ class Estimator:
             knobs.reduce_dtype,
         )
         if key not in self._units:
-            self._units[key] = group(self.anatomy, settings, recipe.sharding)
+            self._units[key] = self._plan_units(recipe, settings)
         return self._units[key]
+
+    def _plan_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
+        if recipe.method.name != "lora":
+            from fsdptool.training.unitplan import plan_units
+
+            return plan_units(self.anatomy, recipe, settings)
+        if self._adapted is None:
+            self._adapted = _adapt(self.anatomy, recipe)
+        anatomy, replicated = self._adapted
+        return group(anatomy, settings, recipe.sharding, replicated=replicated)
+
+    def _teach(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan | None:
+        """Return the units of a distillation's teacher; its anatomy is inspected once."""
+        if recipe.method.distillation is None:
+            return None
+        from fsdptool.training.unitplan import plan_teacher
+
+        if self._teacher is None:
+            self._teacher = _inspect_teacher(recipe.method.distillation.teacher)
+        return plan_teacher(self._teacher, recipe, settings)
 
     def _module_costs(self, key: Key, trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
         # One table row may serve several GPUs, and one GPU several rows.
@@ -146,15 +169,56 @@ class Estimator:
         return self._costs[full]
 
     def _footprint(
-        self, trace: Trace, units: UnitPlan, mesh: Mesh, recipe: Recipe, *, timeline: bool
+        self,
+        trace: Trace,
+        units: UnitPlan,
+        mesh: Mesh,
+        recipe: Recipe,
+        *,
+        timeline: bool,
+        teacher: UnitPlan | None,
     ) -> Footprint:
         from fsdptool.memory import footprint
 
-        result = footprint(trace, units, mesh, recipe, profile=self.profile, timeline=timeline)
+        result = footprint(
+            trace, units, mesh, recipe, profile=self.profile, timeline=timeline, teacher=teacher
+        )
         self.unknowns |= dict.fromkeys(result.unknowns)
         if result.confidence != "verified":
             self.confidence = "unverified"
         return result
+
+
+def _inspect_teacher(choice: ModelChoice) -> Anatomy:
+    from fsdptool.inspection import inspect
+    from fsdptool.source import resolve
+
+    spec = resolve(
+        choice.reference,
+        revision=choice.revision,
+        component=choice.component,
+        trust_remote_code=choice.trust_remote_code,
+        overrides=choice.overrides or None,
+    )
+    return inspect(spec)
+
+
+def _adapt(anatomy: Anatomy, recipe: Recipe) -> tuple[Anatomy, tuple[str, ...]]:
+    """Return the anatomy with adapters, and the names of parameters kept whole: once per search."""
+    from fsdptool.families.registry import family_of
+    from fsdptool.inspection.build import build
+    from fsdptool.training.methods.apply import prepare_model, replicated_names
+    from fsdptool.training.unitplan import anatomy_of_live
+
+    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
+    model = prepare_model(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
+    return anatomy_of_live(model, anatomy), tuple(replicated_names(model, recipe))
+
+
+def _trace_key(knobs: Knobs) -> Key:
+    """Wrap classes matter only where blocks are recomputed."""
+    wrapped = () if knobs.checkpointing == "none" else (knobs.wrap_policy, knobs.wrap_classes)
+    return knobs.micro_batch, knobs.checkpointing, knobs.layout, knobs.cp, wrapped
 
 
 def check_sizes(recipe: Recipe) -> None:

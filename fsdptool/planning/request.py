@@ -223,7 +223,7 @@ def _recipe(options: Options) -> Recipe:
     elif options.recipe is not None:
         from fsdptool.config.recipe import read_recipe
 
-        recipe = read_recipe(options.recipe)
+        recipe = _beside(read_recipe(options.recipe), options.recipe)
     elif options.reference is not None:
         recipe = Recipe(ModelChoice(options.reference))
     else:
@@ -248,6 +248,22 @@ def _recipe(options: Options) -> Recipe:
         sharding=_sharding(options, recipe),
         ema=recipe.ema if options.ema is None else Ema(options.ema),
     )
+
+
+def _beside(recipe: Recipe, path: Path) -> Recipe:
+    """Relative model paths count from the working directory, then from the recipe (as ``train`` does)."""
+
+    def found(choice: ModelChoice) -> ModelChoice:
+        near = path.parent / choice.reference
+        if Path(choice.reference).exists() or not near.exists():
+            return choice
+        return replace(choice, reference=str(near))
+
+    taught = recipe.method.distillation
+    if taught is not None:
+        taught = replace(taught, teacher=found(taught.teacher))
+        recipe = replace(recipe, method=replace(recipe.method, distillation=taught))
+    return replace(recipe, model=found(recipe.model))
 
 
 def _model(options: Options, model: ModelChoice) -> ModelChoice:
