@@ -29,7 +29,7 @@ def operations(
     packet = func._overloadpacket
     name = packet.__name__
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
-        yield _dtype(args[0]), 2.0 * out.numel() * args[0].shape[-1] * (1 if out.dim() == 2 else 1)
+        yield _dtype(args[0]), 2.0 * out.numel() * args[0].shape[-1]
     elif name == "_scaled_dot_product_flash_attention_for_cpu":
         yield _dtype(args[0]), _attention(args[0], args[1], args[2])
     elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,56 +10,63 @@ from torch import nn
 
 if TYPE_CHECKING:
     from fsdptool.families.protocol import TensorSpec
+    from fsdptool.memory.tracing import Conditions
 
 
-def materialise(model: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
+def materialise(model: nn.Module, mode: Any, conditions: Conditions) -> None:
     """Swap every parameter and buffer for a fake CPU tensor, once per identity.
 
     ``to_empty`` would lose ties; building inside the fake mode fails on data-dependent
-    initialisation (torch 2.13, transformers 5.23).
+    initialisation (torch 2.13, transformers 5.23). Parameters take the dtype they compute in: the
+    sharding's ``param_dtype``, but for those FSDP does not manage.
 
     Args:
         model: Built on meta, or partly on the CPU (some constructors ignore the device context).
         mode: The ``FakeTensorMode``.
-        dtype: Floating parameters take it; None leaves each as built. Buffers keep theirs.
+        conditions: Precision.
     """
-    made: dict[int, Any] = {}
-
-    def fake(tensor: torch.Tensor, to: torch.dtype | None) -> torch.Tensor:
-        target = to if to is not None and tensor.is_floating_point() else tensor.dtype
-        with mode:
-            return torch.empty(tensor.shape, dtype=target, device="cpu")
-
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = (
-                        nn.Parameter(fake(parameter, dtype), requires_grad=parameter.requires_grad),
-                        parameter,
-                    )
-                module._parameters[name] = made[id(parameter)][0]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = (fake(buffer, None), buffer)
-                module._buffers[name] = made[id(buffer)][0]
-
-
-def fake_batch(
-    specs: Sequence[TensorSpec], mode: Any, compute: torch.dtype | None
-) -> dict[str, torch.Tensor]:
-    """Return a micro-batch of fake tensors of the given shapes and dtypes."""
-    batch: dict[str, torch.Tensor] = {}
+    made: dict[int, torch.Tensor] = {}
+    kept = []
     with mode:
-        for spec in specs:
-            dtype = getattr(torch, spec.dtype)
-            if spec.compute and compute is not None:
-                dtype = compute
-            batch[spec.name] = torch.empty(spec.shape, dtype=dtype, device="cpu")
-    return batch
+        for prefix, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    fake = torch.empty(
+                        parameter.shape, dtype=_computed(fqn, parameter, conditions), device="cpu"
+                    )
+                    made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                    kept.append(parameter)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    kept.append(buffer)
+                module._buffers[name] = made[id(buffer)]
 
 
-def tensors_of(batch: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors of a batch."""
-    return [value for value in batch.values() if isinstance(value, torch.Tensor)]
+def _computed(fqn: str, parameter: torch.Tensor, conditions: Conditions) -> torch.dtype:
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    stored = parameter.dtype
+    if parameter.requires_grad and conditions.master is not None:
+        stored = conditions.master
+    if fqn in conditions.uncast:
+        return stored
+    return conditions.compute or stored
+
+
+def fake_batch(specs: Sequence[TensorSpec], mode: Any) -> dict[str, torch.Tensor]:
+    """Return a micro-batch of fake tensors of the given shapes and dtypes.
+
+    FSDP casts floating inputs itself (``cast_forward_inputs``), so they come as the data has them.
+    """
+    with mode:
+        return {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+            for spec in specs
+        }

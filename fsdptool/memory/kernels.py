@@ -7,31 +7,14 @@ On fake CPU tensors torch's SDPA picks the CPU flash kernel. A GPU saves other t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fsdptool.records.trace import Profile
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-class _CudaAttention(TorchFunctionMode):
-    """Routes ``scaled_dot_product_attention`` as ``sdp_utils.cpp`` does on CUDA (torch 2.13).
-
-    Flash for half precision without a mask, else the memory-efficient kernel, which takes masks
-    and fp32; neither serves head sizes above 256 (flash).
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attend(*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 def _attend(
@@ -44,6 +27,11 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    """Route as ``sdp_utils.cpp`` does on CUDA (torch 2.13).
+
+    Flash for half precision without a mask; else the memory-efficient kernel, which takes masks and
+    fp32.
+    """
     if attn_mask is None and query.dtype in _HALF and max(query.shape[-1], value.shape[-1]) <= 256:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if enable_gqa and key.shape[1] != query.shape[1]:
@@ -82,25 +70,42 @@ def _flash(
     return out[..., :size] if extra else out
 
 
+def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    # CUDA has a fused kernel that keeps a boolean mask; the CPU keeps one in the input's dtype.
+    if not training or p == 0.0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
 @contextmanager
-def _without_packing_search() -> Iterator[None]:
-    # transformers 5.23 takes fake tensors for tracing, looks for packed sequences and builds an
-    # S x S mask that a real run without packing never has.
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        yield
-        return
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+def _replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
+    # A TorchFunctionMode would be off during backward, and so during recomputation (torch 2.13:
+    # ``Tensor.backward`` itself goes through the mode).
+    original = getattr(owner, name)
+    setattr(owner, name, substitute)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        setattr(owner, name, original)
 
 
 @contextmanager
-def kernels_of(profile: Profile, compute_dtype: torch.dtype | None) -> Iterator[None]:
-    """Answer attention as the profile's device would, while entered."""
-    with _without_packing_search(), _CudaAttention() if profile == "cuda" else nullcontext():
+def kernels_of(profile: Profile) -> Iterator[None]:
+    """Answer attention and dropout as the profile's device would, while entered.
+
+    transformers 5.23 takes fake tensors for tracing, looks for packed sequences and builds an S x S
+    mask that a real run without packing never has: that search is switched off, too.
+    """
+    with ExitStack() as stack:
+        try:
+            from transformers import masking_utils
+        except ImportError:
+            pass
+        else:
+            nothing = _replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
+            stack.enter_context(nothing)
+        if profile == "cuda":
+            functional = torch.nn.functional
+            stack.enter_context(_replaced(functional, "scaled_dot_product_attention", _attend))
+            stack.enter_context(_replaced(functional, "dropout", _drop))
         yield

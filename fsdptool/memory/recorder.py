@@ -36,10 +36,9 @@ class Recorder(TorchDispatchMode):
         self._events: list[list[int]] = []
         self._flops: list[dict[str, float]] = []
         self._traffic: list[list[int]] = []
-        self._birth: list[int] = []
         self._numbers: dict[int, int] = {}
         self._phase = "temporary"
-        self.recomputing = 0
+        self.recomputing = False
         self.gradients: dict[str, int] = {}
         self._held: set[int] = set()
         for tensor in known:
@@ -58,10 +57,13 @@ class Recorder(TorchDispatchMode):
         """Say what tensors made from now on are, until something better is known of them."""
         self._phase = kind
 
-    def adopt(self, tensors: Iterable[torch.Tensor], kind: str, name: str) -> None:
-        """Count tensors that exist already (the batch) as allocated now."""
+    def keep(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Let tensors outlive the record: their end is not noted."""
         for tensor in tensors:
-            self._track(tensor, name, kind)
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self.kinds[number] = _KIND[kind]
+                self._held.add(number)
 
     def relabel(self, tensor: torch.Tensor, kind: str) -> None:
         """Correct what an allocated tensor is."""
@@ -113,11 +115,10 @@ class Recorder(TorchDispatchMode):
             return
         number = len(self.sizes)
         if kind is None:
-            kind = "recomputed" if self.recomputing else self._phase
+            kind = "recomputed" if self.recomputing and self._phase == "temporary" else self._phase
         self.sizes.append(storage.nbytes())
         self.kinds.append(_KIND[kind])
         self.names.append(self._word(name))
-        self._birth.append(len(self._segments) - 1)
         self._seen[key] = weakref.ref(storage, self._farewell(key, number))
         self._numbers[key] = number
         self._events[-1].append(number + 1)
@@ -129,7 +130,8 @@ class Recorder(TorchDispatchMode):
             if number in self._held:
                 return
             self._events[-1].append(-(number + 1))
-            if self.kinds[number] == _KIND["activation"] and self._birth[number] == len(self._events) - 1:
+            # What forward frees again was never kept for backward.
+            if self.kinds[number] == _KIND["activation"] and self._phase != "temporary":
                 self.kinds[number] = _KIND["temporary"]
 
         return gone

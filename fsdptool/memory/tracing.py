@@ -1,33 +1,59 @@
-"""``trace``: run the real forward, loss and backward on fake tensors and write down what happens."""
+"""Runs the real forward, loss and backward on fake tensors and writes down what happens.
+
+The order of operations is the trainer's own: ``training/step.py`` (one micro-batch) and
+``training/methods/losses.py`` (the method's loss).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdptool.memory.borders import Borders
-from fsdptool.memory.fakes import fake_batch, materialise, tensors_of
+from fsdptool.memory.fakes import fake_batch, materialise
 from fsdptool.memory.recorder import Recorder
 from fsdptool.records.trace import Profile, Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fsdptool.families.protocol import Objective, TensorSpec
+    from fsdptool.records.recipe import Distillation
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """How a micro-batch is computed.
+
+    Attributes:
+        profile: Whose kernels to assume.
+        compute: ``param_dtype`` of the sharding, or None for the tensors' own.
+        output: ``output_dtype`` of the sharding.
+        teacher: Forward without gradients only.
+        uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
+        master: dtype trainable parameters are stored in.
+        distillation: Its temperature and alpha; the teacher's prediction is an input then.
+    """
+
+    profile: Profile
+    compute: torch.dtype | None
+    output: torch.dtype | None = None
+    teacher: bool = False
+    uncast: frozenset[str] = frozenset()
+    master: torch.dtype | None = None
+    distillation: Distillation | None = None
 
 
 def run_trace(
     model: nn.Module,
     objective: Objective,
     specs: Sequence[TensorSpec],
+    conditions: Conditions,
     *,
-    compute_dtype: torch.dtype | None,
-    output_dtype: torch.dtype | None = None,
-    profile: Profile = "cuda",
     fine: bool = True,
 ) -> Trace:
     """Trace one micro-batch of a model that was built on meta; the model is consumed.
@@ -36,9 +62,7 @@ def run_trace(
         model: On meta, as it will be trained (adapters injected, blocks checkpointed).
         objective: What ``train`` runs.
         specs: The micro-batch.
-        compute_dtype: ``param_dtype`` of the sharding, or None for the tensors' own.
-        output_dtype: ``output_dtype`` of the sharding.
-        profile: Whose kernels to assume.
+        conditions: Precision, kernels, method.
         fine: Whether to mark borders inside blocks, too.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,46 +70,106 @@ def run_trace(
     from fsdptool.memory.kernels import kernels_of
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    materialise(model, mode, compute_dtype)
-    batch: dict[str, Any] = dict(fake_batch(specs, mode, compute_dtype))
-    names = {id(p): fqn for fqn, p in model.named_parameters()}
-    recorder = Recorder([*model.parameters(), *model.buffers()])
-    borders = Borders(recorder, cast=compute_dtype, output=output_dtype)
+    materialise(model, mode, conditions)
+    batch: dict[str, Any] = dict(fake_batch(specs, mode))
+    recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()])
+    borders = Borders(recorder, cast=conditions.compute, output=conditions.output)
     borders.attach(model, fine=fine)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: recorder.gradient(names[id(p)], p.grad) if p.grad is not None else None
-            )
-    with ExitStack() as stack:
-        stack.enter_context(kernels_of(profile, compute_dtype))
-        stack.enter_context(mode)
-        stack.enter_context(recorder)
-        recorder.adopt(tensors_of(batch), "input", "batch")
-        recorder.phase("activation")
-        prediction = objective.predict(model, batch)
-        _name_outputs(recorder, prediction)
-        recorder.mark("loss", "")
-        recorder.phase("loss")
-        loss = objective.loss(prediction, batch) * 1.0
-        del prediction
-        recorder.mark("backward", "")
-        recorder.phase("temporary")
-        borders.in_backward = True
-        loss.backward()
-        del loss
-        recorder.mark("end", "")
-        recorder.release_gradients()
-        batch.clear()
-    trace = recorder.trace(
-        profile=profile,
-        compute_dtype=str(compute_dtype or _widest(model)).removeprefix("torch."),
-        samples=specs[0].shape[0] if specs else 1,
+    _watch_gradients(model, recorder)
+    # A collection in the middle would free cycles at a point no real run shares.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(kernels_of(conditions.profile))
+            stack.enter_context(mode)
+            stack.enter_context(recorder)
+            if conditions.teacher:
+                _forward(model, objective, batch, recorder)
+            else:
+                _step(model, objective, batch, recorder, borders, conditions)
+    finally:
+        if collecting:
+            gc.enable()
+    made = recorder.trace(
+        profile=conditions.profile,
+        compute_dtype=str(conditions.compute or _widest(model)).removeprefix("torch."),
+        input_bytes=tuple(tensor.untyped_storage().nbytes() for tensor in batch.values()),
         torch=torch.__version__.split("+")[0],
-        model=type(model).__name__,
     )
     recorder.detach()
-    return trace
+    return made
+
+
+def _forward(model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder) -> None:
+    recorder.phase("teacher")
+    with torch.no_grad():
+        wanted = {name: value.detach() for name, value in objective.predict(model, batch).items()}
+    recorder.mark("end", "")
+    recorder.keep(wanted.values(), "teacher")
+
+
+def _step(
+    model: nn.Module,
+    objective: Objective,
+    batch: dict[str, Any],
+    recorder: Recorder,
+    borders: Borders,
+    conditions: Conditions,
+) -> None:
+    recorder.phase("activation")
+    loss = _loss(model, objective, batch, recorder, conditions)
+    recorder.mark("backward", "")
+    recorder.phase("temporary")
+    borders.in_backward = True
+    weight = torch.ones((), dtype=torch.float64)
+    (loss * (1.0 / weight)).backward()  # type: ignore[no-untyped-call]
+    recorder.mark("end", "")
+    recorder.release_gradients()
+
+
+def _loss(
+    model: nn.Module,
+    objective: Objective,
+    batch: dict[str, Any],
+    recorder: Recorder,
+    conditions: Conditions,
+) -> torch.Tensor:
+    """Return the micro-batch's loss; the prediction dies with this frame, as in ``Task`` and ``Student``."""
+    prediction = objective.predict(model, batch)
+    _name_outputs(recorder, prediction)
+    recorder.mark("loss", "")
+    recorder.phase("loss")
+    loss = objective.loss(prediction, batch)
+    distillation = conditions.distillation
+    if distillation is not None:
+        wanted = {
+            name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+            for name, value in prediction.items()
+        }
+        for value in wanted.values():
+            if isinstance(value, torch.Tensor):
+                recorder.relabel(value, "teacher")
+        distance = objective.distance(prediction, wanted, batch, distillation.temperature)
+        metrics = dict(objective.metrics(prediction, batch))
+        del wanted, metrics
+        return (1.0 - distillation.alpha) * loss + distillation.alpha * distance
+    extra = objective.metrics(prediction, batch)
+    del extra
+    return loss
+
+
+def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
+    def watch(fqn: str) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                recorder.gradient(fqn, parameter.grad)
+
+        return hook
+
+    for fqn, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(watch(fqn))
 
 
 def _name_outputs(recorder: Recorder, prediction: Mapping[str, Any]) -> None:

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fsdptool.records.anatomy import Buffer
+
 Profile = Literal["cuda", "cpu"]
 """Whose kernels the trace assumes: they differ in what they save (``docs/memory.md``)."""
 
 Marker = Literal["start", "enter", "leave", "loss", "backward", "grad_enter", "grad_leave", "end"]
 
-KINDS = ("input", "activation", "recomputed", "temporary", "output", "loss", "gradient")
+KINDS = ("activation", "recomputed", "temporary", "output", "loss", "gradient", "teacher")
 """What a traced tensor is. ``activation``: kept from forward to backward; ``recomputed``: made again
-in backward under activation checkpointing; ``gradient``: of a parameter."""
+in backward under activation checkpointing; ``gradient``: of a parameter; ``teacher``: what a
+teacher's forward holds, its prediction included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,10 @@ class Trace:
             parameter it is the gradient of.
         vocabulary: Names.
         repeats: Lists that were shortened; empty when the full depth was traced.
+        input_bytes: Sizes of the micro-batch's tensors, which live as long as the step.
         gradients: Parameter (traced path) to the number of its gradient tensor.
-        teacher: Whether the segments are a forward without gradients (a distillation teacher).
+        buffers: The real model's buffers: every rank holds them whole.
+        teacher: A distillation teacher's forward without gradients, which precedes the student's.
         tokens: What the objective's weight counts, per micro-batch at most.
         samples: Micro-batch size.
         torch: Version the trace was made with.
@@ -112,7 +117,9 @@ class Trace:
     names: tuple[int, ...]
     vocabulary: tuple[str, ...]
     repeats: tuple[Repeat, ...] = ()
+    input_bytes: tuple[int, ...] = ()
     gradients: Mapping[str, int] = field(default_factory=dict)
+    buffers: tuple[Buffer, ...] = ()
     teacher: Trace | None = None
     tokens: int | None = None
     samples: int = 1

@@ -1,0 +1,180 @@
+"""Builds what is traced: the model as it will be trained, at reduced depth where blocks repeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdptool.errors import FsdptoolError
+from fsdptool.families.registry import family_of
+from fsdptool.inspection import inspect
+from fsdptool.inspection.build import build
+from fsdptool.memory.depth import Shortened, lengthened, shorten, verified
+from fsdptool.memory.tracer import without_activations
+from fsdptool.memory.tracing import Conditions, run_trace
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.trace import Profile, Trace
+from fsdptool.records.units import UnitPlan
+from fsdptool.training.assemble import objective_for
+from fsdptool.training.methods.apply import prepare_model
+from fsdptool.training.recompute import checkpoint_units
+from fsdptool.training.unitplan import plan_teacher, plan_units
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fsdptool.families.protocol import Objective, TensorSpec
+
+
+def make_trace(
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    profile: Profile,
+    teacher: ModelSpec | None,
+) -> Trace:
+    """Trace afresh. See :func:`fsdptool.memory.trace`."""
+    anatomy = inspect(spec)
+    plan = plan_units(anatomy, recipe, settings)
+    objective = objective_for(recipe, spec)
+    specs = family_of(spec).batch_spec(spec.config, recipe)
+    taught = _teacher(teacher, recipe, settings, profile, specs) if teacher is not None else None
+
+    def make() -> nn.Module:
+        return _student(spec, recipe, settings, plan)
+
+    conditions = Conditions(
+        profile=profile,
+        compute=_dtype(plan.param_dtype),
+        output=_dtype(plan.output_dtype),
+        uncast=frozenset(p.fqn for p in plan.ignored),
+        master=_dtype(plan.master_dtype),
+        distillation=recipe.method.distillation,
+    )
+    try:
+        made = _traced(make, objective, specs, conditions)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        # Whatever a model's code trips over on fake tensors: states stay exact, the rest is unknown.
+        return without_activations(anatomy, recipe, profile, _why(error, spec.model_class))
+    return replace(
+        made,
+        buffers=anatomy.buffers + (taught.buffers if taught is not None else ()),
+        samples=recipe.batch.micro_batch,
+        tokens=_tokens(recipe, specs),
+        teacher=taught,
+        model=spec.model_class,
+        unknowns=made.unknowns + (taught.unknowns if taught is not None else ()),
+    )
+
+
+def _why(error: Exception, model: str) -> str:
+    text = " ".join(str(error).split())[:200]
+    return f"{model} cannot be traced on fake tensors ({type(error).__name__}: {text})"
+
+
+def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
+    model = _built(spec, recipe.model)
+    model = prepare_model(model, recipe, family_of(spec), spec.config).train()
+    checkpoint_units(
+        model, plan, recipe.sharding.checkpointing, offload=settings.activation_checkpointing_offload
+    )
+    return model
+
+
+def _built(spec: ModelSpec, choice: ModelChoice) -> nn.Module:
+    model = build(spec, dtype=choice.dtype, attention=choice.attention)
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config, "use_cache", False):
+        config.use_cache = False
+    return model
+
+
+def _teacher(
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    profile: Profile,
+    specs: Sequence[TensorSpec],
+) -> Trace:
+    assert recipe.method.distillation is not None
+    choice = recipe.method.distillation.teacher
+    anatomy = inspect(spec)
+    plan = plan_teacher(anatomy, recipe, settings)
+    objective = objective_for(recipe, spec)
+
+    def make() -> nn.Module:
+        model = _built(spec, choice)
+        model.requires_grad_(False)
+        return model.eval()
+
+    conditions = Conditions(profile, _dtype(plan.param_dtype), _dtype(plan.output_dtype), teacher=True)
+    try:
+        made = _traced(make, objective, specs, conditions)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        return without_activations(anatomy, recipe, profile, _why(error, spec.model_class))
+    return replace(made, buffers=anatomy.buffers, model=spec.model_class)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    trace: Trace
+    shortened: tuple[Shortened, ...]
+
+
+def _traced(
+    make: Callable[[], nn.Module],
+    objective: Objective,
+    specs: Sequence[TensorSpec],
+    conditions: Conditions,
+) -> Trace:
+    """Trace at two reduced depths; take the deeper one if the shallower predicts it exactly."""
+
+    def attempt(periods: int | None) -> _Attempt:
+        model = make()
+        shortened = shorten(model, periods) if periods is not None else ()
+        try:
+            return _Attempt(run_trace(model, objective, specs, conditions), shortened)
+        except RuntimeError as error:
+            if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
+                raise
+            # A module edits its input in place, which borders inside blocks forbid.
+            model = make()
+            shortened = shorten(model, periods) if periods is not None else ()
+            return _Attempt(run_trace(model, objective, specs, conditions, fine=False), shortened)
+
+    probe = make()
+    if not shorten(probe, 4):
+        return attempt(None).trace
+    del probe
+    try:
+        shallow, deep = attempt(3), attempt(4)
+    except Exception:
+        # The model counts on its depth (an index from the configuration, skips between blocks).
+        return attempt(None).trace
+    totals = {item.path: item.traced for item in deep.shortened}
+    if not verified(lengthened(shallow.trace, shallow.shortened, totals), deep.trace):
+        return attempt(None).trace
+    return lengthened(deep.trace, deep.shortened)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found: Any = getattr(torch, name) if name is not None else None
+    return found  # type: ignore[no-any-return]
+
+
+def _tokens(recipe: Recipe, specs: Sequence[TensorSpec]) -> int | None:
+    length = recipe.batch.sequence_length
+    return recipe.batch.micro_batch * length if length is not None else None
+
+
+__all__ = ["Anatomy", "make_trace"]

@@ -1,0 +1,127 @@
+"""Live bytes of one rank by kind, and the moment of their peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+COMPONENTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "ema",
+    "replicated parameters",
+    "buffers",
+    "unsharded parameters",
+    "all-gather buffers",
+    "resharded parameters",
+    "unsharded gradients",
+    "reduce-scatter buffers",
+    "all-reduce buffers",
+    "inputs",
+    "activations",
+    "recomputed activations",
+    "temporaries",
+    "outputs",
+    "loss",
+    "teacher",
+    "optimizer temporaries",
+    "CPU kernel temporaries",
+)
+"""Every kind of live bytes a footprint is made of, in the order it is shown."""
+
+(
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER,
+    EMA,
+    REPLICATED,
+    BUFFERS,
+    UNSHARDED,
+    GATHER,
+    RESHARDED,
+    UNSHARDED_GRADIENTS,
+    REDUCE,
+    ALL_REDUCE,
+    INPUTS,
+    ACTIVATIONS,
+    RECOMPUTED,
+    TEMPORARIES,
+    OUTPUTS,
+    LOSS,
+    TEACHER,
+    OPTIMIZER_TEMPORARIES,
+    CPU_TEMPORARIES,
+) = range(len(COMPONENTS))
+
+OF_TRACE = (ACTIVATIONS, RECOMPUTED, TEMPORARIES, OUTPUTS, LOSS, UNSHARDED_GRADIENTS, TEACHER)
+"""The component of each of the trace's kinds (``records.trace.KINDS``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One buffer, or several that live and die together.
+
+    Attributes:
+        kind: Its component.
+        total: Bytes as the allocator counts them.
+        sizes: Bytes of each allocation, as asked for.
+        stream: 0 compute, 1 all-gather copy-in, 2 reduce-scatter, 3 all-reduce.
+        name: Whose it is.
+    """
+
+    kind: int
+    total: int
+    sizes: tuple[int, ...]
+    stream: int = 0
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts; a subclass may also write the events down (``replay``)."""
+
+    live: list[int] = field(default_factory=lambda: [0] * len(COMPONENTS))
+    total: int = 0
+    best: int = 0
+    at_best: list[int] = field(default_factory=lambda: [0] * len(COMPONENTS))
+    moment: str = ""
+    peak_moment: str = ""
+    timeline: list[tuple[str, int]] | None = None
+
+    def add(self, block: Block) -> None:
+        """Allocate."""
+        self.live[block.kind] += block.total
+        self.total += block.total
+        if self.total > self.best:
+            self.best = self.total
+            self.at_best = list(self.live)
+            self.peak_moment = self.moment
+
+    def drop(self, block: Block) -> None:
+        """Free."""
+        self.live[block.kind] -= block.total
+        self.total -= block.total
+
+    def run(self, body: object, copy: int = 0) -> None:
+        """Let a piece of the trace happen."""
+        from fsdptool.memory.program import Body
+
+        assert isinstance(body, Body)
+        if self.total + body.peak > self.best:
+            self.best = self.total + body.peak
+            at_best = list(self.live)
+            for kind, change in enumerate(body.at_peak):
+                at_best[OF_TRACE[kind]] += change
+            self.at_best = at_best
+            self.peak_moment = self.moment
+        live = self.live
+        for kind, change in enumerate(body.net):
+            if change:
+                live[OF_TRACE[kind]] += change
+        self.total += body.total
+
+    def note(self, moment: str) -> None:
+        """Say what happens next, and remember the level before it."""
+        self.moment = moment
+        if self.timeline is not None:
+            self.timeline.append((moment, self.total))

@@ -1,0 +1,148 @@
+"""What a rank holds between steps: shards, optimizer states, buffers; and what the update adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fsdptool.memory.groups import Group
+from fsdptool.memory.ledger import (
+    EMA,
+    OPTIMIZER,
+    OPTIMIZER_TEMPORARIES,
+    PARAMETERS,
+    REPLICATED,
+    Block,
+)
+from fsdptool.memory.sizes import WIDTH, rounded, rounded_sum, shard_numel, stored_dtype
+from fsdptool.records.anatomy import Parameter
+from fsdptool.records.recipe import Optimizer, Recipe
+from fsdptool.records.units import UnitPlan
+
+_BLOCK8 = 256
+"""Elements per quantisation block of 8-bit AdamW, and the size from which a tensor is quantised."""
+_QUANTISED_FROM = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Long-lived bytes of one rank, on the device and on the host."""
+
+    device: tuple[Block, ...]
+    host: int
+    update: Block | None
+    """Temporaries of ``optimizer.step``, on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    shape: tuple[int, ...]
+    width: int
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def states(
+    groups: Sequence[Group], plan: UnitPlan, recipe: Recipe, ranks: int, grain: int, *, cuda: bool
+) -> States:
+    """Return what the rank holds from step 2 on (optimizer states exist).
+
+    Args:
+        groups: The units.
+        plan: Their plan.
+        recipe: Optimizer, EMA.
+        ranks: Ranks that share one copy.
+        grain: Bytes the allocator rounds to.
+        cuda: Whether optimizer ``auto`` means fused.
+    """
+    shards = [
+        _Local(_shard_shape(w.parameter, ranks), w.stored, w.trainable) for g in groups for w in g.weights
+    ]
+    whole = [_Local(p.shape, WIDTH.get(stored_dtype(p, plan), 4), p.trainable) for p in plan.ignored]
+    trained = [local for local in [*shards, *whole] if local.trainable]
+    implementation = recipe.optimizer.implementation
+    if implementation == "auto":
+        implementation = "fused" if cuda else "foreach"
+    parameters = _block(PARAMETERS, [s.numel * s.width for s in shards], grain)
+    replicated = _block(REPLICATED, [p.numel * p.width for p in whole], grain)
+    optimizer = _block(OPTIMIZER, _optimizer_sizes(recipe.optimizer, trained, implementation, cuda), grain)
+    ema = _block(EMA, [t.numel * 4 for t in trained] if recipe.ema.decay is not None else [], grain)
+    update = _block(OPTIMIZER_TEMPORARIES, _update_sizes(recipe.optimizer, trained, implementation), grain)
+    if plan.cpu_offload:
+        host = sum(sum(b.sizes) for b in (parameters, optimizer, ema))
+        host += sum(s.numel * s.width for s in shards if s.trainable)
+        return States((replicated,), host + sum(update.sizes), None)
+    return States((parameters, replicated, optimizer, ema), 0, update if update.sizes else None)
+
+
+def _shard_shape(parameter: Parameter, ranks: int) -> tuple[int, ...]:
+    if not parameter.shape:
+        return ()
+    rows = shard_numel(parameter.shape, ranks) // max(prod(parameter.shape[1:]), 1)
+    return (rows, *parameter.shape[1:])
+
+
+def _block(kind: int, sizes: Sequence[int], grain: int) -> Block:
+    return Block(kind, rounded_sum(sizes, grain), tuple(sizes))
+
+
+def _optimizer_sizes(
+    optimizer: Optimizer, trained: Sequence[_Local], implementation: str, cuda: bool
+) -> list[int]:
+    """Return the states' sizes: AdamW and SGD as ``torch/optim`` keeps them (torch 2.13)."""
+    sizes: list[int] = []
+    for local in trained:
+        if optimizer.name == "adamw":
+            sizes += [local.numel * local.width] * 2
+            if implementation == "fused" or not cuda:
+                sizes.append(4)
+        elif optimizer.name == "adamw8bit":
+            sizes += _eight_bit(local)
+        elif optimizer.name == "adafactor":
+            sizes += _factored(local)
+        elif optimizer.momentum:
+            sizes.append(local.numel * local.width)
+    return sizes
+
+
+def _eight_bit(local: _Local) -> list[int]:
+    if local.numel < _QUANTISED_FROM:
+        return [local.numel * 4] * 2
+    return [local.numel, local.numel, *[-(-local.numel // _BLOCK8) * 4] * 2]
+
+
+def _factored(local: _Local) -> list[int]:
+    """Adafactor keeps a row and a column mean for matrices, else a full second moment."""
+    if len(local.shape) < 2:
+        return [local.numel * local.width, 4]
+    rows = prod(local.shape[:-1])
+    columns = prod(local.shape[:-2]) * local.shape[-1]
+    return [rows * local.width, columns * local.width, 4]
+
+
+def _update_sizes(optimizer: Optimizer, trained: Sequence[_Local], implementation: str) -> list[int]:
+    """Return what is alive at the worst moment of ``step`` beside states and gradients.
+
+    foreach AdamW holds the square roots of all second moments (``_multi_tensor_adam``); the loop two
+    temporaries of one parameter; the fused kernel none.
+    """
+    if not trained:
+        return []
+    sizes = [local.numel * local.width for local in trained]
+    largest = max(sizes)
+    if optimizer.name == "adamw":
+        if implementation == "foreach":
+            return sizes
+        return [] if implementation == "fused" else [largest, largest]
+    if optimizer.name == "adafactor":
+        return [largest, largest]
+    return []
+
+
+def rounded_total(sizes: Sequence[int], grain: int) -> int:
+    """Return the sum of sizes as the allocator counts them."""
+    return sum(rounded(size, grain) for size in sizes)

@@ -1,0 +1,167 @@
+"""``trace``: a model and a recipe in, one micro-batch's events out, from the cache if it has them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fsdptool.cache import Store
+from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.families.registry import family_digest
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.document import library_versions, tool_version
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.trace import Profile, Trace
+
+KIND = "trace"
+_OWN = ("memory", "training/recompute.py", "training/methods", "families", "records/trace.py")
+
+
+def trace(
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    *,
+    profile: Profile | None = None,
+    teacher: ModelSpec | None = None,
+    use_cache: bool = True,
+    refresh: bool = False,
+) -> Trace:
+    """Return what one micro-batch of this recipe does to memory, on any number of ranks.
+
+    Args:
+        spec: The model.
+        recipe: Method, objective, sizes, precision, checkpointing.
+        settings: Precision and checkpointing as the YAML says.
+        profile: Whose kernels to assume; None follows ``settings.use_cpu``.
+        teacher: A distillation's teacher; None resolves the recipe's.
+        use_cache: Whether to read and keep cached traces.
+        refresh: Trace afresh and keep it.
+
+    Raises:
+        FsdptoolError: The recipe does not suit the model (a sequence beyond its positions, unknown
+            LoRA targets). A model that merely cannot be traced gives a trace without segments whose
+            ``unknowns`` say why.
+    """
+    assumed: Profile = profile or ("cpu" if settings.use_cpu else "cuda")
+    if recipe.method.distillation is not None and teacher is None:
+        teacher = _resolve(recipe.method.distillation.teacher)
+    store = Store() if use_cache or refresh else None
+    key = store.key(_parts(spec, recipe, settings, assumed, teacher)) if store is not None else ""
+    if store is not None and not refresh:
+        kept, _ = store.get(KIND, key)
+        if kept is not None and (found := _decode(kept)) is not None:
+            return found
+    from fsdptool.memory.building import make_trace
+
+    made = make_trace(spec, recipe, settings, assumed, teacher)
+    if store is not None and made.known:
+        store.put(KIND, key, to_json(made), about=f"{spec.model_class} of {spec.reference.id}")
+    return made
+
+
+def _resolve(choice: ModelChoice) -> ModelSpec:
+    from fsdptool.source import resolve
+
+    return resolve(
+        choice.reference,
+        revision=choice.revision,
+        component=choice.component,
+        trust_remote_code=choice.trust_remote_code,
+        overrides=choice.overrides,
+    )
+
+
+def _decode(data: Any) -> Trace | None:
+    try:
+        return from_json(Trace, data)
+    except (ConfigError, TypeError):
+        return None
+
+
+def _parts(
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    profile: Profile,
+    teacher: ModelSpec | None,
+) -> dict[str, Any]:
+    """Return everything a trace depends on, and nothing that a search turns without changing it."""
+    sharding = recipe.sharding
+    parts: dict[str, Any] = {
+        "model": _model(spec),
+        "teacher": _model(teacher) if teacher is not None else None,
+        "choice": [recipe.model.dtype, recipe.model.attention],
+        "method": to_json(recipe.method),
+        "objective": to_json(recipe.objective),
+        "data": [recipe.data.packing, recipe.data.document_mask, recipe.data.source],
+        "batch": to_json(replace(recipe.batch, accumulation=1, global_batch=None)),
+        "sharding": [sharding.layout, sharding.param_dtype, sharding.output_dtype],
+        "precision": settings.mixed_precision,
+        "ignored": settings.ignored_modules,
+        "profile": profile,
+        "libraries": library_versions(),
+        "tool": f"{tool_version()}:{_own_digest()}",
+    }
+    if settings.activation_checkpointing:
+        parts["checkpointing"] = [
+            to_json(sharding.checkpointing),
+            settings.activation_checkpointing_offload,
+            settings.wrap_policy,
+            list(settings.wrap_classes),
+            settings.min_num_params,
+        ]
+    return parts
+
+
+def _model(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "config": to_json(spec.config),
+        "class": spec.model_class,
+        "family": spec.family,
+        "plugin": family_digest(spec.family),
+        "objective": spec.objective,
+        "revision": spec.reference.revision,
+        "component": spec.component,
+        "folder": spec.folder if spec.trust_remote_code else None,
+    }
+
+
+@cache
+def _own_digest() -> str:
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for name in _OWN:
+        path = package / name
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            digest.update(str(file.relative_to(package)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def without_activations(anatomy: Anatomy, recipe: Recipe, profile: Profile, why: str) -> Trace:
+    """Return a trace that only knows the states."""
+    return Trace(
+        profile=profile,
+        compute_dtype=recipe.sharding.param_dtype or recipe.model.dtype,
+        segments=(),
+        sizes=(),
+        kinds=(),
+        names=(),
+        vocabulary=(),
+        buffers=anatomy.buffers,
+        samples=recipe.batch.micro_batch,
+        torch=library_versions().get("torch", "").split("+")[0],
+        model=anatomy.spec.model_class,
+        unknowns=(f"activations: {why}",),
+    )
+
+
+__all__ = ["FsdptoolError", "Mapping", "trace", "without_activations"]
