@@ -106,7 +106,12 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
     inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    gradient = inner.grad if inner.is_leaf else None
+    try:
+        gradient = inner.grad if inner.is_leaf else None
+    except RuntimeError:
+        # A view made without autograd whose base changed since (torch 2.13 refuses to say what it
+        # is): not a parameter, so it has no gradient.
+        gradient = None
     return [inner] if gradient is None or isinstance(gradient, DTensor) else [inner, gradient]
 
 
