@@ -9,9 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    pass
+    from fsdptool.inspection.api import detect as detect
 
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "detect": "fsdptool.inspection.api",
+}
 """Public name to the module that defines it."""
 
 __all__ = list(_PUBLIC)

@@ -26,13 +26,18 @@ COMMANDS = {
 """The five verbs, in the order a newcomer types them."""
 
 _MODULES: dict[str, str] = {
+    "detect": "detect",
+    "families": "families",
     "emit-config": "emit_config",
     "plan": "plan",
     "train": "train",
+    "export": "export",
 }
 """Command name to module under ``fsdptool.cli`` with a function ``command``."""
 
-_GROUPS: dict[str, str] = {}
+_GROUPS: dict[str, str] = {
+    "cache": "cache",
+}
 """Command group name to module under ``fsdptool.cli`` with a Typer object ``group``."""
 
 

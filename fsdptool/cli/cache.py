@@ -1,0 +1,143 @@
+"""``fsdptool cache``: look at, check and empty the store of derived answers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdptool.cli.output import Format, print_document
+from fsdptool.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from fsdptool.cache import Cleared, Store
+
+group = typer.Typer(help="The cache of derived answers: where it is, what it holds, is it sound.")
+
+
+@group.command("dir")
+def folder() -> int:
+    """Print the cache folder."""
+    from fsdptool.cache import cache_folder
+
+    sys.stdout.write(f"{cache_folder()}\n")
+    return int(ExitCode.CLEAN)
+
+
+@group.command("ls")
+def listing(
+    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+) -> int:
+    """List the entries, the newest first."""
+    from fsdptool.cache import Store
+    from fsdptool.records.document import envelope
+    from fsdptool.report.tables import print_line, print_table, size
+
+    store = Store()
+    entries = store.entries()
+    rows = [
+        {
+            "kind": e.kind,
+            "key": e.key,
+            "about": e.about,
+            "created": e.created,
+            "bytes": e.bytes,
+            "path": str(e.path),
+        }
+        for e in entries
+    ]
+    if format is Format.JSON:
+        print_document(envelope("cache", str(store.folder), _body(store.folder, entries=rows)))
+        return int(ExitCode.CLEAN)
+    if not entries:
+        print_line(f"{store.folder} holds no entries")
+        return int(ExitCode.CLEAN)
+    print_table(
+        ("kind", "about", "size", "age", "key"),
+        [(e.kind, e.about, size(e.bytes), _age(e.created), e.key[:12]) for e in entries],
+        numeric=(2, 3),
+    )
+    return int(ExitCode.CLEAN)
+
+
+@group.command("verify")
+def verify(
+    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+) -> int:
+    """Check every entry against its checksum; exit with 1 if one is bad."""
+    from fsdptool.cache import Store
+    from fsdptool.records.document import envelope
+    from fsdptool.report.tables import print_line
+
+    store = Store()
+    verdict = store.verify()
+    bad = [{"path": str(path), "reason": reason} for path, reason in verdict.bad]
+    if format is Format.JSON:
+        print_document(envelope("cache", str(store.folder), _body(store.folder, good=verdict.good, bad=bad)))
+    else:
+        print_line(f"{verdict.good} good, {len(bad)} bad in {store.folder}")
+        for item in bad:
+            print_line(f"bad: {item['path']}: {item['reason']}")
+    return int(ExitCode.FINDINGS if bad else ExitCode.CLEAN)
+
+
+@group.command("prune")
+def prune(
+    older_than: Annotated[
+        float | None, typer.Option("--older-than", min=0, help="Remove entries older than this many days.")
+    ] = None,
+    max_mib: Annotated[
+        float | None, typer.Option("--max-mib", min=0, help="Keep the newest up to this many MiB.")
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+) -> int:
+    """Remove leftovers and entries set aside, and what the options name."""
+    from fsdptool.cache import Store
+
+    store = Store()
+    limit = int(max_mib * 2**20) if max_mib is not None else None
+    return _report(store, store.prune(older_than_days=older_than, max_bytes=limit), format)
+
+
+@group.command("clear")
+def clear(
+    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+) -> int:
+    """Remove every entry; exit with 1 and say which if some could not be deleted."""
+    from fsdptool.cache import Store
+
+    store = Store()
+    if store.folder.exists() and not store.folder.is_dir():
+        raise ConfigError(f"{store.folder} is not a folder", help="set FSDPTOOL_CACHE to a folder")
+    return _report(store, store.clear(), format)
+
+
+def _report(store: Store, cleared: Cleared, format: Format) -> int:
+    from fsdptool.records.document import envelope
+    from fsdptool.report.tables import print_line, size
+
+    failed = [{"path": str(path), "reason": reason} for path, reason in cleared.failed]
+    if format is Format.JSON:
+        body = _body(store.folder, removed=cleared.removed, bytes=cleared.bytes, failed=failed)
+        print_document(envelope("cache", str(store.folder), body))
+    else:
+        print_line(f"removed {cleared.removed} files, {size(cleared.bytes)}, from {store.folder}")
+        for item in failed:
+            print_line(f"not removed: {item['path']}: {item['reason']}")
+    return int(ExitCode.FINDINGS if failed else ExitCode.CLEAN)
+
+
+def _body(folder: object, **fields: object) -> dict[str, object]:
+    """Every cache document has every field; those a command does not report are null."""
+    names = ("entries", "good", "bad", "removed", "bytes", "failed")
+    return {"folder": str(folder), **{name: fields.get(name) for name in names}}
+
+
+def _age(created: float) -> str:
+    seconds = max(time.time() - created, 0)
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,79 @@
+"""``fsdptool families``: what ships, what plugins add, and one family's flavours and facts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdptool.cli.output import Format, print_document
+from fsdptool.errors import ExitCode
+
+if TYPE_CHECKING:
+    from fsdptool.families.protocol import Family, Flavour
+    from fsdptool.families.registry import Registry
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(help="Family, or family:flavour, to show in full.")] = None,
+    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+) -> int:
+    """List the families, or show one family's flavours and facts."""
+    from fsdptool.families.registry import load_registry
+    from fsdptool.records.document import envelope
+
+    registry = load_registry()
+    if name is None:
+        shown, detail = [_summary(registry, family) for family in registry.all()], None
+    else:
+        family_name, _, flavour_name = name.partition(":")
+        family = registry.get(family_name)
+        shown = [_summary(registry, family)]
+        chosen = (
+            {flavour_name: registry.flavour(family_name, flavour_name)} if flavour_name else family.flavours()
+        )
+        detail = [_flavour(family, flavour) for flavour in chosen.values()]
+    document = envelope(
+        "families",
+        {"name": name, "families": [item["name"] for item in shown]},
+        {"families": shown, "flavours": detail},
+        diagnostics=registry.diagnostics,
+    )
+    if format is Format.JSON:
+        print_document(document)
+    else:
+        from fsdptool.report.families import print_families
+
+        print_families(document)
+    return int(ExitCode.CLEAN)
+
+
+def _summary(registry: Registry, family: Family) -> dict[str, Any]:
+    origin = registry.origin(family.name)
+    return {
+        "name": family.name,
+        "title": family.title,
+        "library": family.library,
+        "objective": family.default_objective,
+        "flavours": sorted(family.flavours()),
+        "distribution": origin.distribution,
+        "version": origin.version,
+    }
+
+
+def _flavour(family: Family, flavour: Flavour) -> dict[str, Any]:
+    hint = family.wrap_hint(flavour.config)
+    targets = family.lora_targets(flavour.config)
+    return {
+        "name": f"{family.name}:{flavour.name}",
+        "class": flavour.model_class,
+        "component": flavour.component,
+        "hub_id": flavour.hub_id,
+        "parameters": flavour.parameters,
+        "objective": family.objective_for(flavour.config),
+        "lora_targets": list(targets.modules),
+        "lora_parameters": list(targets.parameters),
+        "wrap_hint": {"classes": list(hint.classes), "reason": hint.reason} if hint else None,
+        "config": dict(flavour.config),
+        "facts": dict(flavour.facts),
+    }

@@ -1,0 +1,204 @@
+"""Prints the detect document for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdptool.report.tables import count, print_finding, print_line, print_table, size
+
+_SHOWN_CLASSES = 12
+
+
+def print_detect(document: Mapping[str, Any]) -> None:
+    """Print the answer: model, wrap choice with reasons, units, what is uneven, findings."""
+    _head(document)
+    if document["leaves"] is not None:
+        _leaves(document)
+    elif document["tree"] is not None:
+        _tree(document["tree"], "", True)
+    else:
+        _classes(document)
+        _names(document)
+        _parts(document)
+    if document["where"] is not None:
+        _where(document)
+    _units(document)
+    _details(document)
+    for finding in document["diagnostics"]:
+        print_finding(finding["severity"], finding["code"], finding["message"], finding["help"])
+
+
+def _head(document: Mapping[str, Any]) -> None:
+    model, reference, total = document["model"], document["reference"], document["parameters"]
+    cached = " (cached)" if document["cached"] else ""
+    revision = f" at {reference['revision']}" if reference["revision"] else ""
+    print_line(f"{reference['id']}{revision}: {model['class']} ({model['library']}){cached}", style="bold")
+    text = f"{total['total']:,} parameters (exact)"
+    if total["frozen"]:
+        text += f", {total['frozen']:,} of them frozen"
+    if total["tied_saved"]:
+        text += f"; ties save {total['tied_saved']:,}"
+    print_line(text)
+    built = ", ".join(f"{dtype} {count(value)}" for dtype, value in total["by_dtype"].items())
+    saved = f"; the configuration says its weights are {model['checkpoint_dtype']}"
+    print_line(f"built as {built}" + (saved if model["checkpoint_dtype"] else ""))
+
+
+def _classes(document: Mapping[str, Any]) -> None:
+    wrap = document["wrap"]
+    print_line()
+    chosen = ", ".join(wrap["classes"]) or "nothing"
+    print_line(f"wrap: {chosen}", style="bold green" if wrap["classes"] else "bold yellow")
+    if wrap["concern"]:
+        print_line(f"note: {wrap['concern']} ({wrap['concern_code']})")
+    rows = document["classes"]
+    print_table(
+        ("class", "instances", "each", "in all", "share", "wrap", "why", "example"),
+        [
+            (
+                item["name"],
+                str(item["instances"]),
+                _each(item["parameters_each"]),
+                count(item["parameters_total"]),
+                f"{item['share']:.1%}",
+                "yes" if item["chosen"] else "no",
+                item["reason"],
+                item["paths"][0] if item["paths"] else "",
+            )
+            for item in rows[:_SHOWN_CLASSES]
+        ],
+        numeric=(1, 2, 3, 4),
+    )
+    if len(rows) > _SHOWN_CLASSES:
+        print_line(f"... and {len(rows) - _SHOWN_CLASSES} more classes (--format json lists all)")
+
+
+def _each(pair: Any) -> str:
+    low, high = pair
+    return count(low) if low == high else f"{count(low)} to {count(high)}"
+
+
+def _names(document: Mapping[str, Any]) -> None:
+    if document["no_split_modules"]:
+        print_line()
+        print_table(
+            ("_no_split_modules", "status", "why"),
+            [(item["name"], item["status"], item["reason"]) for item in document["no_split_modules"]],
+        )
+
+
+def _parts(document: Mapping[str, Any]) -> None:
+    if len(document["parts"]) > 1:
+        print_line()
+        print_table(
+            ("part", "class", "parameters", "share"),
+            [
+                (
+                    part["path"] or "(rest)",
+                    part["class_name"],
+                    count(part["parameters"]),
+                    f"{part['share']:.1%}",
+                )
+                for part in document["parts"]
+            ],
+            numeric=(2, 3),
+        )
+
+
+def _leaves(document: Mapping[str, Any]) -> None:
+    print_line()
+    print_table(
+        ("leaf class", "instances", "parameters", "share", "examples"),
+        [
+            (
+                leaf["name"],
+                str(leaf["instances"]),
+                f"{leaf['parameters_total']:,}",
+                f"{leaf['share']:.1%}",
+                ", ".join(leaf["paths"][:3]),
+            )
+            for leaf in document["leaves"]
+        ],
+        numeric=(1, 2, 3),
+    )
+
+
+def _tree(branch: Mapping[str, Any], indent: str, root: bool) -> None:
+    if root:
+        print_line()
+    folded = f" x{branch['count']}" if branch["count"] > 1 else ""
+    wrapped = "  [unit]" if branch["wrapped"] else ""
+    each = " each" if folded else ""
+    line = (
+        f"{indent}{branch['name']}: {branch['class_name']}{folded}  {count(branch['parameters_each'])}{each}"
+    )
+    print_line(line + wrapped, style="green" if branch["wrapped"] else None)
+    for child in branch["children"]:
+        _tree(child, indent + "  ", False)
+
+
+def _where(document: Mapping[str, Any]) -> None:
+    print_line()
+    print_table(
+        ("class", "defined in"),
+        [
+            (
+                place["name"],
+                f"{place['file']}:{place['line']}" if place["line"] else place["module"] or "unknown",
+            )
+            for place in document["where"]
+        ],
+    )
+
+
+def _units(document: Mapping[str, Any]) -> None:
+    largest, units, layout = document["largest_unit"], document["units"], document["wrap"]["layout"]
+    print_line()
+    print_line(
+        f"{len(units)} FSDP units ({layout} layout); the largest is {largest['id']}:"
+        f" {count(largest['parameters'])}, {largest['share']:.1%} of all,"
+        f" {size(largest['bytes_16bit'])} gathered in 16 bit"
+    )
+    for kind, label in (("embedding", "embedding"), ("shared", "shared"), ("tail", "tail"), ("root", "root")):
+        for unit in units:
+            if unit["kind"] == kind and unit["parameters"]:
+                named = ", ".join(unit["fqns"][:3]) + (", ..." if len(unit["fqns"]) > 3 else "")
+                print_line(
+                    f"  {label} unit: {count(unit['parameters'])} in {len(unit['fqns'])} tensors ({named})"
+                )
+
+
+def _details(document: Mapping[str, Any]) -> None:
+    persistent = [item for item in document["buffers"] if item["persistent"]]
+    if document["buffers"]:
+        total = sum(item["bytes"] for item in document["buffers"])
+        print_line(f"{len(document['buffers'])} buffers, {size(total)}; {len(persistent)} persistent")
+    for tie in document["ties"][:4]:
+        print_line(f"tied: {' = '.join(tie[:5])}{' = ...' if len(tie) > 5 else ''}")
+    if len(document["ties"]) > 4:
+        print_line(f"... and {len(document['ties']) - 4} more ties")
+    experts = document["experts"]
+    if experts:
+        print_line(f"fused experts: {experts['tensors']} tensors, {experts['share']:.1%} of the parameters")
+    if document["world_size"]:
+        _uneven(document)
+    print_line()
+
+
+def _uneven(document: Mapping[str, Any]) -> None:
+    ranks, items = document["world_size"], document["uneven"]
+    if not items:
+        print_line(f"every parameter divides evenly over {ranks} ranks")
+        return
+    padding = sum(item["padding_bytes"] for item in items)
+    print_line(f"{len(items)} parameters do not divide over {ranks} ranks: {size(padding)} of padding in all")
+    worst = sorted(items, key=lambda item: -item["padding_bytes"])[:5]
+    print_table(
+        ("parameter", "dim 0", "padding", "empty ranks"),
+        [
+            (item["fqn"], str(item["dim0"]), size(item["padding_bytes"]), str(item["empty_ranks"]))
+            for item in worst
+        ],
+        numeric=(1, 2, 3),
+    )
