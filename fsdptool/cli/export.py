@@ -1,0 +1,96 @@
+"""``fsdptool export``: a run's checkpoint as a folder other libraries load."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsdptool.cli.output import Format, print_document
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write. [RUN/export]")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", help="Checkpoint folder. [the newest good one]")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into the base.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Export the moving average of the weights.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Largest file, as 5GB or 500MB.")
+    ] = "5GB",
+    force: Annotated[bool, typer.Option("--force", help="Replace the folder.")] = False,
+    format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
+) -> int:
+    """Write the trained model of RUN for transformers, diffusers or peft."""
+    from fsdptool.errors import ConfigError
+    from fsdptool.training.export.api import export_run
+
+    if dtype not in (None, "float32", "bfloat16", "float16", "float64"):
+        raise ConfigError(f"there is no dtype {dtype!r}", help="choose float32, bfloat16, float16 or float64")
+    exported = export_run(
+        run,
+        output,
+        checkpoint=checkpoint,
+        merge=merge,
+        average=ema,
+        dtype=dtype,  # type: ignore[arg-type]
+        shard_bytes=parse_size(max_shard_size),
+        force=force,
+    )
+    _note_in_summary(run, exported.folder)
+    if format is Format.JSON:
+        from fsdptool.records.document import envelope
+
+        body: dict[str, Any] = {
+            "folder": str(exported.folder),
+            "kind": exported.kind,
+            "step": exported.step,
+            "checkpoint": str(exported.checkpoint),
+            "files": list(exported.files),
+            "bytes": exported.bytes,
+        }
+        print_document(envelope("export", body, body, unknowns=exported.notes))
+        return 0
+    sys.stdout.write(f"{exported.folder}: {exported.kind}, step {exported.step}, {exported.bytes:,} bytes\n")
+    sys.stdout.write("".join(f"  {name}\n" for name in exported.files))
+    sys.stderr.write("".join(f"note: {note}\n" for note in exported.notes))
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Return bytes from ``5GB``, ``500MB``, ``2GiB`` or a plain number.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    import re
+
+    from fsdptool.errors import ConfigError
+
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"--max-shard-size {text!r} is no size", help="write it as 5GB or 500MB")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def _note_in_summary(run: Path, folder: Path) -> None:
+    """Name the export in the run's summary, if there is one."""
+    import contextlib
+
+    from fsdptool.training.folder import SUMMARY, read_json, write_json
+
+    path = run / SUMMARY
+    if path.exists():
+        with contextlib.suppress(OSError):
+            inside = folder.is_relative_to(run)
+            write_json(path, read_json(path) | {"export": str(folder.relative_to(run) if inside else folder)})

@@ -1,0 +1,145 @@
+"""LoRA: adapters in peft's and in diffusers' format, or merged into the base module by module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.training.checkpoint.stream import Entry, write_stream
+from fsdptool.training.folder import write_json
+from fsdptool.training.methods.lora import ADAPTER, adapter_config, is_adapter
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fsdptool.families.protocol import Family
+    from fsdptool.training.run_inputs import RunInputs
+
+PEFT_FILE = "adapter_model.safetensors"
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+
+
+def write_adapters(
+    folder: Path, inputs: RunInputs, family: Family, model: nn.Module, fetch: Callable[[str], torch.Tensor]
+) -> list[str]:
+    """Write the adapters alone; returns the names of the files.
+
+    Args:
+        folder: Existing folder.
+        inputs: The run.
+        family: Its family.
+        model: With adapters injected, on meta.
+        fetch: Returns a tensor's value by its name in ``model``.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    spec = inputs.spec
+    config = adapter_config(inputs.recipe, family, spec.config).to_dict()
+    config |= {"inference_mode": True, "base_model_name_or_path": spec.folder or spec.reference.id}
+    config["revision"] = spec.reference.revision
+    if spec.library == "transformers":
+        config["task_type"] = _task(spec.model_class)
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    named = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    _write(folder / PEFT_FILE, "base_model.model.", named, fetch, {"format": "pt"})
+    write_json(folder / "adapter_config.json", json.loads(json.dumps(plain, default=str)))
+    if spec.library != "diffusers":
+        return [PEFT_FILE, "adapter_config.json"]
+    component = f"{spec.component or 'transformer'}."
+    packed = {f"{component}{key}": value for key, value in plain.items()}
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(packed, default=str, sort_keys=True)}
+    _write(folder / DIFFUSERS_FILE, component, named, fetch, metadata)
+    return [PEFT_FILE, "adapter_config.json", DIFFUSERS_FILE]
+
+
+def _write(
+    path: Path,
+    prefix: str,
+    named: Mapping[str, torch.Tensor],
+    fetch: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    entries = [
+        Entry(prefix + name.replace(f".{ADAPTER}", ""), like.dtype, tuple(like.shape), partial(fetch, name))
+        for name, like in named.items()
+    ]
+    write_stream(path, entries, metadata)
+
+
+def _task(model_class: str) -> str | None:
+    endings = {
+        "ForCausalLM": "CAUSAL_LM",
+        "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+        "ForSequenceClassification": "SEQ_CLS",
+        "ForTokenClassification": "TOKEN_CLS",
+    }
+    return next((task for ending, task in endings.items() if model_class.endswith(ending)), None)
+
+
+def merged_fetch(model: nn.Module, fetch: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Return a fetch by the base model's names, whose values have the adapters merged in.
+
+    peft's own layers compute the change, one layer at a time, so that every kind of layer it adapts
+    is merged as it merges it.
+
+    Args:
+        model: With adapters injected, on meta.
+        fetch: Returns a tensor's value by its name in ``model``.
+    """
+    from fsdptool.training.materialize import base_name
+
+    names = {base_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {base_name(name): name for name, _ in model.named_buffers(remove_duplicate=False)}
+    owners = _owners(model)
+
+    def merged(name: str) -> torch.Tensor:
+        inner = names[name]
+        value = fetch(inner)
+        for path, layer in owners.get(inner, ()):
+            value = value + _delta(path, layer, fetch, value)
+        return value
+
+    return merged
+
+
+def _owners(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
+    """Map each adapted base parameter to the layers that adapt it, innermost first."""
+    from peft.tuners.lora import LoraLayer
+
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, LoraLayer) or ADAPTER not in module.r:
+            continue
+        leaf = getattr(module, "parameter_name", "weight")
+        base, prefix = module.base_layer, f"{path}.base_layer"
+        while hasattr(base, "base_layer"):
+            base, prefix = base.base_layer, f"{prefix}.base_layer"
+        found.setdefault(f"{prefix}.{leaf}", []).insert(0, (path, module))
+    return found
+
+
+def _delta(path: str, layer: Any, fetch: Callable[[str], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+    """Give one layer its adapter's values, let it compute its change, and take the values away again."""
+    import torch
+    from torch import nn
+
+    own = {name: p for name, p in layer.named_parameters() if is_adapter(name) and "base_layer" not in name}
+    for name in own:
+        _put(layer, name, nn.Parameter(fetch(f"{path}.{name}"), requires_grad=False))
+    try:
+        with torch.no_grad():
+            change: torch.Tensor = layer.get_delta_weight(ADAPTER)
+    finally:
+        for name, parameter in own.items():
+            _put(layer, name, parameter)
+    return change.to(value.dtype)
+
+
+def _put(module: Any, name: str, parameter: Any) -> None:
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path).register_parameter(leaf, parameter)

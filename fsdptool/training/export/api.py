@@ -1,0 +1,239 @@
+"""``export_run``: a folder that ``from_pretrained`` loads, from a run's checkpoint. Needs no GPU."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.training.export.shards import SHARD_BYTES
+from fsdptool.training.folder import EXPORT, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdptool.training.run_inputs import RunInputs
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export left.
+
+    Attributes:
+        folder: Where.
+        kind: ``transformers``, ``diffusers``, ``adapter`` or the library's name.
+        step: The checkpoint's step.
+        checkpoint: Its folder.
+        files: Names of the files, relative to ``folder``.
+        bytes: Their size in all.
+        notes: What is missing, one line each.
+    """
+
+    folder: Path
+    kind: str
+    step: int
+    checkpoint: Path
+    files: tuple[str, ...]
+    bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def export_run(
+    run: Path,
+    output: Path | None = None,
+    *,
+    checkpoint: str | None = None,
+    merge: bool = False,
+    average: bool = False,
+    dtype: Dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    force: bool = False,
+) -> Exported:
+    """Write the trained model of a run so that its own library loads it.
+
+    Tensors are put together and written one module at a time, so host memory stays near the largest.
+
+    Args:
+        run: The run folder.
+        output: Where to; None is ``RUN/export``.
+        checkpoint: Checkpoint folder; None takes the newest good one.
+        merge: LoRA: merge the adapters into the base instead of writing them alone.
+        average: Write the moving average of the weights, where the run kept one.
+        dtype: Convert floating tensors to this; None keeps what was trained.
+        shard_bytes: Largest size of one file.
+        force: Replace an existing folder.
+
+    Raises:
+        ConfigError: There is no usable checkpoint, or the options do not suit the run.
+        StorageError: The folder exists or cannot be written; nothing half-written stays.
+    """
+    from fsdptool.training.export.values import open_saved
+    from fsdptool.training.run_inputs import read_inputs
+
+    target = output or run / EXPORT
+    if target.exists() and not force:
+        raise StorageError(f"{target} exists already", help="give --force to replace it, or another --output")
+    inputs = read_inputs(run)
+    adapters = inputs.recipe.method.name == "lora"
+    if merge and not adapters:
+        raise ConfigError("--merge is for LoRA runs, and this run trained the weights themselves")
+    saved, manifest, path = open_saved(run, checkpoint)
+    if average and not any(True for _ in saved.names("ema/")):
+        raise ConfigError("the run kept no moving average of its weights", help="leave --ema out")
+    aside = target.with_name(f".{target.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        kind, notes = _Export(inputs, saved, average, dtype, shard_bytes).write(
+            aside, separate=adapters and not merge
+        )
+        if target.exists():
+            shutil.rmtree(target)
+        aside.replace(target)
+    except OSError as error:
+        raise StorageError(
+            f"{target} cannot be written: {error.strerror or error}",
+            help="free space or choose another --output",
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    files = sorted(item for item in target.rglob("*") if item.is_file())
+    return Exported(
+        folder=target,
+        kind=kind,
+        step=manifest.step,
+        checkpoint=path,
+        files=tuple(str(item.relative_to(target)) for item in files),
+        bytes=sum(item.stat().st_size for item in files),
+        notes=tuple(notes),
+    )
+
+
+class _Export:
+    def __init__(
+        self, inputs: RunInputs, saved: Any, average: bool, dtype: Dtype | None, shard_bytes: int
+    ) -> None:
+        from fsdptool.families.registry import family_of
+        from fsdptool.inspection.build import build
+        from fsdptool.training.export.values import Values
+        from fsdptool.training.methods.apply import prepare_model
+
+        choice = inputs.recipe.model
+        self.inputs = inputs
+        self.family = family_of(inputs.spec)
+        self.base = build(inputs.spec, dtype=choice.dtype, attention=choice.attention)
+        trained = build(inputs.spec, dtype=choice.dtype, attention=choice.attention)
+        self.trained = prepare_model(trained, inputs.recipe, self.family, inputs.spec.config)
+        self.values = Values(inputs, self.trained, self.base, saved, average=average)
+        self.dtype = dtype
+        self.shard_bytes = shard_bytes
+
+    def write(self, folder: Path, *, separate: bool) -> tuple[str, list[str]]:
+        from fsdptool.training.export.adapters import write_adapters
+
+        if separate:
+            write_adapters(folder, self.inputs, self.family, self.trained, self.fetch)
+            return "adapter", self.write_tokenizer(folder)
+        if self.inputs.spec.library == "diffusers":
+            return "diffusers", self.write_diffusers(folder)
+        return self.inputs.spec.library, self.write_model(folder)
+
+    def fetch(self, name: str) -> torch.Tensor:
+        return self.values.get(name, *self._aliases().get(name, ()))
+
+    def _aliases(self) -> dict[str, list[str]]:
+        groups: dict[int, list[str]] = {}
+        for name, parameter in self.trained.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+        return {name: group for group in groups.values() if len(group) > 1 for name in group}
+
+    def torch_dtype(self) -> torch.dtype | None:
+        import torch
+
+        return getattr(torch, self.dtype) if self.dtype else None  # type: ignore[no-any-return]
+
+    def base_fetch(self) -> Any:
+        if self.inputs.recipe.method.name != "lora":
+            return self.fetch
+        from fsdptool.training.export.adapters import merged_fetch
+
+        return merged_fetch(self.trained, self.fetch)
+
+    def like(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint of the base model holds: parameters once, and persistent buffers."""
+        found: dict[str, torch.Tensor] = dict(self.base.named_parameters())
+        state = self.base.state_dict()
+        found |= {name: state[name] for name, _ in self.base.named_buffers() if name in state}
+        return {name: tensor.to("meta") for name, tensor in found.items()}
+
+    def write_model(self, folder: Path) -> list[str]:
+        from fsdptool.training.export.original import original_entries, plain_entries
+        from fsdptool.training.export.shards import write_shards
+
+        like, fetch = self.like(), self.base_fetch()
+        if hasattr(self.base, "base_model_prefix"):
+            entries = original_entries(self.base, like, fetch, self.torch_dtype())
+        else:
+            entries = plain_entries(like, fetch, self.torch_dtype())
+        write_shards(folder, "model", entries, limit=self.shard_bytes)
+        self.write_config(folder)
+        return self.write_tokenizer(folder)
+
+    def write_config(self, folder: Path) -> None:
+        config = getattr(self.base, "config", None)
+        if config is None or not hasattr(config, "save_pretrained"):
+            write_json(folder / "config.json", dict(self.inputs.spec.config))
+            return
+        config.architectures = [type(self.base).__name__]
+        config.dtype = self.dtype or self.inputs.recipe.model.dtype
+        config.save_pretrained(str(folder))
+        generation = getattr(self.base, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(str(folder))
+
+    def write_diffusers(self, folder: Path) -> list[str]:
+        from fsdptool.training.export.original import plain_entries
+        from fsdptool.training.export.shards import write_shards
+
+        component = self._pipeline(folder)
+        target = folder / component if component else folder
+        target.mkdir(exist_ok=True)
+        entries = plain_entries(self.like(), self.base_fetch(), self.torch_dtype())
+        write_shards(target, "diffusion_pytorch_model", entries, limit=self.shard_bytes)
+        model: Any = self.base
+        model.save_config(str(target))
+        if component:
+            return []
+        return ["the other components of a pipeline were not at hand: this is the denoiser alone"]
+
+    def _pipeline(self, folder: Path) -> str | None:
+        """Copy the rest of the pipeline the model came from; returns the folder name of its component."""
+        spec = self.inputs.spec
+        root = Path(spec.folder) if spec.folder else None
+        if root is None or spec.component is None:
+            return None
+        root = root if (root / "model_index.json").exists() else root.parent
+        if not (root / "model_index.json").exists():
+            return None
+        shutil.copy2(root / "model_index.json", folder)
+        for item in sorted(root.iterdir()):
+            if item.is_dir() and item.name != spec.component and not item.name.startswith("."):
+                shutil.copytree(item, folder / item.name)
+        return spec.component
+
+    def write_tokenizer(self, folder: Path) -> list[str]:
+        from fsdptool.training.data.tokenizer import load_tokenizer
+
+        if self.inputs.spec.library != "transformers":
+            return []
+        try:
+            load_tokenizer(self.inputs.recipe.data, self.inputs.spec).save(folder)
+        except FsdptoolError as error:
+            if self.inputs.recipe.data.source == "synthetic":
+                return [f"no tokenizer was written: {error.message}"]
+            raise
+        return []

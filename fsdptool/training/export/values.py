@@ -1,0 +1,174 @@
+"""The trained model's tensors by name, one at a time: from the checkpoint, or from where they began."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdptool.errors import ConfigError
+from fsdptool.training.assemble import open_weights
+from fsdptool.training.checkpoint.manifest import Manifest, check_file, newest_good, read_manifest
+from fsdptool.training.folder import CHECKPOINTS
+from fsdptool.training.initialisation import Blueprint, draw_blueprint, replay
+from fsdptool.training.materialize import base_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdptool.training.run_inputs import RunInputs
+
+
+class Saved:
+    """The tensors of one checkpoint, put together from its shards on demand.
+
+    Args:
+        folder: A checkpoint whose files were checked against its manifest.
+        manifest: Its manifest.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        from safetensors import safe_open
+
+        self._parts: dict[str, list[tuple[Any, list[int]]]] = {}
+        for name in sorted(manifest.files):
+            stream = safe_open(str(folder / name), framework="pt", device="cpu")
+            offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for key in stream.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                where = offsets.get(key, {}).get("saved_offsets")
+                self._parts.setdefault(key, []).append((stream, where))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """Yield what follows ``prefix`` in the names that begin with it."""
+        return (name.removeprefix(prefix) for name in self._parts if name.startswith(prefix))
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return one whole tensor."""
+        parts = self._parts[name]
+        if len(parts) == 1 and not any(parts[0][1] or ()):
+            return parts[0][0].get_tensor(name)  # type: ignore[no-any-return]
+        chunks = [(stream.get_tensor(name), where) for stream, where in parts]
+        shape = [max(w[d] + c.shape[d] for c, w in chunks) for d in range(chunks[0][0].dim())]
+        whole = torch.empty(shape, dtype=chunks[0][0].dtype)
+        for chunk, where in chunks:
+            window = tuple(slice(start, start + size) for start, size in zip(where, chunk.shape, strict=True))
+            whole[window] = chunk
+        return whole
+
+
+def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path]:
+    """Open a run's newest good checkpoint, or the one named.
+
+    Raises:
+        ConfigError: There is none, or the named one is damaged.
+    """
+    if checkpoint is None:
+        found = newest_good(run / CHECKPOINTS)
+        if found is None:
+            raise ConfigError(f"{run} has no complete checkpoint", help="train it, or resume it, first")
+        path, manifest = found
+    else:
+        path = Path(checkpoint)
+        manifest = read_manifest(path)
+        wrong = (check_file(path, name, entry) for name, entry in manifest.files.items())
+        if reason := next((text for text in wrong if text), None):
+            raise ConfigError(f"checkpoint {path} is damaged: {reason}", help="export another one")
+    return Saved(path, manifest), manifest, path
+
+
+class Values:
+    """Every tensor of the trained model by its name in ``model``.
+
+    Trained parameters come from the checkpoint; frozen ones, which checkpoints leave out, from the
+    pretrained weights or from the seed they were drawn with.
+
+    Args:
+        inputs: The run.
+        model: As it was trained (adapters injected), on meta.
+        base: The same before any adapter was injected, on meta.
+        saved: The checkpoint.
+        average: Take the moving average where there is one.
+    """
+
+    def __init__(
+        self, inputs: RunInputs, model: nn.Module, base: nn.Module, saved: Saved, *, average: bool
+    ) -> None:
+        self._inputs = inputs
+        self._saved = saved
+        self._average = average
+        self._weights = open_weights(inputs.spec, inputs.recipe.model, base)
+        self._drawn: Blueprint | None = None
+        self._base = base
+        self.model = model
+
+    def get(self, name: str, *aliases: str) -> torch.Tensor:
+        """Return one whole tensor in the dtype it is stored in.
+
+        Raises:
+            ConfigError: It is neither in the checkpoint nor can it be made again.
+        """
+        names = (name, *aliases)
+        for prefix in ("ema/", "model/") if self._average else ("model/",):
+            for candidate in names:
+                if prefix + candidate in self._saved:
+                    return self._saved.get(prefix + candidate)
+        return self._begin([base_name(candidate) for candidate in names])
+
+    def _begin(self, names: list[str]) -> torch.Tensor:
+        like = self._like(names)
+        total = like.shape[0] if like.dim() else 1
+        if self._weights is not None:
+            for name in names:
+                if name in self._weights:
+                    return self._weights.rows(name, tuple(like.shape), (0, total)).to(like.dtype)
+        blueprint = self._blueprint()
+        for name in names:
+            if blueprint.notes.get(name) or name in blueprint.values:
+                return replay(
+                    blueprint,
+                    name,
+                    like.shape,
+                    (0, total),
+                    dtype=like.dtype,
+                    seed=self._inputs.recipe.seed,
+                    key=min(names),
+                )
+            if name in blueprint.buffers:
+                return blueprint.buffers[name].detach()
+        raise ConfigError(f"{names[0]} is not in the checkpoint", help="export another checkpoint")
+
+    def _like(self, names: list[str]) -> torch.Tensor:
+        known = dict(self._base.named_parameters(remove_duplicate=False))
+        buffers = dict(self._base.named_buffers(remove_duplicate=False))
+        for name in names:
+            if name in known:
+                return known[name]
+            if name in buffers:
+                return buffers[name]
+        raise ConfigError(f"{names[0]} is not a tensor of the model")
+
+    def _blueprint(self) -> Blueprint:
+        from fsdptool.families.registry import family_of
+
+        if self._drawn is None:
+            spec, choice = self._inputs.spec, self._inputs.recipe.model
+            family = family_of(spec)
+            self._drawn = draw_blueprint(
+                lambda: family.build(
+                    spec.config,
+                    model_class=spec.model_class,
+                    dtype=choice.dtype,
+                    attention=choice.attention,
+                    folder=spec.folder,
+                    trust_remote_code=spec.trust_remote_code,
+                ),
+                seed=self._inputs.recipe.seed,
+                library=spec.library,
+            )
+        return self._drawn
