@@ -60,6 +60,7 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
     **dict.fromkeys(("state_size", "mamba_d_state", "time_step_rank", "mamba_dt_rank"), 8),
     "qk_rope_head_dim": HEAD // 2,
+    "rotary_dim": HEAD,
     "mamba_n_heads": 2 * WIDTH // HEAD,
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16,
@@ -76,14 +77,9 @@ _SIZES: Mapping[str, int] = {
 _DERIVED = frozenset(
     {
         *("qk_head_dim", "ffn_hidden_size", "attention_layers", "moe_layers", "no_rope_layers", "scale"),
-        *(
-            "num_pos_feats",
-            "transformers_version",
-            "_name_or_path",
-            "dtype",
-            "_attn_implementation",
-            "label2id",
-        ),
+        *("num_pos_feats", "transformers_version", "_name_or_path", "dtype", "_attn_implementation"),
+        *("label2id", "out_features", "out_indices", "stage_names", "per_layer_config"),
+        *("_out_features", "_out_indices"),
     }
 )
 _LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
-
 from fsdptool.families.protocol import TensorSpec
+from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

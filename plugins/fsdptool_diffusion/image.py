@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
-
 from fsdptool.families.protocol import TensorSpec
+from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -220,6 +219,11 @@ class HiDream(Denoiser):
             pooled_embeds=batch["pooled_embeds"],
             return_dict=False,
         )[0]
+        if result.shape != noisy.shape:
+            # In training mode diffusers 0.42 leaves patches apart: [B, C, patches, 4].
+            count, channels, height, width = noisy.shape
+            tiles = result.reshape(count, channels, height // 2, width // 2, 2, 2)
+            result = tiles.permute(0, 1, 2, 4, 3, 5).reshape(noisy.shape)
         return -result
 
 

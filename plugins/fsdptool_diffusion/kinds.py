@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdptool_diffusion import flux, image, unet, video
-
 from fsdptool.families.bases import CatalogueFamily
+from fsdptool_diffusion import flux, image, unet, video
 
 KINDS: Mapping[str, type[CatalogueFamily]] = {
     "auraflow": image.AuraFlow,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsdptool_diffusion.base import Denoiser, Geometry, floats
-
 from fsdptool.families.bases.diffusers import DiffusersFamily
 from fsdptool.families.objectives.diffusion import Edm
 from fsdptool.families.objectives.features import Reconstruction
 from fsdptool.families.protocol import Objective, TensorSpec
+from fsdptool_diffusion.base import Denoiser, Geometry, floats
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

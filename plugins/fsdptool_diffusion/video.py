@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
-
 from fsdptool.families.protocol import TensorSpec
+from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

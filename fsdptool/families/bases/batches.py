@@ -188,7 +188,10 @@ def features(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
         count = (image.shape[2] // patch) * (image.shape[3] // patch) + 1
         return image, TensorSpec("target", (batch, count, width), "float32", "normal")
     ids, mask, _ = masked(config, recipe)
-    return ids, mask, TensorSpec("target", (*ids.shape, width), "float32", "normal")
+    target = (*ids.shape, width)
+    if any(name.endswith("WithProjection") for name in config.architectures or ()):
+        target = (batch, int(config.projection_dim))
+    return ids, mask, TensorSpec("target", target, "float32", "normal")
 
 
 _BATCHES: Mapping[str, Callable[[Any, Recipe], tuple[TensorSpec, ...]]] = {

@@ -65,6 +65,7 @@ class TransformersFamily(CatalogueFamily):
                 made = cls.config_class(**raw)
         except Exception as error:
             raise ModelError(f"{cls.config_class.__name__}: {one_line(error)}") from error
+        made.architectures = [model_class]
         for key in self.quiet_dropouts:
             if getattr(made, key, 0):
                 setattr(made, key, 0.0)

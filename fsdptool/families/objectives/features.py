@@ -61,7 +61,7 @@ class Classification(Objective):
         return divergence(ours, teacher["prediction"], valid, temperature, 0)
 
 
-_OUTPUTS = ("last_hidden_state", "image_embeds", "text_embeds", "pooler_output", "logits")
+_OUTPUTS = ("text_embeds", "image_embeds", "last_hidden_state", "pooler_output", "logits")
 
 
 class Features(Objective):
@@ -82,7 +82,7 @@ class Features(Objective):
         return torch.tensor(target.shape[0], device=target.device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the first of last hidden state, embeddings, pooled output and logits there is."""
+        """Return the first of embeddings, last hidden state, pooled output and logits there is."""
         outputs: Any = model(**inputs(batch))
         for name in _OUTPUTS:
             found = getattr(outputs, name, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
@@ -76,12 +76,21 @@ class CausalLM(_Tokens):
         document_mask: Whether documents that ``position_ids`` tell apart may not see each other.
         auxiliary: Weight of the MoE load-balancing loss; None takes the model's own
             ``router_aux_loss_coef``, 0 leaves it out.
+        arguments: The family's way from a batch to the model's arguments.
     """
 
     name = "causal_lm"
 
-    def __init__(self, chunk: int = 1024, document_mask: bool = True, auxiliary: float | None = None) -> None:
+    def __init__(
+        self,
+        chunk: int = 1024,
+        document_mask: bool = True,
+        auxiliary: float | None = None,
+        *,
+        arguments: Callable[[Mapping[str, Tensor]], dict[str, Any]] = inputs,
+    ) -> None:
         super().__init__(chunk)
+        self.arguments = arguments
         self.document_mask = document_mask
         self.auxiliary = auxiliary
 
@@ -99,7 +108,7 @@ class CausalLM(_Tokens):
         from fsdptool.families.objectives import routing
         from fsdptool.families.objectives.masking import masks
 
-        arguments: dict[str, Any] = {**inputs(batch), "use_cache": False}
+        arguments: dict[str, Any] = {**self.arguments(batch), "use_cache": False}
         coefficient = routing.coefficient(unwrapped(model), self.auxiliary)
         if coefficient:
             arguments["output_router_logits"] = True

@@ -1,0 +1,206 @@
+"""Models that read images and text: their micro-batches hold an image before the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError
+from fsdptool.families.bases import TransformersFamily
+from fsdptool.families.bases.batches import DEFAULT_LENGTH, pixels, vocabulary
+from fsdptool.families.objectives import CausalLM
+from fsdptool.families.objectives.common import inputs
+from fsdptool.families.protocol import Objective, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fsdptool.records.recipe import Recipe
+
+IMAGE_SIZE = 448
+"""Pixels, each way, for models that take images of any size and recipes that name none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What one image per sample adds to a micro-batch: its tokens in the text, and further tensors."""
+
+    tokens: int
+    specs: tuple[TensorSpec, ...]
+    types: str | None = None
+    """Name of the tensor that marks image tokens by 1, where the model wants one."""
+
+
+def _floats(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, shape, "float32", "normal", compute=True)
+
+
+def _fixed(config: Any, recipe: Recipe, tokens: int, types: str | None = None) -> Image:
+    return Image(tokens, (pixels(config.vision_config, recipe.batch.micro_batch),), types)
+
+
+def _llava(config: Any, recipe: Recipe) -> Image:
+    vision = config.vision_config
+    return _fixed(config, recipe, (vision.image_size // vision.patch_size) ** 2)
+
+
+def _gemma3(config: Any, recipe: Recipe) -> Image:
+    return _fixed(config, recipe, int(config.mm_tokens_per_image), "token_type_ids")
+
+
+def _paligemma(config: Any, recipe: Recipe) -> Image:
+    vision = config.vision_config
+    return _fixed(config, recipe, (vision.image_size // vision.patch_size) ** 2, "token_type_ids")
+
+
+def _llama4(config: Any, recipe: Recipe) -> Image:
+    vision = config.vision_config
+    grid = vision.image_size // vision.patch_size
+    return _fixed(config, recipe, int(grid**2 * vision.pixel_shuffle_ratio**2))
+
+
+def _sides(recipe: Recipe, unit: int) -> tuple[int, int]:
+    """Return rows and columns of units of ``unit`` pixels."""
+    sides = []
+    for name, given in (("height", recipe.batch.height), ("width", recipe.batch.width)):
+        side = given or max(IMAGE_SIZE // unit, 1) * unit
+        if side % unit:
+            raise ConfigError(f"batch.{name} is {side}; this model needs a multiple of {unit} pixels")
+        sides.append(side // unit)
+    return sides[0], sides[1]
+
+
+def _qwen(config: Any, recipe: Recipe) -> Image:
+    vision, batch = config.vision_config, recipe.batch.micro_batch
+    merge = vision.spatial_merge_size
+    rows, columns = _sides(recipe, vision.patch_size * merge)
+    patches = rows * columns * merge**2
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    grid = (1, rows * merge, columns * merge)
+    return Image(
+        rows * columns,
+        (
+            _floats("pixel_values", batch, patches, width),
+            TensorSpec("image_grid_thw", (batch, 3), "int64", "constant", values=grid),
+        ),
+        "mm_token_type_ids",
+    )
+
+
+def _mistral3(config: Any, recipe: Recipe) -> Image:
+    vision, batch = config.vision_config, recipe.batch.micro_batch
+    unit = vision.patch_size * config.spatial_merge_size
+    rows, columns = _sides(recipe, unit)
+    size = (rows * unit, columns * unit)
+    return Image(
+        rows * columns,
+        (
+            _floats("pixel_values", batch, vision.num_channels, *size),
+            TensorSpec("image_sizes", (batch, 2), "int64", "constant", values=size),
+        ),
+    )
+
+
+def _gemma4(config: Any, recipe: Recipe) -> Image:
+    vision, batch = config.vision_config, recipe.batch.micro_batch
+    pool = vision.pooling_kernel_size
+    rows, columns = _sides(recipe, vision.patch_size * pool)
+    height, width = rows * pool, columns * pool
+    places = tuple(part for y in range(height) for x in range(width) for part in (x, y))
+    return Image(
+        rows * columns,
+        (
+            _floats("pixel_values", batch, height * width, 3 * vision.patch_size**2),
+            TensorSpec("image_position_ids", (batch, height * width, 2), "int64", "constant", values=places),
+        ),
+        "mm_token_type_ids",
+    )
+
+
+def _mllama(config: Any, recipe: Recipe) -> Image:
+    vision, batch = config.vision_config, recipe.batch.micro_batch
+    tiles, side = vision.max_num_tiles, vision.image_size
+    count = recipe.batch.sequence_length or DEFAULT_LENGTH
+    # Images enter through cross-attention: one token stands for them in the text.
+    return Image(
+        1,
+        (
+            _floats("pixel_values", batch, 1, tiles, vision.num_channels, side, side),
+            TensorSpec("aspect_ratio_ids", (batch, 1), "int64", "constant", values=(1,)),
+            TensorSpec("aspect_ratio_mask", (batch, 1, tiles), "int64", "mask"),
+            TensorSpec("cross_attention_mask", (batch, count, 1, tiles), "int64", "mask"),
+        ),
+    )
+
+
+_IMAGES: Mapping[str, Callable[[Any, Recipe], Image]] = {
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "llama4": _llama4,
+    "llava": _llava,
+    "mistral3": _mistral3,
+    "mllama": _mllama,
+    "paligemma": _paligemma,
+    "qwen2_5_vl": _qwen,
+    "qwen2_vl": _qwen,
+    "qwen3_5": _qwen,
+    "qwen3_5_moe": _qwen,
+    "qwen3_vl": _qwen,
+}
+
+
+class Multimodal(TransformersFamily):
+    """Causal language modelling over one image and a text per sample."""
+
+    def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return text with the image's placeholders at its head, and the image.
+
+        Raises:
+            ConfigError: The sequence is too short for the image.
+        """
+        made = self.config_object(config, self.model_class(config))
+        image = _IMAGES[made.model_type](made, recipe)
+        wanted = recipe.batch.sequence_length
+        length = wanted or max(DEFAULT_LENGTH, image.tokens + DEFAULT_LENGTH // 4)
+        if length < image.tokens + 2:
+            raise ConfigError(
+                f"batch.sequence_length is {length}, but an image takes {image.tokens} tokens of it",
+                help=f"use at least {image.tokens + 2}, or a smaller image (batch.height, batch.width)",
+            )
+        shape = (recipe.batch.micro_batch, length)
+        placeholders = (int(made.image_token_id),) * image.tokens
+        # Text tokens stay below every special token: a stray placeholder has no image.
+        names = ("image_token_id", "video_token_id", "audio_token_id")
+        specials = [token for name in names if isinstance(token := getattr(made, name, None), int)]
+        high = min([vocabulary(made), *(token for token in specials if token > 256)])
+        specs = [
+            TensorSpec("input_ids", shape, "int64", "tokens", high=high, values=placeholders),
+            TensorSpec("labels", shape, "int64", "labels", high=high, values=(-100,) * image.tokens),
+            *image.specs,
+        ]
+        if image.types is not None:
+            specs.append(TensorSpec(image.types, shape, "int64", "constant", values=(1,) * image.tokens))
+        return tuple(specs)
+
+    def untouched(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the card's prefixes; ``{last}`` stands for the vision tower's last layer."""
+        found = super().untouched(config)
+        if not found:
+            return found
+        vision = self.config_object(config, self.model_class(config)).vision_config
+        return tuple(prefix.format(last=vision.num_hidden_layers - 1) for prefix in found)
+
+    def objectives(self) -> Mapping[str, Callable[..., Objective]]:
+        """Return causal language modelling over images and text."""
+        return {CausalLM.name: partial(CausalLM, arguments=flat_patches)}
+
+
+def flat_patches(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the model's arguments; Qwen's patches follow one another over all images."""
+    arguments = inputs(batch)
+    if "image_grid_thw" in arguments:
+        arguments["pixel_values"] = arguments["pixel_values"].flatten(0, 1)
+    return arguments

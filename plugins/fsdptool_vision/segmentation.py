@@ -1,0 +1,79 @@
+"""Segment Anything: masks from an image and a point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.families.bases import TransformersFamily
+from fsdptool.families.bases.batches import pixels
+from fsdptool.families.objectives.common import accumulation_dtype, inputs, require
+from fsdptool.families.objectives.features import squared_error
+from fsdptool.families.protocol import Objective, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fsdptool.records.recipe import Recipe
+
+
+class Sam(TransformersFamily):
+    """One point prompt and one mask per image."""
+
+    def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return images, a point each, and masks at a quarter of the image's size."""
+        made = self.config_object(config, self.model_class(config))
+        batch = recipe.batch.micro_batch
+        # The decoder upsamples the encoder's grid by 4.
+        side = 4 * made.vision_config.image_size // made.vision_config.patch_size
+        return (
+            pixels(made.vision_config, batch),
+            TensorSpec("input_points", (batch, 1, 1, 2), "float32", "uniform", compute=True),
+            TensorSpec("target", (batch, 1, side, side), "float32", "uniform"),
+        )
+
+    def objectives(self) -> Mapping[str, Callable[..., Objective]]:
+        """Return segmentation."""
+        return {Segmentation.name: Segmentation}
+
+
+class Segmentation(Objective):
+    """Binary cross-entropy plus dice loss of one mask per prompt (Kirillov et al. 2023, with
+    cross-entropy in place of focal loss). Batch: the model's inputs, ``target`` [B, prompts, H, W]."""
+
+    name = "segmentation"
+    unit = "samples"
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of images."""
+        import torch
+
+        target = require(batch, "target", self.name)
+        return torch.tensor(target.shape[0], device=target.device)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the mask's logits, [B, prompts, H, W]."""
+        outputs = model(**inputs(batch), multimask_output=False)
+        return {"prediction": outputs.pred_masks.squeeze(2)}
+
+    def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        """Return both losses, averaged within an image and summed over images."""
+        from torch.nn import functional
+
+        logits = prediction["prediction"]
+        logits = logits.to(accumulation_dtype(logits.dtype)).flatten(1)
+        target = require(batch, "target", self.name).to(logits.dtype).flatten(1)
+        entropy = functional.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(1)
+        shares = logits.sigmoid()
+        dice = 1 - (2 * (shares * target).sum(1) + 1) / (shares.sum(1) + target.sum(1) + 1)
+        return (entropy + dice).sum()
+
+    def distance(
+        self,
+        student: Mapping[str, Tensor],
+        teacher: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        temperature: float,
+    ) -> Tensor:
+        """Return the squared error of the masks' logits; the temperature does not apply."""
+        return squared_error(student["prediction"], teacher["prediction"].detach())
