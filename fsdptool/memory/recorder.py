@@ -36,6 +36,7 @@ class Recorder(TorchDispatchMode):
         self._events: list[list[int]] = []
         self._flops: list[dict[str, float]] = []
         self._traffic: list[list[int]] = []
+        self._again: list[float] = []
         self._numbers: dict[int, int] = {}
         self._phase = "temporary"
         self.recomputing = False
@@ -52,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self._events.append([])
         self._flops.append({})
         self._traffic.append([0, 0])
+        self._again.append(0.0)
 
     def phase(self, kind: str) -> None:
         """Say what tensors made from now on are, until something better is known of them."""
@@ -106,6 +108,9 @@ class Recorder(TorchDispatchMode):
             for dtype, count in operations(func, args, kwargs or {}, out):
                 flops = self._flops[-1]
                 flops[dtype] = flops.get(dtype, 0.0) + count
+                # Autograd runs backward without grad mode; checkpointing enters it to run forward again.
+                if self._phase == "temporary" and torch.is_grad_enabled():
+                    self._again[-1] += count
         return out
 
     def _track(self, tensor: torch.Tensor, name: str, kind: str | None) -> None:
@@ -146,9 +151,9 @@ class Recorder(TorchDispatchMode):
     def trace(self, **fields: Any) -> Trace:
         """Return the record; ``fields`` are the remaining ones of :class:`Trace`."""
         segments = tuple(
-            Segment(marker, path, tuple(events), flops, moved[0], moved[1])
-            for (marker, path), events, flops, moved in zip(
-                self._segments, self._events, self._flops, self._traffic, strict=True
+            Segment(marker, path, tuple(events), flops, moved[0], moved[1], again)
+            for (marker, path), events, flops, moved, again in zip(
+                self._segments, self._events, self._flops, self._traffic, self._again, strict=True
             )
         )
         return Trace(

@@ -1,8 +1,8 @@
 """Seconds of compute per FSDP unit: a roofline over the trace's segments.
 
-A segment lies between two module borders, so a Linear is a segment of its own and the larger of
-its arithmetic and its memory traffic is its time. Segments of module paths are summed, then units
-collect the paths they hold; blocks that were not traced take the times of the block they repeat.
+A segment lies between two module borders and mixes matrix products with elementwise operators, which
+run one after another: its arithmetic and its memory traffic add up. Segments of module paths are
+summed, then units collect the paths they hold; blocks that were not traced take the times of the block they repeat.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def segment_seconds(segment: Segment, gpu: Gpu, machine: Machine) -> float:
         flops / (peak_flops(gpu, dtype) * machine.matmul_efficiency) for dtype, flops in segment.flops.items()
     )
     traffic = segment.bytes_moved / (gpu.memory_bandwidth * machine.memory_efficiency)
-    return max(arithmetic, traffic, segment.kernels * machine.kernel_latency)
+    return max(arithmetic + traffic, segment.kernels * machine.kernel_latency)
 
 
 def module_costs(trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
@@ -58,9 +58,8 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
         seconds = segment_seconds(segment, gpu, machine)
         if not seconds:
             continue
-        # Forward borders during backward are recomputation: time, but no work the model needs.
-        again = backward and segment.marker in ("enter", "leave")
-        flops = 0.0 if again else sum(segment.flops.values())
+        # Recomputation takes time, but is no work the model needs.
+        flops = sum(segment.flops.values()) - segment.recomputed
         cost = Cost(0.0, seconds, flops) if backward else Cost(seconds, 0.0, flops)
         costs[owner] = costs.get(owner, Cost()) + cost
     return costs

@@ -156,26 +156,27 @@ def _play(
     """
     link = compute = busy = 0.0
     starts: list[float] = []
-    for index, stage_seconds in enumerate(forward):
+    for index, seconds in enumerate(forward):
         allowed = starts[index - prefetch] if index >= prefetch else 0.0
         link = max(link, allowed) + gathers[index]
         busy += gathers[index]
         start = max(compute, link) if gathers[index] else compute
         starts.append(start)
-        compute = start + stage_seconds
-    starts = []
+        compute = start + seconds
+    order = range(len(forward) - 1, -1, -1)
+    again = [regathers[index] for index in order]
+    ready = [0.0] * len(again)
+    issued = 0
     reduced_until = 0.0
-    for place, index in enumerate(range(len(forward) - 1, -1, -1)):
-        again = regathers[index]
-        allowed = starts[place - prefetch] if place >= prefetch else compute
-        if again:
-            link = max(link, allowed) + again
-            busy += again
-            start = max(compute, link)
-        else:
-            start = compute
-        starts.append(start)
-        compute = start + backward[index]
+    for place, index in enumerate(order):
+        # Gathers ahead are issued before this unit computes, so before its reduce-scatter.
+        while issued <= min(place + prefetch, len(again) - 1) if place else issued < 1:
+            if again[issued]:
+                link = max(link, compute) + again[issued]
+                busy += again[issued]
+                ready[issued] = link
+            issued += 1
+        compute = max(compute, ready[place]) + backward[index]
         if reduces[index]:
             compute = max(compute, reduced_until)
             link = max(link, compute) + reduces[index]

@@ -36,6 +36,7 @@ class Segment:
         flops: Floating-point operations by dtype.
         bytes_moved: Bytes read and written by the segment's operators, views excluded.
         kernels: Operators that launch work, views excluded.
+        recomputed: FLOPs (of those in ``flops``) that only repeat forward under activation checkpointing.
     """
 
     marker: Marker
@@ -44,6 +45,7 @@ class Segment:
     flops: Mapping[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
     kernels: int = 0
+    recomputed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
