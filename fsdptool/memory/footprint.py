@@ -48,7 +48,45 @@ def footprint(
         timeline: Whether to return the timeline (searches leave it out).
         teacher: Units of a distillation's teacher.
     """
-    grain = _GRAIN[profile]
+    made = simulate(
+        trace, units, mesh, recipe, profile=profile, grain=_GRAIN[profile], timeline=timeline, teacher=teacher
+    )
+    ledger = made.ledger
+    if not made.complete:
+        return _states_only(ledger, trace, made.host)
+    return Footprint(
+        allocated_peak_bytes=ledger.best,
+        reserved_peak_bytes=None,
+        components=_components(ledger.at_best),
+        peak=Peak(ledger.peak_moment, _holdings(ledger.at_best)),
+        timeline=tuple(Moment(name, level) for name, level in ledger.timeline or ()),
+        host_bytes_per_rank=made.host,
+        confidence=_confidence(trace),
+        unknowns=trace.unknowns,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A played step: the ledger, host bytes, and whether activations were known."""
+
+    ledger: Ledger
+    host: int
+    complete: bool
+
+
+def simulate(
+    trace: Trace,
+    units: UnitPlan,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
+    profile: MemoryProfile,
+    grain: int,
+    timeline: bool = False,
+    teacher: UnitPlan | None = None,
+) -> Simulated:
+    """Play step 2 and return its ledger. Arguments as in :func:`footprint`; ``grain`` rounds sizes."""
     ledger = Ledger(timeline=[] if timeline else None)
     ranks = Ranks(mesh.shard_degree, mesh.dp_replicate)
     schedule = Schedule(units, ranks, ledger, grain=grain, compute=trace.compute_dtype)
@@ -59,7 +97,7 @@ def footprint(
     ledger.add(_buffers(trace.buffers, grain))
     taught = _teacher(trace, teacher, ranks, ledger, grain)
     if not trace.known or (trace.teacher is not None and taught is None):
-        return _states_only(ledger, trace, held.host)
+        return Simulated(ledger, held.host, False)
     accumulation = recipe.batch.accumulation
     inputs = Block(
         INPUTS, accumulation * rounded_sum(trace.input_bytes, grain), trace.input_bytes * accumulation
@@ -79,16 +117,7 @@ def footprint(
     schedule.zero_gradients()
     ledger.drop(inputs)
     ledger.note("between steps")
-    return Footprint(
-        allocated_peak_bytes=ledger.best,
-        reserved_peak_bytes=None,
-        components=_components(ledger.at_best),
-        peak=Peak(ledger.peak_moment, _holdings(ledger.at_best)),
-        timeline=tuple(Moment(name, level) for name, level in ledger.timeline or ()),
-        host_bytes_per_rank=held.host,
-        confidence=_confidence(trace),
-        unknowns=trace.unknowns,
-    )
+    return Simulated(ledger, held.host, True)
 
 
 @dataclass(slots=True)

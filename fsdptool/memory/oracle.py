@@ -1,0 +1,286 @@
+"""The oracle: torch's own ``fully_shard`` on fake tensors and a fake process group, watched.
+
+It answers what the simulation answers, slowly and from the real code: one step of the trainer on
+rank 0 of any number of ranks, without data, network or GPU. Tests and ``benchmarks/memory`` hold
+the simulation against it; a torch minor version it was not run on is ``unverified``.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fsdptool.families.protocol import Objective, TensorSpec
+from fsdptool.memory.fakes import fake_batch
+from fsdptool.memory.kernels import kernels_of
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.trace import Profile
+from fsdptool.records.units import UnitPlan
+
+
+@dataclass(slots=True)
+class Observation:
+    """Bytes alive on rank 0: before step 2, at its peak, and at the peak of each of its phases."""
+
+    resting: int
+    peak: int
+    phases: dict[str, int] = field(default_factory=dict)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts bytes of live storages; enter it above the ``FakeTensorMode`` whose tensors it counts."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.level = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator and count what it allocated."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            # The local tensors' operators come by again, one by one.
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        self.count(leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor))
+        return out
+
+    def count(self, tensors: Any) -> None:
+        """Count storages not seen before."""
+        for tensor in tensors:
+            # Sharding propagation makes tensors of global shape in a fake mode of its own.
+            if getattr(tensor, "fake_mode", None) is not self._mode:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._known:
+                self._known[key] = (weakref.ref(storage, self._gone(key)), storage.nbytes())
+                self._change(storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Follow ``resize_``, with which FSDP2 frees and fills unsharded parameters."""
+        key = storage._cdata
+        if key in self._known:
+            reference, before = self._known[key]
+            self._known[key] = (reference, storage.nbytes())
+            self._change(storage.nbytes() - before)
+
+    def _gone(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            _, size = self._known.pop(key, (None, 0))
+            self._change(-size)
+
+        return gone
+
+    def _change(self, size: int) -> None:
+        self.level += size
+        self.peak = max(self.peak, self.level)
+
+
+@contextmanager
+def _watched_resizing(counter: LiveBytes) -> Iterator[None]:
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)  # type: ignore[func-returns-value]
+        counter.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _separate_propagation() -> Iterator[None]:
+    # DTensor's sharding propagation would reuse our fake mode and count tensors of global shape
+    # (torch 2.13, ``torch/distributed/tensor/_sharding_prop.py``).
+    from torch.distributed.tensor import _sharding_prop
+
+    original = _sharding_prop.detect_fake_mode
+    _sharding_prop.detect_fake_mode = lambda *_: None
+    try:
+        yield
+    finally:
+        _sharding_prop.detect_fake_mode = original
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Be rank 0 of ``world_size`` ranks whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def observe(
+    make: Callable[[], nn.Module],
+    plan: UnitPlan,
+    objective: Objective,
+    specs: tuple[TensorSpec, ...],
+    recipe: Recipe,
+    settings: FsdpSettings,
+    *,
+    world_size: int,
+    profile: Profile = "cuda",
+    step: bool = True,
+) -> Observation:
+    """Run two steps as the trainer runs them, on rank 0, and return what step 2 held.
+
+    Args:
+        make: Builds the model on meta, adapters and checkpointing applied.
+        plan: Its units.
+        objective, specs: Loss and micro-batch.
+        recipe: Accumulation and optimizer.
+        settings: Mesh.
+        world_size: Ranks.
+        profile: Whose kernels.
+        step: Whether to run the optimizer, too (slow on fake DTensors).
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fsdptool.training.optimizer import build_optimizer
+    from fsdptool.training.session import open_session
+    from fsdptool.training.shard import shard, store_masters
+
+    with fake_ranks(world_size):
+        session = open_session(settings)
+        model = make()
+        store_masters(model, plan)
+        shard(model, plan, session)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        counter = LiveBytes(mode)
+        _fill(model, mode, counter)
+        with ExitStack() as stack:
+            for context in (
+                kernels_of(profile),
+                _separate_propagation(),
+                _watched_resizing(counter),
+                mode,
+                counter,
+            ):
+                stack.enter_context(context)
+            collecting = gc.isenabled()
+            gc.disable()
+            try:
+                optimizer = (
+                    build_optimizer(
+                        recipe.optimizer, model.named_parameters(), rate=1e-4, device=session.device
+                    )
+                    if step
+                    else None
+                )
+                runner = _Runner(model, objective, specs, recipe, mode, counter, optimizer, session)
+                runner.step()
+                return runner.step()
+            finally:
+                if collecting:
+                    gc.enable()
+
+
+@dataclass(slots=True)
+class _Runner:
+    model: nn.Module
+    objective: Objective
+    specs: tuple[TensorSpec, ...]
+    recipe: Recipe
+    mode: Any
+    counter: LiveBytes
+    optimizer: torch.optim.Optimizer | None
+    session: Any
+
+    def step(self) -> Observation:
+        """Take one step in the order of ``training/step.py``."""
+        counter = self.counter
+        count = self.recipe.batch.accumulation
+        seen = Observation(counter.level, 0)
+        batches = [dict(fake_batch(self.specs, self.mode)) for _ in range(count)]
+        counter.count(tensor for batch in batches for tensor in batch.values())
+        for index, batch in enumerate(batches):
+            counter.peak = counter.level
+            self._announce(last=index == count - 1)
+            loss = self._loss(batch)
+            seen.phases[f"forward {index}"] = counter.peak
+            counter.peak = counter.level
+            (loss * (1.0 / torch.ones((), dtype=torch.float64))).backward()  # type: ignore[no-untyped-call]
+            seen.phases[f"backward {index}"] = counter.peak
+        counter.peak = counter.level
+        if self.optimizer is not None:
+            self.optimizer.step()
+            seen.phases["optimizer"] = counter.peak
+        self.model.zero_grad(set_to_none=True)
+        seen.peak = max(seen.phases.values())
+        return seen
+
+    def _loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        prediction = self.objective.predict(self.model, batch)
+        return self.objective.loss(prediction, batch)
+
+    def _announce(self, *, last: bool) -> None:
+        model: Any = self.model
+        model.set_is_last_backward(last)
+        if self.recipe.sharding.accumulation == "unsharded":
+            model.set_requires_gradient_sync(last)
+        elif self.session.sizes.dp_replicate > 1:
+            model.set_requires_all_reduce(last)
+
+
+def _fill(model: nn.Module, mode: Any, counter: LiveBytes) -> None:
+    """Give every meta parameter and buffer a fake tensor, ties kept, and count it."""
+    made: dict[int, Any] = {}
+    kept = []
+    with mode:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = _fake_parameter(parameter, counter)
+                    kept.append(parameter)
+                module._parameters[name] = made[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    counter.count([made[id(buffer)]])
+                    kept.append(buffer)
+                module._buffers[name] = made[id(buffer)]
+
+
+def _fake_parameter(parameter: nn.Parameter, counter: LiveBytes) -> nn.Parameter:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    filled = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+    counter.count([filled])
+    if isinstance(parameter, DTensor):
+        whole = DTensor.from_local(
+            filled,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    return nn.Parameter(filled, requires_grad=parameter.requires_grad)
