@@ -74,6 +74,7 @@ def prepare(
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
+    from fsdptool.training.unitplan import plan_units
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = read_recipe(recipe_path)
@@ -87,7 +88,7 @@ def prepare(
     _check_mesh(settings, world_size, config_path)
     spec = resolve_model(recipe.model, recipe_path)
     anatomy = inspect(spec)
-    units = _group(anatomy, settings, recipe)
+    units = plan_units(anatomy, recipe, settings)
     teacher_spec, teacher_units = _teacher(recipe, settings, recipe_path)
     prediction, notes = _predict(spec, anatomy, recipe, settings, device) if with_prediction else (None, ())
     return Prepared(
@@ -135,24 +136,16 @@ def resolve_model(choice: ModelChoice, recipe_path: Path) -> ModelSpec:
     )
 
 
-def _group(anatomy: Anatomy, settings: FsdpSettings, recipe: Recipe) -> UnitPlan:
-    from fsdptool.layout import group
-
-    return group(anatomy, settings, recipe.sharding)
-
-
 def _teacher(
     recipe: Recipe, settings: FsdpSettings, recipe_path: Path
 ) -> tuple[ModelSpec | None, UnitPlan | None]:
-    from fsdptool.inspection import inspect
-
     if recipe.method.name != "distillation" or recipe.method.distillation is None:
         return None, None
+    from fsdptool.inspection import inspect
+    from fsdptool.training.unitplan import plan_teacher
+
     spec = resolve_model(recipe.method.distillation.teacher, recipe_path)
-    # The YAML's wrap classes are the student's; the teacher keeps those its own structure says.
-    anatomy = inspect(spec)
-    own = replace(settings, wrap_classes=anatomy.wrap.classes, activation_checkpointing=False)
-    return spec, _group(anatomy, own, recipe)
+    return spec, plan_teacher(inspect(spec), recipe, settings)
 
 
 def _predict(

@@ -17,7 +17,7 @@ def bytes_text(value: int | None) -> str:
         return "unknown"
     if value >= _GIB:
         return f"{value / _GIB:.2f} GiB"
-    return f"{value / _MIB:.1f} MiB"
+    return f"{value / _MIB:.2f} MiB"
 
 
 class Progress:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from fsdptool.errors import ConfigError
 from fsdptool.training.checkpoint.manifest import (
@@ -83,13 +84,13 @@ def load_into(state: TrainState, path: Path, manifest: Manifest, group: dist.Pro
     wanted: dict[str, Any] = dict(state.tensors())
     wanted.update({own_name(rank, name): value for name, value in own.items()})
     try:
-        dcp.load(
+        load(
             wanted,
             storage_reader=HuggingFaceStorageReader(str(path)),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
-    except dcp.api.CheckpointException as error:
+    except CheckpointException as error:
         raise ConfigError(
             f"checkpoint {path} does not suit this run: {first_reason(error)}",
             help="resume with the recipe and model it was written with",

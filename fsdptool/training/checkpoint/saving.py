@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from fsdptool.errors import StorageError
@@ -49,14 +50,14 @@ def save_sharded(staged: Staged, folder: Path, group: dist.ProcessGroup | None, 
     state = {**staged.tensors, **{own_name(rank, name): value for name, value in staged.own.items()}}
     writer = ShardWriter(folder, rank, commit)
     try:
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-    except dcp.api.CheckpointException as error:
+        save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
         raise StorageError(f"the checkpoint cannot be written: {first_reason(error)}") from error
     except OSError as error:
         raise StorageError(f"the checkpoint cannot be written: {error}") from error
 
 
-def first_reason(error: dcp.api.CheckpointException) -> str:
+def first_reason(error: CheckpointException) -> str:
     """Return ``rank N: reason`` of the lowest failing rank."""
     rank, (reason, _) = min(error.failures.items())
     return f"rank {rank}: {reason}"

@@ -154,7 +154,7 @@ class _Export:
     def torch_dtype(self) -> torch.dtype | None:
         import torch
 
-        return getattr(torch, self.dtype) if self.dtype else None  # type: ignore[no-any-return]
+        return getattr(torch, self.dtype) if self.dtype else None
 
     def base_fetch(self) -> Any:
         if self.inputs.recipe.method.name != "lora":

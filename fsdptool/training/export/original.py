@@ -36,7 +36,7 @@ def original_entries(
     from transformers.core_model_loading import revert_weight_conversion
 
     def revert(part: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(revert_weight_conversion(model, dict(part)))  # type: ignore[arg-type]
+        return dict(revert_weight_conversion(model, dict(part)))
 
     whole = revert(like)
     groups = _by_module(like)

@@ -35,7 +35,7 @@ class Saved:
 
         self._parts: dict[str, list[tuple[Any, list[int]]]] = {}
         for name in sorted(manifest.files):
-            stream = safe_open(str(folder / name), framework="pt", device="cpu")
+            stream: Any = safe_open(str(folder / name), framework="pt", device="cpu")
             offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for key in stream.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                 where = offsets.get(key, {}).get("saved_offsets")
