@@ -14,12 +14,13 @@ from fsdptool.cache import Store
 from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_digest, family_of
 from fsdptool.inspection.census import Census
+from fsdptool.inspection.encoding import decode, encode
 from fsdptool.inspection.wrap import choose, select
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import library_versions, tool_version
-from fsdptool.records.model import ModelSpec, Reference
+from fsdptool.records.model import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,7 +121,7 @@ def examine(
     anatomy = None
     if store is not None and not refresh:
         kept, findings = store.get(KIND, key)
-        anatomy = _decode(kept, spec) if kept is not None else None
+        anatomy = _restored(kept, spec) if kept is not None else None
     cached = anatomy is not None
     if anatomy is None:
         from fsdptool.inspection.build import build
@@ -128,7 +129,7 @@ def examine(
         model = build(spec, dtype=dtype)
         anatomy = describe(model, spec)
         if store is not None and not any(finding.code == "CACHE001" for finding in findings):
-            findings += store.put(KIND, key, _encode(anatomy), about=_about(spec))
+            findings += store.put(KIND, key, encode(anatomy), about=_about(spec))
     if wrap or exclude:
         census = Census(anatomy.modules, anatomy.parameters)
         anatomy = _reconsidered(anatomy, census, wrap, exclude)
@@ -230,25 +231,11 @@ def _folder_code(spec: ModelSpec) -> str | None:
     return digest.hexdigest()
 
 
-_PLACEHOLDER = to_json(ModelSpec(Reference("config", ""), "", None, "", "", {}))
-
-
-def _encode(anatomy: Anatomy) -> Any:
-    """Return the anatomy as JSON data without its spec, which every hit supplies itself."""
-    data = to_json(replace(anatomy, spec=_placeholder()))
-    del data["spec"]
-    return data
-
-
-def _placeholder() -> ModelSpec:
-    return from_json(ModelSpec, _PLACEHOLDER)
-
-
-def _decode(data: Any, spec: ModelSpec) -> Anatomy | None:
+def _restored(data: Any, spec: ModelSpec) -> Anatomy | None:
     try:
-        return replace(from_json(Anatomy, {**data, "spec": _PLACEHOLDER}), spec=spec)
-    except (ConfigError, TypeError):
-        # Written by another shape of the records under the same key: derive it afresh.
+        return decode(data, spec)
+    except (ConfigError, KeyError, TypeError, ValueError):
+        # Sound bytes of another shape, as a record that changed without its digest would be.
         return None
 
 
