@@ -53,6 +53,7 @@ def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, 
         last_good_step=last_step,
         export=None,
         restarts=outcome.restarts,
+        failure=_failure(outcome),
     )
 
 
@@ -102,6 +103,13 @@ def throughput(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
     if mfu:
         result["mfu"] = statistics.median(mfu)
     return result
+
+
+def _failure(outcome: Outcome) -> dict[str, Any] | None:
+    found = outcome.failure
+    if found is None:
+        return None
+    return {"rank": found.rank, "message": found.message, "help": found.help, "exit_code": found.exit_code}
 
 
 def _peak(event: Mapping[str, Any] | None) -> int | None:

@@ -48,3 +48,5 @@ class Summary:
     last_good_step: int | None
     export: str | None
     restarts: int = 0
+    failure: Mapping[str, Any] | None = None
+    memory_report: str | None = None
