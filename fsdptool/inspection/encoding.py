@@ -57,3 +57,8 @@ def decode(data: Mapping[str, Any], spec: ModelSpec) -> Anatomy:
             Buffer(fqn, tuple(shape), dtype, persistent) for fqn, shape, dtype, persistent in data["buffers"]
         ),
     )
+
+
+def _module(path: str, kind: tuple[Any, ...], aliases: list[str]) -> Module:
+    name, bases, listed, embedding, forwards = kind
+    return Module(path, name, bases, listed, embedding, forwards, tuple(aliases))
