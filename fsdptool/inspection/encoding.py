@@ -48,7 +48,7 @@ def decode(data: Mapping[str, Any], spec: ModelSpec) -> Anatomy:
     return replace(
         anatomy,
         spec=spec,
-        modules=tuple(Module(path, *kinds[kind], tuple(aliases)) for path, kind, aliases in data["modules"]),
+        modules=tuple(_module(path, kinds[kind], aliases) for path, kind, aliases in data["modules"]),
         parameters=tuple(
             Parameter(fqn, tuple(shape), dtype, trainable, tuple(aliases))
             for fqn, shape, dtype, trainable, aliases in data["parameters"]
