@@ -124,6 +124,7 @@ def test_a_resume_continues_exactly_and_on_other_ranks(
             source="text",
             path="pydoc",
             workers=workers,
+            options={"start_method": "fork"},
             batch={"micro_batch": 2, "global_batch": 8, "sequence_length": 128},
         )
         return [build_batches(recipe, spec, rank=r, world=world, cache=tmp_path) for r in range(world)]

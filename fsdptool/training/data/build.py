@@ -27,6 +27,7 @@ from fsdptool.training.data.synthetic import Synthetic, for_micro_batch, split_s
 from fsdptool.training.data.text import Labelled, MaskedSequences, Packing, Pairs, Sequences
 from fsdptool.training.data.tokenise import tokenised
 from fsdptool.training.data.tokenizer import Encoder, load_tokenizer
+from fsdptool.training.data.workers import START_METHODS
 
 Wanted = Mapping[str, TensorSpec]
 """What the family says a micro-batch is, by name."""
@@ -76,7 +77,7 @@ def build_batches(
         opened.order,
         share,
         workers=recipe.data.workers,
-        start_method=recipe.data.options.get("start_method"),
+        start_method=_start_method(recipe.data),
         pin_memory=pin_memory,
     )
 
@@ -108,7 +109,7 @@ def build_evaluation(
         opened.order,
         share,
         workers=data.workers,
-        start_method=data.options.get("start_method"),
+        start_method=_start_method(data),
         steps=steps,
     )
 
@@ -165,6 +166,16 @@ def share_of(recipe: Recipe, *, rank: int, world: int) -> Share:
             f"and {(batch.global_batch // each + 1) * each}",
         )
     return Share(rank, world, batch.micro_batch, batch.global_batch // each)
+
+
+def _start_method(data: Data) -> str:
+    method = str(data.options.get("start_method", START_METHODS[0]))
+    if method not in START_METHODS:
+        raise ConfigError(
+            f"data.options.start_method {method!r} is not one of {', '.join(START_METHODS)}",
+            help="leave it out unless processes cannot be started the usual way",
+        )
+    return method
 
 
 def objective_of(recipe: Recipe, spec: ModelSpec) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import signal
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fsdptool.errors import ConfigError, FsdptoolError, WorkerError
+from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.training.data.collate import Array, Sample, as_tensors
 from fsdptool.training.data.order import Order, Place
+from fsdptool.training.data.workers import Workers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Sample = Mapping[str, Any]
-Collate = Callable[[Sequence[Sample]], "dict[str, Tensor]"]
+Collate = Callable[[Sequence[Sample]], dict[str, Array]]
 
 
 class Samples(Protocol):
@@ -56,62 +57,25 @@ class Share:
         return places[start : start + self.micro_batch]
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A failure of ours on its way out of a loading process: torch would wrap it in a traceback."""
-
-    kind: type[FsdptoolError]
-    message: str
-    help: str | None
-
-
-class _Fetch:
-    """What a loading process holds: picklable, small (samples lie in memory-mapped files)."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, place: Place) -> Sample | _Failure:
-        try:
-            return self.samples.sample(*place)
-        except FsdptoolError as error:
-            return _Failure(type(error), error.message, error.help)
-
-
-class _Join:
-    """Collates, or passes a failure on."""
-
-    def __init__(self, collate: Collate) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Sequence[Sample | _Failure]) -> dict[str, Tensor] | _Failure:
-        good = [sample for sample in samples if not isinstance(sample, _Failure)]
-        if len(good) < len(samples):
-            return next(sample for sample in samples if isinstance(sample, _Failure))
-        try:
-            return self.collate(good)
-        except FsdptoolError as error:
-            return _Failure(type(error), error.message, error.help)
-
-
 class _Turns:
-    """Endless sampler for torch's DataLoader: the places of this rank's micro-batches from a position on."""
+    """Makes the micro-batches of this rank, numbered from a position on. Picklable and small:
+    samples lie in memory-mapped files."""
 
-    def __init__(self, order: Order, share: Share, start: int) -> None:
+    def __init__(self, samples: Samples, collate: Collate, order: Order, share: Share, start: int) -> None:
+        self._samples = samples
+        self._collate = collate
         self._order = order
         self._share = share
         self._start = start
+        self._line: tuple[int, Sequence[Place]] = (-1, ())
 
-    def __iter__(self) -> Iterator[list[Place]]:
-        position = self._start
-        while True:
-            places = self._order.places(position, self._share.global_batch)
-            for turn in range(self._share.accumulation):
-                yield list(self._share.mine(places, turn))
-            position += self._share.global_batch
+    def __call__(self, number: int) -> dict[str, Array]:
+        step, turn = divmod(number, self._share.accumulation)
+        if self._line[0] != step:
+            position = self._start + step * self._share.global_batch
+            self._line = (step, self._order.places(position, self._share.global_batch))
+        places = self._share.mine(self._line[1], turn)
+        return self._collate([self._samples.sample(*place) for place in places])
 
 
 class Loader:
@@ -123,7 +87,7 @@ class Loader:
         order: The line of samples.
         share: How global batches are split.
         workers: Loading processes of this rank; 0 loads in the training process.
-        start_method: How they start (``fork``, ``spawn``, ``forkserver``), or None for Python's default.
+        start_method: How they start: ``forkserver``, ``spawn`` or ``fork``.
         steps: Steps after which the data ends, or None for training data, which never does.
         pin_memory: Whether micro-batches are put into page-locked memory (CUDA only).
     """
@@ -136,7 +100,7 @@ class Loader:
         share: Share,
         *,
         workers: int = 0,
-        start_method: str | None = None,
+        start_method: str = "forkserver",
         steps: int | None = None,
         pin_memory: bool = False,
     ) -> None:
@@ -150,7 +114,7 @@ class Loader:
         self._steps = steps
         self._pin_memory = pin_memory
         self._position = 0
-        self._running: Iterator[dict[str, Tensor] | _Failure] | None = None
+        self._running: Iterator[dict[str, Tensor]] | None = None
 
     @property
     def digest(self) -> str:
@@ -192,37 +156,20 @@ class Loader:
         if self._running is None:
             self._running = self._start()
         try:
-            found = [next(self._running) for _ in range(self._share.accumulation)]
-        except RuntimeError as error:
-            self._running = None
-            raise _worker_failure(error, self._position) from error
-        batch: list[Mapping[str, Tensor]] = []
-        for item in found:
-            if isinstance(item, _Failure):
-                self.close()
-                raise item.kind(item.message, help=item.help)
-            batch.append(item)
+            batch: list[Mapping[str, Tensor]] = [next(self._running) for _ in range(self._share.accumulation)]
+        except FsdptoolError:
+            self.close()
+            raise
         self._position += self._share.global_batch
+        if self._pin_memory:
+            return [{name: tensor.pin_memory() for name, tensor in item.items()} for item in batch]
         return batch
 
-    def _start(self) -> Iterator[dict[str, Tensor] | _Failure]:
-        turns = _Turns(self._order, self._share, self._position)
-        if self._workers == 0:
-            fetch, join = _Fetch(self._samples), _Join(self._collate)
-            return (join([fetch[place] for place in places]) for places in turns)
-        from torch.utils.data import DataLoader
-
-        return iter(
-            DataLoader(
-                _Fetch(self._samples),  # type: ignore[arg-type]
-                batch_sampler=turns,
-                collate_fn=_Join(self._collate),
-                num_workers=self._workers,
-                multiprocessing_context=self._start_method,
-                worker_init_fn=_leave_signals_to_the_trainer,
-                pin_memory=self._pin_memory,
-            )
-        )
+    def _start(self) -> Iterator[dict[str, Tensor]]:
+        turns = _Turns(self._samples, self._collate, self._order, self._share, self._position)
+        if self._workers:
+            return Workers(turns, self._workers, start_method=self._start_method)
+        return (as_tensors(turns(number)) for number in itertools.count())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, equal on all ranks: samples consumed, and what they were counted in."""
@@ -244,28 +191,7 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """End the loading processes."""
+        """End the loading processes; the next step starts them again."""
         running, self._running = self._running, None
-        shutdown = getattr(running, "_shutdown_workers", None)
-        if callable(shutdown):
-            shutdown()
-
-
-def _leave_signals_to_the_trainer(_: int) -> None:
-    """A stop is sent to the whole process group; the loading processes must outlive the last save.
-
-    They end with their trainer: torch's worker loop watches its parent (torch 2.13,
-    torch/utils/data/_utils/worker.py, ManagerWatchdog).
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _worker_failure(error: RuntimeError, position: int) -> WorkerError | RuntimeError:
-    text = str(error)
-    if "DataLoader worker" not in text:
-        return error
-    return WorkerError(
-        f"a data loading process died at sample {position}: {text.splitlines()[0]}",
-        help="resume with --resume auto; if it was killed for memory, lower data.workers",
-    )
+        if isinstance(running, Workers):
+            running.close()

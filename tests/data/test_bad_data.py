@@ -1,0 +1,301 @@
+"""Data that cannot be used: one line that names the thing and the next step; nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from fsdptool.errors import ConfigError, FsdptoolError, StorageError, WorkerError
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import Recipe
+from fsdptool.training.data import build_batches, build_evaluation, prepare
+
+SpecOf = Callable[[str], ModelSpec]
+RecipeFor = Callable[..., Recipe]
+
+
+def complaint(recipe: Recipe, spec: ModelSpec, cache: Path) -> str:
+    with pytest.raises(FsdptoolError) as caught:
+        prepare(recipe, spec, cache=cache)
+    assert "\n" not in caught.value.message
+    assert caught.value.help
+    assert "\n" not in caught.value.help
+    leftovers = [path for path in cache.rglob("*") if path.is_dir() and "part" in path.name]
+    assert not leftovers, "nothing half-written"
+    return f"{caught.value.message} | {caught.value.help}"
+
+
+CASES: list[tuple[str, str, str, dict[str, Any], str]] = [
+    ("missing.jsonl", "", "causal_lm", {}, "does not exist"),
+    ("empty.jsonl", "", "causal_lm", {}, "has no rows"),
+    ("wrong.jsonl", '{"body": "x"}\n', "causal_lm", {}, "has no column 'text'; it has body"),
+    ("broken.jsonl", '{"text": "x"}\n{"text": \n', "causal_lm", {}, "broken.jsonl:2: not a JSON object"),
+    ("list.jsonl", "[1]\n", "causal_lm", {}, "list.jsonl:1: expected a JSON object, got list"),
+    ("null.jsonl", '{"text": null}\n', "causal_lm", {}, "column 'text' is empty in a row"),
+    ("number.jsonl", '{"text": 5}\n', "causal_lm", {}, "holds int, expected text"),
+    ("pairs.jsonl", '{"source": "x"}\n', "seq2seq", {}, "has no column 'target'"),
+    ("labels.jsonl", '{"text": "x"}\n', "classification", {}, "has no column 'label'"),
+    (
+        "four.jsonl",
+        "".join(f'{{"text": "x", "label": {n}}}\n' for n in range(4)),
+        "classification",
+        {},
+        "has 4 labels, tiny-classification predicts 3 | set model.overrides.num_labels: 4",
+    ),
+    (
+        "chat.jsonl",
+        '{"messages": "hello"}\n',
+        "causal_lm",
+        {"assistant_only_loss": True},
+        "holds no list of messages",
+    ),
+    (
+        "plain.jsonl",
+        '{"text": "hello"}\n',
+        "causal_lm",
+        {"assistant_only_loss": True},
+        "needs a column of messages",
+    ),
+    (
+        "silent.jsonl",
+        '{"messages": [{"role": "user", "content": "x"}]}\n',
+        "causal_lm",
+        {"assistant_only_loss": True},
+        "no conversation has a word of the assistant",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "objective", "fields", "expected"), CASES)
+def test_rows_that_cannot_be_used(
+    name: str,
+    content: str,
+    objective: str,
+    fields: dict[str, Any],
+    expected: str,
+    spec_of: SpecOf,
+    recipe_for: RecipeFor,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / name
+    if name != "missing.jsonl":
+        path.write_text(content, encoding="utf-8")
+    recipe = recipe_for(objective, source="jsonl", path=str(path), **fields)
+    assert expected in complaint(recipe, spec_of(objective), tmp_path / "cache")
+
+
+def test_files_that_cannot_be_read(spec_of: SpecOf, recipe_for: RecipeFor, tmp_path: Path) -> None:
+    spec = spec_of("causal_lm")
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    recipe = recipe_for("causal_lm", source="text", path=str(tmp_path / "latin.txt"))
+    assert "latin.txt cannot be read: 'utf-8' codec" in complaint(recipe, spec, tmp_path / "c")
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
+    recipe = recipe_for("causal_lm", source="parquet", path=str(tmp_path / "bad.parquet"))
+    assert "bad.parquet cannot be read" in complaint(recipe, spec, tmp_path / "c")
+    (tmp_path / "folder").mkdir()
+    recipe = recipe_for("causal_lm", source="text", path=str(tmp_path / "folder"))
+    assert "holds no file that ends in .txt" in complaint(recipe, spec, tmp_path / "c")
+    (tmp_path / "folder" / "empty.txt").touch()
+    assert "has no rows" in complaint(recipe, spec, tmp_path / "c")
+    recipe = recipe_for("causal_lm", source="dataset", path=str(tmp_path / "folder"), split="nope")
+    assert "cannot be loaded" in complaint(recipe, spec, tmp_path / "c")
+    recipe = recipe_for("causal_lm", source="jsonl")
+    assert "needs data.path" in complaint(recipe, spec, tmp_path / "c")
+
+
+def test_a_tokenizer_that_does_not_suit(spec_of: SpecOf, recipe_for: RecipeFor, tmp_path: Path) -> None:
+    import dataclasses
+
+    spec = spec_of("causal_lm")
+    small = dataclasses.replace(spec, config={**spec.config, "vocab_size": 100})
+    recipe = recipe_for("causal_lm", source="text", path="pydoc")
+    assert "has 262 tokens, the model tiny-causal_lm only 100" in complaint(recipe, small, tmp_path / "c")
+    recipe = recipe_for("causal_lm", source="text", path="pydoc", tokenizer="auto")
+    assert "comes without a tokenizer | set data.tokenizer: bytes" in complaint(recipe, spec, tmp_path / "c")
+    recipe = recipe_for("causal_lm", source="text", path="pydoc", tokenizer=str(tmp_path))
+    assert "no tokenizer can be loaded from" in complaint(recipe, spec, tmp_path / "c")
+
+
+def test_sizes_that_do_not_divide(spec_of: SpecOf, recipe_for: RecipeFor, tmp_path: Path) -> None:
+    recipe = recipe_for("causal_lm", batch={"micro_batch": 2, "global_batch": 6})
+    with pytest.raises(ConfigError, match=r"global_batch 6 is no multiple of 2 ranks x micro_batch 2"):
+        build_batches(recipe, spec_of("causal_lm"), world=2, cache=tmp_path)
+
+
+def test_a_holdout_of_nothing(
+    spec_of: SpecOf, recipe_for: RecipeFor, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    path = write_rows([{"text": "a"}, {"text": "b"}])
+    recipe = recipe_for("causal_lm", source="jsonl", path=path, evaluation={"holdout": 0.0001})
+    with pytest.raises(ConfigError, match="leaves none to evaluate on"):
+        build_evaluation(recipe, spec_of("causal_lm"), cache=tmp_path)
+
+
+def test_a_cache_that_is_a_file(spec_of: SpecOf, recipe_for: RecipeFor, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    recipe = recipe_for("causal_lm", source="text", path="pydoc")
+    with pytest.raises(StorageError, match="cannot be written"):
+        prepare(recipe, spec_of("causal_lm"), cache=tmp_path / "file")
+
+
+def test_the_datasets_library_and_parquet_give_the_same_samples(
+    spec_of: SpecOf, recipe_for: RecipeFor, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [{"text": f"row {number} " * (number + 1)} for number in range(20)]
+    table = datasets.Dataset.from_list(rows)
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "saved_dict"))
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train-00000.parquet")
+    places = [
+        {"source": "jsonl", "path": write_rows(rows)},
+        {"source": "parquet", "path": str(folder)},
+        {"source": "dataset", "path": str(tmp_path / "saved")},
+        {"source": "dataset", "path": str(tmp_path / "saved_dict")},
+        {"source": "dataset", "path": str(folder)},
+    ]
+    found = []
+    for place in places:
+        loader = build_batches(recipe_for("causal_lm", **place), spec_of("causal_lm"), cache=tmp_path / "c")
+        found.append(torch.cat([next(loader)[0]["input_ids"] for _ in range(8)]))
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+
+
+def test_a_loading_process_that_dies(spec_of: SpecOf, recipe_for: RecipeFor, tmp_path: Path) -> None:
+    recipe = recipe_for("causal_lm", source="text", path="pydoc", workers=2, options={"start_method": "fork"})
+    loader = build_batches(recipe, spec_of("causal_lm"), cache=tmp_path)
+    next(loader)
+    running: Any = loader._running
+    os.kill(running.processes[0].pid, signal.SIGKILL)
+    with pytest.raises(
+        WorkerError, match=r"data loading process 0 \(pid \d+\) was killed by SIGKILL"
+    ) as caught:
+        for _ in range(200):
+            next(loader)
+    assert "\n" not in caught.value.message
+    assert caught.value.help
+    state = loader.state_dict()
+    again = build_batches(recipe, spec_of("causal_lm"), cache=tmp_path)
+    again.load_state_dict(state)
+    expected = build_batches(recipe_for("causal_lm", source="text", path="pydoc"), spec_of("causal_lm"))
+    for _ in range(state["samples"] // 2):
+        next(expected)
+    assert torch.equal(next(again)[0]["input_ids"], next(expected)[0]["input_ids"])
+    again.close()
+
+
+class _Broken:
+    digest = "broken"
+
+    def __len__(self) -> int:
+        return 100
+
+    def sample(self, index: int, epoch: int) -> dict[str, Any]:
+        if index == 7:
+            raise ConfigError("sample 7 cannot be read", help="take it out")
+        return {"x": torch.tensor(index)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failure_in_a_loading_process_stays_one_line(workers: int) -> None:
+    from fsdptool.training.data.collate import Stack
+    from fsdptool.training.data.loader import Loader, Share
+    from fsdptool.training.data.order import PlainOrder
+
+    order = PlainOrder(100, seed=0, shuffle=False)
+    loader = Loader(_Broken(), Stack(), order, Share(0, 1, 2, 1), workers=workers, start_method="fork")
+    assert [next(loader)[0]["x"].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ConfigError) as caught:
+        next(loader)
+    assert caught.value.message == "sample 7 cannot be read"
+    assert caught.value.help == "take it out"
+
+
+_TWO_AT_ONCE = """
+import sys, time
+from pathlib import Path
+from fsdptool.training.data import ragged
+made = []
+def make(folder):
+    made.append(1)
+    with ragged.RaggedWriter(folder, {"x": "<i8"}) as writer:
+        writer.add({"x": range(5)})
+        print("writing", flush=True)
+        time.sleep(float(sys.argv[2]))
+        writer.close({})
+ragged.made_once(Path(sys.argv[1]), make, finished="table.json")
+print("made" if made else "found", ragged.Ragged(Path(sys.argv[1])).row("x", 0).tolist(), flush=True)
+"""
+
+
+def test_a_killed_maker_leaves_nothing_and_others_wait(tmp_path: Path) -> None:
+    def start(seconds: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", _TWO_AT_ONCE, str(tmp_path / "t"), seconds],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    killed = start("60")
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "writing\n"
+    killed.kill()
+    killed.wait()
+    assert not (tmp_path / "t").exists()
+    first, second = start("0.5"), start("0.5")
+    answers = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in (first, second))
+    assert answers == ["found [0, 1, 2, 3, 4]", "made [0, 1, 2, 3, 4]"]
+
+
+def test_loading_processes_end_with_their_trainer(tmp_path: Path) -> None:
+    """A trainer that is killed leaves no loading process behind, though they ignore stop signals."""
+    script = """
+import os, time
+from pathlib import Path
+from fsdptool.training.data.collate import Stack
+from fsdptool.training.data.loader import Loader, Share
+from fsdptool.training.data.order import PlainOrder
+from fsdptool.families.protocol import TensorSpec
+from fsdptool.training.data.synthetic import Synthetic
+spec = [TensorSpec("x", (1, 4), "int64", "tokens", high=9)]
+samples = Synthetic(spec, shared=frozenset(), count=10, seed=0)
+loader = Loader(samples, Stack(), PlainOrder(10, seed=0, shuffle=False), Share(0, 1, 1, 1), workers=2)
+next(loader)
+print(*[worker.pid for worker in loader._running.processes], flush=True)
+time.sleep(60)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    workers = [int(word) for word in trainer.stdout.readline().split()]
+    assert len(workers) == 2
+    for pid in workers:
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert all(_alive(pid) for pid in workers), "a stop is the trainer's business"
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 30
+    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(_alive(pid) for pid in workers)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
