@@ -40,12 +40,16 @@ SMALL_BATCHES = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the conformance test found about one flavour; no problems means that it conforms."""
+    """What the conformance test found about one flavour; no problems means that it conforms.
+
+    ``unmatched`` are LoRA targets this flavour lacks: fine as long as another flavour has them.
+    """
 
     reference: str
     problems: tuple[str, ...]
     parameters: int | None = None
     wrap: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
 
 def assert_conforms(
@@ -67,6 +71,8 @@ def assert_conforms(
         if flavours is None or flavour.name in set(flavours):
             verdicts.append(check_flavour(family, flavour, train=train))
     problems += [f"{verdict.reference}: {problem}" for verdict in verdicts for problem in verdict.problems]
+    if verdicts and (nowhere := set.intersection(*(set(verdict.unmatched) for verdict in verdicts))):
+        problems.append(f"{family.name}: no flavour has the LoRA targets {', '.join(sorted(nowhere))}")
     if problems:
         raise AssertionError("\n".join(problems))
     return tuple(verdicts)
@@ -111,11 +117,13 @@ def check_flavour(family: Family, flavour: Flavour, *, train: bool = True) -> Ve
     problems: list[str] = []
     total: int | None = None
     wrap: tuple[str, ...] = ()
+    unmatched: list[str] = []
     try:
         model = _on_meta(family, flavour)
         total, wrap, found = _structure(family, flavour, model)
         problems += found
-        problems += _lora(family, flavour, model)
+        unmatched, found = _lora(family, flavour, model)
+        problems += found
         del model
     except FsdptoolError as error:
         problems.append(f"cannot be built: {error.message}")
@@ -128,7 +136,7 @@ def check_flavour(family: Family, flavour: Flavour, *, train: bool = True) -> Ve
             problems.append(f"a shrunk copy cannot be trained: {error.message}")
         except Exception as error:
             problems.append(f"a shrunk copy cannot be trained: {type(error).__name__}: {error}")
-    return Verdict(reference, tuple(problems), total, wrap)
+    return Verdict(reference, tuple(problems), total, wrap, tuple(unmatched))
 
 
 def _on_meta(family: Family, flavour: Flavour) -> nn.Module:
@@ -157,8 +165,11 @@ def _structure(family: Family, flavour: Flavour, model: nn.Module) -> tuple[int,
     return census.total, choose(census, hint=hint).classes, problems
 
 
-def _lora(family: Family, flavour: Flavour, model: nn.Module) -> Iterator[str]:
+def _lora(family: Family, flavour: Flavour, model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the targets that match nothing, and what is wrong with the others."""
     from torch import nn
+
+    unmatched, problems = [], []
 
     targets = family.lora_targets(flavour.config)
     modules = dict(model.named_modules())
@@ -166,14 +177,17 @@ def _lora(family: Family, flavour: Flavour, model: nn.Module) -> Iterator[str]:
     for suffix in targets.modules:
         hits = [m for path, m in modules.items() if path == suffix or path.endswith(f".{suffix}")]
         if not hits:
-            yield f"LoRA target {suffix!r} is no module of the model"
+            unmatched.append(suffix)
         # transformers' own Conv1D (GPT-2) is a linear layer that peft adapts, too.
         elif not any(isinstance(m, adaptable) or type(m).__name__ == "Conv1D" for m in hits):
-            yield f"LoRA target {suffix!r} is a {type(hits[0]).__name__}, which LoRA cannot adapt"
+            problems.append(f"LoRA target {suffix!r} is a {type(hits[0]).__name__}, which LoRA cannot adapt")
     names = [name for name, _ in model.named_parameters()]
     for suffix in targets.parameters:
         if not any(name == suffix or name.endswith(f".{suffix}") for name in names):
-            yield f"LoRA target parameter {suffix!r} is no parameter of the model"
+            unmatched.append(suffix)
+    if targets.modules and set(targets.modules) <= set(unmatched):
+        problems.append(f"none of the LoRA targets {', '.join(targets.modules)} is in the model")
+    return unmatched, problems
 
 
 @dataclass(frozen=True, slots=True)
