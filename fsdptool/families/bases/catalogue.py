@@ -146,7 +146,10 @@ class CatalogueFamily(Family):
         return small
 
     def lora_targets(self, config: Mapping[str, Any]) -> LoraTargets:
-        """Return the card's LoRA targets."""
+        """Return the card's LoRA targets; fused experts only where the configuration has experts."""
+        key = self.options.get("experts_when")
+        if key is not None and not (config.get("text_config") or config).get(key):
+            return LoraTargets(self.lora.modules)
         return self.lora
 
     def wrap_hint(self, config: Mapping[str, Any]) -> WrapHint | None:
