@@ -61,6 +61,11 @@ class Editor:
             return None
         if "\n" in self.text[node.start : node.end] and not node.flow:
             return None
+        if self.language in ("env", "flags"):
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            before = self.text[node.start - 1 : node.start]
+            gap = " " if node.start == node.end and self.language == "flags" and before not in " =" else ""
+            return (Edit(node.start, node.end, gap + text),)
         written = scalar_text(value, self.language, node.style)
         if node.start == node.end:  # `key:` without a value
             before = self.text[node.start - 1 : node.start]
@@ -72,11 +77,13 @@ class Editor:
         node = entry.key_node
         if entry.merged or node.alias or "\n" in self.text[node.start : node.end]:
             return None
+        if self.language == "env":
+            return (Edit(node.start, node.end, key),)
         return (Edit(node.start, node.end, scalar_text(key, self.language, node.style)),)
 
     def remove(self, parent: Node, entry: Entry) -> tuple[Edit, ...] | None:
         """Remove an entry: its whole lines in block style, its share of the commas in flow style."""
-        if entry.merged or parent.alias or entry not in parent.entries:
+        if entry.merged or parent.alias or entry not in parent.entries or self.language == "flags":
             return None
         return self._remove_flow(parent, entry) if parent.flow else self._remove_block(entry)
 
@@ -121,7 +128,7 @@ class Editor:
             entry: The entry whose value ``parent`` is, or None for the root.
             values: Keys and values; a dict value becomes a nested block.
         """
-        if parent is None or not values:
+        if parent is None or not values or self.language in ("env", "flags"):
             return None
         if parent.alias:
             return None
@@ -165,6 +172,15 @@ class Editor:
         separator = "," + (gap if gap.strip() == "" and "\n" in gap else " ")
         at = last_index(own[-1].node)
         return (Edit(at, at, "".join(separator + piece for piece in pieces)),)
+
+
+def block_list_to_scalar(editor: Editor, entry: Entry, value: Any) -> tuple[Edit, ...] | None:
+    """Replace a list written over several lines by one scalar on the key's line; None if comments stand in it."""
+    colon = editor.text.find(":", entry.key_node.end)
+    end = last_index(entry.node)
+    if colon < 0 or entry.node.alias or "#" in editor.text[colon:end]:
+        return None
+    return (Edit(colon + 1, end, " " + scalar_text(value, editor.language)),)
 
 
 def _flow_value(value: Any, language: str) -> str:

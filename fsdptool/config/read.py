@@ -14,6 +14,7 @@ from fsdptool.config.dialects import DIALECTS, detect_dialect
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import COMMON, LEGACY, settings_from
 from fsdptool.config.json_tree import parse_json
+from fsdptool.config.line_tree import parse_env, parse_flags, sniff
 from fsdptool.config.reading import Consumer, Reading, Setting
 from fsdptool.config.rules import RULES
 from fsdptool.config.text import SourceText, UnreadableError, read_source
@@ -83,7 +84,12 @@ def _source(given: str | Path | SourceText) -> SourceText:
 
 def _parse(source: SourceText, dialect: str | None) -> Document:
     name = (source.path or "").lower()
-    if name.endswith(".json") or dialect == "simpletuner" and source.text.lstrip()[:1] == "{":
+    kind = dialect if dialect in ("env", "flags") else None if dialect else sniff(source.text)
+    if kind == "env":
+        return parse_env(source.text)
+    if kind == "flags":
+        return parse_flags(source.text)
+    if name.endswith(".json") or (dialect == "simpletuner" and source.text.lstrip()[:1] == "{"):
         return parse_json(source.text)
     return parse_yaml(source.text)
 
@@ -101,7 +107,7 @@ def _read_document(
 ) -> Reading:
     root = document.root
     assert root is not None
-    found, refusal = (dialect, None) if dialect else detect_dialect(root, source.path or "")
+    found, refusal = _dialect(document, dialect, source)
     if found is None:
         code, message = refusal or ("FSD109", "nothing in the file tells which program reads it")
         return _failed(code, message, source.path, source, root.start, consumer, target)
@@ -112,6 +118,17 @@ def _read_document(
     judge.judge(draft, model=model, hardware=hardware)
     notes.report(draft)
     return _finish(draft, notes)
+
+
+def _dialect(
+    document: Document, dialect: str | None, source: SourceText
+) -> tuple[str | None, tuple[str, str] | None]:
+    if dialect is not None:
+        return dialect, None
+    if document.language in ("env", "flags"):
+        return document.language, None
+    assert document.root is not None
+    return detect_dialect(document.root, source.path or "")
 
 
 def _general(draft: Draft) -> None:

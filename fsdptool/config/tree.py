@@ -63,7 +63,7 @@ class Document:
     """A parsed file: its root (None when empty) and the language it was parsed as."""
 
     root: Node | None
-    language: Literal["yaml", "json"]
+    language: Literal["yaml", "json", "env", "flags"]
 
 
 class ParseError(Exception):

@@ -6,8 +6,10 @@ from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.draft import Draft
+from fsdptool.config.edits import block_list_to_scalar
 from fsdptool.config.facts import BOOLEANS, WRITTEN
 from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.records.diagnostic import Edit
 
 DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
@@ -30,7 +32,7 @@ _STRATEGIES = {
     "4": "hybrid_shard",
     "5": "hybrid_shard_zero2",
 }
-_STATE_DICTS = {
+STATE_DICTS = {
     "FULL_STATE_DICT": "full",
     "LOCAL_STATE_DICT": "local",
     "SHARDED_STATE_DICT": "sharded",
@@ -38,7 +40,7 @@ _STATE_DICTS = {
     "2": "local",
     "3": "sharded",
 }
-_POLICIES = {"TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
+POLICIES = {"TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
 _PREFETCHES = {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2"}
 
 _ENVIRONMENT = {
@@ -91,9 +93,9 @@ def _from_environment(draft: Draft, key: str, name: str, variable: str) -> None:
     text = draft.environment[variable]
     value: Any = text
     if name == "wrap_policy":
-        value = _POLICIES.get(text.upper(), "none")
+        value = POLICIES.get(text.upper(), "none")
     elif name == "state_dict_type":
-        value = _STATE_DICTS.get(text.upper(), "sharded")
+        value = STATE_DICTS.get(text.upper(), "sharded")
     elif name == "wrap_classes":
         value = tuple(text.split(","))
     draft.set(name, value, origin=f"environment variable {variable}")
@@ -135,7 +137,7 @@ def read_block_key(draft: Draft, key: str, name: str, entry: Entry, block: Node 
     elif name in BOOLEANS:
         read_boolean(draft, key, name, entry, block)
     else:
-        table = _POLICIES if name == "wrap_policy" else _STATE_DICTS
+        table = POLICIES if name == "wrap_policy" else STATE_DICTS
         read_choice(draft, key, name, entry, block, table, version)
 
 
@@ -200,9 +202,16 @@ def _reshard(draft: Draft, entry: Entry, block: Node | None, version: int) -> No
                 draft.report("FSD336", f"{value} is written under {key}, which version 1 does not read: the run "
                              "is FULL_SHARD", entry, value=True)  # fmt: skip
         return
+    read_reshard(draft, entry, block, key)
+
+
+def read_reshard(draft: Draft, entry: Entry, parent: Node | None, key: str) -> None:
+    """Read FSDP2's boolean; a strategy name or number is refused, with what it means where that is sure."""
+    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
     truth = word_of_truth(value)
     if truth is not None:
-        draft.set("reshard_after_forward", truth, entry=entry, parent=block)
+        draft.set("reshard_after_forward", truth, entry=entry, parent=parent)
         if not isinstance(value, bool):
             draft.report("FSD207", f"{key} is {type(value).__name__} {value!r}, read as {str(truth).lower()}",
                          entry, value=True, edits=draft.editor.replace(entry.node, truth),
@@ -211,7 +220,7 @@ def _reshard(draft: Draft, entry: Entry, block: Node | None, version: int) -> No
     meant = {"full_shard": True, "shard_grad_op": False}.get(strategy or "")
     if meant is None:
         meant = spelling.boolean(value)
-    draft.set("reshard_after_forward", meant if meant is not None else True, entry=entry, parent=block)
+    draft.set("reshard_after_forward", meant if meant is not None else True, entry=entry, parent=parent)
     if strategy == "no_shard":
         draft.report("FSD332", f"{key} is {value!r}: NO_SHARD has no FSDP2 equivalent", entry, value=True)
         return
@@ -238,7 +247,7 @@ def read_classes(draft: Draft, entry: Entry, parent: Node | None) -> None:
         return
     if names:
         draft.report("FSD214", f"{entry.key} {value!r} is not split into class names", entry, value=True,
-                     edits=_replace_any(draft, entry, ",".join(names)),
+                     edits=replace_any(draft, entry, ",".join(names)),
                      fix=f"write {','.join(names)}")  # fmt: skip
     elif names == ():
         edits = draft.editor.remove(parent, entry) if parent is not None else None
@@ -248,18 +257,12 @@ def read_classes(draft: Draft, entry: Entry, parent: Node | None) -> None:
         draft.report("FSD214", f"{entry.key} {value!r} holds no class names", entry, value=True)
 
 
-def _replace_any(draft: Draft, entry: Entry, text: str) -> Any:
-    """Replace a value that may be a block list by one line of text."""
+def replace_any(draft: Draft, entry: Entry, value: Any) -> tuple[Edit, ...] | None:
+    """Replace a value that may be a block list by one scalar."""
     node = entry.node
     if node.kind == "list" and not node.flow and not node.alias:
-        from fsdptool.config.edits import last_index, scalar_text
-        from fsdptool.records.diagnostic import Edit
-
-        colon = draft.source.text.find(":", entry.key_node.end)
-        if colon < 0 or "#" in draft.source.text[colon : last_index(node)]:
-            return None
-        return (Edit(colon + 1, last_index(node), " " + scalar_text(text, draft.editor.language)),)
-    return draft.editor.replace(node, text)
+        return block_list_to_scalar(draft.editor, entry, value)
+    return draft.editor.replace(node, value)
 
 
 def _threshold(draft: Draft, key: str, entry: Entry, block: Node | None, version: int) -> None:
@@ -505,7 +508,7 @@ def _gpu_ids(draft: Draft, value: Any, entry: Entry) -> None:
         text = None
     draft.set("gpu_ids", text, entry=entry, parent=draft.root)
     draft.report("FSD219", f"gpu_ids {value!r} is not text; the launcher crashes", entry, value=True,
-                 edits=_replace_any(draft, entry, text) if text is not None else None,
+                 edits=replace_any(draft, entry, text) if text is not None else None,
                  fix=f"write '{text}'")  # fmt: skip
 
 

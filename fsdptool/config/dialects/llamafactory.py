@@ -1,12 +1,98 @@
+"""LLaMA-Factory's YAML: TrainingArguments with keys of its own; v1 files say ``dist_config``.
+
+Read, not run. The FSDP keys are transformers' and are read by the same code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdptool.config import spelling
+from fsdptool.config.dialects import trainer
 from fsdptool.config.draft import Draft
-from fsdptool.config.tree import Node
+from fsdptool.config.edits import block_lines
+from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.records.settings import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.config.migrate import Rewriter, Target
 
 NAME = "llamafactory"
+_OWN = frozenset("stage finetuning_type cutoff_len template dataset do_train lora_target plot_loss".split())
+_V1 = frozenset(
+    "dist_config train_dataset sample_backend init_config kernel_config model_class cutoff_len".split()
+)
 
 
 def matches(root: Node) -> float:
-    return 0.0
+    """Return how surely the mapping is LLaMA-Factory's."""
+    keys = {str(entry.key) for entry in root.entries}
+    if len(keys & _OWN) >= 2 and "base_model" not in keys:
+        return 1.0
+    return 0.95 if "dist_config" in keys and len(keys & _V1) >= 2 else 0.0
 
 
 def read(draft: Draft) -> None:
-    pass
+    """Read the keys into facts."""
+    draft.extras["names"] = {canonical: key for key, canonical in trainer.KEYS.items()}
+    dist = draft.root.get("dist_config")
+    if dist is not None and dist.node.kind == "map":
+        _read_v1(draft, dist)
+        return
+    root = draft.root
+    if root.get("fsdp") is None and root.get("fsdp_config") is None:
+        deepspeed = root.get("deepspeed")
+        draft.runs_fsdp = False
+        draft.extras["configures"] = False
+        why = "it uses DeepSpeed" if deepspeed is not None and to_python(deepspeed.node) else (
+            "FSDP comes from the accelerate file it is launched with, if at all")  # fmt: skip
+        draft.report("FSD113", f"the file does not configure FSDP: {why}")
+        return
+    block = trainer.read_arguments(draft)
+    if draft.extras.get("configures", True):
+        trainer.read_config(draft, block)
+
+
+def _read_v1(draft: Draft, dist: Entry) -> None:
+    root = draft.root
+    kind = dist.node.get("name")
+    name = str(kind.node.value) if kind is not None else ""
+    draft.extras["fsdp_entry"] = dist
+    entry = root.get("bf16")
+    draft.set("mixed_precision", "bf16" if entry is not None and entry.node.value is True else "no", entry=entry,
+              parent=root)  # fmt: skip
+    cp = root.get("cp_size")
+    size = spelling.integer(cp.node.value) if cp is not None else 1
+    mode = root.get("cp_mode")
+    ulysses = mode is not None and str(mode.node.value).lower() == "ulysses"
+    if name != "fsdp2":
+        draft.runs_fsdp = False
+        draft.extras["configures"] = False
+        draft.report("FSD110", f"dist_config {name!r} is LLaMA-Factory's own engine, not FSDP2 as accelerate runs it",
+                     kind or dist, value=True)  # fmt: skip
+        return
+    draft.set("fsdp_version", 2, entry=kind, parent=dist.node)
+    for key, value in (("reshard_after_forward", True), ("wrap_policy", "transformer"), ("wrap_classes", ()),
+                       ("state_dict_type", "sharded"), ("cpu_offload", False), ("cpu_ram_efficient_loading", False),
+                       ("activation_checkpointing", False), ("dp_replicate", 1), ("dp_shard", None), ("tp", 1)):  # fmt: skip
+        draft.set(key, value)
+    draft.set("cp", 1 if ulysses else size or 1, entry=cp, parent=root)
+    draft.set("sp", 1)
+    if ulysses and (size or 1) > 1:
+        # Its own Ulysses attention, beside FSDP2 and not through accelerate's parallelism_config.
+        draft.ignore(mode, "LLaMA-Factory splits sequences itself")  # type: ignore[arg-type]
+
+
+def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+    """Return the FSDP part of a LLaMA-Factory file, in YAML.
+
+    Raises:
+        ConfigError: TrainingArguments have no word for a setting.
+    """
+    top = {"stage": "sft", "finetuning_type": "full", **trainer.mapping(settings, NAME)}
+    return "\n".join([*(f"# {line}" if line else "#" for line in header), *block_lines(top)]) + "\n"
+
+
+def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
+    """Turn FSDP1 settings into FSDP2, in place."""
+    trainer.migrate(steps, draft, target)

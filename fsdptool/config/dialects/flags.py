@@ -1,0 +1,205 @@
+"""Command lines: ``accelerate launch`` flags, or SimpleTuner's, in forgiving spellings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.config import spelling
+from fsdptool.config.dialects import accelerate, simpletuner
+from fsdptool.config.draft import Draft
+from fsdptool.config.expressible import check_expressible
+from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.errors import ConfigError
+from fsdptool.records.settings import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.config.migrate import Rewriter, Target
+
+NAME = "flags"
+
+_TOP = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
+        "gpu_ids", "rdzv_backend", "debug")  # fmt: skip
+KEYS: dict[str, str] = {
+    **accelerate.FSDP_KEYS,
+    **accelerate.PARALLELISM_KEYS,
+    **{key: key for key in _TOP},
+    "use_fsdp": "use_fsdp",
+    "use_parallelism_config": "use_parallelism_config",
+    "use_deepspeed": "use_deepspeed",
+    "multi_gpu": "multi_gpu",
+    "cpu": "cpu",
+    "config_file": "config_file",
+}
+_BOOLEAN_FLAGS = ("use_fsdp", "use_parallelism_config", "use_deepspeed", "multi_gpu", "cpu", "debug")
+CANNOT = ("ignored_modules", "use_cpu")
+DEFAULTS: dict[str, Any] = {
+    "fsdp_version": 1,
+    "wrap_policy": "none",
+    "wrap_classes": (),
+    "min_num_params": None,
+    "state_dict_type": None,
+    "cpu_offload": False,
+    "cpu_ram_efficient_loading": True,
+    "activation_checkpointing": False,
+    "activation_checkpointing_offload": False,
+    "mixed_precision": "no",
+    "num_processes": None,
+    "num_machines": 1,
+    "machine_rank": 0,
+    "main_process_ip": None,
+    "main_process_port": None,
+    "rdzv_backend": "static",
+    "gpu_ids": None,
+    "debug": False,
+}
+"""accelerate 1.15 ``commands/launch.py:launch_command_parser``; None of state_dict_type follows the version."""
+
+
+def matches(root: Node) -> float:
+    """Mappings are never flags; command lines are recognised before they are parsed."""
+    return 0.0
+
+
+def read(draft: Draft) -> None:
+    """Read a command line into facts."""
+    names = {str(entry.key).replace("-", "_").lower() for entry in draft.root.entries}
+    if names & {"fsdp_enable", "context_parallel_size", "context_parallel_comm_strategy", "fsdp_cpu_offload",
+                "model_family"} and "use_fsdp" not in names:  # fmt: skip
+        simpletuner.read_flags(draft, simpletuner.collect(draft, {**simpletuner.KEYS}))
+        return
+    _read_accelerate(draft)
+
+
+def _read_accelerate(draft: Draft) -> None:
+    draft.extras["names"] = {canonical: key for key, canonical in KEYS.items()}
+    chosen = simpletuner.collect(draft, KEYS)
+    parsed = {name: _value(draft, key, name, chosen[key]) for key, name in KEYS.items() if key in chosen}
+    fsdp = any(key.startswith("fsdp_") for key in chosen)
+    if parsed.get("use_deepspeed") and (parsed.get("use_fsdp") or fsdp):
+        draft.report(
+            "FSD304", "FSDP and DeepSpeed cannot be enabled simultaneously.", chosen["use_deepspeed"]
+        )
+    if not parsed.get("use_fsdp"):
+        if not fsdp:
+            draft.runs_fsdp = False
+            draft.extras["configures"] = False
+            draft.report("FSD113", "the command line does not configure FSDP")
+            return
+        first = next(chosen[key] for key in chosen if key.startswith("fsdp_"))
+        if "config_file" not in chosen:
+            draft.report("FSD330", "FSDP flags without --use_fsdp do nothing", first, severity="warning",
+                         help="add --use_fsdp")  # fmt: skip
+    version = parsed.get("fsdp_version") or 1
+    defaults = dict(DEFAULTS)
+    defaults["state_dict_type"] = "sharded" if version == 2 else "full"
+    if parsed.get("wrap_policy") == "size":
+        defaults["min_num_params"] = 100_000_000
+    if version == 2:
+        defaults["reshard_after_forward"] = True
+    else:
+        defaults.update(sharding_strategy="full_shard", backward_prefetch=None, forward_prefetch=False,
+                        use_orig_params=True, sync_module_states=True)  # fmt: skip
+    by_name = {name: chosen[key] for key, name in KEYS.items() if key in chosen}
+    mesh = bool(parsed.get("use_parallelism_config"))
+    draft.extras["parallelism_block"] = draft.root if mesh else None
+    for name in ("dp_replicate", "dp_shard", "cp", "tp", "sp"):
+        defaults[name] = 1 if mesh or name != "dp_shard" else None
+        if not mesh and name in by_name:
+            draft.ignore(by_name[name], "read with --use_parallelism_config only")
+            parsed.pop(name)
+    defaults["cp_comm_strategy"] = "allgather"
+    for name, value in parsed.items():
+        if name in _BOOLEAN_FLAGS and name != "debug" or name == "config_file":
+            continue
+        if name in _skipped(version):
+            draft.ignore(by_name[name], "not read under this version")
+            continue
+        if name == "min_num_params" and parsed.get("wrap_policy") != "size":
+            draft.ignore(by_name[name], "read with SIZE_BASED_WRAP only")
+            continue
+        draft.set(name, value, entry=by_name[name], parent=draft.root)
+    for name, value in defaults.items():
+        if name not in draft.facts:
+            draft.set(name, value)
+    draft.set("use_cpu", bool(parsed.get("cpu")))
+
+
+def _skipped(version: int) -> tuple[str, ...]:
+    if version == 2:
+        return (
+            "sharding_strategy",
+            "backward_prefetch",
+            "forward_prefetch",
+            "use_orig_params",
+            "sync_module_states",
+        )
+    return ("reshard_after_forward",)
+
+
+def _value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
+    value = to_python(entry.node)
+    if name == "sharding_strategy":
+        strategy = spelling.choice(value, spelling.STRATEGIES)
+        if strategy is None:
+            draft.report("FSD206", f"{key} {value!r} is no sharding strategy", entry, value=True)
+        return strategy or "full_shard"
+    if name == "backward_prefetch":
+        text = str(value).upper()
+        return None if text in ("NO_PREFETCH", "NONE") else text
+    if name in ("reshard_after_forward",) and spelling.boolean(value) is None:
+        strategy = spelling.choice(value, spelling.STRATEGIES)
+        meant = {"full_shard": True, "shard_grad_op": False}.get(strategy or "")
+        draft.report("FSD322", f"{key} must be true or false, not {value!r}", entry, value=True,
+                     edits=draft.editor.replace(entry.node, str(meant).lower()) if meant is not None else None,
+                     fix=f"write {str(meant).lower()}")  # fmt: skip
+        return meant if meant is not None else True
+    if name == "config_file":
+        return value
+    if name in ("dp_replicate", "dp_shard", "cp", "tp", "sp"):
+        size = spelling.integer(value)
+        if size is None or size < 1:
+            draft.report("FSD306" if name == "cp" else "FSD205", f"{key} must be a whole number of at least 1, not "
+                         f"{value!r}", entry, value=True)  # fmt: skip
+            return 1
+        return size
+    return simpletuner.read_value(draft, key, name, entry)
+
+
+def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+    """Return ``accelerate launch`` flags, one per line.
+
+    Raises:
+        ConfigError: accelerate has no flag for a setting.
+    """
+    check_expressible(settings, NAME, CANNOT)
+    made = accelerate.mapping(settings)
+    lines = ["--use_fsdp"]
+    for key, value in made["fsdp_config"].items():
+        lines.append(f"--{key} {_word(value)}")
+    mesh = made.get("parallelism_config")
+    if mesh:
+        lines.append("--use_parallelism_config")
+        lines.extend(f"--{key} {_word(value)}" for key, value in mesh.items())
+    for key in ("mixed_precision", "num_processes", "num_machines", "machine_rank", "main_process_ip",
+                "main_process_port", "gpu_ids", "rdzv_backend"):  # fmt: skip
+        if key in made:
+            lines.append(f"--{key} {_word(made[key])}")
+    if settings.debug:
+        lines.append("--debug")
+    return " \\\n".join(lines) + "\n"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = str(value)
+    if not text or any(character.isspace() or character in "'\"\\#" for character in text):
+        raise ConfigError(f"{NAME} cannot express the value {text!r}")
+    return text
+
+
+def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
+    """A command line is written anew: ``migrate --to flags``."""
+    from fsdptool.config.migrate import NotEditableError
+
+    raise NotEditableError("a command line is written anew with migrate --to flags")
