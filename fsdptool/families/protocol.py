@@ -69,6 +69,7 @@ class TensorSpec:
         compute: Whether a floating tensor is cast to the run's parameter dtype.
         values: The first entries of each sample, row-major, whatever the fill (image placeholders
             at the head of ``tokens``, ...). ``constant`` is zero behind them.
+        low: Inclusive lower bound for ``tokens`` and ``labels``.
     """
 
     name: str
@@ -78,6 +79,7 @@ class TensorSpec:
     high: int | None = None
     compute: bool = False
     values: tuple[int | float, ...] = ()
+    low: int = 0
 
 
 @dataclass(frozen=True, slots=True)

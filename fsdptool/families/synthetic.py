@@ -30,7 +30,7 @@ def _draw(spec: TensorSpec, generator: Generator, compute_dtype: str | None) -> 
     dtype = getattr(torch, compute_dtype if spec.compute and compute_dtype else spec.dtype)
     shape = spec.shape
     if spec.fill in ("tokens", "labels"):
-        drawn = torch.randint(0, spec.high or 2, shape, generator=generator)
+        drawn = torch.randint(spec.low, spec.high or 2, shape, generator=generator)
     elif spec.fill == "timesteps" and not dtype.is_floating_point:
         drawn = torch.randint(0, spec.high or 1000, shape, generator=generator)
     elif spec.fill in ("uniform", "timesteps"):

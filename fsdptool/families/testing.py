@@ -265,7 +265,7 @@ def _training(family: Family, flavour: Flavour) -> list[str]:
     if not torch.isfinite(loss):
         problems.append(f"loss is {loss.item()}")
     loss.backward()  # type: ignore[no-untyped-call]
-    spared = family.untouched(flavour.config)
+    spared = family.untouched(small.spec.config)
     idle = [
         name
         for name, parameter in small.model.named_parameters()

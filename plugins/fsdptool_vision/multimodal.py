@@ -172,12 +172,13 @@ class Multimodal(TransformersFamily):
             )
         shape = (recipe.batch.micro_batch, length)
         placeholders = (int(made.image_token_id),) * image.tokens
-        # Text tokens stay below every special token: a stray placeholder has no image.
+        # Text tokens stay off every special token: a stray placeholder has no image.
         names = ("image_token_id", "video_token_id", "audio_token_id")
         specials = [token for name in names if isinstance(token := getattr(made, name, None), int)]
         high = min([vocabulary(made), *(token for token in specials if token > 256)])
+        low = max([0, *(token + 1 for token in specials if token <= 256)])
         specs = [
-            TensorSpec("input_ids", shape, "int64", "tokens", high=high, values=placeholders),
+            TensorSpec("input_ids", shape, "int64", "tokens", high=high, low=low, values=placeholders),
             TensorSpec("labels", shape, "int64", "labels", high=high, values=(-100,) * image.tokens),
             *image.specs,
         ]
