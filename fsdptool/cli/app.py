@@ -29,9 +29,15 @@ _MODULES: dict[str, str] = {
     "detect": "detect",
     "families": "families",
     "emit-config": "emit_config",
+    "schema": "schema",
+    "rule": "rule",
+    "migrate": "migrate",
+    "explain": "explain",
+    "validate": "validate",
     "plan": "plan",
     "train": "train",
     "export": "export",
+    "launch": "launch",
 }
 """Command name to module under ``fsdptool.cli`` with a function ``command``."""
 

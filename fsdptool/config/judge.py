@@ -142,9 +142,8 @@ def _wrapping(draft: Draft) -> None:
             block = draft.root.get("fsdp_config")
             edits = draft.editor.add(block.node if block else None, block,
                                      {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"})  # fmt: skip
-            severity: Any = "warning" if draft.get("fsdp_version") == 1 else "error"
             draft.report("FSD315", "fsdp_auto_wrap_policy is not written: the whole model is one unit", block,
-                         severity=severity, edits=edits, safe=False, fix="write TRANSFORMER_BASED_WRAP",
+                         edits=edits, safe=False, fix="write TRANSFORMER_BASED_WRAP",
                          changes={"wrap_policy": "transformer"})  # fmt: skip
     if policy == "size":
         draft.report("FSD324", "size-based wrapping fails on models whose layer list exceeds the threshold",

@@ -55,6 +55,8 @@ def matches(root: Node) -> float:
     if "base_model" in keys and keys & {"datasets", "micro_batch_size", "sequence_len", "adapter", "fsdp_config",
                                         "output_dir", "fsdp_version", "chat_template"}:  # fmt: skip
         return 1.0
+    if {"fsdp_version", "fsdp_config"} <= keys and "fsdp" not in keys:
+        return 0.96
     own = keys & {
         "sequence_len",
         "sample_packing",

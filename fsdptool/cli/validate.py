@@ -1,0 +1,159 @@
+"""``fsdptool validate``: what configurations really mean to the program that reads them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdptool.cli.output import print_document
+from fsdptool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsdptool.config.fix import Repaired
+    from fsdptool.config.reading import Reading
+
+
+class FindingFormat(StrEnum):
+    """How findings are printed."""
+
+    TEXT = "text"
+    CONCISE = "concise"
+    JSON = "json"
+    GITHUB = "github"
+    SARIF = "sarif"
+
+
+def command(
+    files: Annotated[list[Path], typer.Argument(help="Files or folders; - reads standard input.")],
+    consumer: Annotated[
+        str | None, typer.Option(help="Who reads the files: accelerate, fsdptool, trainer, ...")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Version to judge for: accelerate==1.15.")] = None,
+    dialect: Annotated[str | None, typer.Option(help="Force the dialect instead of detecting it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Judge against this model, too.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Judge against this GPU, too.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs in all.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory per node: 512GiB.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail, too.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Apply safe fixes: the run stays the same.")] = False,
+    unsafe_fixes: Annotated[bool, typer.Option("--unsafe-fixes", help="Apply all fixes.")] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Show what fixing would change, write nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out notes (severity info).")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own code.")
+    ] = False,
+    format: Annotated[
+        FindingFormat, typer.Option("--format", help="How findings are printed.")
+    ] = FindingFormat.TEXT,
+) -> int:
+    """Judge configurations as the program that reads them will: errors, silent drops, defaults, fixes."""
+    from fsdptool.config.validate import Verdict, expand
+
+    judged: dict[str, Any] = {"target": target, **_extras(model, gpu, gpus, host_memory, trust_remote_code)}
+    paths = expand(files)
+    if not paths:
+        raise ConfigError("there is no YAML or JSON file in the folder", help="name the files")
+    readings = [_read(path, dialect, consumer, judged) for path in paths]
+    if fix or unsafe_fixes or diff:
+        repaired = [_repair(reading, unsafe_fixes, judged) for reading in readings]
+        if diff:
+            return _show(repaired)
+        _write(repaired)
+        readings = [result.reading if result is not None else reading
+                    for result, reading in zip(repaired, readings, strict=True)]  # fmt: skip
+    verdict = Verdict(tuple(readings))
+    _print(verdict, format, quiet)
+    return verdict.exit_code(strict=strict)
+
+
+def _read(path: Path, dialect: str | None, consumer: str | None, judged: dict[str, Any]) -> Reading:
+    from fsdptool.config import read_settings
+    from fsdptool.config.text import UnreadableError, decode
+
+    given: Any = path
+    if str(path) == "-":
+        try:
+            given = decode(sys.stdin.buffer.read((1 << 20) + 1), None)
+        except UnreadableError as error:
+            raise ConfigError(f"standard input: {error.message}") from error
+    return read_settings(given, dialect=dialect, consumer=consumer, **judged)
+
+
+def _extras(model: str | None, gpu: str | None, gpus: int | None, host_memory: str | None,
+            trust_remote_code: bool) -> dict[str, Any]:  # fmt: skip
+    extras: dict[str, Any] = {}
+    if model is not None:
+        from fsdptool.config.model_rules import inspect_model
+
+        extras["model"] = inspect_model(model, trust_remote_code=trust_remote_code)
+    if gpu is not None or gpus is not None or host_memory is not None:
+        from fsdptool.config.hardware_rules import read_hardware
+
+        extras["hardware"] = read_hardware(gpu, gpus, host_memory, model, trust_remote_code=trust_remote_code)
+    return extras
+
+
+def _repair(reading: Reading, unsafe: bool, judged: dict[str, Any]) -> Repaired | None:
+    from fsdptool.config.fix import repair
+
+    if reading.source is None or reading.dialect is None:
+        return None
+    return repair(reading, unsafe=unsafe, **judged)
+
+
+def _show(repaired: list[Repaired | None]) -> int:
+    from fsdptool.report.diff import unified
+
+    changed = False
+    for result in repaired:
+        if result is not None:
+            text = unified(result.before.text, result.after.text, result.before.path or "stdin")
+            changed = changed or bool(text)
+            sys.stdout.write(text)
+    return 1 if changed else 0
+
+
+def _write(repaired: list[Repaired | None]) -> None:
+    from fsdptool.config.storage import replace_file
+
+    for result in repaired:
+        if result is None or result.after.text == result.before.text:
+            continue
+        if result.before.path is None:
+            sys.stderr.write("standard input is not rewritten; use --diff\n")
+            continue
+        replace_file(Path(result.before.path), result.after.encode())
+        for item in result.applied:
+            where = f"{result.before.path}:{item.line}" if item.line else result.before.path
+            changed = "".join(f"; {key} becomes {value}" for key, value in item.changes.items()
+                              if key != "*" and value is not None)  # fmt: skip
+            sys.stderr.write(f"fixed {where}: {item.code} {item.description}{changed}\n")
+
+
+def _print(verdict: Any, format: FindingFormat, quiet: bool) -> None:
+    from fsdptool.report import findings
+
+    colour = findings.colour_wanted()
+    if format is FindingFormat.JSON:
+        print_document(verdict.document())
+    elif format is FindingFormat.SARIF:
+        from fsdptool.report.sarif import sarif_document
+
+        sys.stdout.write(json.dumps(sarif_document(verdict.readings), indent=2, ensure_ascii=False) + "\n")
+    elif format is FindingFormat.GITHUB:
+        from fsdptool.report.github import render_github
+
+        sys.stdout.write(render_github(verdict.readings))
+    else:
+        render = findings.render_text if format is FindingFormat.TEXT else findings.render_concise
+        sys.stdout.write(render(verdict.readings, colour=colour, quiet=quiet))
+        sys.stdout.write(
+            findings.render_summary(len(verdict.readings), verdict.errors, verdict.warnings, verdict.fixable)
+        )

@@ -1,0 +1,157 @@
+"""Migrating a file: safe fixes, FSDP1 to FSDP2 by edits, or a new file in another dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdptool.config.fix import repair
+from fsdptool.config.read import read_settings
+from fsdptool.config.reading import Reading
+from fsdptool.config.write import write_settings
+from fsdptool.errors import ConfigError
+from fsdptool.records.document import envelope
+from fsdptool.records.settings import FsdpSettings
+
+_LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
+           "gpu_ids", "debug")  # fmt: skip
+"""Settings of the launch rather than of sharding: a dialect without words for them leaves them to it."""
+
+_CODES = frozenset({"FSD301"})
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """What migrating one file gave.
+
+    Attributes:
+        after: The new text, or None when it was refused.
+        refusal: Why nothing was done, or None.
+        notes: What the person should know (settings that must be given at launch now).
+    """
+
+    path: Path
+    dialect: str | None
+    before: str
+    after: str | None
+    refusal: str | None = None
+    help: str | None = None
+    notes: tuple[str, ...] = ()
+    encoded: bytes = b""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the text is another one now."""
+        return self.after is not None and self.after != self.before
+
+
+def migrate_file(path: Path, *, to: str | None = None, dialect: str | None = None) -> Migrated:
+    """Migrate one file; writes nothing.
+
+    Args:
+        path: The file.
+        to: Dialect to write, or None for FSDP2 in the file's own.
+        dialect: Its dialect, or None to detect it.
+
+    Raises:
+        ConfigError: ``to`` or ``dialect`` is not known.
+    """
+    reading = read_settings(path, dialect=dialect)
+    before = reading.source.text if reading.source is not None else ""
+    if reading.dialect is None or reading.source is None:
+        first = reading.diagnostics[0]
+        return Migrated(path, None, before, None, first.message, first.help)
+    if not any(item.code != "FSD113" for item in reading.diagnostics) and reading.settings is None:
+        return Migrated(path, reading.dialect, before, before, notes=("the file does not configure FSDP",))
+    refusal = _refusal(reading)
+    if refusal is not None:
+        return Migrated(path, reading.dialect, before, None, *refusal)
+    if to is None or to == reading.dialect:
+        return _in_place(path, reading)
+    return _across(path, reading, to)
+
+
+def _refusal(reading: Reading) -> tuple[str, str | None] | None:
+    for item in reading.diagnostics:
+        if item.code in ("FSD332", "FSD333") or (item.code == "FSD301" and item.fix is None):
+            if item.code == "FSD301" and reading.dialect in ("flags", "env"):
+                continue
+            return item.message if item.code != "FSD301" else "cannot be migrated", item.help
+    return None
+
+
+def _in_place(path: Path, reading: Reading) -> Migrated:
+    assert reading.source is not None
+    if reading.version == 1 and reading.dialect in ("flags", "env"):
+        return _across(path, reading, reading.dialect)
+    safe = repair(reading)
+    result = repair(safe.reading, unsafe=True, only=_CODES)
+    final = repair(result.reading)
+    if final.reading.version == 1:
+        return Migrated(path, reading.dialect, reading.source.text, None,
+                        "cannot be migrated: the file's form does not allow the edits",
+                        "write a new file with --to accelerate -o FILE")  # fmt: skip
+    return Migrated(path, reading.dialect, reading.source.text, final.after.text, encoded=final.after.encode(),
+                    notes=tuple(_lost(reading)))  # fmt: skip
+
+
+def _lost(reading: Reading) -> Iterable[str]:
+    if reading.version == 1 and reading.facts.get("forward_prefetch"):
+        yield "forward prefetch is dropped: FSDP2 through accelerate has none (fsdptool's trainer: sharding.prefetch)"
+
+
+def _across(path: Path, reading: Reading, to: str) -> Migrated:
+    assert reading.source is not None and reading.dialect is not None
+    blocking = [item for item in reading.errors if item.fix is None or not item.fix.safe]
+    if blocking or reading.settings is None:
+        first = blocking[0] if blocking else None
+        return Migrated(path, reading.dialect, reading.source.text, None,
+                        first.message if first else "the file does not configure FSDP",
+                        first.help if first else None)  # fmt: skip
+    try:
+        text, notes = write_across(reading.settings, to)
+    except ConfigError as error:
+        return Migrated(path, reading.dialect, reading.source.text, None, error.message, error.help)
+    return Migrated(path, reading.dialect, reading.source.text, text, notes=(*notes, *_lost(reading)),
+                    encoded=text.encode())  # fmt: skip
+
+
+def write_across(
+    settings: FsdpSettings, to: str, *, header: Sequence[str] = ()
+) -> tuple[str, tuple[str, ...]]:
+    """Write settings in another dialect; launch settings it has no words for become notes.
+
+    Raises:
+        ConfigError: A setting that shapes the run cannot be expressed; the message names it.
+    """
+    default = FsdpSettings()
+    notes: list[str] = []
+    for _ in range(len(_LAUNCH) + 1):
+        try:
+            return write_settings(settings, to, header=header), tuple(notes)
+        except ConfigError as error:
+            name = next((key for key in _LAUNCH if f"cannot express {key} =" in error.message), None)
+            if name is None:
+                raise
+            notes.append(f"give {name} = {getattr(settings, name)} at launch: {to} has no word for it")
+            settings = replace(settings, **{name: getattr(default, name)})
+    raise AssertionError("every launch setting was dropped")
+
+
+def migration_document(results: Iterable[Migrated]) -> dict[str, Any]:
+    """Return the document of schema ``migrate``."""
+    files = [
+        {
+            "path": str(item.path),
+            "dialect": item.dialect,
+            "changed": item.changed,
+            "refusal": item.refusal,
+            "help": item.help,
+            "notes": list(item.notes),
+            "text": item.after,
+        }
+        for item in results
+    ]
+    return envelope("migrate", [file["path"] for file in files], {"files": files})

@@ -1,0 +1,119 @@
+"""Findings as text: with the source line and a caret, or one line each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fsdptool.records.diagnostic import Diagnostic
+
+if TYPE_CHECKING:
+    from fsdptool.config.reading import Reading
+
+_COLOURS = {"error": "31;1", "warning": "33;1", "info": "36"}
+_WIDTH = 160
+
+
+def colour_wanted() -> bool:
+    """Whether to write colours: a terminal and no NO_COLOR (no-color.org), or FORCE_COLOR."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+
+
+def render_text(readings: Iterable[Reading], *, colour: bool = False, quiet: bool = False) -> str:
+    """Return every finding with its place in the source.
+
+    Args:
+        readings: The files.
+        colour: Write terminal colours.
+        quiet: Leave out findings of severity ``info``.
+    """
+    parts = []
+    for reading in readings:
+        for item in reading.diagnostics:
+            if quiet and item.severity == "info":
+                continue
+            parts.append(_block(reading, item, colour))
+    return "".join(parts)
+
+
+def _block(reading: Reading, item: Diagnostic, colour: bool) -> str:
+    lines = [_head(reading, item, colour)]
+    if item.line is not None and item.column is not None and reading.source is not None:
+        lines.extend(_snippet(reading, item, colour))
+    if item.help:
+        lines.append(f"  help: {item.help}")
+    if item.fix is not None:
+        option = "--fix" if item.fix.safe else "--unsafe-fixes"
+        lines.append(f"  fix ({option}): {item.fix.description}")
+    return "\n".join(lines) + "\n\n"
+
+
+def _head(reading: Reading, item: Diagnostic, colour: bool) -> str:
+    return f"{place(reading, item)}: {paint(item.severity, item.severity, colour)} {item.code} {item.message}"
+
+
+def place(reading: Reading, item: Diagnostic) -> str:
+    """Return ``file:line:column`` as far as it is known."""
+    path = item.path or reading.path or "<text>"
+    return path if item.line is None else f"{path}:{item.line}:{item.column}"
+
+
+def paint(text: str, severity: str, colour: bool) -> str:
+    """Return the text in the colour of a severity."""
+    return f"\x1b[{_COLOURS[severity]}m{text}\x1b[0m" if colour else text
+
+
+def _snippet(reading: Reading, item: Diagnostic, colour: bool) -> list[str]:
+    assert reading.source is not None and item.line is not None and item.column is not None
+    source = reading.source.line(item.line)
+    if not source.strip():
+        return []
+    start = item.column - 1
+    end = len(source)
+    if item.end_line == item.line and item.end_column is not None:
+        end = max(item.end_column - 1, start + 1)
+    # A caret under a long line: show the part around it.
+    offset = max(0, start - _WIDTH // 2) if len(source) > _WIDTH else 0
+    shown = printable(source[offset : offset + _WIDTH])
+    number = str(item.line)
+    caret = " " * (start - offset) + "^" * max(1, min(end, offset + _WIDTH) - start)
+    return [
+        f"  {number} | {shown}",
+        f"  {' ' * len(number)} | {paint(caret, item.severity, colour)}",
+    ]
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters replaced, so that a file cannot drive the terminal."""
+    return "".join(
+        character if character.isprintable() else " " if character == "\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
+
+
+def render_concise(readings: Iterable[Reading], *, colour: bool = False, quiet: bool = False) -> str:
+    """Return one line per finding: ``file:line:column: CODE message``."""
+    lines = []
+    for reading in readings:
+        for item in reading.diagnostics:
+            if quiet and item.severity == "info":
+                continue
+            mark = " [*]" if item.fix is not None and item.fix.safe else ""
+            code = paint(item.code, item.severity, colour)
+            lines.append(f"{place(reading, item)}: {code}{mark} {item.message}\n")
+    return "".join(lines)
+
+
+def render_summary(files: int, errors: int, warnings: int, fixable: int) -> str:
+    """Return the closing line."""
+    if not errors and not warnings:
+        return f"{files} file{'s' * (files != 1)}: no errors, no warnings\n"
+    text = (
+        f"{files} file{'s' * (files != 1)}: {errors} error{'s' * (errors != 1)}, {warnings} warning"
+        f"{'s' * (warnings != 1)}"
+    )
+    return text + (f", {fixable} fixable (--fix, --unsafe-fixes)\n" if fixable else "\n")

@@ -1,0 +1,65 @@
+"""Rules as text and as the page ``docs/rules.md``."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdptool.config.rules import Rule
+
+_SAFETY = {
+    "safe": "--fix (the run stays the same)",
+    "unsafe": "--unsafe-fixes (the run changes)",
+    "none": "none: a person decides",
+}
+
+
+def rule_data(rule: Rule) -> dict[str, Any]:
+    """Return a rule as plain data."""
+    return {
+        "code": rule.code,
+        "family": rule.family,
+        "severity": rule.severity,
+        "title": rule.title,
+        "why": rule.why,
+        "fix": rule.fix,
+        "safety": rule.safety,
+    }
+
+
+def render_rule(rule: Rule) -> str:
+    """Return one rule as text."""
+
+    def wrap(text: str) -> str:
+        return textwrap.fill(text, 96, initial_indent="  ", subsequent_indent="  ")
+
+    return (
+        f"{rule.code} {rule.title}\n  {rule.family}, {rule.severity}\n\nwhy\n{wrap(rule.why)}\n\n"
+        f"what to do\n{wrap(rule.fix)}\n\nfix\n  {_SAFETY[rule.safety]}\n"
+    )
+
+
+def render_list(rules: Iterable[Rule]) -> str:
+    """Return all rules, one line each."""
+    return "".join(f"{rule.code}  {rule.severity:<8}{rule.title}\n" for rule in rules)
+
+
+def rules_page(rules: Iterable[Rule]) -> str:
+    """Return ``docs/rules.md``; a test holds the page against the table."""
+    parts = [
+        "# Rules\n\n"
+        "Generated from `fsdptool/config/rules/`; `fsdptool rule CODE` prints the same. "
+        "`# fsdptool: ignore[CODE]` at the end of a line silences a finding there, on a line of its own in "
+        "the whole file. A severity is the usual one; a finding may differ where the consumer does.\n"
+    ]
+    for family, members in groupby(rules, key=lambda rule: rule.family):
+        parts.append(f"\n## {family}\n")
+        for rule in members:
+            parts.append(
+                f"\n### {rule.code}: {rule.title}\n\n*{rule.severity}; fix: {_SAFETY[rule.safety]}*\n\n"
+                f"{rule.why}\n\n**What to do.** {rule.fix}\n"
+            )
+    return "".join(parts)

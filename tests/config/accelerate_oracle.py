@@ -1,0 +1,137 @@
+"""What accelerate really makes of a file: its own loader, launcher and plugin, run in this process.
+
+Only the device look-up is stubbed (``sync_module_states`` asks for a current device under FSDP1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Settings by our canonical names, or where and how accelerate stopped."""
+
+    settings: Mapping[str, Any]
+    stage: str = "done"
+    error: str | None = None
+    fsdp: bool = False
+
+
+@functools.cache
+def _parser() -> Any:
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run_accelerate(path: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Outcome:
+    """Load, launch-validate, export and build, as ``accelerate launch --config_file PATH`` would."""
+    base = {key: value for key, value in os.environ.items()
+            if not key.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"))}  # fmt: skip
+    base.update(environment or {})
+    with _environment(base), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _run(path, flags)
+
+
+def _run(path: Path, flags: tuple[str, ...]) -> Outcome:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    stage = "load"
+    try:
+        load_config_from_file(str(path))
+        stage = "launch"
+        args = _parser().parse_args(["--config_file", str(path), *flags, "script.py"])
+        args, _, _ = _validate_launch_command(args)
+        top = {
+            "num_processes": args.num_processes,
+            "num_machines": args.num_machines,
+            "mixed_precision": str(args.mixed_precision).lower(),
+            "gpu_ids": args.gpu_ids,
+            "main_process_ip": args.main_process_ip,
+        }
+        if not args.use_fsdp:
+            return Outcome(top, fsdp=False)
+        stage = "export"
+        args.main_process_port = 29999  # no port is opened in this test
+        exported = prepare_multi_gpu_env(args)
+        stage = "build"
+        with _environment(exported):
+            return Outcome({**top, **_build(bool(args.use_parallelism_config))}, fsdp=True)
+    except Exception as error:  # noqa: BLE001 - whatever accelerate does to the person is the answer
+        return Outcome({}, stage, f"{type(error).__name__}: {error}")
+
+
+def _build(parallelism: bool) -> dict[str, Any]:
+    from unittest.mock import patch
+
+    import torch
+    from accelerate import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    with (
+        patch("accelerate.utils.dataclasses.is_cuda_available", return_value=True),
+        patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        plugin = FullyShardedDataParallelPlugin()
+    settings = plugin_settings(plugin)
+    if parallelism:
+        mesh = ParallelismConfig()
+        settings.update(dp_replicate=mesh.dp_replicate_size, dp_shard=mesh.dp_shard_size, tp=mesh.tp_size,
+                        cp=mesh.cp_size, sp=mesh.sp_size)  # fmt: skip
+        if mesh.cp_size > 1:
+            settings["cp_comm_strategy"] = mesh.cp_handler.cp_comm_strategy
+    return settings
+
+
+def plugin_settings(plugin: Any) -> dict[str, Any]:
+    """Return a plugin's settings by our canonical names."""
+    policy = getattr(plugin.auto_wrap_policy, "__name__", None)
+    settings: dict[str, Any] = {
+        "fsdp_version": plugin.fsdp_version,
+        "wrap_policy": {"transformer_auto_wrap_policy": "transformer", "size_based_auto_wrap_policy": "size",
+                        None: "none"}[policy],
+        "state_dict_type": plugin.state_dict_type.name.split("_")[0].lower(),
+        "cpu_offload": plugin.cpu_offload is not None
+        and type(plugin.cpu_offload).__name__ != "OffloadPolicy"
+        and getattr(plugin.cpu_offload, "offload_params", True),
+        "cpu_ram_efficient_loading": bool(plugin.cpu_ram_efficient_loading),
+        "activation_checkpointing": bool(plugin.activation_checkpointing),
+        "activation_checkpointing_offload": bool(plugin.activation_checkpointing_offload),
+        "ignored_modules": plugin.ignored_modules,
+    }  # fmt: skip
+    if policy == "transformer_auto_wrap_policy":
+        settings["wrap_classes"] = tuple(plugin.transformer_cls_names_to_wrap or ())
+    if policy == "size_based_auto_wrap_policy":
+        settings["min_num_params"] = plugin.min_num_params
+    if plugin.fsdp_version == 2:
+        settings["reshard_after_forward"] = plugin.reshard_after_forward
+    else:
+        settings["sharding_strategy"] = plugin.sharding_strategy.name.lstrip("_").lower()
+        settings["backward_prefetch"] = plugin.backward_prefetch.name if plugin.backward_prefetch else None
+        settings["forward_prefetch"] = bool(plugin.forward_prefetch)
+        settings["use_orig_params"] = bool(plugin.use_orig_params)
+        settings["sync_module_states"] = bool(plugin.sync_module_states)
+    return settings
