@@ -1,0 +1,55 @@
+"""``fsdptool precompute``: latents and text embeddings of a diffusion recipe, made once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdptool.cli.output import Format, print_document
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML), data.source images.", metavar="RECIPE")],
+    processes: Annotated[
+        int, typer.Option("--processes", help="Processes on this machine; torchrun's and Slurm's are seen.")
+    ] = 1,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [a GPU per process, else cpu]")
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
+) -> int:
+    """Encode the pictures and captions of RECIPE with the pipeline's VAE and text encoders.
+
+    Goes on where it stopped. Training finds the result by itself.
+    """
+    from fsdptool.config.recipe import read_recipe
+    from fsdptool.launch.prepare import resolve_model
+    from fsdptool.training.data import data_cache
+    from fsdptool.training.data.places import with_places
+    from fsdptool.training.precompute import done_json, plan_work
+    from fsdptool.training.precompute.processes import run_processes
+
+    read = with_places(read_recipe(recipe), recipe)
+    work = plan_work(read, resolve_model(read.model, recipe), data_cache())
+    done = run_processes(
+        work,
+        processes=processes,
+        device=device,
+        tell=lambda text: print(text, file=sys.stderr),  # noqa: T201
+    )
+    body = done_json(done, device or "auto")
+    if format is Format.JSON:
+        from fsdptool.records.document import envelope
+
+        print_document(envelope("precompute", {"key": work.key}, body))
+        return 0
+    sys.stdout.write(f"{done.pictures} pictures in {done.shards} shards, {done.made} made now\n")
+    for bucket, count in done.buckets:
+        frames = f" x {bucket.frames} frames" if bucket.frames > 1 else ""
+        sys.stdout.write(f"  {bucket.height} x {bucket.width}{frames}: {count}\n")
+    state = "finished" if done.finished else "not finished: other processes have shards to make"
+    sys.stdout.write(f"{state}: {done.folder}\n")
+    return 0

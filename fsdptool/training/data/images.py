@@ -1,0 +1,264 @@
+"""Images (and clips) with captions, from a folder: which there are, and what size each is trained at."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError
+from fsdptool.records.recipe import Data
+from fsdptool.training.data.sources import path_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+CLIPS = (".gif",)
+"""Files with several frames; a folder of stills with a caption beside it is a clip, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One training size in pixels and frames (1 for stills)."""
+
+    height: int
+    width: int
+    frames: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One image or clip.
+
+    Attributes:
+        name: Path below the data folder, with ``/``.
+        files: The still itself, the file of a clip, or the stills of a clip in order.
+        caption: What it shows; empty if nobody said.
+        height, width: Original size in pixels.
+        bucket: Number of its bucket.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    caption: str
+    height: int
+    width: int
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """A picture as the VAE takes it: ``[channels, frames, height, width]`` in [-1, 1], and its crop."""
+
+    values: Tensor
+    top: int
+    left: int
+
+
+def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
+    """Return the pictures below ``data.path``, sorted by name, each with its bucket.
+
+    Captions: ``metadata.jsonl`` or ``metadata.csv`` (``file_name`` and ``data.text_column``) as the
+    datasets library reads them, or a ``.txt`` file of the same name.
+
+    Raises:
+        ConfigError: The folder is missing or empty, a picture cannot be read or a caption is missing
+            for all of them.
+    """
+    root = Path(path_of(data)).expanduser()
+    if not root.is_dir():
+        raise ConfigError(f"data.path {root} is no folder", help="name the folder that holds the images")
+    told = _captions(root, data.text_column)
+    video = any(bucket.frames > 1 for bucket in buckets)
+    found = []
+    for name, files in _files(root, video=video):
+        caption = told.get(name)
+        if caption is None:
+            beside = root / (name if video and (root / name).is_dir() else str(Path(name).with_suffix("")))
+            text = beside.with_name(beside.name + ".txt")
+            caption = text.read_text(encoding="utf-8").strip() if text.is_file() else ""
+        height, width = _size(files[0])
+        number = nearest(height / width, buckets)
+        found.append(Picture(name, tuple(map(str, files)), caption, height, width, number))
+    if not found:
+        what = (
+            f"clips ({', '.join(CLIPS)} or folders of stills)" if video else f"images ({', '.join(STILLS)})"
+        )
+        raise ConfigError(f"data.path {root} holds no {what}", help="check data.path")
+    if not any(picture.caption for picture in found):
+        raise ConfigError(
+            f"data.path {root} has no captions",
+            help="write NAME.txt beside each image, or metadata.jsonl with file_name and text",
+        )
+    return tuple(found)
+
+
+def _files(root: Path, *, video: bool) -> Iterator[tuple[str, list[Path]]]:
+    if not video:
+        for file in sorted(root.rglob("*")):
+            if file.suffix.lower() in STILLS and file.is_file():
+                yield file.relative_to(root).as_posix(), [file]
+        return
+    for place in sorted(root.iterdir()):
+        if place.is_dir():
+            stills = sorted(file for file in place.iterdir() if file.suffix.lower() in STILLS)
+            if stills:
+                yield place.name, stills
+        elif place.suffix.lower() in CLIPS:
+            yield place.name, [place]
+
+
+def _captions(root: Path, column: str) -> Mapping[str, str]:
+    rows: list[Mapping[str, Any]] = []
+    for name in ("metadata.jsonl", "metadata.csv"):
+        file = root / name
+        if not file.is_file():
+            continue
+        try:
+            with file.open(encoding="utf-8", newline="") as stream:
+                if name.endswith(".csv"):
+                    rows = list(csv.DictReader(stream))
+                else:
+                    rows = [json.loads(line) for line in stream if line.strip()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}", help="repair or remove it") from error
+        for row in rows:
+            for needed in ("file_name", column):
+                if needed not in row:
+                    raise ConfigError(
+                        f"{file} has no column {needed!r}; it has {', '.join(map(str, row))}",
+                        help="set data.text_column to the captions' column",
+                    )
+        return {str(row["file_name"]): str(row[column]) for row in rows}
+    return {}
+
+
+def _open(file: str | Path) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(file)
+    except (OSError, UnidentifiedImageError) as error:
+        raise ConfigError(
+            f"{file} cannot be read as an image", help="repair it or take it out of data.path"
+        ) from error
+
+
+def _size(file: Path) -> tuple[int, int]:
+    with _open(file) as image:
+        return image.height, image.width
+
+
+def buckets_of(
+    height: int, width: int, frames: int, options: Mapping[str, Any], *, step: int
+) -> tuple[Bucket, ...]:
+    """Return the training sizes of a recipe.
+
+    ``data.options.buckets`` is a list of ``[height, width]``, or ``aspect``: every size whose sides
+    are multiples of ``step`` pixels, whose area is the largest not above ``height x width`` for its
+    height, and whose aspect ratio lies between 1/2 and 2. Without it there is one bucket. No bucket
+    has more pixels than the recipe's size, for which memory was planned.
+
+    Raises:
+        ConfigError: A size is no multiple of ``step``, or larger than the recipe's.
+    """
+    given = options.get("buckets")
+    if given is None:
+        sizes = [(height, width)]
+    elif given == "aspect":
+        sizes = _aspects(height * width, step)
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        sizes = [(int(size[0]), int(size[1])) for size in given]
+    else:
+        raise ConfigError(f"data.options.buckets {given!r} is neither aspect nor a list of [height, width]")
+    for tall, wide in sizes:
+        if tall % step or wide % step or tall < 1 or wide < 1:
+            raise ConfigError(
+                f"size {tall} x {wide} is no multiple of {step} pixels, the model's patch in pixels",
+                help=f"for example {max(tall // step, 1) * step} x {max(wide // step, 1) * step}",
+            )
+        if tall * wide > height * width:
+            raise ConfigError(
+                f"bucket {tall} x {wide} has more pixels than batch.height x batch.width "
+                f"({height} x {width}), for which memory is planned",
+                help="raise batch.height and batch.width, or leave the bucket out",
+            )
+    return tuple(Bucket(tall, wide, frames) for tall, wide in sizes)
+
+
+def _aspects(area: int, step: int) -> list[tuple[int, int]]:
+    found = []
+    for tall in range(step, math.isqrt(2 * area) + 1, step):
+        wide = area // tall // step * step
+        if wide and 0.5 <= tall / wide <= 2.0:
+            found.append((tall, wide))
+    if not found:
+        raise ConfigError(
+            f"no size of at most {area} pixels has sides that are multiples of {step}",
+            help="raise batch.height and batch.width",
+        )
+    return found
+
+
+def nearest(aspect: float, buckets: Sequence[Bucket]) -> int:
+    """Return the number of the bucket whose height over width is nearest, as a ratio."""
+    return min(
+        range(len(buckets)),
+        key=lambda number: abs(math.log(aspect * buckets[number].width / buckets[number].height)),
+    )
+
+
+def read_pixels(picture: Picture, bucket: Bucket) -> Pixels:
+    """Return the picture resized to cover its bucket and cut at the centre.
+
+    A clip gives ``bucket.frames`` frames, evenly spread over its length.
+
+    Raises:
+        ConfigError: A file cannot be read, or a clip has too few frames.
+    """
+    import numpy as np
+    import torch
+
+    frames = [_fit(frame, bucket) for frame in _frames(picture, bucket.frames)]
+    values = torch.from_numpy(np.stack([np.asarray(image) for image, _, _ in frames]))
+    scaled = values.permute(3, 0, 1, 2).to(torch.float32) / 127.5 - 1.0
+    return Pixels(scaled.contiguous(), frames[0][1], frames[0][2])
+
+
+def _frames(picture: Picture, count: int) -> Iterator[Image]:
+    from PIL import ImageSequence
+
+    if len(picture.files) > 1:
+        frames: list[Any] = [_open(file) for file in picture.files]
+    else:
+        image = _open(picture.files[0])
+        frames = [frame.copy() for frame in ImageSequence.Iterator(image)] if count > 1 else [image]
+    if len(frames) < count:
+        raise ConfigError(
+            f"clip {picture.name} has {len(frames)} frames, batch.frames is {count}",
+            help="take it out of data.path, or lower batch.frames",
+        )
+    for number in range(count):
+        yield frames[number * (len(frames) - 1) // max(count - 1, 1)]
+
+
+def _fit(image: Image, bucket: Bucket) -> tuple[Image, int, int]:
+    from PIL import Image as images
+
+    scale = max(bucket.height / image.height, bucket.width / image.width)
+    size = (max(round(image.width * scale), bucket.width), max(round(image.height * scale), bucket.height))
+    try:
+        resized = image.convert("RGB").resize(size, images.Resampling.LANCZOS)
+    except OSError as error:
+        raise ConfigError(
+            f"{getattr(image, 'filename', 'an image')} cannot be read: {error}",
+            help="repair it or take it out of data.path",
+        ) from error
+    top, left = (size[1] - bucket.height) // 2, (size[0] - bucket.width) // 2
+    return resized.crop((left, top, left + bucket.width, top + bucket.height)), top, left

@@ -1,0 +1,208 @@
+"""The folder of cached latents and text embeddings: its layout, and samples read from it.
+
+``latents.json`` lists pictures, buckets and shards and is written last. Shard ``n`` is two files,
+``text-n.safetensors`` and ``pixels-n.safetensors``, with tensors named ``PICTURE/NAME``;
+``text-none.safetensors`` holds the embedding of the empty caption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.training.data.images import Bucket, Picture
+from fsdptool.training.data.order import mix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "latents.json"
+VERSION = 1
+_HALF = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What ``latents.json`` says.
+
+    Attributes:
+        version: Of the layout.
+        key: Digest of everything that decided the content.
+        pipeline: Class of the pipeline whose encoders were used.
+        shard_size: Pictures per shard.
+        buckets: Training sizes.
+        pictures: All pictures, in order.
+        text_names, pixel_names: Tensors per picture.
+    """
+
+    version: int
+    key: str
+    pipeline: str
+    shard_size: int
+    buckets: tuple[Bucket, ...]
+    pictures: tuple[Picture, ...]
+    text_names: tuple[str, ...]
+    pixel_names: tuple[str, ...]
+
+
+def text_file(folder: Path, shard: int | None) -> Path:
+    """Return the file of a shard's text embeddings; None is the empty caption's."""
+    return folder / ("text-none.safetensors" if shard is None else f"text-{shard:05d}.safetensors")
+
+
+def pixel_file(folder: Path, shard: int) -> Path:
+    """Return the file of a shard's latents."""
+    return folder / f"pixels-{shard:05d}.safetensors"
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a finished folder.
+
+    Raises:
+        ConfigError: The folder is not finished, of another layout or damaged.
+    """
+    file = folder / INDEX
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} holds no finished latents ({INDEX} is missing)",
+            help="run fsdptool precompute RECIPE; it continues where it stopped",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", help="run fsdptool precompute again") from error
+    if not isinstance(data, dict) or data.get("version") != VERSION:
+        raise ConfigError(
+            f"{file} is of another version", help="remove the folder and run fsdptool precompute again"
+        )
+    return from_json(Index, data, where=str(file))
+
+
+def index_json(index: Index) -> str:
+    """Return the text of ``latents.json``."""
+    return json.dumps(to_json(index), indent=1)
+
+
+class Latents:
+    """Samples for denoisers: latents, embeddings, and what is drawn for (seed, epoch, sample).
+
+    A sample holds ``latents``, ``noise`` (standard normal, same shape), ``uniform`` (one number in
+    [0, 1), from which the family makes the timestep), the text's tensors (those of the empty caption
+    where the caption is dropped), and ``size`` (original height and width, crop top and left, target
+    height and width).
+
+    Args:
+        folder: A finished folder.
+        numbers: Numbers of the pictures used.
+        seed: The run's seed.
+        dropout: Share of captions that are dropped, anew each epoch.
+        draw: Whether latents are drawn from the VAE's posterior, anew each epoch, or its mean.
+    """
+
+    def __init__(
+        self, folder: Path, numbers: Sequence[int], *, seed: int, dropout: float = 0.0, draw: bool = False
+    ) -> None:
+        if not 0.0 <= dropout <= 1.0:
+            raise ConfigError(f"caption dropout is {dropout}", help="give a share between 0 and 1")
+        self._folder = folder
+        self._numbers = tuple(numbers)
+        self._seed = seed
+        self._dropout = dropout
+        self._draw = draw
+        self._index = read_index(folder)
+        parts = (self._index.key, self._numbers, seed, dropout, draw)
+        self.digest = hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "folder": self._folder,
+            "numbers": self._numbers,
+            "seed": self._seed,
+            "dropout": self._dropout,
+            "draw": self._draw,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def buckets(self) -> list[list[int]]:
+        """Sample numbers by bucket."""
+        found: list[list[int]] = [[] for _ in self._index.buckets]
+        for position, number in enumerate(self._numbers):
+            found[self._index.pictures[number].bucket].append(position)
+        return found
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+        """Return one sample, drawn as (seed, epoch, picture) says."""
+        import torch
+
+        number = self._numbers[index]
+        picture = self._index.pictures[number]
+        shard = number // self._index.shard_size
+        pixels = _tensors(pixel_file(self._folder, shard), number, self._index.pixel_names)
+        random = torch.Generator().manual_seed(mix(self._seed, epoch, number, 21))
+        uniform = torch.rand((), generator=random, dtype=torch.float64)
+        dropped = bool(torch.rand((), generator=random, dtype=torch.float64) < self._dropout)
+        latents = pixels["latents"].float()
+        noise = torch.randn(latents.shape, generator=random)
+        if self._draw:
+            latents = latents + pixels["latents_std"].float() * torch.randn(latents.shape, generator=random)
+        caption = (None, 0) if dropped else (shard, number)
+        text = _tensors(text_file(self._folder, caption[0]), caption[1], self._index.text_names)
+        bucket = self._index.buckets[picture.bucket]
+        return {
+            "latents": latents,
+            "noise": noise,
+            "uniform": uniform,
+            **text,
+            "size": torch.tensor(
+                [picture.height, picture.width, *_crop(picture, bucket), bucket.height, bucket.width]
+            ),
+        }
+
+    def held_out(self, share: float) -> tuple[list[int], list[int]]:
+        """Return the pictures' numbers split into training and validation by the hash of their names."""
+        train: list[int] = []
+        hidden: list[int] = []
+        for number, picture in enumerate(self._index.pictures):
+            digest = hashlib.blake2b(picture.name.encode(), digest_size=8).digest()
+            hidden_one = (int.from_bytes(digest, "big") >> 2) < int(share * _HALF)
+            (hidden if hidden_one else train).append(number)
+        return train, hidden
+
+
+def _crop(picture: Picture, bucket: Bucket) -> tuple[int, int]:
+    """Top and left of the centre cut, in pixels of the resized picture (as ``images.read_pixels`` cuts)."""
+    scale = max(bucket.height / picture.height, bucket.width / picture.width)
+    height = max(round(picture.height * scale), bucket.height)
+    width = max(round(picture.width * scale), bucket.width)
+    return (height - bucket.height) // 2, (width - bucket.width) // 2
+
+
+@lru_cache(maxsize=64)
+def _opened(path: str) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
+
+
+def _tensors(path: Path, number: int, names: Sequence[str]) -> dict[str, Tensor]:
+    try:
+        file = _opened(str(path))
+        return {name: file.get_tensor(f"{number}/{name}") for name in names}
+    except Exception as error:  # safetensors raises its own kind, OSError and FileNotFoundError
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{path} cannot be read: {line}", help="remove it and run fsdptool precompute again"
+        ) from error

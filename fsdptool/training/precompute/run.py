@@ -1,0 +1,322 @@
+"""Make a recipe's latents and text embeddings: split over processes, resumable, whole or not at all.
+
+The pictures are cut into shards. Process ``r`` of ``n`` makes the shards ``r``, ``r + n``, ...: first
+all text with the text encoders, then, those unloaded, all pixels with the VAE. A shard's file is
+written aside and renamed, so whatever was finished before a kill is kept. Who finds every shard
+there writes the index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError, StorageError
+from fsdptool.records.codec import to_json
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import Recipe
+from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pictures, read_pixels
+from fsdptool.training.data.latents import INDEX, VERSION, Index, index_json, pixel_file, text_file
+from fsdptool.training.precompute.encoders import (
+    ImageEncoding,
+    TextEncoding,
+    pipeline_folder,
+    pipeline_index,
+    vae_step,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tell = Callable[[str], None]
+_SHARD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be made, the same for every process.
+
+    Attributes:
+        folder: Where it goes.
+        pipeline: Folder of the pipeline whose encoders are used.
+        buckets, pictures: Sizes and pictures.
+        shard_size: Pictures per shard.
+        key: Digest of everything that decides the result.
+        options: Options of the encoders.
+    """
+
+    folder: Path
+    pipeline: Path
+    buckets: tuple[Bucket, ...]
+    pictures: tuple[Picture, ...]
+    shard_size: int
+    key: str
+    options: Mapping[str, Any]
+    trust_remote_code: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return math.ceil(len(self.pictures) / self.shard_size)
+
+    def members(self, shard: int) -> range:
+        """Return the numbers of a shard's pictures."""
+        return range(shard * self.shard_size, min((shard + 1) * self.shard_size, len(self.pictures)))
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a process did: shards made and found, and whether the folder is finished."""
+
+    folder: Path
+    pictures: int
+    buckets: tuple[tuple[Bucket, int], ...]
+    shards: int
+    made: int
+    finished: bool
+
+
+def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
+    """Return what a recipe's ``precompute`` makes, and where.
+
+    Raises:
+        ConfigError: The recipe names no images, sizes or pipeline, or they do not fit together.
+    """
+    data, batch = recipe.data, recipe.batch
+    if data.source != "images":
+        raise ConfigError(
+            f"data.source is {data.source}: there is nothing to precompute",
+            help="only data.source images has pictures to encode",
+        )
+    if batch.height is None or batch.width is None:
+        raise ConfigError("batch.height and batch.width are not set", help="give the training size in pixels")
+    pipeline = pipeline_folder(recipe, spec)
+    index = pipeline_index(pipeline)
+    vae = _config(pipeline / "vae" / "config.json")
+    patch = spec.config.get("patch_size", 1)
+    side = max(patch[1:]) if isinstance(patch, list | tuple) and len(patch) > 1 else patch
+    # Flux packs 2 x 2 latents itself and says patch_size 1 (diffusers 0.42.1, pipeline_flux.py).
+    packed = 2 if str(index["_class_name"]).startswith(("Flux", "Chroma", "QwenImage")) else 1
+    step = vae_step(vae) * (int(side) if isinstance(side, int) else 1) * packed
+    buckets = buckets_of(batch.height, batch.width, batch.frames or 1, data.options, step=step)
+    pictures = list_pictures(data, buckets)
+    options = {key: data.options[key] for key in ("max_sequence_length",) if key in data.options}
+    shard_size = int(data.options.get("shard_size", _SHARD))
+    key = _key(recipe, pipeline, buckets, pictures, shard_size, options)
+    given = data.options.get("latents")
+    folder = Path(str(given)).expanduser() if given else cache / "latents" / key
+    return Work(
+        folder,
+        pipeline,
+        buckets,
+        pictures,
+        shard_size,
+        key,
+        options,
+        trust_remote_code=spec.trust_remote_code,
+    )
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", help="a pipeline folder needs a vae") from error
+    return found if isinstance(found, Mapping) else {}
+
+
+def _key(
+    recipe: Recipe,
+    pipeline: Path,
+    buckets: Iterable[Bucket],
+    pictures: Iterable[Picture],
+    shard_size: int,
+    options: Mapping[str, Any],
+) -> str:
+    parts: list[Any] = [VERSION, shard_size, dict(options), [dataclasses.astuple(item) for item in buckets]]
+    root = Path(str(recipe.data.path)).expanduser()
+    for picture in pictures:
+        stat = [(Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for file in picture.files]
+        parts.append([Path(picture.name).as_posix(), picture.caption, picture.bucket, stat])
+    for part in sorted(pipeline.iterdir()):
+        if part.is_dir() and (part.name == "vae" or part.name.startswith(("text_encoder", "tokenizer"))):
+            for file in sorted(part.rglob("*")):
+                if file.is_file():
+                    parts.append([f"{part.name}/{file.name}", file.stat().st_size, file.stat().st_mtime_ns])
+    parts.append(root.name)
+    return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).hexdigest()
+
+
+def run_work(work: Work, *, rank: int, world: int, device: str, tell: Tell = lambda _: None) -> Done:
+    """Make this process's shards that are not there yet, and the index once all are.
+
+    Raises:
+        ConfigError: A picture or an encoder cannot be read, or the folder holds something else.
+        StorageError: The folder cannot be written.
+    """
+    if (work.folder / INDEX).exists():
+        _check_same(work)
+        return _done(work, 0)
+    try:
+        work.folder.mkdir(parents=True, exist_ok=True)
+        _claim(work)
+        mine = range(rank, work.shards, world)
+        made = _make_text(work, mine, rank, device, tell)
+        made |= _make_pixels(work, mine, device, tell)
+        _finish(work)
+    except OSError as error:
+        raise StorageError(
+            f"{work.folder} cannot be written: {error.strerror or error}",
+            help="free space there, or set data.options.latents to another folder; what is done is kept",
+        ) from error
+    return _done(work, len(made))
+
+
+def _claim(work: Work) -> None:
+    """A folder that somebody named serves one set of latents only."""
+    mark = work.folder / "key"
+    if not mark.exists():
+        _write(mark, lambda path: path.write_text(work.key, encoding="utf-8"))
+    if mark.read_text(encoding="utf-8") != work.key:
+        _refuse(work)
+
+
+def _check_same(work: Work) -> None:
+    found = json.loads((work.folder / INDEX).read_text(encoding="utf-8"))
+    if found.get("key") != work.key:
+        _refuse(work)
+
+
+def _refuse(work: Work) -> None:
+    raise ConfigError(
+        f"{work.folder} holds latents of other images, captions, sizes or encoders",
+        help="name another folder in data.options.latents, or remove this one",
+    )
+
+
+def _make_text(work: Work, shards: Iterable[int], rank: int, device: str, tell: Tell) -> set[int]:
+    missing = [shard for shard in shards if not text_file(work.folder, shard).exists()]
+    wants_none = rank == 0 and not text_file(work.folder, None).exists()
+    if not missing and not wants_none:
+        return set()
+    encoding = TextEncoding(
+        work.pipeline, device=device, options=work.options, trust_remote_code=work.trust_remote_code
+    )
+    if wants_none:
+        (nothing,) = encoding.encode([""])
+        _save(text_file(work.folder, None), {f"0/{name}": tensor for name, tensor in nothing.items()})
+    for position, shard in enumerate(missing, 1):
+        members = work.members(shard)
+        found = encoding.encode([work.pictures[number].caption for number in members])
+        pairs = zip(members, found, strict=True)
+        tensors = {f"{number}/{name}": tensor for number, item in pairs for name, tensor in item.items()}
+        _save(text_file(work.folder, shard), tensors)
+        tell(f"text: shard {position} of {len(missing)}")
+    encoding.unload()
+    return set(missing)
+
+
+def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> set[int]:
+    missing = [shard for shard in shards if not pixel_file(work.folder, shard).exists()]
+    if not missing:
+        return set()
+    encoding = ImageEncoding(work.pipeline, device=device)
+    if not encoding.video and any(bucket.frames > 1 for bucket in work.buckets):
+        raise ConfigError(
+            f"the VAE of {work.pipeline} takes no frames, batch.frames is {work.buckets[0].frames}",
+            help="leave batch.frames out, or name a video pipeline",
+        )
+    for position, shard in enumerate(missing, 1):
+        tensors: dict[str, Tensor] = {}
+        for number in work.members(shard):
+            picture = work.pictures[number]
+            pixels = read_pixels(picture, work.buckets[picture.bucket])
+            for name, tensor in encoding.encode(pixels.values).items():
+                tensors[f"{number}/{name}"] = tensor
+        _save(pixel_file(work.folder, shard), tensors)
+        tell(f"pixels: shard {position} of {len(missing)}")
+    encoding.unload()
+    return set(missing)
+
+
+def _finish(work: Work) -> None:
+    files = [text_file(work.folder, None)]
+    for shard in range(work.shards):
+        files += [text_file(work.folder, shard), pixel_file(work.folder, shard)]
+    if not all(file.exists() for file in files):
+        return
+    from safetensors import safe_open
+
+    names = []
+    for file in (files[1], files[2]):
+        with safe_open(str(file), framework="pt") as tensors:
+            names.append(tuple(sorted({key.partition("/")[2] for key in tensors.keys()})))  # noqa: SIM118
+    index = Index(
+        version=VERSION,
+        key=work.key,
+        pipeline=str(pipeline_index(work.pipeline)["_class_name"]),
+        shard_size=work.shard_size,
+        buckets=work.buckets,
+        pictures=tuple(dataclasses.replace(picture, files=()) for picture in work.pictures),
+        text_names=names[0],
+        pixel_names=names[1],
+    )
+    _write(work.folder / INDEX, lambda path: path.write_text(index_json(index), encoding="utf-8"))
+
+
+def _save(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    def write(path: Path) -> None:
+        try:
+            save_file(dict(tensors), str(path))
+        except SafetensorError as error:
+            raise OSError(0, str(error)) from error
+
+    _write(file, write)
+
+
+def _write(file: Path, write: Callable[[Path], Any]) -> None:
+    aside = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        write(aside)
+        with aside.open("rb") as stream:
+            os.fsync(stream.fileno())
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _done(work: Work, made: int) -> Done:
+    counts = [0] * len(work.buckets)
+    for picture in work.pictures:
+        counts[picture.bucket] += 1
+    return Done(
+        work.folder,
+        len(work.pictures),
+        tuple(zip(work.buckets, counts, strict=True)),
+        work.shards,
+        made,
+        (work.folder / INDEX).exists(),
+    )
+
+
+def done_json(done: Done, device: str) -> dict[str, Any]:
+    """Return what a precompute did as JSON data (``schemas/precompute.schema.json``)."""
+    return {
+        "folder": str(done.folder),
+        "pictures": done.pictures,
+        "buckets": [{**to_json(bucket), "pictures": count} for bucket, count in done.buckets],
+        "shards": done.shards,
+        "made": done.made,
+        "finished": done.finished,
+        "device": device,
+    }
