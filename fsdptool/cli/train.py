@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,15 @@ def command(
     grace: Annotated[
         int, typer.Option("--grace", help="Seconds workers may take to save after a signal.")
     ] = 600,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", help="This machine's number among several.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, for several machines.")
+    ] = None,
+    launch_id: Annotated[
+        str | None, typer.Option("--launch-id", help="The same on every machine, new for every launch.")
+    ] = None,
     predict: Annotated[
         bool, typer.Option("--predict/--no-predict", help="Predict the memory before the run.")
     ] = True,
@@ -51,63 +61,66 @@ def command(
 ) -> int:
     """Train RECIPE on the processes, mesh and wrapping the configuration says."""
     from fsdptool.errors import ConfigError
-    from fsdptool.launch.create import check_folder, lock_run, write_run
+    from fsdptool.launch.command import build_command
+    from fsdptool.launch.create import check_folder, lock_run, wait_for_run, write_run
     from fsdptool.launch.devices import claim_gpus
-    from fsdptool.launch.prepare import prepare
+    from fsdptool.launch.prepare import place_nodes, prepare
+    from fsdptool.training.folder import ACCELERATE
 
     if launcher not in ("torchrun", "accelerate"):
         raise ConfigError(f"there is no launcher {launcher!r}", help="choose torchrun or accelerate")
     folder = (output or Path("runs") / recipe.stem).absolute()
-    number = check_folder(folder, resume=resume, force=force)
-    prepared = prepare(recipe, config, processes=processes, cpu=cpu, with_prediction=predict)
-    command_line = _command(prepared, folder, launcher, max_restarts, timeout, grace)
-    if dry_run:
-        _print_dry_run(command_line, folder, format)
-        return 0
-    with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
-        write_run(folder, prepared, resume=resume, number=number, argv=sys.argv, force=force)
-        return _run(prepared, folder, command_line, max_restarts, format)
-
-
-def _command(
-    prepared: Prepared, folder: Path, launcher: str, max_restarts: int, timeout: float, grace: int
-) -> LaunchCommand:
-    from fsdptool.launch.command import Nodes, build_command
-    from fsdptool.training.folder import ACCELERATE
-
-    settings = prepared.settings
-    endpoint = f"{settings.main_process_ip}:{settings.main_process_port or 29500}"
-    return build_command(
+    first = not node_rank
+    number = check_folder(folder, resume=resume, force=force) if first else 0
+    prepared = prepare(recipe, config, processes=processes, cpu=cpu, with_prediction=predict and first)
+    nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
+    command_line = build_command(
         folder,
-        settings,
+        prepared.settings,
         processes=prepared.per_machine,
         device=prepared.device,
         launcher="accelerate" if launcher == "accelerate" else "torchrun",
-        nodes=Nodes(settings.num_machines, settings.machine_rank, endpoint),
+        nodes=nodes,
         max_restarts=max_restarts,
         grace_seconds=grace,
         timeout_seconds=timeout,
         config=folder / ACCELERATE,
     )
+    if dry_run:
+        _print_dry_run(command_line, folder, format)
+        return 0
+    if not first:
+        wait_for_run(folder, launch_id)
+        with claim_gpus(prepared.settings, prepared.device, folder):
+            return _run(prepared, folder, command_line, max_restarts, format, quiet=True)
+    with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
+        write_run(
+            folder, prepared, resume=resume, number=number, argv=sys.argv, force=force, launch_id=launch_id
+        )
+        return _run(prepared, folder, command_line, max_restarts, format)
 
 
 def _print_dry_run(command_line: LaunchCommand, folder: Path, format: Format) -> None:
     from fsdptool.records.document import envelope
 
     if format is Format.JSON:
-        body: dict[str, Any] = {
-            "argv": list(command_line.argv),
-            "environment": dict(command_line.environment),
-            "folder": str(folder),
-        }
+        node = {"argv": list(command_line.argv), "environment": dict(command_line.environment)}
+        body: dict[str, Any] = {"nodes": [node], "folder": str(folder), "script": None}
         print_document(envelope("launch", body, body))
         return
     sys.stdout.write(command_line.shell() + "\n")
 
 
 def _run(
-    prepared: Prepared, folder: Path, command_line: LaunchCommand, max_restarts: int, format: Format
+    prepared: Prepared,
+    folder: Path,
+    command_line: LaunchCommand,
+    max_restarts: int,
+    format: Format,
+    *,
+    quiet: bool = False,
 ) -> int:
+    from fsdptool.launch.closing import exit_status
     from fsdptool.launch.supervise import Supervisor
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import Progress, plan_text
@@ -118,11 +131,16 @@ def _run(
         *prepared.notes,
     ):
         progress.say(f"warning: {note}")
-    progress.say(plan_text(to_json(prepared.prediction)))
+    tell = _silent if quiet else progress
+    if not quiet:
+        progress.say(plan_text(to_json(prepared.prediction)))
     try:
-        outcome = Supervisor(folder, command_line, max_restarts=max_restarts, tell=progress).run()
+        outcome = Supervisor(folder, command_line, max_restarts=max_restarts, tell=tell).run()
     finally:
         progress.close()
+    if quiet:
+        # The first machine sums up; this one has only its own exit status to give.
+        return int(exit_status(outcome))
     return _close(prepared, folder, outcome, progress, format)
 
 
@@ -153,6 +171,10 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
     elif summary.resumable:
         progress.say("stopped; continue with --resume auto")
     return summary.exit_code
+
+
+def _silent(event: Mapping[str, Any]) -> None:
+    """Show nothing: another machine shows the run."""
 
 
 def _shown(folder: Path) -> str:

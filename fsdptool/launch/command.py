@@ -27,11 +27,13 @@ class Nodes:
         count: Machines.
         rank: This machine's number, or None when the launcher's rendezvous decides.
         endpoint: ``host:port`` of the rendezvous; needed for more than one machine.
+        id: Name of the rendezvous: the same on every machine, new for every launch.
     """
 
     count: int = 1
     rank: int | None = None
     endpoint: str | None = None
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,10 @@ def build_command(
     nodes = nodes or Nodes()
     environment = _environment(settings, processes, device, nodes, timeout_seconds, variables or {})
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_seconds)
+    # torch 2.13 keeps one TCP store over all rounds and gives relaunched workers no prefix of their
+    # own (dynamic_rendezvous.py:_bootstrap_store_info, rendezvous.py:_create_c10d_store): they read
+    # the addresses of the dead and hang in connectFullMesh. With this, rank 0 hosts a fresh store.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if launcher == "accelerate":
         argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
         argv += ["--num_processes", str(processes * nodes.count), "--module", WORKER, str(folder)]
@@ -99,6 +105,8 @@ def _rendezvous(settings: FsdpSettings, nodes: Nodes) -> list[str]:
             *("--local-addr", "127.0.0.1"),
         ]
     found = ["--nnodes", str(nodes.count), "--rdzv-backend", "c10d", "--rdzv-endpoint", str(nodes.endpoint)]
+    if nodes.id is not None:
+        found += ["--rdzv-id", nodes.id]
     if nodes.rank is not None:
         found += ["--node-rank", str(nodes.rank)]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,15 +72,40 @@ def newest_step(folder: Path) -> int | None:
     return None
 
 
+def wait_for_run(folder: Path, launch_id: str | None, *, seconds: float = 600.0) -> None:
+    """Wait on the other machines until the first has written the folder for this very launch.
+
+    Raises:
+        ConfigError: It did not, or the file system is not shared.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConfigError):
+            if read_start(folder).launch_id == launch_id:
+                return
+        time.sleep(0.5)
+    raise ConfigError(
+        f"{folder} was not written for launch {launch_id!r} within {seconds:.0f} s",
+        help="start the same command with --node-rank 0, on a file system that all machines share",
+    )
+
+
 def write_run(
-    folder: Path, prepared: Prepared, *, resume: str | None, number: int, argv: Sequence[str], force: bool
+    folder: Path,
+    prepared: Prepared,
+    *,
+    resume: str | None,
+    number: int,
+    argv: Sequence[str],
+    force: bool,
+    launch_id: str | None = None,
 ) -> None:
     """Write everything the workers read; ``run.json`` last.
 
     Raises:
         StorageError: The folder cannot be written; nothing that was there is lost unless ``force``.
     """
-    start = Start(prepared.world_size, prepared.device, resume, number, tuple(argv))
+    start = Start(prepared.world_size, prepared.device, resume, number, tuple(argv), launch_id)
     inputs = RunInputs(
         folder,
         prepared.recipe,

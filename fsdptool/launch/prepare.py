@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.launch.command import Nodes
+from fsdptool.launch.slurm import PORT, Job
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
@@ -105,6 +107,56 @@ def prepare(
         diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
         notes=notes,
         files=files,
+    )
+
+
+def absolute_job(
+    recipe_path: Path, config_path: Path, output: Path, cluster_path: Path | None, options: tuple[str, ...]
+) -> Job:
+    """Return what several machines need to start a run, after checking the recipe and the YAML.
+
+    Paths become absolute. Devices of this machine do not matter: it need not be one of them.
+
+    Raises:
+        FsdptoolError: Anything the person can mend, in one line.
+    """
+    from fsdptool.config import read_settings
+    from fsdptool.config.recipe import read_recipe
+
+    read_recipe(recipe_path)
+    settings = read_settings(config_path, consumer="fsdptool").require()
+    cluster = None
+    if cluster_path is not None:
+        from fsdptool.planning.clusters import read_cluster
+
+        cluster = read_cluster(cluster_path).cluster
+    nodes = max(settings.num_machines, 1)
+    world_size = settings.num_processes
+    if world_size is None or world_size < 1:
+        if cluster is None:
+            raise ConfigError(f"{config_path} does not say num_processes", help="set it, or give --cluster")
+        world_size = cluster.world_size
+    if cluster is not None and (nodes, world_size) != (cluster.nodes, cluster.world_size):
+        raise ConfigError(
+            f"{config_path} is for {world_size} processes on {nodes} machines, the cluster has"
+            f" {cluster.world_size} on {cluster.nodes}",
+            help="change num_processes and num_machines, or the cluster description",
+        )
+    if world_size % nodes:
+        raise ConfigError(
+            f"{config_path}: {world_size} processes cannot be shared equally by {nodes} machines",
+            help="make num_processes a multiple of num_machines",
+        )
+    _check_mesh(settings, world_size, config_path)
+    return Job(
+        recipe_path.absolute(),
+        config_path.absolute(),
+        output.absolute(),
+        nodes,
+        world_size // nodes,
+        not settings.use_cpu,
+        dict(cluster.environment) if cluster else {},
+        options,
     )
 
 
@@ -241,6 +293,33 @@ def _visible_gpus(settings: FsdpSettings) -> int:
 def gpu_set(text: str) -> frozenset[str]:
     """Return the GPU ids in a comma list; ``1,0`` equals ``0,1``."""
     return frozenset(part for part in re.split(r"[,\s]+", text.strip()) if part)
+
+
+def place_nodes(
+    settings: FsdpSettings, node_rank: int | None, rendezvous: str | None, launch_id: str | None
+) -> Nodes:
+    """Return where the machines of a run meet: the command line first, then the YAML.
+
+    Raises:
+        ConfigError: Several machines and nobody says where they meet, or a number out of range.
+    """
+    count = max(settings.num_machines, 1)
+    if count == 1:
+        if node_rank:
+            raise ConfigError(f"--node-rank {node_rank}: the configuration is for one machine")
+        return Nodes()
+    rank = node_rank if node_rank is not None else settings.machine_rank
+    if not 0 <= rank < count:
+        raise ConfigError(f"--node-rank {rank}: the configuration is for {count} machines")
+    endpoint = rendezvous
+    if endpoint is None and settings.main_process_ip:
+        endpoint = f"{settings.main_process_ip}:{settings.main_process_port or PORT}"
+    if endpoint is None:
+        raise ConfigError(
+            f"the configuration is for {count} machines and does not say where they meet",
+            help="set main_process_ip, or give --rendezvous HOST:PORT",
+        )
+    return Nodes(count, rank, endpoint, launch_id)
 
 
 def _check_mesh(settings: FsdpSettings, world_size: int, config_path: Path) -> None:

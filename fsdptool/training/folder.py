@@ -66,6 +66,7 @@ class Start:
         resume: Checkpoint folder to continue from, ``auto`` for the newest good one, or None.
         number: How often the run was started before.
         argv: The command line.
+        launch_id: What the machines of one launch have in common.
     """
 
     world_size: int
@@ -73,6 +74,7 @@ class Start:
     resume: str | None = None
     number: int = 0
     argv: tuple[str, ...] = ()
+    launch_id: str | None = None
 
 
 def write_start(folder: Path, start: Start, inputs: Any) -> None:

@@ -30,6 +30,8 @@ _PEER_SYMPTOMS = (
     "NCCL communicator was aborted",
     "Socket closed",
     "Failed to recv",
+    "connectFullMesh failed",
+    "Connection was likely closed",
 )
 """What gloo, the TCP store and NCCL say when another rank has gone (torch 2.13)."""
 

@@ -1,0 +1,243 @@
+"""Kills a run over and over, lets it recover, and compares its end with an undisturbed run, bit for bit.
+
+    python benchmarks/faults/soak.py --output benchmarks/results/faults-soak.json
+
+Two real gloo ranks under torchrun, one command with ``--max-restarts``: a random rank gets SIGKILL at
+a random step, or every rank gets it while a checkpoint is being written. Afterwards the final
+checkpoint's files (parameters, optimizer states, random generators) must have the digests of the
+undisturbed run's, and ``metrics.jsonl`` the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsdptool.records.document import library_versions, tool_version
+from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
+from fsdptool.training.events import read_lines
+
+CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+use_cpu: true
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_reshard_after_forward: true
+"""
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 259,
+    "max_position_embeddings": 128,
+}
+
+
+def recipe(folder: Path, steps: int, every: int) -> str:
+    """Return the recipe of the soak."""
+    return f"""\
+model: {{reference: {folder / "model"}, weights: random}}
+data: {{source: synthetic}}
+batch: {{micro_batch: 2, sequence_length: 32}}
+steps: {steps}
+checkpoints: {{every_steps: {every}, keep_last: 3}}
+tracking: {{log_every: 1000}}
+"""
+
+
+class Run:
+    """One ``fsdptool train`` in the background."""
+
+    def __init__(self, work: Path, name: str, *options: str) -> None:
+        self.folder = work / name
+        command = [sys.executable, "-m", "fsdptool", "train", str(work / "recipe.yaml")]
+        command += [
+            "--config",
+            str(work / "accelerate.yaml"),
+            "-o",
+            str(self.folder),
+            "--no-predict",
+            *options,
+        ]
+        self.log = (work / f"{name}.log").open("w")
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def events(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
+        """Return the events of a kind so far."""
+        ranks = range(2) if rank is None else [rank]
+        paths = [self.folder / "events" / f"rank-{number:05d}.jsonl" for number in ranks]
+        return [event for path in paths for event in read_lines(path) if event["kind"] == kind]
+
+    def attempt(self) -> int:
+        """Return how often the workers were relaunched."""
+        return max((event["attempt"] for event in self.events("started")), default=-1)
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the current workers by rank."""
+        current = self.attempt()
+        return {e["rank"]: e["pid"] for e in self.events("started") if e["attempt"] == current}
+
+    def step(self) -> int:
+        """Return the last step recorded."""
+        lines = list(read_lines(self.folder / "metrics.jsonl"))
+        return int(lines[-1]["step"]) if lines else 0
+
+    def training(self) -> bool:
+        """Say whether both current ranks have begun to train."""
+        current = self.attempt()
+        phases = [e for e in self.events("phase") if e["name"] == "training" and e["attempt"] == current]
+        return len(phases) == 2
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 240.0) -> bool:
+        """Wait for a condition; returns whether it came true while the run was alive."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if condition():
+                return True
+            time.sleep(0.005)
+        return False
+
+
+def kill(pids: list[int]) -> None:
+    """Send SIGKILL to processes that may have gone already."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int) -> list[dict[str, Any]]:
+    """Kill the run's ranks as often as asked, each time after it has recovered."""
+    parts = run.folder / "checkpoints"
+    kinds = ["rank"] * kills + ["checkpoint"] * checkpoint_kills
+    generator.shuffle(kinds)
+    found = []
+    for kind in kinds:
+        if not run.wait_for(run.training):
+            break
+        before = run.attempt()
+        if kind == "rank":
+            goal = run.step() + generator.randint(1, 20)
+            if not run.wait_for(lambda goal=goal: run.step() >= goal):
+                break
+            victims = [generator.choice([0, 1])]
+        else:
+            if not run.wait_for(lambda: any(parts.glob(".step-*.part"))):
+                break
+            time.sleep(generator.uniform(0.0, 0.03))
+            victims = [0, 1]
+        step, pids = run.step(), run.pids()
+        caught = any(parts.glob(".step-*.part"))
+        kill([pids[rank] for rank in victims])
+        began = time.monotonic()
+        if not run.wait_for(lambda before=before: run.attempt() > before and run.training()):
+            break
+        resumed = [e for e in run.events("resumed", 0) if e["attempt"] == run.attempt()]
+        at = int(resumed[-1]["step"]) if resumed else 0
+        found.append(
+            {
+                "kind": kind,
+                "victims": victims,
+                "killed_at_step": step,
+                "checkpoint_unfinished": caught,
+                "resumed_from_step": at,
+                "steps_lost": step - at,
+                "seconds_until_training": round(time.monotonic() - began, 2),
+            }
+        )
+        print(found[-1], flush=True)
+    return found
+
+
+def final_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of the newest checkpoint's files."""
+    manifest = read_manifest(list_checkpoints(folder / "checkpoints")[0])
+    return {name: entry.sha256 for name, entry in manifest.files.items()}
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the recorded losses in order."""
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+
+
+def main() -> int:
+    """Run the soak; exit status 0 only if every kill was survived and the ends are equal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--checkpoint-kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    asked = options.kills + options.checkpoint_kills
+    with tempfile.TemporaryDirectory(prefix="fsdptool-soak-") as name:
+        work = Path(name)
+        (work / "model").mkdir()
+        (work / "model" / "config.json").write_text(json.dumps(MODEL))
+        (work / "accelerate.yaml").write_text(CONFIG)
+        (work / "recipe.yaml").write_text(recipe(work, options.steps, options.every))
+        began = time.monotonic()
+        disturbed = Run(work, "disturbed", "--max-restarts", str(asked + 5))
+        kills = harass(disturbed, random.Random(options.seed), options.kills, options.checkpoint_kills)
+        status = disturbed.process.wait()
+        plain = Run(work, "plain")
+        plain_status = plain.process.wait()
+        result = {
+            "benchmark": "faults/soak",
+            "tool_version": tool_version(),
+            "libraries": library_versions(),
+            "machine": {
+                "cpus": os.cpu_count(),
+                "platform": platform.platform(),
+                "processor": platform.machine(),
+            },
+            "asked": {"kills": options.kills, "checkpoint_kills": options.checkpoint_kills},
+            "steps": options.steps,
+            "checkpoint_every": options.every,
+            "survived": {
+                kind: sum(1 for item in kills if item["kind"] == kind) for kind in ("rank", "checkpoint")
+            },
+            "exit_status": {"disturbed": status, "undisturbed": plain_status},
+            "final_checkpoint_equal": final_digests(disturbed.folder) == final_digests(plain.folder),
+            "losses_equal": losses(disturbed.folder) == losses(plain.folder),
+            "most_steps_lost": max((item["steps_lost"] for item in kills), default=None),
+            "seconds": round(time.monotonic() - began, 1),
+            "kills": kills,
+        }
+    text = json.dumps(result, indent=1)
+    if options.output:
+        options.output.write_text(text + "\n")
+    print(text)
+    good = result["final_checkpoint_equal"] and result["losses_equal"] and len(kills) == asked
+    return 0 if good and status == plain_status == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

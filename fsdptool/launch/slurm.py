@@ -1,0 +1,126 @@
+"""Command lines for several machines: one per node, or a Slurm script. Torch-free."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdptool.errors import ConfigError
+
+PORT = 29500
+SIGNAL_LEAD_SECONDS = 300
+"""How long before its time limit Slurm asks the run to save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a multi-node run needs to know.
+
+    Attributes:
+        recipe, config, output: As ``fsdptool train`` takes them; on a file system all nodes see.
+        nodes: Machines.
+        per_node: Processes (GPUs) on each.
+        gpus: Whether the processes need GPUs.
+        variables: Exported before the launch (NCCL settings of the cluster description).
+        options: Further options of ``fsdptool train``, as they are typed.
+    """
+
+    recipe: Path
+    config: Path
+    output: Path
+    nodes: int
+    per_node: int
+    gpus: bool
+    variables: Mapping[str, str]
+    options: tuple[str, ...] = ()
+
+
+def train_line(job: Job, rank: str, endpoint: str, launch_id: str) -> str:
+    """Return the command one node runs; the three texts are shell expressions, quoted as they must be."""
+    fixed = ["fsdptool", "train", str(job.recipe), "--config", str(job.config), "--output", str(job.output)]
+    line = shlex.join([*fixed, "--resume", "auto", *job.options])
+    if job.nodes == 1:
+        return line
+    return f"{line} --node-rank {rank} --rendezvous {endpoint} --launch-id {launch_id}"
+
+
+def node_lines(job: Job, host: str, launch_id: str) -> list[str]:
+    """Return the command line of every node, for a person who starts them by hand.
+
+    Args:
+        job: The run.
+        host: Name or address of node 0 that the others reach.
+        launch_id: The same on every node, new for every launch.
+    """
+    prefix = [f"{name}={shlex.quote(value)}" for name, value in sorted(job.variables.items())]
+    endpoint = shlex.quote(host if ":" in host else f"{host}:{PORT}")
+    return [
+        " ".join([*prefix, train_line(job, str(rank), endpoint, shlex.quote(launch_id))])
+        for rank in range(job.nodes)
+    ]
+
+
+def slurm_script(
+    job: Job,
+    *,
+    name: str,
+    time: str | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+    cpus_per_task: int | None = None,
+    setup: Sequence[str] = (),
+) -> str:
+    """Return a batch script: one task per node, NCCL settings, stop before the limit, requeue on 75.
+
+    Slurm sends SIGUSR1 to the job's steps ahead of the time limit (``--signal`` without ``B:``);
+    every node's fsdptool asks its ranks to save, they agree on a step, and the exit status 75 puts
+    the job back into the queue, where ``--resume auto`` continues it.
+
+    Args:
+        job: The run.
+        name: Job name.
+        time: Time limit as Slurm writes it.
+        partition, account: As Slurm knows them.
+        cpus_per_task: Cores per node.
+        setup: Lines that prepare the environment (``module load``, ``source venv/bin/activate``).
+
+    Raises:
+        ConfigError: A value could not be a ``#SBATCH`` value.
+    """
+    values = {
+        "job-name": name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.per_node) if job.gpus else None,
+        "cpus-per-task": str(cpus_per_task) if cpus_per_task else None,
+        "time": time,
+        "partition": partition,
+        "account": account,
+        "signal": f"USR1@{SIGNAL_LEAD_SECONDS}",
+        "open-mode": "append",
+    }
+    head = [f"#SBATCH --{key}={_value(key, value)}" for key, value in values.items() if value]
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(job.variables.items())]
+    line = train_line(job, '"$SLURM_NODEID"', f'"$head_node:{PORT}"', '"$launch_id"')
+    body = [
+        "set -u",
+        *setup,
+        *exports,
+        'head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+        "# A requeued job keeps its number: the restart count tells its launches apart.",
+        'launch_id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
+        "export head_node launch_id",
+        f"srun --kill-on-bad-exit=0 bash -c {shlex.quote(line)}",
+        "status=$?",
+        'if [ "$status" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$status"',
+    ]
+    return "\n".join(["#!/bin/bash", *head, "#SBATCH --requeue", "", *body]) + "\n"
+
+
+def _value(key: str, value: str) -> str:
+    if not value.strip() or any(character in value for character in "\n\r \t"):
+        raise ConfigError(f"--{key} {value!r} cannot stand in a #SBATCH line", help="give one word")
+    return value
