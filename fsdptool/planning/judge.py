@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdptool.planning.knobs import Knobs
-from fsdptool.planning.machine import Machine, overhead
+from fsdptool.planning.machine import Machine, Overhead, overhead
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.plan import Component
@@ -50,11 +50,15 @@ class Judgement:
 def judge(footprint: Footprint, knobs: Knobs, cluster: Cluster, machine: Machine) -> Judgement:
     """Return whether one rank of the configuration fits one GPU (CPU: its share of the host)."""
     lines = overhead(machine, cluster, groups=process_groups(knobs))
-    components = _components(footprint, lines.context, lines.communicators)
     host = footprint.host_bytes_per_rank * cluster.gpus_per_node
     inside = footprint.reserved_peak_bytes
     if inside is None and footprint.allocated_peak_bytes is not None:
-        inside = int(footprint.allocated_peak_bytes * (machine.reserved_ratio or 1.0))
+        ratio = machine.reserved_ratio if cluster.gpu is not None else None
+        inside = int(footprint.allocated_peak_bytes * (ratio or 1.0))
+    held = None
+    if inside is not None and footprint.allocated_peak_bytes is not None:
+        held = inside - footprint.allocated_peak_bytes
+    components = _components(footprint, held, lines)
     total = None if inside is None else inside + lines.context + lines.communicators
     usable = usable_bytes(cluster)
     if cluster.gpu is None and total is not None:
@@ -89,14 +93,13 @@ def gib(size: int | None) -> str:
     return f"{value:.1f} GiB" if abs(value) >= 10 else f"{value:.2f} GiB"
 
 
-def _components(footprint: Footprint, context: int, communicators: int) -> tuple[Component, ...]:
-    extra = [
-        Component("context", context, "estimated"),
-        Component("communicators", communicators, "estimated"),
-    ]
-    if footprint.reserved_peak_bytes is not None and footprint.allocated_peak_bytes is not None:
-        held = footprint.reserved_peak_bytes - footprint.allocated_peak_bytes
-        extra.insert(0, Component("allocator_slack", held, "estimated"))
+def _components(footprint: Footprint, held: int | None, lines: Overhead) -> tuple[Component, ...]:
+    """The footprint's own lines, what the allocator holds beyond them, and what lies outside it."""
+    extra = (
+        Component("allocator slack", held, "estimated"),
+        Component("context", lines.context, "estimated"),
+        Component("communicators", lines.communicators, "estimated"),
+    )
     names = {component.name for component in footprint.components}
     return footprint.components + tuple(c for c in extra if c.bytes and c.name not in names)
 
@@ -112,5 +115,5 @@ def _verdict(
     if usable is None:
         return None, "the host's memory is unknown"
     if total > usable:
-        return False, f"memory: needs {gib(total)} of {gib(usable)} usable, {gib(total - usable)} too much"
+        return False, f"memory: {gib(total - usable)} more than the {gib(usable)} usable"
     return True, None

@@ -12,7 +12,7 @@ from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.predict import Estimator
 from fsdptool.planning.request import PlanInputs
-from fsdptool.records.cluster import Cluster
+from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.plan import Candidate, NextStep
 
 _SEVERAL = "everything above together"
@@ -24,7 +24,7 @@ def climb(estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candida
     Each rung is that one change alone; the last ones are all of them together, more GPUs, and the
     smallest GPU of the catalogue that would do.
     """
-    cluster, machine = inputs.clusters[knobs.cluster], inputs.machines[knobs.cluster]
+    cluster = inputs.clusters[knobs.cluster]
     steps: list[NextStep] = []
     together = knobs
     for text, rung in _rungs(knobs, cluster):
@@ -43,7 +43,6 @@ def climb(estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candida
     fitting = any(step.fits for step in steps)
     best = together if not fitting else knobs
     steps += _hardware(estimator, inputs, knobs, best, asked)
-    del machine
     return tuple(steps)
 
 
@@ -170,10 +169,15 @@ def _hardware(
     return steps
 
 
-def _larger(cluster: Cluster) -> Sequence[object]:
+def _larger(cluster: Cluster) -> Sequence[Gpu]:
     assert cluster.gpu is not None
     least = cluster.gpu.memory_bytes
-    found = {entry.gpu.memory_bytes: entry.gpu for entry in reversed(all_entries())}
+    amd = cluster.gpu.link == "xgmi"
+    found = {
+        entry.gpu.memory_bytes: entry.gpu
+        for entry in reversed(all_entries())
+        if (entry.gpu.link == "xgmi") == amd
+    }
     return [found[size] for size in sorted(found) if size > least]
 
 

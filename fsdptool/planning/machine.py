@@ -28,8 +28,7 @@ class Machine:
         context_bytes: CUDA context and loaded kernels of one process.
         communicator_bytes: NCCL's buffers for the first communicator.
         further_communicator_bytes: The same for each further one.
-        matmul_efficiency: Of the dtype's peak, for large matrix products.
-        attention_efficiency: Of the dtype's peak, for fused attention.
+        matmul_efficiency: Of the dtype's peak, for matrix products and attention.
         memory_efficiency: Of the memory bandwidth, for everything elementwise.
         link_efficiency, network_efficiency: Of the link's rate, for large collectives.
         link_latency, network_latency: Seconds per hop of a ring.
@@ -45,7 +44,6 @@ class Machine:
     communicator_bytes: int
     further_communicator_bytes: int
     matmul_efficiency: float
-    attention_efficiency: float
     memory_efficiency: float
     link_efficiency: float
     network_efficiency: float

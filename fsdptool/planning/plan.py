@@ -68,7 +68,7 @@ def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:
     _asked(inputs)  # contradictions between sizes are told before anything is built
     spec, anatomy = _model(inputs)
     _check_model(anatomy)
-    found = [*request.diagnostics, *spec.diagnostics]
+    found = [*request.diagnostics, *_grave(spec.diagnostics)]
     return search(spec, anatomy, inputs, progress=progress, diagnostics=found)
 
 
@@ -99,7 +99,7 @@ def search(
     if inputs.max_batch:
         asked, extra["max_batch"] = largest_batch(estimator, inputs, asked, progress=progress)
     weighed = weigh(estimator, inputs, asked, progress=progress)
-    found = [*diagnostics, *anatomy.diagnostics]
+    found = [*diagnostics, *_grave(anatomy.diagnostics)]
     return _conclude(estimator, inputs, asked, weighed, found, extra)
 
 
@@ -135,6 +135,11 @@ def chosen_candidate(plan: Plan) -> Candidate:
         if candidate.id == plan.chosen:
             return candidate
     return plan.candidates[0]
+
+
+def _grave(diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """``detect`` tells everything; a plan repeats what may make it wrong."""
+    return [item for item in diagnostics if item.severity != "info"]
 
 
 def describe_model(spec: ModelSpec, anatomy: Anatomy) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from fsdptool.records.plan import Candidate
 
 Progress = Callable[[str], None]
 
+SAME = 0.02
+"""Relative difference in speed (or price) below which two configurations count as equally good."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
@@ -70,16 +73,17 @@ def weigh(
 def choose(candidates: Sequence[Candidate], asked: Sequence[str], *, prefer: str = "speed") -> Weighed:
     """Choose the fastest (or cheapest) candidate that fits with headroom; deterministic.
 
-    A single asked configuration that fits is taken even with less headroom. Ties go to less
-    memory, then to the earlier candidate.
+    Differences below :data:`SAME` are within the time model's error: among those the least memory
+    wins, then the earlier candidate. Without any that leave headroom, the others are eligible.
     """
     fitting = [c for c in candidates if c.rejected_by is None]
     eligible = [c for c in fitting if roomy(c)] or fitting
-    place = {candidate.id: index for index, candidate in enumerate(candidates)}
-    chosen = min(eligible, key=lambda c: (*_rank(c, prefer), place[c.id]), default=None)
     front = pareto(fitting)
-    if chosen is None:
+    if not eligible:
         return Weighed(tuple(candidates), None, front, tuple(asked))
+    best = max(_merit(candidate, prefer) for candidate in eligible)
+    near = [c for c in eligible if _merit(c, prefer) >= best * (1 - SAME)]
+    chosen = min(near, key=lambda c: c.device_total_bytes or 0)
     judged = tuple(_why_not(candidate, chosen, prefer) for candidate in candidates)
     return Weighed(judged, chosen.id, front, tuple(asked))
 
@@ -104,12 +108,12 @@ def pareto(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     return tuple(front)
 
 
-def _rank(candidate: Candidate, prefer: str) -> tuple[float, int]:
-    speed = candidate.samples_per_second or 0.0
-    if prefer == "price" and candidate.price_per_million_samples is not None:
-        return candidate.price_per_million_samples, candidate.device_total_bytes or 0
-    # Three digits: a difference beyond them is far below the time model's error.
-    return -float(f"{speed:.3g}"), candidate.device_total_bytes or 0
+def _merit(candidate: Candidate, prefer: str) -> float:
+    """Samples per second, or per unit of money."""
+    price = candidate.price_per_million_samples
+    if prefer == "price" and price:
+        return 1 / price
+    return candidate.samples_per_second or 0.0
 
 
 def _why_not(candidate: Candidate, chosen: Candidate, prefer: str) -> Candidate:
@@ -121,13 +125,14 @@ def _why_not(candidate: Candidate, chosen: Candidate, prefer: str) -> Candidate:
 def _reason(candidate: Candidate, chosen: Candidate, prefer: str) -> str:
     if not roomy(candidate) and roomy(chosen):
         return f"headroom: only {gib(candidate.slack_bytes)} to spare, {HEADROOM:.0%} of the GPU is kept free"
-    price, least = candidate.price_per_million_samples, chosen.price_per_million_samples
-    if prefer == "price" and price is not None and least is not None and price > least * 1.001:
-        return f"price: {price / least - 1:.1%} dearer per sample than {chosen.id}"
-    speed, best = candidate.samples_per_second, chosen.samples_per_second
-    if speed is not None and best is not None and speed < best * 0.9995:
-        return f"speed: {best / speed - 1:.1%} slower than {chosen.id}"
+    merit, best = _merit(candidate, prefer), _merit(chosen, prefer)
+    word = "price" if prefer == "price" else "speed"
+    if merit < best:
+        worse = "dearer per sample" if prefer == "price" else "slower"
+        factor = best / merit - 1 if merit else float("inf")
+        return f"{word}: {factor:.1%} {worse} than {chosen.id}"
     extra = (candidate.device_total_bytes or 0) - (chosen.device_total_bytes or 0)
     if extra > 0:
-        return f"memory: no faster than {chosen.id} and needs {gib(extra)} more"
+        gain = f"{merit / best - 1:.1%} better" if best and merit > best * 1.0005 else "no better"
+        return f"memory: {gain} in {word} than {chosen.id}, but needs {gib(extra)} more"
     return f"equal to {chosen.id}, which comes first"

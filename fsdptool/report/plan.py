@@ -5,14 +5,210 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdptool.report import plan_words as words
+from fsdptool.report.plan_words import amount, duration
+from fsdptool.report.tables import print_finding, print_line, print_table
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_STYLES = {"fits": "bold green", "does_not_fit": "bold red", "unknown": "bold yellow"}
+_FRONT = 8
+
 
 def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
-    """Print a plan document to standard output."""
-    import json, sys
-    d = dict(document)
-    d["candidates"] = len(d["candidates"])
-    sys.stdout.write(json.dumps(d, indent=1)[:200000])
+    """Print a plan document: verdict, one rank's memory, time, what else was weighed, next steps.
+
+    Args:
+        document: What ``plan_document`` returned.
+        explain: Say which constraint bound, show the configuration in full and every candidate.
+    """
+    candidate = words.shown(document)
+    print_line(words.headline(document), style=_STYLES[document["verdict"]])
+    print_line(words.need(candidate))
+    if candidate["step_seconds"] is not None:
+        mfu = f", MFU {candidate['mfu']:.0%}" if candidate["mfu"] is not None else ""
+        step = duration(candidate["step_seconds"])
+        print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates)")
+    print_line(f"as {candidate['id']}: {words.brief(candidate['settings'])}")
+    _components(candidate)
+    _peak(candidate)
+    _timeline(candidate)
+    _host(candidate)
+    if explain:
+        _configuration(candidate)
+        _seconds(candidate)
+        _binding(document, candidate)
+    _others(document, explain=explain)
+    _ladder(document)
+    _notes(document)
 
 
 def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
-    """Print what changed."""
+    """Print what a check found changed, one row each."""
+    if not changes:
+        print_line(f"{path}: nothing changed", style="bold green")
+        return
+    print_line(f"{path}: {len(changes)} things changed", style="bold red")
+    print_table(("what", "then", "now"), [(what, _value(a), _value(b)) for what, a, b in changes])
+
+
+def _components(candidate: Mapping[str, Any]) -> None:
+    print_line()
+    rows = sorted(candidate["components"], key=lambda item: -(item["bytes"] or 0))
+    total = candidate["device_total_bytes"] or 0
+    cells = [
+        (
+            item["name"].replace("_", " "),
+            amount(item["bytes"]),
+            f"{item['bytes'] / total:.1%}" if total and item["bytes"] is not None else "",
+            words.MARKS[item["basis"]],
+        )
+        for item in rows
+    ]
+    if candidate["device_total_bytes"] is not None:
+        cells.append(("in all", amount(candidate["device_total_bytes"]), "", "estimate"))
+    print_table(("one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2))
+
+
+def _peak(candidate: Mapping[str, Any]) -> None:
+    peak = candidate["peak"]
+    if peak is None:
+        return
+    print_line()
+    allocated, reserved = candidate["allocated_peak_bytes"], candidate["reserved_peak_bytes"]
+    text = f"peak: {peak['moment']}; allocated {amount(allocated)}"
+    print_line(text + (f", reserved {amount(reserved)}" if reserved is not None else ""))
+    alive = ", ".join(f"{item['name']} {amount(item['bytes'])}" for item in peak["live"][:5])
+    print_line(f"alive then: {alive}")
+
+
+def _timeline(candidate: Mapping[str, Any]) -> None:
+    timeline = candidate["timeline"]
+    if len(timeline) < 2:
+        return
+    levels = words.resample(timeline, 64)
+    top = max(levels) or 1
+    marks = "".join(_SPARKS[min(level * len(_SPARKS) // top, len(_SPARKS) - 1)] for level in levels)
+    print_line(f"one step: {marks} (0 to {amount(top)} allocated)")
+
+
+def _host(candidate: Mapping[str, Any]) -> None:
+    host = candidate["host_bytes_per_node"]
+    if host:
+        print_line(f"host memory per node: {amount(host)}")
+
+
+def _configuration(candidate: Mapping[str, Any]) -> None:
+    print_line()
+    print_table(("setting", "value"), words.configuration(candidate["settings"]))
+
+
+def _seconds(candidate: Mapping[str, Any]) -> None:
+    parts = candidate.get("seconds") or {}
+    if not parts:
+        return
+    print_line()
+    rows = [(name.replace("_", " "), duration(value)) for name, value in parts.items() if value]
+    print_table(("where the step's time goes", "estimate"), rows, numeric=(1,))
+
+
+def _binding(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
+    """Say what kept the answer from being faster."""
+    print_line()
+    reasons: dict[str, int] = {}
+    for item in document["candidates"]:
+        if item["rejected_by"]:
+            kind = item["rejected_by"].partition(":")[0]
+            reasons[kind] = reasons.get(kind, 0) + 1
+    if reasons:
+        counted = ", ".join(f"{kind} {number}" for kind, number in sorted(reasons.items()))
+        print_line(f"rejected by: {counted}")
+    speed = candidate.get("samples_per_second")
+    faster = [
+        item
+        for item in document["candidates"]
+        if speed and (item.get("samples_per_second") or 0) > speed * 1.02 and item["rejected_by"]
+    ]
+    if not faster:
+        print_line("what bound: time; nothing weighed is more than 2 % faster")
+        return
+    best = max(faster, key=lambda item: item["samples_per_second"])
+    print_line(
+        f"what bound: {best['id']} ({words.brief(best['settings'])}) is faster, but {best['rejected_by']}"
+    )
+
+
+def _others(document: Mapping[str, Any], *, explain: bool) -> None:
+    candidates = document["candidates"]
+    if len(candidates) < 2:
+        return
+    front = list(document["details"].get("front", ()))
+    wanted = [item["id"] for item in candidates] if explain else front[:_FRONT]
+    if document["chosen"] is not None and document["chosen"] not in wanted:
+        wanted.insert(0, document["chosen"])
+    rows = []
+    for name in wanted:
+        item = words.find(document, name)
+        if item is not None:
+            rows.append(_row(document, item))
+    print_line()
+    if not rows:
+        print_line(f"weighed {len(candidates)} configurations, none fits (--explain lists them)")
+        return
+    title = "every candidate" if explain else f"the front of {len(candidates)} weighed"
+    heads = (title, "needs", "per step", "speed", "settings", "verdict")
+    print_table(heads, rows, numeric=(1, 2, 3))
+
+
+def _row(document: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, ...]:
+    verdict = "chosen" if item["id"] == document["chosen"] else item["rejected_by"] or "fits"
+    settings = words.brief(item["settings"])
+    if len(document["details"]["clusters"]) > 1:
+        settings = f"{document['details']['clusters'][item['settings']['cluster']]}; {settings}"
+    if item.get("price_per_million_samples") is not None:
+        verdict = f"{verdict}; {item['price_per_million_samples']:.4g} per million samples"
+    return (
+        item["id"],
+        amount(item["device_total_bytes"]),
+        duration(item["step_seconds"]),
+        words.speed(item),
+        settings,
+        verdict,
+    )
+
+
+def _ladder(document: Mapping[str, Any]) -> None:
+    steps = document["next_steps"]
+    if not steps:
+        return
+    print_line()
+    rows = [
+        (
+            step["change"],
+            amount(step["device_total_bytes"]),
+            {True: "fits", False: "too much", None: "unknown"}[step["fits"]],
+            step["cost"],
+        )
+        for step in steps
+    ]
+    print_table(("next steps, from what you asked", "then needs", "verdict", "cost"), rows, numeric=(1,))
+
+
+def _notes(document: Mapping[str, Any]) -> None:
+    details = document["details"]
+    lines = [f"unknown: {text}" for text in document["unknowns"]]
+    lines += [f"note: {text}" for text in details.get("notes", ())]
+    for told in details.get("max_batch", ()):
+        size = told["micro_batch"]
+        lines.append(f"largest micro-batch that fits: {size if size is not None else 'none'}")
+    if document["confidence"] != "verified":
+        lines.append("confidence: unverified (this torch version's FSDP2 was not checked)")
+    if lines or document["diagnostics"]:
+        print_line()
+    for line in lines:
+        print_line(line)
+    for finding in document["diagnostics"]:
+        print_finding(finding["severity"], finding["code"], finding["message"], finding.get("help"))
+
+
+def _value(value: Any) -> str:
+    return "nothing" if value is None else str(value)

@@ -1,0 +1,252 @@
+"""A plan as one self-contained page: no network, no script; keyboard, print, light and dark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from fsdptool.report import html_charts as charts
+from fsdptool.report import plan_words as words
+from fsdptool.report.html_style import STYLE
+from fsdptool.report.plan_words import amount, duration
+
+
+def plan_page(document: Mapping[str, Any]) -> str:
+    """Return the page of a plan document, as HTML text."""
+    title = words.headline(document)
+    body = plan_body(document)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f'<a class="skip" href="#main">Skip to the answer</a><main id="main">{body}</main></body></html>\n'
+    )
+
+
+def plan_fragment(document: Mapping[str, Any]) -> str:
+    """Return what a notebook shows: the page in a frame of its own, so that styles stay apart."""
+    page = escape(plan_page(document), quote=True)
+    return f'<iframe title="fsdptool plan" style="width:100%;height:720px;border:0" srcdoc="{page}"></iframe>'
+
+
+def plan_body(document: Mapping[str, Any]) -> str:
+    """Return the page's sections."""
+    candidate = words.shown(document)
+    sections = [
+        _head(document, candidate),
+        _memory(candidate),
+        _time(candidate),
+        _steps(document),
+        _settings(candidate),
+        _candidates(document),
+        _findings(document),
+        _inputs(document),
+        _foot(document),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def _head(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
+    verdict = document["verdict"]
+    model = document["inputs"]["model"]
+    where = document["details"]["clusters"][candidate["settings"]["cluster"]]
+    title = f"{escape(model['reference'])} on {escape(where)}"
+    figures = [
+        ("each rank needs", amount(candidate["device_total_bytes"]), _spare(candidate)),
+        ("allocated at the peak", amount(candidate["allocated_peak_bytes"]), _moment(candidate)),
+    ]
+    if candidate["reserved_peak_bytes"] is not None:
+        figures.append(("reserved", amount(candidate["reserved_peak_bytes"]), "caching allocator"))
+    if candidate["step_seconds"] is not None:
+        figures.append(("one step", duration(candidate["step_seconds"]), "estimate"))
+        mfu = f"MFU {candidate['mfu']:.0%}, estimate" if candidate.get("mfu") is not None else "estimate"
+        figures.append(("throughput", words.speed(candidate), mfu))
+    if candidate["host_bytes_per_node"]:
+        figures.append(("host memory per node", amount(candidate["host_bytes_per_node"]), ""))
+    cards = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in figures
+    )
+    parameters = f"{model['parameters']:,} parameters" if model.get("parameters") else ""
+    return (
+        f'<header><p class="soft">{escape(model.get("class") or "")} · {parameters}</p>'
+        f'<h1>{title}: <span class="{verdict}">{words.VERDICTS[verdict]}</span></h1>'
+        f"<p>{escape(words.need(candidate))}.</p>"
+        f'<p class="soft">Shown: {escape(candidate["id"])}, {escape(words.brief(candidate["settings"]))}.</p>'
+        f"<dl>{cards}</dl></header>"
+    )
+
+
+def _spare(candidate: Mapping[str, Any]) -> str:
+    usable, slack = candidate["usable_bytes"], candidate["slack_bytes"]
+    if usable is None:
+        return "what it may use is unknown"
+    if slack is None:
+        return f"of {amount(usable)} usable"
+    rest = f"{amount(slack)} to spare" if slack >= 0 else f"{amount(-slack)} too much"
+    return f"of {amount(usable)} usable: {rest}"
+
+
+def _moment(candidate: Mapping[str, Any]) -> str:
+    return candidate["peak"]["moment"] if candidate["peak"] is not None else "unknown"
+
+
+def _memory(candidate: Mapping[str, Any]) -> str:
+    total = candidate["device_total_bytes"] or 0
+    rows = []
+    for item in sorted(candidate["components"], key=lambda item: -(item["bytes"] or 0)):
+        group = charts.group_of(item["name"])
+        share = f"{item['bytes'] / total:.1%}" if total and item["bytes"] is not None else ""
+        name = escape(item["name"].replace("_", " "))
+        rows.append(
+            f'<tr><th scope="row"><span class="swatch k-{group}"></span>{name}</th>'
+            f'<td class="n">{amount(item["bytes"])}</td><td class="n">{share}</td>'
+            f"<td>{words.MARKS[item['basis']]}</td></tr>"
+        )
+    present = {charts.group_of(item["name"]) for item in candidate["components"]}
+    key = "".join(
+        f'<li><span class="swatch k-{group}"></span>{escape(text)}</li>'
+        for group, text in charts.LEGEND.items()
+        if group in present
+    )
+    table = _table(
+        "Memory of one rank at its peak", ("component", "bytes", "share", "basis"), rows, numbers=(1, 2)
+    )
+    line = charts.timeline(candidate)
+    moments = _moments(candidate)
+    over = f'<h2>Over one step</h2><div class="chart">{line}</div>{moments}' if line else ""
+    return (
+        f'<section><h2>One rank at its peak</h2>{charts.memory_bar(candidate)}<ul class="key">{key}</ul>'
+        f"{table}</section><section>{over}</section>"
+    )
+
+
+def _moments(candidate: Mapping[str, Any]) -> str:
+    rows = [
+        f'<tr><th scope="row">{escape(moment["name"])}</th><td class="n">{amount(moment["allocated_bytes"])}</td></tr>'
+        for moment in candidate["timeline"]
+    ]
+    table = _table("Allocated bytes after each event", ("event", "allocated"), rows, numbers=(1,), tall=True)
+    return f"<details><summary>The same as a table</summary>{table}</details>"
+
+
+def _time(candidate: Mapping[str, Any]) -> str:
+    parts = {name: value for name, value in (candidate.get("seconds") or {}).items() if value}
+    if not parts:
+        return ""
+    rows = [
+        f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td class="n">{duration(value)}</td></tr>'
+        for name, value in parts.items()
+    ]
+    table = _table("Where the step's time goes", ("part", "seconds"), rows, numbers=(1,))
+    note = '<p class="soft">Estimates; exposed communication is what compute does not hide.</p>'
+    return f"<section><h2>Where the step's time goes</h2>{note}{table}</section>"
+
+
+def _steps(document: Mapping[str, Any]) -> str:
+    if not document["next_steps"]:
+        return ""
+    verdict = {True: ("fits", "fits"), False: ("does_not_fit", "too much"), None: ("unknown", "unknown")}
+    rows = []
+    for step in document["next_steps"]:
+        kind, text = verdict[step["fits"]]
+        rows.append(
+            f'<tr><th scope="row" class="wide">{escape(step["change"])}</th>'
+            f'<td class="n">{amount(step["device_total_bytes"])}</td><td class="{kind}">{text}</td>'
+            f'<td class="wide">{escape(step["cost"])}</td></tr>'
+        )
+    table = _table("Next steps", ("change", "then needs", "verdict", "cost"), rows, numbers=(1,))
+    return f"<section><h2>What would make it fit</h2>{table}</section>"
+
+
+def _settings(candidate: Mapping[str, Any]) -> str:
+    rows = [
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
+        for name, value in words.configuration(candidate["settings"])
+    ]
+    table = _table("Configuration", ("setting", "value"), rows)
+    return f"<section><h2>Configuration</h2>{table}</section>"
+
+
+def _candidates(document: Mapping[str, Any]) -> str:
+    candidates = document["candidates"]
+    if len(candidates) < 2:
+        return ""
+    front = set(document["details"].get("front", ()))
+    several = len(document["details"]["clusters"]) > 1
+    rows = []
+    for item in candidates:
+        chosen = item["id"] == document["chosen"]
+        mark = " (chosen)" if chosen else " (front)" if item["id"] in front else ""
+        settings = words.brief(item["settings"])
+        if several:
+            settings = f"{document['details']['clusters'][item['settings']['cluster']]}; {settings}"
+        price = item.get("price_per_million_samples")
+        why = (item["rejected_by"] or "") + (
+            f" ({price:.4g} per million samples)" if price is not None else ""
+        )
+        rows.append(
+            f'<tr{" class=chosen" if chosen else ""}><th scope="row">{escape(item["id"])}{mark}</th>'
+            f'<td class="n">{amount(item["device_total_bytes"])}</td>'
+            f'<td class="n">{duration(item["step_seconds"])}</td><td class="n">{words.speed(item)}</td>'
+            f'<td class="wide">{escape(settings)}</td><td class="wide">{escape(why)}</td></tr>'
+        )
+    heads = ("candidate", "needs", "one step", "throughput", "settings", "why not")
+    table = _table("Every configuration weighed", heads, rows, numbers=(1, 2, 3), tall=True)
+    chart = charts.scatter(document)
+    drawn = f'<div class="chart">{chart}</div>' if chart else ""
+    return f'<section class="long"><h2>{len(candidates)} configurations weighed</h2>{drawn}{table}</section>'
+
+
+def _findings(document: Mapping[str, Any]) -> str:
+    lines = [f"<li><b>unknown</b>: {escape(text)}</li>" for text in document["unknowns"]]
+    for item in document["diagnostics"]:
+        help = f"<br><small>{escape(item['help'])}</small>" if item.get("help") else ""
+        lines.append(
+            f"<li><b>{item['severity']}</b> {escape(item['code'])}: {escape(item['message'])}{help}</li>"
+        )
+    lines += [f"<li>{escape(text)}</li>" for text in document["details"].get("notes", ())]
+    if document["confidence"] != "verified":
+        lines.append("<li><b>confidence</b>: unverified for this torch version</li>")
+    return f'<section><h2>Remarks</h2><ul class="notes">{"".join(lines)}</ul></section>' if lines else ""
+
+
+def _inputs(document: Mapping[str, Any]) -> str:
+    inputs = {key: value for key, value in document["inputs"].items() if key != "machines"}
+    text = escape(json.dumps(inputs, indent=2, ensure_ascii=False))
+    return (
+        '<section class="long"><h2>Inputs</h2><details class="machine"><summary>What the plan was derived from'
+        f'</summary><pre tabindex="0">{text}</pre></details></section>'
+    )
+
+
+def _foot(document: Mapping[str, Any]) -> str:
+    libraries = ", ".join(f"{name} {version}" for name, version in document["libraries"].items())
+    return (
+        f"<footer><p>fsdptool {escape(document['tool_version'])}; {escape(libraries)}.<br>"
+        f"{escape(document['inputs_digest'])}</p></footer>"
+    )
+
+
+def _table(
+    caption: str,
+    heads: Sequence[str],
+    rows: Iterable[str],
+    *,
+    numbers: Sequence[int] = (),
+    tall: bool = False,
+) -> str:
+    """A table in a box that scrolls by keyboard, too."""
+    head = "".join(
+        f'<th scope="col"{" class=n" if index in numbers else ""}>{escape(text)}</th>'
+        for index, text in enumerate(heads)
+    )
+    box = "scroll tall" if tall else "scroll"
+    return (
+        f'<div class="{box}" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+        "</table></div>"
+    )

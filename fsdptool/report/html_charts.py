@@ -1,0 +1,215 @@
+"""The page's charts, as inline SVG that takes its colours from the page. Reads the document only.
+
+Every chart says its message in a title and a description, and a table beside it holds the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from fsdptool.report.plan_words import amount, brief, duration
+
+GROUPS = {
+    "parameters": "states",
+    "gradients": "states",
+    "optimizer": "states",
+    "ema": "states",
+    "replicated parameters": "states",
+    "frozen parameters": "states",
+    "buffers": "states",
+    "teacher": "states",
+    "activations": "activations",
+    "recomputed": "activations",
+    "inputs": "activations",
+    "unsharded parameters": "gathered",
+    "all-gather buffers": "gathered",
+    "reduce-scatter buffers": "gathered",
+    "unsharded gradients": "gathered",
+    "context": "outside",
+    "communicators": "outside",
+    "allocator slack": "outside",
+}
+"""Component to the group that colours it; everything else is passing work."""
+
+LEGEND = {
+    "states": "kept between steps",
+    "gathered": "gathered or being reduced",
+    "activations": "kept for backward",
+    "passing": "passing work",
+    "outside": "outside the tensors",
+}
+
+_WIDTH = 960
+
+
+def group_of(name: str) -> str:
+    """Return the colour group of a component."""
+    return GROUPS.get(name.replace("_", " "), "passing")
+
+
+def memory_bar(candidate: Mapping[str, Any]) -> str:
+    """Return one stacked bar: what a rank holds at its peak, against what it may use."""
+    parts = [item for item in candidate["components"] if item["bytes"]]
+    total, usable = candidate["device_total_bytes"], candidate["usable_bytes"]
+    if not parts or total is None:
+        return ""
+    order = list(LEGEND)
+    parts.sort(key=lambda item: (order.index(group_of(item["name"])), -item["bytes"]))
+    scale = _WIDTH / max(total, usable or 0)
+    shapes, x = [], 0.0
+    for item in parts:
+        width = item["bytes"] * scale
+        label = f"{item['name']}: {amount(item['bytes'])}"
+        shapes.append(
+            f'<rect class="g-{group_of(item["name"])}" x="{x:.2f}" y="14" width="{max(width, 0.4):.2f}"'
+            f' height="34"><title>{escape(label)}</title></rect>'
+        )
+        x += width
+    if usable is not None:
+        line = usable * scale
+        anchor = "end" if line > _WIDTH / 2 else "start"
+        shapes.append(f'<line class="limit" x1="{line:.2f}" y1="6" x2="{line:.2f}" y2="56"/>')
+        shapes.append(
+            f'<text x="{min(line, _WIDTH - 1):.2f}" y="70" text-anchor="{anchor}">usable {amount(usable)}</text>'
+        )
+    shapes.append(f'<text x="{min(x, _WIDTH) / 2:.2f}" y="70" text-anchor="middle">{amount(total)}</text>')
+    return _svg("bar", 76, f"One rank needs {amount(total)} of {amount(usable)} usable", "".join(shapes))
+
+
+def timeline(candidate: Mapping[str, Any]) -> str:
+    """Return the step's allocated bytes, event by event, with the peak marked."""
+    moments = candidate["timeline"]
+    if len(moments) < 2:
+        return ""
+    height, left, bottom = 260, 70, 226
+    levels = [moment["allocated_bytes"] for moment in moments]
+    peak = candidate["allocated_peak_bytes"] or max(levels)
+    top = max(peak, max(levels)) * 1.08 or 1
+    step = (_WIDTH - left - 10) / (len(levels) - 1)
+    points = [
+        (left + index * step, bottom - level / top * (bottom - 14)) for index, level in enumerate(levels)
+    ]
+    outline = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    body = [_grid(top, left, bottom)]
+    body.append(
+        f'<polygon class="area" points="{left:.1f},{bottom} {outline} {points[-1][0]:.1f},{bottom}"/>'
+    )
+    body.append(f'<polyline class="stroke" points="{outline}"/>')
+    body += [_hover(moment, x, step, bottom) for moment, (x, _) in zip(moments, points, strict=True)]
+    body.append(_peak_mark(candidate, moments, points, top, bottom))
+    body += _phases(moments, points, bottom)
+    title = f"Allocated memory over one step; the peak is {amount(peak)}"
+    return _svg("timeline", height, title, "".join(body))
+
+
+def scatter(document: Mapping[str, Any]) -> str:
+    """Return every known candidate by step speed and memory, with the front and the chosen one."""
+    known = [
+        item
+        for item in document["candidates"]
+        if item["samples_per_second"] and item["device_total_bytes"] is not None
+    ]
+    if len(known) < 3:
+        return ""
+    height, left, bottom = 320, 70, 276
+    top = max(item["device_total_bytes"] for item in known) * 1.06
+    limit = known[0]["usable_bytes"]
+    if limit is not None:
+        top = max(top, limit * 1.06) if limit < 3 * top else top
+    most = max(item["samples_per_second"] for item in known) * 1.04
+
+    def place(item: Mapping[str, Any]) -> tuple[float, float]:
+        x = left + item["samples_per_second"] / most * (_WIDTH - left - 12)
+        return x, bottom - item["device_total_bytes"] / top * (bottom - 14)
+
+    front = set(document["details"].get("front", ()))
+    body = [_grid(top, left, bottom)]
+    if limit is not None and limit <= top:
+        y = bottom - limit / top * (bottom - 14)
+        body.append(f'<line class="limit" x1="{left}" y1="{y:.1f}" x2="{_WIDTH}" y2="{y:.1f}"/>')
+        body.append(f'<text x="{_WIDTH - 4}" y="{y - 5:.1f}" text-anchor="end">usable {amount(limit)}</text>')
+    line = sorted(place(item) for item in known if item["id"] in front)
+    if len(line) > 1:
+        body.append(
+            '<polyline class="front" points="' + " ".join(f"{x:.1f},{y:.1f}" for x, y in line) + '"/>'
+        )
+    ordered = sorted(known, key=lambda item: (item["id"] == document["chosen"], item["id"] in front))
+    for item in ordered:
+        x, y = place(item)
+        kind = "chosen" if item["id"] == document["chosen"] else "on" if item["id"] in front else "off"
+        label = (
+            f"{item['id']}: {amount(item['device_total_bytes'])}, {duration(item['step_seconds'])} per step"
+        )
+        radius = {"chosen": 7, "on": 4.5, "off": 3}[kind]
+        body.append(
+            f'<circle class="p-{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
+            f"<title>{escape(label + '; ' + brief(item['settings']))}</title></circle>"
+        )
+    body.append(f'<text x="{_WIDTH - 4}" y="{height - 22}" text-anchor="end">faster (samples/s) →</text>')
+    return _svg("scatter", height, "Every configuration weighed, by speed and memory", "".join(body))
+
+
+def _grid(top: float, left: int, bottom: int) -> str:
+    lines = []
+    for index in range(5):
+        value = top * index / 4 / 1.0
+        y = bottom - index / 4 * (bottom - 14)
+        lines.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{_WIDTH}" y2="{y:.1f}"/>')
+        lines.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{amount(int(value))}</text>')
+    return "".join(lines)
+
+
+def _hover(moment: Mapping[str, Any], x: float, step: float, bottom: int) -> str:
+    label = escape(f"{moment['name']}: {amount(moment['allocated_bytes'])}")
+    return (
+        f'<rect class="hover" x="{x - step / 2:.1f}" y="14" width="{step:.2f}" height="{bottom - 14}">'
+        f"<title>{label}</title></rect>"
+    )
+
+
+def _peak_mark(
+    candidate: Mapping[str, Any],
+    moments: Sequence[Mapping[str, Any]],
+    points: Sequence[tuple[float, float]],
+    top: float,
+    bottom: int,
+) -> str:
+    """Mark the peak at the event it falls into: within it memory may rise above both its ends."""
+    peak, value = candidate["peak"], candidate["allocated_peak_bytes"]
+    if peak is None or value is None:
+        return ""
+    named = [index for index, moment in enumerate(moments) if moment["name"] == peak["moment"]]
+    index = named[-1] if named else max(range(len(moments)), key=lambda i: moments[i]["allocated_bytes"])
+    x, y = points[index][0], bottom - value / top * (bottom - 14)
+    anchor = "end" if x > _WIDTH * 0.6 else "start"
+    shift = -10 if anchor == "end" else 10
+    label = escape(f"{peak['moment']}: {amount(value)}")
+    return (
+        f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+        f'<text class="strong" x="{x + shift:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{label}</text>'
+    )
+
+
+def _phases(
+    moments: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]], bottom: int
+) -> list[str]:
+    """Name forward, backward and the update under the axis, where each begins."""
+    marks, last = [], None
+    for moment, (x, _) in zip(moments, points, strict=True):
+        word = moment["name"].split(" ", 1)[0]
+        phase = {"forward": "forward", "backward": "backward", "optimizer": "update"}.get(word)
+        if phase is not None and phase != last:
+            marks.append(f'<line class="grid" x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 8}"/>')
+            anchor = "end" if x > _WIDTH - 60 else "start"
+            marks.append(f'<text x="{x:.1f}" y="{bottom + 24}" text-anchor="{anchor}">{phase}</text>')
+            last = phase
+    return marks
+
+
+def _svg(name: str, height: int, title: str, body: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="{name}-title" class="{name}">'
+        f'<title id="{name}-title">{escape(title)}</title>{body}</svg>'
+    )

@@ -1,0 +1,170 @@
+"""How a plan is said in words: shared by the console and the page. Reads the document, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "cannot be told"}
+MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}
+
+
+def amount(value: int | None) -> str:
+    """Return bytes as a person compares them: GiB with the digits that matter; None is unknown."""
+    if value is None:
+        return "unknown"
+    sign, value = ("-", -value) if value < 0 else ("", value)
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size:
+            number = value / size
+            return f"{sign}{number:.1f} {unit}" if number >= 10 else f"{sign}{number:.2f} {unit}"
+    return f"{sign}{value} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds with three digits; None is unknown."""
+    if seconds is None:
+        return "unknown"
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
+
+
+def rate(value: float | None) -> str:
+    """Return a count per second with three digits."""
+    if value is None:
+        return "unknown"
+    for size, unit in ((1e6, " M"), (1e4, " k")):
+        if value >= size:
+            scaled = value / (1e3 if unit == " k" else 1e6)
+            return f"{scaled:.3g}{unit}"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def find(document: Mapping[str, Any], id: str | None) -> Mapping[str, Any] | None:
+    """Return the candidate called ``id``, or None."""
+    return next((item for item in document["candidates"] if item["id"] == id), None)
+
+
+def shown(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the candidate an answer is about: the chosen one, else the one asked for."""
+    first: Mapping[str, Any] = document["candidates"][0]
+    return find(document, document["chosen"]) or first
+
+
+def mesh(settings: Mapping[str, Any]) -> str:
+    """Return the mesh in words."""
+    parts = [f"shard {settings['dp_shard']}"]
+    if settings["dp_replicate"] > 1:
+        parts.insert(0, f"replicate {settings['dp_replicate']}")
+    if settings["cp"] > 1:
+        parts.append(f"context {settings['cp']}")
+    return " x ".join(parts)
+
+
+def wrapping(settings: Mapping[str, Any]) -> str:
+    """Return the wrap choice in words."""
+    if settings["wrap_policy"] == "none":
+        return "root only"
+    if settings["wrap_policy"] == "size":
+        return "by size"
+    return ", ".join(settings["wrap_classes"]) or "detected classes"
+
+
+def resharding(value: bool | int) -> str:
+    """Return the reshard setting in words."""
+    if value is True:
+        return "yes"
+    return "no" if value is False else f"to {value} ranks"
+
+
+def batch(settings: Mapping[str, Any]) -> str:
+    """Return the batch's sizes: per forward, forwards per step, in all."""
+    ranks = settings["dp_replicate"] * settings["dp_shard"]
+    whole = settings["micro_batch"] * settings["accumulation"] * ranks
+    return f"{settings['micro_batch']} x {settings['accumulation']} x {ranks} ranks = {whole}"
+
+
+def configuration(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return a candidate's configuration as pairs for a table."""
+    return [
+        ("batch", batch(settings)),
+        ("mesh", mesh(settings)),
+        ("layout", settings["layout"]),
+        ("wrap", wrapping(settings)),
+        ("reshard after forward", resharding(settings["reshard_after_forward"])),
+        ("activation checkpointing", settings["checkpointing"].replace("_", " ")),
+        ("gathered ahead", _units(settings["prefetch"])),
+        ("CPU offload", "yes" if settings["cpu_offload"] else "no"),
+        ("reduce dtype", settings["reduce_dtype"] or "the parameters'"),
+        ("accumulated gradients", settings["gradients"]),
+        ("optimizer kernel", settings["optimizer_implementation"]),
+    ]
+
+
+def brief(settings: Mapping[str, Any]) -> str:
+    """Return a configuration in a few words: what differs between candidates."""
+    words = [
+        f"micro-batch {settings['micro_batch']}",
+        f"checkpointing {settings['checkpointing'].replace('_', ' ')}",
+        f"reshard {resharding(settings['reshard_after_forward'])}",
+    ]
+    if settings["dp_replicate"] > 1 or settings["cp"] > 1:
+        words.append(mesh(settings))
+    if settings["prefetch"] > 1:
+        words.append(f"prefetch {settings['prefetch']}")
+    if settings["cpu_offload"]:
+        words.append("offload")
+    if settings["gradients"] == "unsharded" and settings["accumulation"] > 1:
+        words.append("unsharded gradients")
+    if settings["wrap_policy"] != "transformer" or settings["wrap_classes"]:
+        words.append(f"wrap {wrapping(settings)}")
+    if settings["optimizer_implementation"] not in ("auto", "fused"):
+        words.append(settings["optimizer_implementation"])
+    return ", ".join(words)
+
+
+def speed(candidate: Mapping[str, Any]) -> str:
+    """Return throughput in the unit people use for the model."""
+    if candidate["tokens_per_second"] is not None:
+        return f"{rate(candidate['tokens_per_second'])} tokens/s"
+    if candidate.get("samples_per_second") is not None:
+        return f"{rate(candidate['samples_per_second'])} samples/s"
+    return "unknown"
+
+
+def headline(document: Mapping[str, Any]) -> str:
+    """Return the verdict in one line."""
+    model, details = document["inputs"]["model"], document["details"]
+    candidate = shown(document)
+    where = details["clusters"][candidate["settings"]["cluster"]]
+    return f"{model['reference']} on {where}: {VERDICTS[document['verdict']]}"
+
+
+def need(candidate: Mapping[str, Any]) -> str:
+    """Return need against what there is, and the slack."""
+    total, usable, slack = (
+        candidate["device_total_bytes"],
+        candidate["usable_bytes"],
+        candidate["slack_bytes"],
+    )
+    if total is None:
+        return "what a rank needs is unknown: " + (candidate["rejected_by"] or "see below")
+    if usable is None or slack is None:
+        return f"each rank needs {amount(total)}; what it may use is unknown"
+    spare = f"{amount(slack)} ({slack / usable:.0%}) to spare" if slack >= 0 else f"{amount(-slack)} too much"
+    return f"each rank needs {amount(total)} of {amount(usable)} usable: {spare}"
+
+
+def resample(timeline: Sequence[Mapping[str, Any]], width: int) -> list[int]:
+    """Return ``width`` columns of a timeline, each the largest level in its share of the events."""
+    levels = [moment["allocated_bytes"] for moment in timeline]
+    if len(levels) <= width:
+        return levels
+    edges = [index * len(levels) // width for index in range(width + 1)]
+    return [max(levels[a:b]) for a, b in pairwise(edges)]
+
+
+def _units(value: int) -> str:
+    return "1 unit" if value == 1 else f"{value} units"
