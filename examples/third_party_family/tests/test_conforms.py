@@ -1,0 +1,11 @@
+"""What a plugin's author runs: fsdptool's own conformance test on this family."""
+
+from fsdptool_gatedconv import GatedConvFamily
+
+from fsdptool.families.testing import assert_conforms
+
+
+def test_every_flavour_conforms() -> None:
+    verdicts = assert_conforms(GatedConvFamily())
+    assert {verdict.reference for verdict in verdicts} == {"gatedconv:small", "gatedconv:base"}
+    assert all(verdict.wrap == ("GatedConvBlock",) for verdict in verdicts)
