@@ -135,3 +135,30 @@ def plugin_settings(plugin: Any) -> dict[str, Any]:
         settings["use_orig_params"] = bool(plugin.use_orig_params)
         settings["sync_module_states"] = bool(plugin.sync_module_states)
     return settings
+
+
+def check_explained(path: Path) -> bool:
+    """Assert that accelerate and our reading of ``path`` agree; False when both refuse it.
+
+    A file without a process count is launched with ``--num_processes 8``, as it must be.
+    """
+    from fsdptool.config import read_settings
+
+    reading = read_settings(path, consumer="accelerate")
+    counted = reading.facts.get("num_processes") is not None
+    outcome = run_accelerate(path, *(() if counted else ("--num_processes", "8")))
+    if outcome.error is not None:
+        assert reading.errors, f"{path.name}: accelerate refuses it ({outcome.error}) and we do not"
+        return False
+    explained = {item.key: item.value for item in reading.effective}
+    if outcome.fsdp:
+        for key, value in outcome.settings.items():
+            if (key, counted) == ("num_processes", False) or (key, value) == ("gpu_ids", "all"):
+                continue
+            plain = list(value) if isinstance(value, tuple) else value
+            if explained[key] != plain:
+                assert reading.errors, f"{path.name}: {key} is {plain!r}, explained as {explained[key]!r}"
+                return False
+    else:
+        assert reading.version is None, f"{path.name}: FSDP does not start, explained as it does"
+    return True

@@ -193,8 +193,12 @@ def _unknown_top_level(draft: Draft, entry: Entry) -> None:
 def _move(draft: Draft, entry: Entry, home: str, key: str) -> Any:
     target = draft.root.get(home)
     removed = draft.editor.remove(draft.root, entry)
-    if target is None or entry.node.kind != "scalar" or removed is None or target.node.get(key) is not None:
+    if target is None or entry.node.kind != "scalar" or removed is None:
         return None
+    twin = target.node.get(key)
+    if twin is not None:
+        # Written where it belongs as well: the stray one may go if it says the same.
+        return removed if twin.node.value == entry.node.value else None
     added = draft.editor.add(target.node, target, {key: entry.node.value})
     return None if added is None else (*removed, *added)
 

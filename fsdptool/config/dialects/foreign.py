@@ -10,6 +10,9 @@ def refuse(root: Node, path: str) -> str | None:
     keys = {str(entry.key) for entry in root.entries}
     if _is_xla(root):
         return "XLA FSDP settings (torch_xla on TPU), not FSDP2"
+    section = root.get("fsdp")
+    if section is not None and section.node.kind == "map":
+        return "a training description whose section fsdp is its program's own (NeMo AutoModel writes it so)"
     model, training = root.get("model"), root.get("training")
     if model is not None and training is not None and model.node.kind == "map":
         if model.node.get("model_name") is not None or "fsdp" in keys or "peft" in keys:

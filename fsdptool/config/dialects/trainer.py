@@ -66,6 +66,9 @@ CANNOT = (
 def matches(root: Node) -> float:
     """Return how surely the mapping is TrainingArguments' or their ``fsdp_config``."""
     keys = {str(entry.key) for entry in root.entries}
+    switch = root.get("fsdp")
+    if switch is not None and switch.node.kind == "map":
+        return 0.0
     if keys & {"fsdp", "fsdp_config"} and not keys & {"base_model", "stage", "model_family"}:
         return 0.95 if keys & ARGUMENTS or keys <= {"fsdp", "fsdp_config"} | _notes(keys) else 0.5
     bare = {key.removeprefix("fsdp_") for key in keys}

@@ -1,0 +1,81 @@
+"""What transformers really makes of a file: its argument parser's rules and the plugin built from them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from accelerate_oracle import plugin_settings
+
+
+class _Bare:
+    """The part of TrainingArguments that ``_process_fsdp_args`` reads, without its device set-up."""
+
+    def __init__(self, fsdp: Any, fsdp_config: Any) -> None:
+        from transformers import TrainingArguments
+
+        self.fsdp = fsdp
+        self.fsdp_config = fsdp_config
+        self.activation_checkpointing = False
+        self._apply_legacy_fsdp_to_config = TrainingArguments._apply_legacy_fsdp_to_config
+        self.process = TrainingArguments._process_fsdp_args
+
+
+def run_trainer(fsdp: Any, fsdp_config: Any) -> dict[str, Any] | str:
+    """Return the plugin's settings by our names, or how transformers stopped."""
+    import torch
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    logging.getLogger("transformers.training_args").setLevel(logging.ERROR)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("FSDP_", "ACCELERATE_"))}
+    with patch.dict(os.environ, clean, clear=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            bare = _Bare(fsdp, fsdp_config)
+            arguments = bare.process(bare)
+            if arguments is None:
+                return {}
+            with (
+                patch("accelerate.utils.dataclasses.is_cuda_available", return_value=True),
+                patch.object(torch.cuda, "current_device", return_value=0),
+            ):
+                return plugin_settings(FullyShardedDataParallelPlugin(**arguments))
+        except Exception as error:  # noqa: BLE001 - whatever happens to the person is the answer
+            return f"{type(error).__name__}: {error}"
+
+
+def load(path: Path) -> tuple[Any, Any]:
+    """Return ``fsdp`` and ``fsdp_config`` of a file in either form."""
+    import yaml
+
+    text = path.read_text(encoding="utf-8")
+    data: Mapping[str, Any] = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    if "fsdp" in data or "fsdp_config" in data:
+        return data.get("fsdp"), dict(data.get("fsdp_config") or {})
+    return True, dict(data)
+
+
+def check_explained(path: Path) -> bool:
+    """Assert that transformers and our reading of ``path`` agree; False when both refuse it."""
+    from fsdptool.config import read_settings
+
+    reading = read_settings(path)
+    outcome = run_trainer(*load(path))
+    if isinstance(outcome, str):
+        assert reading.errors, f"{path.name}: transformers refuses it ({outcome}) and we do not"
+        return False
+    explained = {item.key: item.value for item in reading.effective}
+    for key, value in outcome.items():
+        if key in ("activation_checkpointing_offload", "ignored_modules"):
+            continue
+        plain = list(value) if isinstance(value, tuple) else value
+        if explained.get(key) != plain:
+            assert reading.errors, f"{path.name}: {key} is {plain!r}, explained as {explained.get(key)!r}"
+            return False
+    return True
