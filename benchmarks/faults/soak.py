@@ -158,21 +158,26 @@ def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int
         began = time.monotonic()
         if not run.wait_for(lambda before=before: run.attempt() > before and run.training()):
             break
-        resumed = [e for e in run.events("resumed", 0) if e["attempt"] == run.attempt()]
-        at = int(resumed[-1]["step"]) if resumed else 0
         found.append(
             {
                 "kind": kind,
+                "attempt": run.attempt(),
                 "victims": victims,
                 "killed_at_step": step,
                 "checkpoint_unfinished": caught,
-                "resumed_from_step": at,
-                "steps_lost": step - at,
                 "seconds_until_training": round(time.monotonic() - began, 2),
             }
         )
         print(found[-1], flush=True)
     return found
+
+
+def add_losses(run: Run, kills: list[dict[str, Any]]) -> None:
+    """Say of every kill where the run went on and how many steps it did again."""
+    began_at = {event["attempt"]: int(event["step"]) for event in run.events("resumed", 0)}
+    for item in kills:
+        item["resumed_from_step"] = began_at.get(item["attempt"], 0)
+        item["steps_lost"] = item["killed_at_step"] - item["resumed_from_step"]
 
 
 def final_digests(folder: Path) -> dict[str, str]:
@@ -191,7 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--checkpoint-kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
@@ -207,6 +212,7 @@ def main() -> int:
         disturbed = Run(work, "disturbed", "--max-restarts", str(asked + 5))
         kills = harass(disturbed, random.Random(options.seed), options.kills, options.checkpoint_kills)
         status = disturbed.process.wait()
+        add_losses(disturbed, kills)
         plain = Run(work, "plain")
         plain_status = plain.process.wait()
         result = {

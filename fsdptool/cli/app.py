@@ -38,6 +38,7 @@ _MODULES: dict[str, str] = {
     "train": "train",
     "export": "export",
     "launch": "launch",
+    "doctor": "doctor",
     "precompute": "precompute",
 }
 """Command name to module under ``fsdptool.cli`` with a function ``command``."""

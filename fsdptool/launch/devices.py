@@ -76,6 +76,13 @@ def hold(wanted: frozenset[str], folder: Path) -> Iterator[None]:
         claim.unlink(missing_ok=True)
 
 
+def live_claims() -> list[tuple[frozenset[str], str]]:
+    """Return what the live runs of this machine hold: GPU ids and run folder."""
+    registry = registry_folder()
+    found = [_read_claim(path) for path in sorted(registry.glob("*.json"))] if registry.is_dir() else []
+    return [claim for claim in found if claim is not None]
+
+
 def _read_claim(path: Path) -> tuple[frozenset[str], str] | None:
     """Return the claim in a file, or None if its process has gone."""
     try:

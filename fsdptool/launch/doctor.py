@@ -1,0 +1,228 @@
+"""What this machine offers a run: versions, devices, plugins, cache, and whether FSDP2 shards here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.document import tool_version
+
+_LIBRARIES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "diffusers",
+    "peft",
+    "datasets",
+    "safetensors",
+    "huggingface_hub",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "bitsandbytes",
+    "torchao",
+)
+_PROBE = "fsdptool.training.probe"
+PROBE_SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What ``doctor`` found. ``diagnostics`` of severity ``error`` mean that runs will fail here."""
+
+    versions: Mapping[str, str | None]
+    machine: Mapping[str, Any]
+    devices: tuple[Mapping[str, Any], ...]
+    plugins: tuple[Mapping[str, Any], ...]
+    cache: Mapping[str, Any]
+    probes: tuple[Mapping[str, Any], ...]
+    diagnostics: tuple[Diagnostic, ...]
+
+
+def examine(*, with_probe: bool = True) -> Health:
+    """Look at everything; nothing is changed outside the temporary folder.
+
+    Args:
+        with_probe: Start two processes per device type and really shard (several seconds).
+    """
+    diagnostics: list[Diagnostic] = []
+    devices = _devices(diagnostics)
+    probes: list[dict[str, Any]] = []
+    if with_probe:
+        kinds = ["cpu"] + (["cuda"] if len(devices) > 1 else [])
+        probes = [_probe(kind) for kind in kinds]
+        for found in probes:
+            if not found["ok"]:
+                diagnostics.append(
+                    Diagnostic(
+                        "DOC003",
+                        "error",
+                        f"FSDP2 does not shard on two {found['device']} processes: {found['reason']}",
+                        help="runs of more than one process will fail here; read the reason",
+                    )
+                )
+    return Health(
+        versions=_versions(),
+        machine=_machine(),
+        devices=tuple(devices),
+        plugins=tuple(_plugins(diagnostics)),
+        cache=_cache(diagnostics),
+        probes=tuple(probes),
+        diagnostics=tuple(diagnostics),
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"fsdptool": tool_version(), "python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    import psutil
+
+    from fsdptool.launch.command import available_cores
+
+    shared = Path("/dev/shm")
+    return {
+        "platform": platform.platform(),
+        "cores": available_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_available_bytes": psutil.virtual_memory().available,
+        "shared_memory_free_bytes": shutil.disk_usage(shared).free if shared.exists() else None,
+    }
+
+
+def _devices(diagnostics: list[Diagnostic]) -> list[dict[str, Any]]:
+    from fsdptool.launch.devices import live_claims
+    from fsdptool.launch.prepare import count_gpus
+
+    if not count_gpus():
+        return []
+    import torch
+
+    claimed = {gpu: run for gpus, run in live_claims() for gpu in gpus}
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(
+            {
+                "id": str(index),
+                "name": properties.name,
+                "memory_bytes": total,
+                "memory_free_bytes": free,
+                "capability": f"{properties.major}.{properties.minor}",
+                "run": claimed.get(str(index)),
+            }
+        )
+        if free < 0.9 * total:
+            diagnostics.append(
+                Diagnostic(
+                    "DOC001",
+                    "warning",
+                    f"GPU {index} has only {free / total:.0%} of its memory free",
+                    help="another process holds the rest; nvidia-smi names it",
+                )
+            )
+    return found
+
+
+def _plugins(diagnostics: list[Diagnostic]) -> list[dict[str, Any]]:
+    from fsdptool.families.registry import load_registry
+
+    registry = load_registry()
+    diagnostics.extend(registry.diagnostics)
+    return [
+        {"family": family.name, "library": family.library, "origin": str(registry.origin(family.name))}
+        for family in registry.all()
+    ]
+
+
+def _cache(diagnostics: list[Diagnostic]) -> dict[str, Any]:
+    from fsdptool.cache import Store
+
+    store = Store()
+    entries = store.entries()
+    folder = store.folder
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = os.access(nearest, os.W_OK)
+    if not writable:
+        diagnostics.append(
+            Diagnostic(
+                "DOC002",
+                "warning",
+                f"the cache folder {folder} cannot be written; every answer is derived afresh",
+                help="set FSDPTOOL_CACHE to a writable folder",
+            )
+        )
+    return {
+        "folder": str(folder),
+        "writable": writable,
+        "entries": len(entries),
+        "bytes": sum(entry.bytes for entry in entries),
+    }
+
+
+def _probe(device: str) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if device == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}
+        if sys.platform == "linux":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(prefix="fsdptool-probe-") as folder:
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
+        argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+        argv += ["--module", _PROBE, folder, device]
+        try:
+            done = subprocess.run(
+                argv,
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=PROBE_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return _verdict(device, [], f"no answer within {PROBE_SECONDS:.0f} s")
+        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+    if done.returncode == 0 and len(found) == 2:
+        return _verdict(device, found, None)
+    errors = [line.strip() for line in done.stderr.splitlines() if "Error" in line]
+    return _verdict(device, found, errors[0] if errors else f"exit status {done.returncode}")
+
+
+def _verdict(device: str, found: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+    sharded = bool(found) and all(item["sharded"] for item in found)
+    equal = bool(found) and all(item["equal"] for item in found)
+    if reason is None and not sharded:
+        reason = "parameters are not sharded by rows"
+    if reason is None and not equal:
+        worst = max(item["difference"] for item in found)
+        reason = f"weights after three steps differ from a plain loop's by {worst:.1e}"
+    return {
+        "device": device,
+        "backend": found[0]["backend"] if found else None,
+        "processes": 2,
+        "sharded": sharded,
+        "equal": equal,
+        "difference": max((item["difference"] for item in found), default=None),
+        "ok": reason is None,
+        "reason": reason,
+    }
