@@ -28,6 +28,7 @@ SIZE_REFUSED = "DET211"
 FUSED_EXPERTS = "DET212"
 LIBRARY_PLAN = "DET213"
 UNLISTED_BLOCKS = "DET214"
+SCALARS = "DET215"
 
 
 BY_CHOICE = frozenset({REFUSED, EMPTY_NAMES, ABSENT_NAMES, NAMES_REFUSED, NOTHING_TO_WRAP, NESTED_CLASSES})
@@ -40,6 +41,7 @@ def model_hazards(anatomy: Anatomy) -> tuple[Diagnostic, ...]:
     return (
         *_buffers(anatomy),
         *_ties(anatomy),
+        *_scalars(anatomy),
         *_by_size(anatomy),
         *_dtypes(anatomy),
         *_experts(anatomy),
@@ -83,6 +85,18 @@ def _ties(anatomy: Anatomy) -> Iterator[Diagnostic]:
             OTHER_TIES,
             f"{_some([parameter.fqn for parameter in other], 'tensor')} shared by several modules ({listed})",
             "all owners must be in one FSDP unit; fsdptool's native layout sees to it",
+        )
+
+
+def _scalars(anatomy: Anatomy) -> Iterator[Diagnostic]:
+    scalars = [parameter.fqn for parameter in anatomy.parameters if not parameter.shape]
+    if scalars:
+        yield _warn(
+            SCALARS,
+            f"{_some(scalars, 'scalar parameter')}: fully_shard refuses parameters without dimensions, and"
+            " accelerate 1.15 has no setting for it",
+            f"reshape before prepare: model.{scalars[0]} = nn.Parameter(model.{scalars[0]}.data.reshape(1));"
+            " fsdptool keeps scalars whole on every rank",
         )
 
 
