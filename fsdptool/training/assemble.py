@@ -17,7 +17,7 @@ from fsdptool.training.initialisation import Blueprint, draw_blueprint
 from fsdptool.training.materialize import Origins, materialize
 from fsdptool.training.methods.apply import prepare_model
 from fsdptool.training.methods.losses import Student, Task
-from fsdptool.training.optimizer import build_optimizer
+from fsdptool.training.optimizer import Update, build_optimizer
 from fsdptool.training.precision import LossScaler
 from fsdptool.training.proof import prove
 from fsdptool.training.recompute import checkpoint_units
@@ -56,7 +56,7 @@ class Assembled:
 
     model: nn.Module
     stepper: Stepper
-    optimizer: torch.optim.Optimizer
+    optimizer: Update
     scaler: LossScaler | None
     ema: Ema | None
     objective: Objective

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdptool.training.optimizer import create_states, state_tensors
 from fsdptool.training.random_values import derive_seed
 
 if TYPE_CHECKING:
     from fsdptool.training.ema import Ema
     from fsdptool.training.interfaces import Batches
+    from fsdptool.training.optimizer import Update
     from fsdptool.training.precision import LossScaler
 
 
@@ -27,7 +27,7 @@ class RunState:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Update
     batches: Batches
     seed: int
     rank: int
@@ -42,12 +42,10 @@ class RunState:
 
         Optimizer states are made if no step has been taken.
         """
-        if not self.optimizer.state:
-            create_states(self.optimizer)
         named = dict(self.model.named_parameters())
         found = {f"model/{n}": p.detach() for n, p in named.items() if p.requires_grad}
         found |= {f"model/{name}": buffer for name, buffer in persistent_buffers(self.model).items()}
-        states = state_tensors(self.optimizer, named.items())
+        states = self.optimizer.state_tensors()
         found |= {f"optimizer/{name}": tensor for name, tensor in states.items()}
         if self.ema is not None:
             found |= {f"ema/{name}": tensor for name, tensor in self.ema.tensors().items()}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fsdptool.families.protocol import Objective
+    from fsdptool.training.optimizer import Update
     from fsdptool.training.precision import LossScaler
     from fsdptool.training.session import Session
 
@@ -74,7 +75,7 @@ class Stepper:
         self,
         model: nn.Module,
         micro_loss: MicroLoss,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Update,
         session: Session,
         *,
         clip: float | None = None,
@@ -119,7 +120,7 @@ class Stepper:
         finite = math.isfinite(norm) and math.isfinite(found.loss)
         if finite:
             self._apply(norm, scale, rate)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
         items = float(weight)
@@ -185,12 +186,7 @@ class Stepper:
         if factor != 1.0:
             for grads in _grads_by_dtype((*self._sharded, *self._replicated)).values():
                 torch._foreach_mul_(grads, factor)
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        self.optimizer.step()
+        self.optimizer.step(rate)
 
 
 @dataclass(frozen=True, slots=True)

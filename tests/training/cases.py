@@ -211,7 +211,9 @@ def recipe_for(case: Case, reference: str, method: str, **changes: Any) -> Recip
         method=chosen,
         objective=Objective(case.objective, case.options),
         batch=Batch(micro_batch=SAMPLES, sequence_length=LENGTH),
-        optimizer=Optimizer(learning_rate=case.rate, betas=(0.9, 0.99), weight_decay=0.01, clip_grad_norm=None),
+        optimizer=Optimizer(
+            learning_rate=case.rate, betas=(0.9, 0.99), epsilon=1e-6, weight_decay=0.01, clip_grad_norm=None
+        ),
         steps=STEPS,
         seed=7,
     )
@@ -250,11 +252,16 @@ _DEEPER = {
 }
 
 
+def deeper(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the teacher's configuration: one block more."""
+    key, value = _DEEPER[config.get("model_type") or config["_class_name"]]
+    return {**config, key: value}
+
+
 def prepare_case(case: Case, folder: Path, method: str, **changes: Any) -> tuple[Recipe, Path]:
     """Write the model (and its teacher) and return the recipe."""
     reference = write_model(folder / "model", case.config)
-    key, value = _DEEPER[case.config.get("model_type") or case.config["_class_name"]]
-    write_model(folder / "model-teacher", {**case.config, key: value})
+    write_model(folder / "model-teacher", deeper(case.config))
     return recipe_for(case, reference, method, **changes), folder
 
 
@@ -269,13 +276,17 @@ def micro_batch(case: Case, step: int, index: int) -> dict[str, torch.Tensor]:
         labels = torch.randint(0, 5, (SAMPLES,), generator=generator)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
     labels = tokens.clone()
-    kept = (2, LENGTH, 5, 1)[index]
+    kept = (2, LENGTH, 5, 1)[index % 4]
     labels[:, kept:] = -100
     if kind == "causal_lm":
         if case.name == "packed":
             cut = 3 + (step + index) % 6
             positions = torch.cat((torch.arange(cut), torch.arange(LENGTH - cut)))
-            return {"input_ids": tokens, "labels": labels, "position_ids": positions.expand(SAMPLES, -1).clone()}
+            return {
+                "input_ids": tokens,
+                "labels": labels,
+                "position_ids": positions.expand(SAMPLES, -1).clone(),
+            }
         return {"input_ids": tokens, "labels": labels}
     if kind == "masked_lm":
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}

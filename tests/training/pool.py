@@ -27,10 +27,10 @@ def _serve(connection: Connection, rank: int) -> None:
 
     torch.set_num_threads(1)
     while True:
-        message = connection.recv()
-        if message is None:
+        try:
+            function, world, store, args = connection.recv()
+        except EOFError:
             return
-        function, world, store, args = message
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         try:
             dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
@@ -97,7 +97,9 @@ class Pool:
             return
         # One server imports the heavy libraries; ranks are forked from it, before it has threads.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+        context.set_forkserver_preload(
+            ["torch.distributed.fsdp", "torch.distributed.tensor", "transformers.modeling_utils", "peft"]
+        )
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank), daemon=True)

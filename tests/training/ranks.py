@@ -53,7 +53,9 @@ def train(
     assembled = assemble(inputs, session)
     before = weights_of(assembled)
     teacher = getattr(assembled.stepper.micro_loss, "teacher", None)
-    taught = {} if teacher is None else {n: whole(p) for n, p in teacher.named_parameters(remove_duplicate=False)}
+    taught = (
+        {} if teacher is None else {n: whole(p) for n, p in teacher.named_parameters(remove_duplicate=False)}
+    )
     dtype = torch.float64 if recipe.model.dtype == "float64" else torch.float32
     losses, norms = [], []
     for step in range(steps):

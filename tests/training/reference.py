@@ -22,7 +22,8 @@ def plain_model(case: Case, config: dict[str, Any], dtype: torch.dtype) -> nn.Mo
 
         cls = getattr(diffusers, config["_class_name"])
         model = cls.from_config({k: v for k, v in config.items() if not k.startswith("_")})
-        return model.to(dtype).train()
+        # Past diffusers' own ``to``, which prints advice.
+        return nn.Module.to(model, dtype).train()
     import transformers
 
     cls = getattr(transformers, config["architectures"][0])
@@ -137,7 +138,9 @@ def task_loss(case: Case, prediction: torch.Tensor, batch: Batch) -> torch.Tenso
             kept, spread = _schedule(batch)
             aim = kept * batch["noise"] - spread * batch["latents"]
         return ((prediction - aim) ** 2).flatten(1).mean(1).sum()
-    return functional.cross_entropy(prediction.flatten(0, -2), targets(case, batch).flatten(), reduction="sum")
+    return functional.cross_entropy(
+        prediction.flatten(0, -2), targets(case, batch).flatten(), reduction="sum"
+    )
 
 
 def distance(
