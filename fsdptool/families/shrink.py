@@ -206,12 +206,12 @@ def _shrink_vocabulary(config: dict[str, Any]) -> None:
     place = VOCABULARY - 1
     moved: dict[int, int] = {}
     for key, value in config.items():
-        if not key.endswith(("_token_id", "_token_index")) or not isinstance(value, int):
+        if not key.endswith(("_token_id", "_token_index")):
             continue
-        if value >= VOCABULARY - 32:
+        if isinstance(value, list):
+            config[key] = [min(item, VOCABULARY - 40) for item in value]
+        elif isinstance(value, int) and value >= VOCABULARY - 32:
             if value not in moved:
                 moved[value] = place
                 place -= 1
             config[key] = moved[value]
-        elif isinstance(value, list):
-            config[key] = [min(item, VOCABULARY - 40) for item in value]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases import DiffusersFamily
 from fsdptool.families.bases.diffusers import load_class
+from fsdptool.families.bases.latents import SOURCES, stacked, time
 from fsdptool.families.objectives.common import unwrapped
 from fsdptool.families.protocol import TensorSpec
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
 
 TRAIN_STEPS = 1000
+_SIZES = {"original_size": 0, "crop_coords": 2, "target_size": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,58 @@ class Denoiser(DiffusersFamily):
             return found
         last = int(self.full(config)["num_layers"]) - 1
         return tuple(prefix.format(last=last) for prefix in found)
+
+    def assemble(
+        self, config: Mapping[str, Any], recipe: Recipe, samples: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return a micro-batch from cached samples of one bucket.
+
+        Args:
+            config: A raw configuration.
+            recipe: Its objective's options choose how times are drawn (docs/objectives.md).
+            samples: ``latents``, ``noise``, ``uniform`` (one number in [0, 1)), ``size`` (original
+                height and width, crop top and left, target height and width), and the text's tensors
+                by the names pipelines give them or the denoiser's own.
+
+        Raises:
+            ConfigError: A sample lacks what the denoiser takes.
+        """
+        import torch
+
+        latents = stacked(samples, "latents")
+        uniform = stacked(samples, "uniform")
+        options = recipe.objective.options
+        batch = {"latents": latents, "noise": stacked(samples, "noise")}
+        for spec in self.batch_spec(config, recipe):
+            if spec.name in batch:
+                continue
+            if spec.name == "sigma":
+                batch["sigma"] = time(uniform, options).float()
+            elif spec.name == "timestep":
+                # Noise prediction is trained on all steps alike unless the recipe says otherwise.
+                share = time(uniform, {"timestep_sampling": "uniform", **options})
+                batch["timestep"] = (share * TRAIN_STEPS).long().clamp(max=TRAIN_STEPS - 1)
+            elif spec.name == "log_sigma":
+                batch["log_sigma"] = torch.special.ndtri(uniform.double().clamp(1e-9, 1 - 1e-9)).float()
+            else:
+                found = self.cached(spec.name, samples)
+                batch[spec.name] = found.to(getattr(torch, spec.dtype))
+        return batch
+
+    def cached(self, name: str, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return one condition of the denoiser from cached samples.
+
+        Raises:
+            ConfigError: The samples do not have it.
+        """
+        if name in samples[0]:
+            return stacked(samples, name)
+        if name == "time_ids":
+            return stacked(samples, "size")
+        if name in _SIZES:
+            start = _SIZES[name]
+            return stacked(samples, "size")[:, start : start + 2]
+        return stacked(samples, SOURCES.get(name, name))
 
     def tokens(self, recipe: Recipe) -> int:
         """Return the tokens of a caption."""

@@ -16,13 +16,18 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_family"
 
 
-def _run(python: Path, *arguments: str, folder: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def _run(python: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     done = subprocess.run(
-        [str(python), *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
+        [str(python), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=300,
     )
-    if check:
-        assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 

@@ -72,7 +72,8 @@ class DiffusersFamily(CatalogueFamily):
             raise ModelError(f"{model_class}: {one_line(error)}") from error
         # Past diffusers' own ``to``: it warns of modules it would rather keep in fp32, which one
         # dtype per FSDP unit does not allow (torch 2.13, ``_init_mp_dtypes``).
-        return torch.nn.Module.to(model, getattr(torch, dtype)).train()
+        built: nn.Module = torch.nn.Module.to(model, getattr(torch, dtype))
+        return built.train()
 
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
         """Return the denoiser's inputs for the recipe's sizes.
