@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdptool.inspection.api import detect as detect
+    from fsdptool.planning.plan import plan as plan
 
 _PUBLIC: dict[str, str] = {
     "detect": "fsdptool.inspection.api",
+    "plan": "fsdptool.planning.plan",
 }
 """Public name to the module that defines it."""
 

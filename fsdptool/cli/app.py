@@ -35,6 +35,8 @@ _MODULES: dict[str, str] = {
     "explain": "explain",
     "validate": "validate",
     "plan": "plan",
+    "compare": "compare",
+    "calibrate": "calibrate",
     "train": "train",
     "export": "export",
     "launch": "launch",

@@ -2,7 +2,8 @@
 
 A segment lies between two module borders and mixes matrix products with elementwise operators, which
 run one after another: its arithmetic and its memory traffic add up. Segments of module paths are
-summed, then units collect the paths they hold; blocks that were not traced take the times of the block they repeat.
+summed, then units collect the paths they hold; blocks that were not traced take the times of the
+block they repeat.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
@@ -13,6 +14,7 @@ from fsdptool.planning.clusters import describe
 from fsdptool.planning.judge import HEADROOM, gib
 from fsdptool.planning.knobs import Knobs, apply_knobs, knobs_from_json, read_knobs
 from fsdptool.planning.ladder import climb
+from fsdptool.planning.notebook import ShownPlan, shown
 from fsdptool.planning.predict import Estimator, check_sizes
 from fsdptool.planning.request import Options, PlanInputs, Request, read_request
 from fsdptool.planning.search import Weighed, roomy, weigh
@@ -29,7 +31,7 @@ from fsdptool.records.settings import FsdpSettings
 Progress = Callable[[str], None]
 
 
-def plan(reference: str | None = None, **options: Any) -> Plan:
+def plan(reference: str | None = None, **options: Any) -> ShownPlan:
     """Return what every rank will hold, whether it fits, and which configuration to run.
 
     Needs no GPU and no weights. The result shows itself in a notebook.
@@ -50,7 +52,19 @@ def plan(reference: str | None = None, **options: Any) -> Plan:
             f"plan has no option {unknown[0]!r}",
             help=f"there are: {', '.join(Options.__dataclass_fields__)}",
         )
-    return make_plan(read_request(Options(reference=reference, **options)))
+    return shown(make_plan(read_request(Options(reference=reference, **_tuples(options)))))
+
+
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Options hold tuples and paths; people pass lists and text."""
+    result = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    for name in ("recipe", "config", "gpus_file", "machine"):
+        if isinstance(result.get(name), str):
+            result[name] = Path(result[name])
+    if "clusters" in result:
+        items = result["clusters"]
+        result["clusters"] = tuple(Path(item) if isinstance(item, str) else item for item in items)
+    return result
 
 
 def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:

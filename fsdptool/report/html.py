@@ -12,6 +12,9 @@ from fsdptool.report import plan_words as words
 from fsdptool.report.html_style import STYLE
 from fsdptool.report.plan_words import amount, duration
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Nothing may be fetched and nothing may run, whatever a model's name holds."""
+
 
 def plan_page(document: Mapping[str, Any]) -> str:
     """Return the page of a plan document, as HTML text."""
@@ -20,7 +23,7 @@ def plan_page(document: Mapping[str, Any]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
         f'<a class="skip" href="#main">Skip to the answer</a><main id="main">{body}</main></body></html>\n'
     )
@@ -74,10 +77,14 @@ def _head(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
     return (
         f'<header><p class="soft">{escape(model.get("class") or "")} · {parameters}</p>'
         f'<h1>{title}: <span class="{verdict}">{words.VERDICTS[verdict]}</span></h1>'
-        f"<p>{escape(words.need(candidate))}.</p>"
+        f"<p>{escape(_sentence(words.need(candidate)))}</p>"
         f'<p class="soft">Shown: {escape(candidate["id"])}, {escape(words.brief(candidate["settings"]))}.</p>'
         f"<dl>{cards}</dl></header>"
     )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _spare(candidate: Mapping[str, Any]) -> str:
@@ -126,7 +133,8 @@ def _memory(candidate: Mapping[str, Any]) -> str:
 
 def _moments(candidate: Mapping[str, Any]) -> str:
     rows = [
-        f'<tr><th scope="row">{escape(moment["name"])}</th><td class="n">{amount(moment["allocated_bytes"])}</td></tr>'
+        f'<tr><th scope="row">{escape(moment["name"])}</th>'
+        f'<td class="n">{amount(moment["allocated_bytes"])}</td></tr>'
         for moment in candidate["timeline"]
     ]
     table = _table("Allocated bytes after each event", ("event", "allocated"), rows, numbers=(1,), tall=True)
@@ -155,7 +163,7 @@ def _steps(document: Mapping[str, Any]) -> str:
         kind, text = verdict[step["fits"]]
         rows.append(
             f'<tr><th scope="row" class="wide">{escape(step["change"])}</th>'
-            f'<td class="n">{amount(step["device_total_bytes"])}</td><td class="{kind}">{text}</td>'
+            f'<td class="n">{amount(step["device_total_bytes"])}</td><td class="word {kind}">{text}</td>'
             f'<td class="wide">{escape(step["cost"])}</td></tr>'
         )
     table = _table("Next steps", ("change", "then needs", "verdict", "cost"), rows, numbers=(1,))
@@ -204,10 +212,9 @@ def _candidates(document: Mapping[str, Any]) -> str:
 def _findings(document: Mapping[str, Any]) -> str:
     lines = [f"<li><b>unknown</b>: {escape(text)}</li>" for text in document["unknowns"]]
     for item in document["diagnostics"]:
-        help = f"<br><small>{escape(item['help'])}</small>" if item.get("help") else ""
-        lines.append(
-            f"<li><b>{item['severity']}</b> {escape(item['code'])}: {escape(item['message'])}{help}</li>"
-        )
+        more = f"<br><small>{escape(item['help'])}</small>" if item.get("help") else ""
+        text = f"{escape(item['code'])}: {escape(item['message'])}"
+        lines.append(f"<li><b>{item['severity']}</b> {text}{more}</li>")
     lines += [f"<li>{escape(text)}</li>" for text in document["details"].get("notes", ())]
     if document["confidence"] != "verified":
         lines.append("<li><b>confidence</b>: unverified for this torch version</li>")
@@ -218,8 +225,8 @@ def _inputs(document: Mapping[str, Any]) -> str:
     inputs = {key: value for key, value in document["inputs"].items() if key != "machines"}
     text = escape(json.dumps(inputs, indent=2, ensure_ascii=False))
     return (
-        '<section class="long"><h2>Inputs</h2><details class="machine"><summary>What the plan was derived from'
-        f'</summary><pre tabindex="0">{text}</pre></details></section>'
+        '<section class="long"><h2>Inputs</h2><details class="machine">'
+        f'<summary>What the plan was derived from</summary><pre tabindex="0">{text}</pre></details></section>'
     )
 
 

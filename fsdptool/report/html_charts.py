@@ -71,9 +71,8 @@ def memory_bar(candidate: Mapping[str, Any]) -> str:
         line = usable * scale
         anchor = "end" if line > _WIDTH / 2 else "start"
         shapes.append(f'<line class="limit" x1="{line:.2f}" y1="6" x2="{line:.2f}" y2="56"/>')
-        shapes.append(
-            f'<text x="{min(line, _WIDTH - 1):.2f}" y="70" text-anchor="{anchor}">usable {amount(usable)}</text>'
-        )
+        edge = min(line, _WIDTH - 1)
+        shapes.append(f'<text x="{edge:.2f}" y="70" text-anchor="{anchor}">usable {amount(usable)}</text>')
     shapes.append(f'<text x="{min(x, _WIDTH) / 2:.2f}" y="70" text-anchor="middle">{amount(total)}</text>')
     return _svg("bar", 76, f"One rank needs {amount(total)} of {amount(usable)} usable", "".join(shapes))
 
@@ -86,7 +85,7 @@ def timeline(candidate: Mapping[str, Any]) -> str:
     height, left, bottom = 260, 70, 226
     levels = [moment["allocated_bytes"] for moment in moments]
     peak = candidate["allocated_peak_bytes"] or max(levels)
-    top = max(peak, max(levels)) * 1.08 or 1
+    top = max(peak, *levels) * 1.08 or 1
     step = (_WIDTH - left - 10) / (len(levels) - 1)
     points = [
         (left + index * step, bottom - level / top * (bottom - 14)) for index, level in enumerate(levels)
@@ -139,13 +138,12 @@ def scatter(document: Mapping[str, Any]) -> str:
     for item in ordered:
         x, y = place(item)
         kind = "chosen" if item["id"] == document["chosen"] else "on" if item["id"] in front else "off"
-        label = (
-            f"{item['id']}: {amount(item['device_total_bytes'])}, {duration(item['step_seconds'])} per step"
-        )
+        figures = f"{amount(item['device_total_bytes'])}, {duration(item['step_seconds'])} per step"
+        label = f"{item['id']}: {figures}; {brief(item['settings'])}"
         radius = {"chosen": 7, "on": 4.5, "off": 3}[kind]
         body.append(
             f'<circle class="p-{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
-            f"<title>{escape(label + '; ' + brief(item['settings']))}</title></circle>"
+            f"<title>{escape(label)}</title></circle>"
         )
     body.append(f'<text x="{_WIDTH - 4}" y="{height - 22}" text-anchor="end">faster (samples/s) →</text>')
     return _svg("scatter", height, "Every configuration weighed, by speed and memory", "".join(body))
@@ -153,12 +151,23 @@ def scatter(document: Mapping[str, Any]) -> str:
 
 def _grid(top: float, left: int, bottom: int) -> str:
     lines = []
-    for index in range(5):
-        value = top * index / 4 / 1.0
-        y = bottom - index / 4 * (bottom - 14)
+    for value in _ticks(top):
+        y = bottom - value / top * (bottom - 14)
         lines.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{_WIDTH}" y2="{y:.1f}"/>')
-        lines.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{amount(int(value))}</text>')
+        lines.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_round(value)}</text>')
     return "".join(lines)
+
+
+def _ticks(top: float) -> list[float]:
+    """Return round values from 0, about five of them, in the unit the top is read in."""
+    unit = next((size for size in (2**40, 2**30, 2**20, 2**10) if top >= size), 1)
+    steps = [unit * base * 10**power for power in range(4) for base in (1, 2, 5)]
+    step = next((step for step in steps if top / step <= 6), steps[-1])
+    return [index * step for index in range(int(top / step) + 1)]
+
+
+def _round(value: float) -> str:
+    return amount(int(value)).replace(".0 ", " ").replace(".00 ", " ")
 
 
 def _hover(moment: Mapping[str, Any], x: float, step: float, bottom: int) -> str:

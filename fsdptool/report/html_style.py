@@ -36,7 +36,8 @@ svg rect[class^=g-]{stroke:var(--bg);stroke-width:.6}
 .peak{fill:var(--bad)}
 .p-off{fill:var(--outside);opacity:.55}.p-on{fill:var(--accent)}
 .p-chosen{fill:var(--good);stroke:var(--bg);stroke-width:2}
-.key{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.1rem;padding:0;margin:.2rem 0 .6rem;font-size:.88rem}
+.key{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.1rem;padding:0;margin:.2rem 0 .6rem;
+font-size:.88rem}
 .swatch{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em;vertical-align:-.05em}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:.5rem;background:var(--card)}
 .tall{max-height:34rem;overflow-y:auto}
@@ -48,7 +49,7 @@ thead th{position:sticky;top:0;background:var(--card);font-weight:600;white-spac
 tbody th{font-weight:400}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 tr.chosen{background:color-mix(in srgb,var(--good) 12%,transparent)}
-.wide{min-width:15rem}
+.wide{min-width:14rem}.word{white-space:nowrap}
 details{margin:.5rem 0}summary{cursor:pointer;color:var(--accent)}
 :focus-visible{outline:3px solid var(--accent);outline-offset:2px}
 pre{overflow:auto;background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.8rem;

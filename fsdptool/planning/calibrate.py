@@ -1,0 +1,123 @@
+"""From measured runs to the machine's table: what this machine adds, and how fast it really is."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import PlanError
+from fsdptool.planning.catalogue import find_gpu
+from fsdptool.planning.compare import read_json, read_prediction
+from fsdptool.planning.machine import Machine, machine_for
+from fsdptool.records.plan import Candidate
+
+_FRACTIONS = ("matmul_efficiency", "memory_efficiency")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one run says. Seconds and bytes; None where the run did not measure it."""
+
+    folder: str
+    predicted: Candidate
+    step_seconds: float | None
+    reserved_bytes: int | None
+    allocated_bytes: int | None
+
+
+def read_sample(folder: Path) -> Sample:
+    """Return a run's prediction and measurements.
+
+    Raises:
+        PlanError: The folder is no finished run with a prediction.
+    """
+    summary = read_json(folder / "summary.json")
+    lines = [line for line in _metrics(folder) if line.get("memory_reserved_peak_bytes") is not None]
+    known = [value for value in summary.get("measured_peak_bytes", ()) if value is not None]
+    return Sample(
+        folder=str(folder),
+        predicted=read_prediction(folder),
+        step_seconds=summary.get("throughput", {}).get("step_seconds_median"),
+        reserved_bytes=max((line["memory_reserved_peak_bytes"] for line in lines), default=None),
+        allocated_bytes=max(known, default=None),
+    )
+
+
+def calibrate(
+    gpu: str,
+    samples: Sequence[Sample],
+    *,
+    context_bytes: int | None = None,
+    communicator_bytes: int | None = None,
+    gpus_file: Path | None = None,
+    table: Path | None = None,
+) -> Machine:
+    """Return the table's row for a GPU, fitted to runs on it.
+
+    Compute efficiencies are scaled by the median of predicted over measured compute, where measured
+    compute is the median step less what the prediction gives communication, optimizer and offload.
+    The reserved ratio is the largest seen, so that a plan with it errs towards safety.
+
+    Args:
+        gpu: Catalogue name of the GPU the runs were made on.
+        samples: The runs.
+        context_bytes: What the driver reported for a process before its first tensor.
+        communicator_bytes: What it grew by when the first communicator was opened.
+        gpus_file: Further catalogue entries.
+        table: Rows to start from instead of the shipped ones.
+
+    Raises:
+        PlanError: The runs hold nothing to fit, or the GPU is unknown.
+    """
+    found = find_gpu(gpu, gpus_file=gpus_file).gpu
+    base = machine_for(found, table=table)
+    changes: dict[str, Any] = {}
+    factors = [factor for sample in samples if (factor := _speed(sample)) is not None]
+    if factors:
+        factor = statistics.median(factors)
+        changes |= {name: min(max(getattr(base, name) * factor, 0.01), 1.0) for name in _FRACTIONS}
+    ratios = [
+        sample.reserved_bytes / sample.allocated_bytes
+        for sample in samples
+        if sample.reserved_bytes is not None and sample.allocated_bytes
+    ]
+    if ratios:
+        changes["reserved_ratio"] = max(*ratios, 1.0)
+    if context_bytes is not None:
+        changes["context_bytes"] = context_bytes
+    if communicator_bytes is not None:
+        changes["communicator_bytes"] = communicator_bytes
+    if not changes:
+        raise PlanError(
+            "these runs hold nothing to calibrate by",
+            help="train on GPUs with a prediction (fsdptool train), or give --context",
+        )
+    origin = ", ".join(sample.folder for sample in samples) or "figures given by hand"
+    kept = sorted(set(_FRACTIONS) | {"reserved_ratio", "context_bytes", "communicator_bytes"})
+    untouched = [name for name in kept if name not in changes]
+    source = f"measured: {origin}"
+    if untouched:
+        source += f"; not measured, as shipped: {', '.join(untouched)}"
+    return replace(base, name=found.name, match=found.name, measured=True, source=source, **changes)
+
+
+def _speed(sample: Sample) -> float | None:
+    """Return predicted over measured compute, or None where the run or the prediction has no time."""
+    parts = sample.predicted.seconds
+    if sample.step_seconds is None or not parts:
+        return None
+    rest = parts["exposed_communication"] + parts["optimizer"] + parts["offload"]
+    measured = sample.step_seconds - rest
+    return parts["compute"] / measured if measured > 0 else None
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    import json
+
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

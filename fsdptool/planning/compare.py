@@ -1,0 +1,221 @@
+"""Two plans side by side, or a plan and the run it predicted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import PlanError
+from fsdptool.planning.document import read_plan
+from fsdptool.planning.plan import chosen_candidate
+from fsdptool.records.plan import Candidate, Moment, Plan
+
+_SUMMARY, _METRICS, _PREDICTION = "summary.json", "metrics.jsonl", "prediction.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure on both sides. ``unit`` is ``bytes``, ``seconds``, ``rate`` or ``text``.
+
+    ``percent`` is how far the right side lies above the left one (a run: how far measurement lies
+    above prediction), or None where that means nothing.
+    """
+
+    what: str
+    left: Any
+    right: Any
+    unit: str
+    percent: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What :func:`compare` found.
+
+    Attributes:
+        kind: ``plans`` or ``run``.
+        left, right: What the sides are called.
+        rows: Figures of the whole.
+        moments: Allocated bytes moment by moment (plans) or step by step and rank by rank (a run).
+        error_percent: For a run: prediction over measurement of the allocated peak, in percent.
+        notes: What could not be compared, one sentence each.
+    """
+
+    kind: str
+    left: str
+    right: str
+    rows: tuple[Row, ...]
+    moments: tuple[Row, ...]
+    error_percent: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def compare(left: Path, right: Path) -> Comparison:
+    """Return two plans side by side, or a plan (or the run's own prediction) against a run folder.
+
+    ``left`` may be a run folder alone with ``right``: then its own prediction is the left side.
+
+    Raises:
+        PlanError: A side is neither a plan nor a run folder that has measured something.
+    """
+    if left.is_dir() and right.is_dir() and left.resolve() != right.resolve():
+        raise PlanError("two run folders have no plan to compare with", help="give a plan and a run folder")
+    if right.is_dir():
+        predicted = read_prediction(left) if left.is_dir() else chosen_candidate(read_plan(left))
+        return _against_run(predicted, str(left), right)
+    if left.is_dir():
+        return _against_run(chosen_candidate(read_plan(right)), str(right), left)
+    return _plans(read_plan(left), read_plan(right), str(left), str(right))
+
+
+def _plans(a: Plan, b: Plan, left: str, right: str) -> Comparison:
+    first, second = chosen_candidate(a), chosen_candidate(b)
+    rows = [Row("verdict", a.verdict, b.verdict, "text"), *_figures(first, second)]
+    rows += [
+        Row(f"{where}{key}", x, y, "text")
+        for where, x_data, y_data in (
+            ("", first.settings, second.settings),
+            ("recipe.", _flat(a.inputs.get("recipe", {})), _flat(b.inputs.get("recipe", {}))),
+            ("settings.", _flat(a.inputs.get("settings", {})), _flat(b.inputs.get("settings", {}))),
+        )
+        for key, x, y in _different(x_data, y_data)
+    ]
+    return Comparison("plans", left, right, tuple(rows), tuple(_moments(first.timeline, second.timeline)))
+
+
+def _figures(a: Candidate, b: Candidate) -> Iterator[Row]:
+    for name in ("device_total_bytes", "allocated_peak_bytes", "reserved_peak_bytes", "host_bytes_per_node"):
+        yield _row(name.removesuffix("_bytes").replace("_", " "), getattr(a, name), getattr(b, name), "bytes")
+    yield _row("step", a.step_seconds, b.step_seconds, "seconds")
+    yield _row("samples per second", a.samples_per_second, b.samples_per_second, "rate")
+    x = {component.name: component.bytes for component in a.components}
+    y = {component.name: component.bytes for component in b.components}
+    for name in dict.fromkeys([*x, *y]):
+        yield _row(name, x.get(name, 0), y.get(name, 0), "bytes")
+
+
+def _moments(a: Sequence[Moment], b: Sequence[Moment]) -> Iterator[Row]:
+    """Pair moments by name and by how often the name was seen before."""
+    x, y = _numbered(a), _numbered(b)
+    for key in dict.fromkeys([*x, *y]):
+        name, number = key
+        label = name if number == 0 else f"{name} ({number + 1})"
+        yield _row(label, x.get(key), y.get(key), "bytes")
+
+
+def _numbered(moments: Sequence[Moment]) -> dict[tuple[str, int], int]:
+    seen: dict[str, int] = {}
+    result = {}
+    for moment in moments:
+        number = seen.get(moment.name, 0)
+        seen[moment.name] = number + 1
+        result[moment.name, number] = moment.allocated_bytes
+    return result
+
+
+def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
+    summary = read_json(folder / _SUMMARY)
+    metrics = [json.loads(line) for line in _lines(folder / _METRICS)]
+    known = [value for value in summary.get("measured_peak_bytes", ()) if value is not None]
+    if not known:
+        raise PlanError(
+            f"{folder} measured no memory", help="a run measures its first steps; train at least two of them"
+        )
+    expected, measured = predicted.allocated_peak_bytes, max(known)
+    rates = summary.get("throughput", {})
+    rows = [
+        _row("allocated peak", expected, measured, "bytes"),
+        _row(
+            "reserved peak",
+            predicted.reserved_peak_bytes,
+            _most(metrics, "memory_reserved_peak_bytes"),
+            "bytes",
+        ),
+        _row("step", predicted.step_seconds, rates.get("step_seconds_median"), "seconds"),
+        _row("samples per second", predicted.samples_per_second, rates.get("samples_per_second"), "rate"),
+    ]
+    moments = [
+        _row(f"rank {rank}", expected, value, "bytes")
+        for rank, value in enumerate(summary["measured_peak_bytes"])
+    ]
+    moments += [
+        _row(f"step {line['step']}", expected, line["memory_allocated_peak_bytes"], "bytes")
+        for line in metrics
+        if line.get("memory_allocated_peak_bytes") is not None
+    ]
+    notes = [f"measured with {summary.get('instrument', 'an unnamed instrument')}"]
+    if summary.get("world_size") != _ranks(predicted):
+        notes.append(f"the plan is for {_ranks(predicted)} ranks, the run had {summary.get('world_size')}")
+    error = 100.0 * (expected - measured) / measured if expected is not None else None
+    return Comparison("run", left, str(folder), tuple(rows), tuple(moments), error, tuple(notes))
+
+
+def _ranks(candidate: Candidate) -> int:
+    settings = candidate.settings
+    return int(settings["dp_replicate"] * settings["dp_shard"] * settings["cp"])
+
+
+def read_prediction(folder: Path) -> Candidate:
+    """Return what a run's own prediction said.
+
+    Raises:
+        PlanError: The run was started without one.
+    """
+    from fsdptool.records.codec import from_json
+
+    data = read_json(folder / _PREDICTION)
+    if data is None:
+        raise PlanError(f"{folder} holds no prediction", help="give the plan it was started from")
+    return from_json(Candidate, data, where=str(folder / _PREDICTION))
+
+
+def read_json(path: Path) -> Any:
+    """Return a run folder's JSON file.
+
+    Raises:
+        PlanError: It is missing or unreadable: the folder is no finished run.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(
+            f"{path.parent} is no finished run folder: {path.name} is missing", help="check the path"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} cannot be read: {error}") from error
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        return []
+
+
+def _most(lines: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    return max((line[key] for line in lines if line.get(key) is not None), default=None)
+
+
+def _row(what: str, left: Any, right: Any, unit: str) -> Row:
+    percent = None
+    if isinstance(left, int | float) and isinstance(right, int | float) and left:
+        percent = 100.0 * (right - left) / left
+    return Row(what, left, right, unit, percent)
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(data, Mapping):
+        result: dict[str, Any] = {}
+        for key, value in data.items():
+            result |= _flat(value, f"{prefix}{key}.")
+        return result
+    return {prefix.rstrip("."): data}
+
+
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in dict.fromkeys([*a, *b]):
+        if a.get(key) != b.get(key):
+            yield key, a.get(key), b.get(key)
