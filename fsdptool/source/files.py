@@ -44,7 +44,9 @@ def read_json(path: Path) -> Mapping[str, Any]:
             f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", help="repair the file"
         ) from error
     except RecursionError as error:
-        raise ReferenceError(f"{path}: nested too deeply for a configuration") from error
+        raise ReferenceError(
+            f"{path}: nested too deeply for a configuration", help="give the model's config.json"
+        ) from error
     except ValueError as error:
         raise ReferenceError(f"{path}: not JSON that can be used: {error}", help="repair the file") from error
     if not isinstance(loaded, dict):

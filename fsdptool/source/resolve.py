@@ -15,7 +15,7 @@ from fsdptool.records.model import ModelSpec, Reference, ReferenceKind
 from fsdptool.source import pipeline
 from fsdptool.source.files import read_json, safetensors_in
 from fsdptool.source.hub import HubFiles, looks_like_id
-from fsdptool.source.sanity import check_known, check_quantization, check_sizes
+from fsdptool.source.sanity import check_known, check_quantization, check_sizes, transformers_model_types
 
 _CONFIG, _INDEX, _ADAPTER = "config.json", "model_index.json", "adapter_config.json"
 
@@ -293,7 +293,7 @@ def _plain(
 ) -> ModelSpec:
     known: tuple[Diagnostic, ...] = ()
     family = _claim(config, str(path))
-    if family.precedence < 0:
+    if family.precedence < 0 or config.get("model_type") in transformers_model_types():
         known = check_known(config, str(path), trust_remote_code=options.trust)
     check_sizes(config, str(path))
     return ModelSpec(
