@@ -2,9 +2,10 @@
 
 from fsdptool.planning.catalogue import load_gpu
 from fsdptool.planning.document import check_plan, plan_document, read_plan
+from fsdptool.planning.options import Options, PlanInputs
 from fsdptool.planning.plan import chosen_candidate, chosen_run, make_plan, plan, search
 from fsdptool.planning.predict import predict
-from fsdptool.planning.request import Options, PlanInputs, read_request
+from fsdptool.planning.request import read_request
 
 __all__ = [
     "Options",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from fsdptool.errors import FsdptoolError
 from fsdptool.planning.judge import HEADROOM, gib
 from fsdptool.planning.knobs import Knobs
+from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.predict import Estimator
-from fsdptool.planning.request import PlanInputs
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.plan import Candidate
 

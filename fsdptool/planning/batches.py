@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.planning.knobs import Knobs
+from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.predict import Estimator
-from fsdptool.planning.request import PlanInputs
 from fsdptool.planning.search import roomy
 from fsdptool.records.plan import Candidate
 

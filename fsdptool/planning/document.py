@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning.files import check, read_data
-from fsdptool.planning.request import PlanInputs, Request
+from fsdptool.planning.options import PlanInputs, Request
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import envelope, library_versions, tool_version
 from fsdptool.records.plan import Candidate, Plan

@@ -10,8 +10,8 @@ from fsdptool.planning.catalogue import all_entries
 from fsdptool.planning.judge import gib
 from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.machine import machine_for
+from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.predict import Estimator
-from fsdptool.planning.request import PlanInputs
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.plan import Candidate, NextStep
 

@@ -15,8 +15,9 @@ from fsdptool.planning.judge import HEADROOM, gib
 from fsdptool.planning.knobs import Knobs, apply_knobs, knobs_from_json, read_knobs
 from fsdptool.planning.ladder import climb
 from fsdptool.planning.notebook import ShownPlan, shown
+from fsdptool.planning.options import Options, PlanInputs, Request
 from fsdptool.planning.predict import Estimator, check_sizes
-from fsdptool.planning.request import Options, PlanInputs, Request, read_request
+from fsdptool.planning.request import read_request
 from fsdptool.planning.search import Weighed, roomy, weigh
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster
@@ -81,7 +82,7 @@ def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:
     check_sizes(inputs.recipe)
     _asked(inputs)  # contradictions between sizes are told before anything is built
     spec, anatomy = _model(inputs)
-    _check_model(anatomy)
+    _check_model(spec, anatomy, inputs.recipe)
     found = [*request.diagnostics, *_grave(spec.diagnostics)]
     return search(spec, anatomy, inputs, progress=progress, diagnostics=found)
 
@@ -187,12 +188,24 @@ def _model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
     return spec, inspect(spec, wrap=inputs.wrap, exclude=inputs.exclude)
 
 
-def _check_model(anatomy: Anatomy) -> None:
+def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
+    from fsdptool.families.registry import family_of
+
     if anatomy.total_parameters >= 1 << 48:
         raise PlanError(
             f"{anatomy.total_parameters:,} parameters are too many for memory arithmetic",
             help="check the configuration's sizes for a typing error",
         )
+    length = recipe.batch.sequence_length
+    for key in ("max_position_embeddings", "n_positions"):
+        positions = spec.config.get(key)
+        if length is not None and isinstance(positions, int) and length > positions:
+            raise PlanError(
+                f"sequence length {length:,} is beyond the {positions:,} positions of {spec.reference.id}",
+                help=f"use at most {positions}; to extend the context, say so: --override {key}={length}",
+            )
+    # The family knows the rest: positions its configuration class defaults to, sizes images must have.
+    family_of(spec).batch_spec(spec.config, recipe)
 
 
 def _conclude(

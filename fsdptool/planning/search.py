@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from fsdptool.planning.judge import HEADROOM, gib
 from fsdptool.planning.knobs import Knobs
+from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.predict import Estimator
-from fsdptool.planning.request import PlanInputs
 from fsdptool.planning.space import enumerate_space
 from fsdptool.records.plan import Candidate
 
