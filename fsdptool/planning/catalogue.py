@@ -145,7 +145,7 @@ def _entry(item: dict[str, Any]) -> Entry:
 def _tokens(name: str) -> frozenset[str]:
     """Split a name at separators; ``80g``, ``80GB`` and ``80GiB`` are one token."""
     parts = re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\w)", "rtx ", name.lower()))
-    words = set()
+    words: set[str] = set()
     for part in parts:
         part = re.sub(r"^(\d+)(g|gb|gib)$", r"\1gb", part)
         glued = re.fullmatch(r"([a-z]+\d+[a-z]*?)(\d+gb?)?(sxm\d?|pcie|nvl)?", part)

@@ -58,7 +58,9 @@ def plan(reference: str | None = None, **options: Any) -> ShownPlan:
 
 def _tuples(options: dict[str, Any]) -> dict[str, Any]:
     """Options hold tuples and paths; people pass lists and text."""
-    result = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    result: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
     for name in ("recipe", "config", "gpus_file", "machine"):
         if isinstance(result.get(name), str):
             result[name] = Path(result[name])
@@ -238,12 +240,14 @@ def _conclude(
         steps = climb(estimator, inputs, asked[0], first)
     diagnostics += _remarks(inputs, first, chosen)
     diagnostics += advise(estimator, inputs, asked[0], first, chosen)
+    shown_knobs = knobs_from_json((chosen or first).settings)
     details = {
         "asked": list(weighed.asked),
         "front": list(weighed.front),
         "model": dict(inputs.model),
         "clusters": [describe(cluster) for cluster in inputs.clusters],
         "notes": list(estimator.notes),
+        "states": estimator.states(shown_knobs, inputs.clusters[shown_knobs.cluster]),
         "headroom": HEADROOM,
         "searched": len(weighed.candidates),
         **extra,

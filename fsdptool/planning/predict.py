@@ -11,7 +11,7 @@ from fsdptool.planning.compute import Cost, module_costs
 from fsdptool.planning.judge import Judgement, judge
 from fsdptool.planning.knobs import Knobs, apply_knobs, read_knobs, resolve_mesh
 from fsdptool.planning.machine import Machine, machine_for
-from fsdptool.planning.stages import Timing, time_candidate
+from fsdptool.planning.stages import Timing, model_states, time_candidate
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.footprint import Footprint
@@ -115,6 +115,16 @@ class Estimator:
             costs = self._module_costs(key, trace, cluster.gpu, machine)
             timing = time_candidate(units, costs, trace, recipe, mesh, cluster, machine)
         return _assemble(id, knobs, cluster, footprint, verdict, timing)
+
+    def states(self, knobs: Knobs, cluster: Cluster) -> dict[str, int]:
+        """Return the bytes one rank keeps for the model by kind: what the rule-of-thumb tables give.
+
+        Gradients are those of a whole step; at the peak fewer may be alive.
+        """
+        recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
+        units = self._group(knobs, recipe, settings)
+        mesh = resolve_mesh(settings.mesh, cluster.world_size)
+        return model_states(units, mesh)
 
     def _trace(self, key: Key, recipe: Recipe, settings: FsdpSettings) -> Trace:
         if key not in self._traces:

@@ -106,7 +106,7 @@ def _prefer(options: Options, clusters: Sequence[Cluster]) -> str:
     wanted = one_of("prefer", options.prefer or "speed", ("speed", "price"))
     if wanted == "price" and not priced:
         raise PlanError("not every cluster has a price", help="give price_per_gpu_hour in each cluster file")
-    return wanted
+    return str(wanted)
 
 
 def _settings(options: Options, profile: str) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:

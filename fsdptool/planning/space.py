@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import TypeVar
 
-from fsdptool.planning.knobs import Knobs
+from fsdptool.planning.knobs import Accumulating, Implementation, Knobs
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster
+
+T = TypeVar("T")
 
 LONG_SEQUENCE = 16384
 """Tokens from which sharing a sequence between ranks is worth weighing."""
@@ -162,20 +165,21 @@ def _wraps(
     return [base, *alone, ("none", ())]
 
 
-def _implementations(asked: Knobs, fixed: Sequence[str], wide: bool) -> list[str]:
-    asked_one: str = asked.optimizer_implementation
+def _implementations(asked: Knobs, fixed: Sequence[str], wide: bool) -> list[Implementation]:
+    asked_one = asked.optimizer_implementation
     if "optimizer_implementation" in fixed or not wide:
         return [asked_one]
-    return list(dict.fromkeys([asked_one, *(("foreach",) if asked_one in ("auto", "fused") else ("fused",))]))
+    other: Implementation = "foreach" if asked_one in ("auto", "fused") else "fused"
+    return [asked_one, other]
 
 
-def _gradients(asked: Knobs, fixed: Sequence[str], wide: bool) -> list[str]:
+def _gradients(asked: Knobs, fixed: Sequence[str], wide: bool) -> list[Accumulating]:
     if "gradients" in fixed or not wide:
         return [asked.gradients]
     return ["sharded", "unsharded"]
 
 
-def _flag(asked: object, choices: tuple[object, ...], closed: bool) -> list[object]:
+def _flag(asked: T, choices: tuple[T, ...], closed: bool) -> list[T]:
     return [asked] if closed else list(dict.fromkeys([asked, *choices]))
 
 

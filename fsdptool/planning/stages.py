@@ -107,6 +107,18 @@ def local_trained(units: UnitPlan, mesh: Mesh) -> float:
     return sharded / mesh.shard_degree + whole
 
 
+def model_states(units: UnitPlan, mesh: Mesh) -> dict[str, int]:
+    """Return parameter and gradient bytes of rank 0, which holds the largest shards (torch 2.13)."""
+    kept = {"parameters": 0, "gradients": 0}
+    sharded = [(p, mesh.shard_degree) for unit in units.units for p in unit.parameters]
+    for parameter, ranks in [*sharded, *((p, 1) for p in units.ignored)]:
+        stored = units.master_dtype if units.master_dtype and parameter.trainable else parameter.dtype
+        size = _padded(parameter, ranks) // ranks * BYTES.get(stored, 4)
+        kept["parameters"] += size
+        kept["gradients"] += size if parameter.trainable else 0
+    return kept
+
+
 def _stage(unit: Unit, units: UnitPlan, cost: Cost, mesh: Mesh) -> Stage:
     ranks = mesh.shard_degree
     padded = [(_padded(p, ranks), p) for p in unit.parameters]

@@ -30,6 +30,7 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
         print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates)")
     print_line(f"as {candidate['id']}: {words.brief(candidate['settings'])}")
     _components(candidate)
+    _states(document)
     _peak(candidate)
     _timeline(candidate)
     _host(candidate)
@@ -67,6 +68,14 @@ def _components(candidate: Mapping[str, Any]) -> None:
     if candidate["device_total_bytes"] is not None:
         cells.append(("in all", amount(candidate["device_total_bytes"]), "", "estimate"))
     print_table(("one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2))
+
+
+def _states(document: Mapping[str, Any]) -> None:
+    states = document["details"].get("states") or {}
+    if states:
+        kept = ", ".join(f"{name} {amount(size)}" for name, size in states.items())
+        print_line()
+        print_line(f"of a whole step, whatever is alive at the peak: {kept} (exact)")
 
 
 def _peak(candidate: Mapping[str, Any]) -> None:
