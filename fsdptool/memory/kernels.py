@@ -77,6 +77,32 @@ def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: b
     return torch.native_dropout(input, p, True)[0]
 
 
+def _grouped(profile: Profile) -> Any:
+    """Return the shape rule of the grouped product, for every dtype.
+
+    torch 2.13's own refuses all but bfloat16 on fake tensors, which neither kernel does, and pads
+    rows to 16 bytes depending on the build it runs in rather than on the device it stands for.
+    """
+
+    def rule(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        offsets, dtype = kwargs.get("offs"), kwargs.get("out_dtype") or left.dtype
+        groups = offsets.shape[0] if offsets is not None else left.shape[0]
+        if left.dim() == 2 and right.dim() == 2:
+            shape: tuple[int, ...] = (groups, left.shape[0], right.shape[1])
+        elif left.dim() == 3 and right.dim() == 3:
+            shape = (left.shape[0], left.shape[1], right.shape[-1])
+        else:
+            shape = (left.shape[-2], right.shape[-1])
+        row = shape[-1]
+        if profile == "cuda":
+            step = max(16 // dtype.itemsize, 1)
+            row = -(-row // step) * step
+        strides = (shape[-2] * row, row, 1)[-len(shape) :]
+        return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
+
+    return rule
+
+
 @contextmanager
 def _replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
     # A TorchFunctionMode would be off during backward, and so during recomputation (torch 2.13:
@@ -96,6 +122,8 @@ def kernels_of(profile: Profile) -> Iterator[None]:
     transformers 5.23 takes fake tensors for tracing, looks for packed sequences and builds an S x S
     mask that a real run without packing never has: that search is switched off, too.
     """
+    from torch import _meta_registrations
+
     with ExitStack() as stack:
         try:
             from transformers import masking_utils
@@ -104,6 +132,7 @@ def kernels_of(profile: Profile) -> Iterator[None]:
         else:
             nothing = _replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
             stack.enter_context(nothing)
+        stack.enter_context(_replaced(_meta_registrations, "_meta_grouped_mm_common", _grouped(profile)))
         if profile == "cuda":
             functional = torch.nn.functional
             stack.enter_context(_replaced(functional, "scaled_dot_product_attention", _attend))

@@ -63,7 +63,7 @@ class Schedule:
         self._visited: list[Group] = []
         self._replicated: dict[str, Block] = {}
         self._chained = False
-        self._last = True
+        self._last = self._backward = True
 
     def micro_batch(
         self,
@@ -84,7 +84,7 @@ class Schedule:
             backward: False for a forward without gradients.
             answer: A teacher's prediction, which the loss takes over.
         """
-        self._last = last
+        self._last, self._backward = last, backward
         self._chain(pieces)
         ledger = self.ledger
         for piece in pieces:
@@ -95,7 +95,9 @@ class Schedule:
             for name, size in piece.gradients:
                 self._own_gradient(name, size)
         if not backward:
-            self.reshard_all()
+            self._visited.clear()
+            for group in self.groups:
+                group.order.clear()
 
     def _border(self, piece: Piece, reduce: bool) -> None:
         marker, path = piece.marker, piece.path
@@ -120,7 +122,7 @@ class Schedule:
         elif marker == "grad_leave":
             if group is not None and group.entered == path:
                 self._post_backward(group, reduce)
-        elif marker == "end":
+        elif marker == "end" and self._backward:
             self.ledger.note("end of backward")
             self._final(reduce)
 
@@ -257,14 +259,6 @@ class Schedule:
         elif group.state == POST_FORWARD and group.sizes.smaller is not None:
             self.ledger.drop(group.sizes.smaller)
         group.state = SHARDED
-
-    def reshard_all(self) -> None:
-        """Free whatever is gathered."""
-        for group in self.groups:
-            self._to_sharded(group)
-            group.training = IDLE
-            group.order.clear()
-        self._visited.clear()
 
     # Backward --------------------------------------------------------------------------------
 

@@ -1,0 +1,268 @@
+"""The matrix: families, methods, precisions, checkpointing, resharding, ranks, accumulation, optimizers.
+
+Every family meets a spread of the knobs, rotated so that each pair of values occurs somewhere, plus
+one-knob-at-a-time rows on a small llama. Every fifth row was kept aside while the model was tuned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from settings import Setting
+
+TEXT = {"sequence_length": 256, "micro_batch": 2}
+IMAGE = {"height": 256, "width": 256, "micro_batch": 1}
+VIDEO = {"height": 128, "width": 128, "frames": 9, "micro_batch": 1}
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
+    "llama": (
+        "dense",
+        "llama3:8b",
+        {
+            "num_hidden_layers": 6,
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "vocab_size": 4000,
+        },
+        TEXT,
+    ),
+    "qwen3": (
+        "GQA, tied",
+        "qwen3:0.6b",
+        {
+            "num_hidden_layers": 6,
+            "hidden_size": 384,
+            "intermediate_size": 1152,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 6000,
+            "layer_types": None,
+            "max_window_layers": 6,
+        },
+        TEXT,
+    ),
+    "gemma2": (
+        "GQA, alternating windows",
+        "gemma2:2b",
+        {
+            "num_hidden_layers": 6,
+            "hidden_size": 384,
+            "intermediate_size": 1024,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 5000,
+            "layer_types": None,
+        },
+        TEXT,
+    ),
+    "qwen3-moe": (
+        "MoE",
+        "qwen3-moe:30b-a3b",
+        {
+            "num_hidden_layers": 6,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 192,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 4000,
+        },
+        TEXT,
+    ),
+    "gpt2": ("tied", "gpt2:small", {"n_layer": 6, "n_embd": 384, "n_head": 6, "vocab_size": 6000}, TEXT),
+    "bert": (
+        "encoder",
+        "bert:base-uncased",
+        {
+            "num_hidden_layers": 6,
+            "hidden_size": 384,
+            "intermediate_size": 1536,
+            "num_attention_heads": 6,
+            "vocab_size": 6000,
+        },
+        TEXT,
+    ),
+    "t5": (
+        "seq2seq",
+        "flan-t5:base",
+        {
+            "num_layers": 6,
+            "num_decoder_layers": 6,
+            "d_model": 384,
+            "d_ff": 1024,
+            "num_heads": 6,
+            "vocab_size": 6016,
+        },
+        TEXT,
+    ),
+    "whisper": (
+        "seq2seq, audio",
+        "whisper:tiny",
+        {},
+        {"sequence_length": 64, "micro_batch": 1},
+    ),
+    "vit": (
+        "vision encoder",
+        "vit:base-patch16-224",
+        {"num_hidden_layers": 6, "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6},
+        {"micro_batch": 4},
+    ),
+    "flux": (
+        "Flux",
+        "flux.1:dev",
+        {
+            "num_layers": 3,
+            "num_single_layers": 6,
+            "num_attention_heads": 4,
+            "joint_attention_dim": 512,
+            "pooled_projection_dim": 256,
+        },
+        IMAGE,
+    ),
+    "sd3": (
+        "SD3",
+        "sd3:medium",
+        {
+            "num_layers": 6,
+            "num_attention_heads": 6,
+            "joint_attention_dim": 512,
+            "caption_projection_dim": 384,
+            "pooled_projection_dim": 256,
+        },
+        IMAGE,
+    ),
+    "sdxl": (
+        "SDXL U-Net",
+        "sdxl:unet",
+        {
+            "block_out_channels": [64, 128, 256],
+            "attention_head_dim": [2, 4, 8],
+            "cross_attention_dim": 256,
+            "transformer_layers_per_block": [1, 1, 2],
+        },
+        IMAGE,
+    ),
+    "wan": (
+        "Wan",
+        "wan2.1:t2v-1.3b",
+        {"num_layers": 6, "num_attention_heads": 4, "ffn_dim": 1536, "text_dim": 512},
+        VIDEO,
+    ),
+}
+"""Row name to (kind in the tables, reference, overrides, micro-batch)."""
+
+_METHODS = ("full", "full", "lora", "full", "distillation")
+_PRECISIONS = ("fp32", "bf16", "bf16r")
+_CHECKPOINTING = ("none", "full", "selective")
+_RESHARD: tuple[bool | int, ...] = (True, False, 2)
+_RANKS = (8, 2, 64, 4)
+_OPTIMIZERS = (("adamw", "fused"), ("adamw", "foreach"), ("adamw", "for_loop"), ("sgd", "foreach"))
+_PER_FAMILY = 4
+
+
+def rows() -> Iterator[Setting]:
+    """Yield every setting over ``fake``, then every one over ``gloo``."""
+    fake = list(_fake())
+    for index, row in enumerate(fake):
+        yield replace(row, kept_aside=index % 5 == 3)
+    for index, row in enumerate(_gloo()):
+        yield replace(row, kept_aside=index % 5 == 3)
+
+
+def _base(name: str) -> Setting:
+    _, reference, overrides, batch = FAMILIES[name]
+    return Setting(name, name, reference, overrides, batch=batch)
+
+
+def _fake() -> Iterator[Setting]:
+    index = 0
+    for position, name in enumerate(FAMILIES):
+        base = _base(name)
+        for turn in range(_PER_FAMILY):
+            ranks = _RANKS[(position + turn) % 4]
+            reshard = _RESHARD[(position + 2 * turn) % 3]
+            optimizer = _OPTIMIZERS[(index + position) % 4]
+            row = replace(
+                base,
+                ranks=ranks,
+                method=_METHODS[(position + turn) % 5],
+                precision=_PRECISIONS[(position + turn) % 3],
+                checkpointing=_CHECKPOINTING[(position // 2 + turn) % 3],
+                reshard=_divisor(reshard, ranks),
+                accumulation=1 + (index % 3 == 2),
+                optimizer=optimizer[0],
+                implementation=optimizer[1],
+            )
+            yield replace(row, name=_name(row))
+            index += 1
+    yield from _one_by_one()
+
+
+def _one_by_one() -> Iterator[Setting]:
+    base = replace(_base("llama"), ranks=8)
+    for change in (
+        {},
+        {"precision": "fp32"},
+        {"checkpointing": "full"},
+        {"checkpointing": "every_n"},
+        {"checkpointing": "selective"},
+        {"reshard": False},
+        {"reshard": 4},
+        {"ranks": 1},
+        {"ranks": 512},
+        {"replicate": 2},
+        {"replicate": 2, "accumulation": 2},
+        {"accumulation": 3, "held": "unsharded"},
+        {"prefetch": 2},
+        {"layout": "accelerate"},
+        {"layout": "accelerate", "checkpointing": "full", "accumulation": 2},
+        {"method": "lora-replicated"},
+        {"optimizer": "adafactor", "implementation": "auto"},
+    ):
+        row = replace(base, **change)  # type: ignore[arg-type]
+        yield replace(row, name="single " + _name(row))
+
+
+def _gloo() -> Iterator[Setting]:
+    for position, name in enumerate(FAMILIES):
+        for turn in range(2):
+            ranks = (2, 4)[(position + turn) % 2]
+            row = replace(
+                _base(name),
+                backend="gloo",
+                ranks=ranks,
+                method=_METHODS[(position + 2 * turn) % 5],
+                precision=_PRECISIONS[(position + turn) % 3],
+                checkpointing=_CHECKPOINTING[(position + turn) % 3],
+                reshard=_divisor(_RESHARD[(position + turn) % 3], ranks),
+                accumulation=1 + (position + turn) % 2,
+            )
+            yield replace(row, name=_name(row))
+
+
+def _divisor(reshard: bool | int, ranks: int) -> bool | int:
+    """A smaller group must be smaller, and divide the ranks."""
+    return True if not isinstance(reshard, bool) and ranks <= reshard else reshard
+
+
+def _name(row: Setting) -> str:
+    parts = [row.family, row.method, row.precision, f"ac-{row.checkpointing}", f"reshard-{row.reshard}"]
+    parts += [f"n{row.ranks}", f"acc{row.accumulation}", f"{row.optimizer}-{row.implementation}"]
+    if row.replicate > 1:
+        parts.append(f"hsdp{row.replicate}")
+    if row.held != "sharded":
+        parts.append(row.held)
+    if row.prefetch > 1:
+        parts.append(f"prefetch{row.prefetch}")
+    if row.layout != "native":
+        parts.append(row.layout)
+    return " ".join([row.backend, *parts])

@@ -1,0 +1,157 @@
+"""Measures what one setting really allocates on the CPU: one process, or one rank of several.
+
+Instrument: torch's own allocator events. The CPU allocator reports every allocation and free to
+the profiler (``[memory]`` events with bytes, ``torch.profiler`` with ``profile_memory=True``); their
+running sum, begun before the model exists, is the bytes alive. The peak is taken over step 2.
+
+``fake``: one process plays rank 0 of N over torch's ``fake`` process group: collectives do nothing,
+everything else is real. ``gloo``: real ranks.
+
+Run as ``python benchmarks/memory/measure.py SETTING_JSON OUT_JSON``; under gloo once per rank, with
+``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from settings import Setting, inputs_of, read_setting
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fsdptool.families.registry import family_of
+from fsdptool.families.synthetic import synthesise
+from fsdptool.training.assemble import build_sharded, objective_for
+from fsdptool.training.methods.losses import Student, Task
+from fsdptool.training.optimizer import build_optimizer
+from fsdptool.training.session import open_session
+from fsdptool.training.step import Stepper, _Agreed
+
+STEPS = 2
+
+
+class _Undaunted(Stepper):
+    """Takes every step: over ``fake`` ranks gathered values are whatever memory held."""
+
+    def _agree(self, total: Any, sums: Any, stop: int) -> _Agreed:
+        super()._agree(total, sums, stop)
+        return _Agreed(1.0, 1.0, 0, {})
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Run the setting's steps and return the peak of step 2 with the levels around it."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    if setting.backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.ranks)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        _run(setting)
+    return _read(profiler)
+
+
+def _run(setting: Setting) -> None:
+    made = inputs_of(setting)
+    session = open_session(made.settings)
+    spec, recipe, plan = made.spec, made.recipe, made.units
+    objective = objective_for(recipe, spec)
+    model = build_sharded(spec, recipe.model, plan, made.settings, session, recipe=recipe, seed=0).model
+    _own_storage(model)
+    micro_loss: Any = Task(objective)
+    if made.teacher_spec is not None and made.teacher_units is not None:
+        distillation = recipe.method.distillation
+        assert distillation is not None
+        teacher = build_sharded(
+            made.teacher_spec,
+            distillation.teacher,
+            made.teacher_units,
+            made.settings,
+            session,
+            recipe=None,
+            seed=0,
+        ).model
+        _own_storage(teacher)
+        micro_loss = Student(objective, teacher, distillation, objective_for(recipe, made.teacher_spec))
+    optimizer = build_optimizer(
+        recipe.optimizer, list(model.named_parameters()), rate=1e-4, device=session.device
+    )
+    stepper = _Undaunted(
+        model,
+        micro_loss,
+        optimizer,
+        session,
+        clip=recipe.optimizer.clip_grad_norm,
+        unsharded=recipe.sharding.accumulation == "unsharded",
+    )
+    specs = family_of(spec).batch_spec(spec.config, recipe)
+    generator = torch.Generator().manual_seed(session.rank)
+    gc.disable()
+    for step in range(STEPS):
+        batches = [synthesise(specs, generator) for _ in range(recipe.batch.accumulation)]
+        gc.collect()
+        with record_function(f"STEP {step}"):
+            stepper.run(batches, rate=1e-4)
+        del batches
+
+
+def _own_storage(model: torch.nn.Module) -> None:
+    """Give every shard memory of its own.
+
+    On the CPU a shard cut from a whole initial value is a view of it until a first checkpoint is
+    loaded; on a GPU the copy to the device cuts it. The figures are to stand for training, not for that.
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            shard = parameter._local_tensor
+            if shard.untyped_storage().nbytes() > shard.numel() * shard.element_size():
+                parameter._local_tensor = shard.clone()
+
+
+def _read(profiler: Any) -> dict[str, Any]:
+    changes, spans = [], {}
+    for event in profiler.profiler.kineto_results.events():
+        name = event.name()
+        if name == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+        elif name.startswith("STEP "):
+            spans[name] = (event.start_ns(), event.start_ns() + event.duration_ns())
+    changes.sort(key=lambda change: change[0])
+    begin, end = spans[f"STEP {STEPS - 1}"]
+    level = peak = resting = when = 0
+    for time, size in changes:
+        level += size
+        if time <= begin:
+            resting = level
+        if begin <= time <= end and level > peak:
+            peak, when = level, time
+    return {
+        "peak_bytes": peak,
+        "resting_bytes": resting,
+        "peak_at": (when - begin) / max(end - begin, 1),
+        "events": len(changes),
+    }
+
+
+def main() -> None:
+    """Measure the setting named on the command line."""
+    setting = read_setting(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    result = measure(setting)
+    result["rank"] = int(os.environ.get("RANK", "0"))
+    if result["rank"] == 0:
+        Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

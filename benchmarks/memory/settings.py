@@ -1,0 +1,128 @@
+"""One measured setting, and the records it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdptool.inspection import inspect
+from fsdptool.records.codec import from_json
+from fsdptool.records.recipe import (
+    Batch,
+    Checkpointing,
+    Distillation,
+    Lora,
+    Method,
+    ModelChoice,
+    Optimizer,
+    Recipe,
+    Sharding,
+)
+from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.source import resolve
+from fsdptool.training.run_inputs import RunInputs
+from fsdptool.training.unitplan import plan_teacher, plan_units
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the matrix.
+
+    Attributes:
+        name: Unique.
+        family: What the row counts as in the tables.
+        reference, overrides: The model, cut to what fits a small machine.
+        backend: ``fake`` or ``gloo``.
+        ranks: World size; ``replicate`` of them hold copies (HSDP).
+        method: ``full``, ``lora`` or ``distillation`` (the teacher is the model at double depth).
+        precision: ``fp32``, ``bf16`` (fp32 reduction) or ``bf16r`` (bf16 reduction).
+        checkpointing: ``none``, ``full``, ``every_n`` or ``selective``.
+        reshard: True, False or a number of ranks.
+        batch: Sizes of a micro-batch.
+        accumulation, held: Micro-batches per step; gradients held ``sharded`` or ``unsharded``.
+        optimizer, implementation: As in a recipe.
+        layout: ``native`` or ``accelerate``.
+        prefetch: Units gathered ahead.
+        kept_aside: Not looked at while the model was tuned.
+    """
+
+    name: str
+    family: str
+    reference: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "fake"
+    ranks: int = 8
+    replicate: int = 1
+    method: str = "full"
+    precision: str = "bf16"
+    checkpointing: str = "none"
+    reshard: bool | int = True
+    batch: Mapping[str, int] = field(default_factory=dict)
+    accumulation: int = 1
+    held: str = "sharded"
+    optimizer: str = "adamw"
+    implementation: str = "auto"
+    layout: str = "native"
+    prefetch: int = 1
+    kept_aside: bool = False
+
+
+def read_setting(data: Any) -> Setting:
+    """Return a setting from its JSON form."""
+    return from_json(Setting, data)
+
+
+def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
+    """Return the recipe and the settings of a row."""
+    choice = ModelChoice(setting.reference, overrides=setting.overrides, weights="random")
+    method = Method()
+    if setting.method == "lora":
+        method = Method("lora", lora=Lora(rank=8, adapters="sharded"))
+    elif setting.method == "lora-replicated":
+        method = Method("lora", lora=Lora(rank=8, adapters="replicated"))
+    elif setting.method == "distillation":
+        method = Method("distillation", distillation=Distillation(choice))
+    mode = setting.checkpointing
+    recipe = Recipe(
+        model=choice,
+        method=method,
+        batch=Batch(**{"micro_batch": 1, **setting.batch, "accumulation": setting.accumulation}),
+        optimizer=Optimizer(name=setting.optimizer, implementation=setting.implementation),  # type: ignore[arg-type]
+        sharding=Sharding(
+            layout=setting.layout,  # type: ignore[arg-type]
+            reduce_dtype="bfloat16" if setting.precision == "bf16r" else "float32",
+            reshard_after_forward=None if isinstance(setting.reshard, bool) else setting.reshard,
+            prefetch=setting.prefetch,
+            accumulation=setting.held,  # type: ignore[arg-type]
+            checkpointing=None if mode == "none" else Checkpointing(mode=mode),  # type: ignore[arg-type]
+        ),
+    )
+    settings = FsdpSettings(
+        reshard_after_forward=setting.reshard is not False,
+        activation_checkpointing=mode != "none",
+        mixed_precision="no" if setting.precision == "fp32" else "bf16",
+        mesh=Mesh(dp_replicate=setting.replicate),
+        num_processes=setting.ranks,
+        use_cpu=True,
+    )
+    return recipe, settings
+
+
+def inputs_of(setting: Setting) -> RunInputs:
+    """Return everything a worker needs."""
+    recipe, settings = records_of(setting)
+    spec = resolve(setting.reference, overrides=setting.overrides)
+    anatomy = inspect(spec)
+    units = plan_units(anatomy, recipe, settings)
+    teacher = recipe.method.distillation is not None
+    return RunInputs(
+        Path(),
+        recipe,
+        settings,
+        spec,
+        units,
+        teacher_spec=spec if teacher else None,
+        teacher_units=plan_teacher(anatomy, recipe, settings) if teacher else None,
+    )
