@@ -145,16 +145,21 @@ def _run(
 
 
 def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progress, format: Format) -> int:
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from fsdptool.launch.closing import summarise, write_summary
-    from fsdptool.report.train import closing_text
+    from fsdptool.launch.exhaustion import account_for, write_report
+    from fsdptool.records.codec import to_json
+    from fsdptool.report.train import closing_text, memory_text
     from fsdptool.training.events import read_lines
     from fsdptool.training.folder import METRICS
 
     mesh = asdict(prepared.settings.mesh.resolve(prepared.world_size))
     summary = summarise(folder, outcome, units=len(prepared.units.units), mesh=mesh)
+    account = account_for(prepared, outcome.failure) if outcome.failure is not None else None
     try:
+        if account is not None:
+            summary = replace(summary, memory_report=write_report(folder, account))
         document = write_summary(folder, summary)
     except OSError as error:
         progress.say(f"warning: summary.json cannot be written: {error.strerror or error}")
@@ -164,6 +169,8 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
     else:
         losses = [line.get("loss") for line in read_lines(folder / METRICS)]
         sys.stdout.write(closing_text(document, _shown(folder), losses))
+    if account is not None:
+        progress.say(memory_text(to_json(account)))
     if outcome.failure is not None:
         progress.say(f"error: {outcome.failure.message}")
         if outcome.failure.help:

@@ -19,6 +19,7 @@ from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
 from fsdptool.training.folder import ACCELERATE, RECIPE
+from fsdptool.training.trackers import check_backends
 
 Device = Literal["cpu", "cuda"]
 
@@ -80,6 +81,7 @@ def prepare(
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = read_recipe(recipe_path)
+    check_backends(recipe)
     reading = read_settings(config_path, consumer="fsdptool")
     settings = reading.require()
     if cpu:

@@ -184,6 +184,28 @@ def closing_text(summary: Mapping[str, Any], folder: str, losses: list[float | N
     return "\n".join(lines) + "\n"
 
 
+def memory_text(account: Mapping[str, Any]) -> str:
+    """Return the account of a rank that ran out of memory."""
+    seen = account["seen"]
+    lines = [f"rank {account['rank']} ran out of memory in {seen['moment']}"]
+    asked = seen.get("requested_bytes")
+    if asked is not None:
+        held = bytes_text(seen.get("allocated_bytes"))
+        lines[0] += f": {bytes_text(asked)} more were asked for with {held} allocated"
+    lines += [f"  {bytes_text(item['bytes']):>12}  {item['name']}" for item in seen.get("live", [])]
+    if account["planned_moment"]:
+        planned = bytes_text(account["planned_bytes"])
+        lines.append(f"  the plan expected {planned} at that moment ({account['planned_moment']})")
+    if account["peak_moment"]:
+        peak = bytes_text(account["peak_bytes"])
+        lines.append(f"  the plan's peak is {peak}, in {account['peak_moment']}")
+    for step in account["next_steps"][:3]:
+        total = step["device_total_bytes"]
+        gives = f": {bytes_text(total)} per rank" if total is not None else ""
+        lines.append(f"  next step: {step['change']}{gives} (costs: {step['cost']})")
+    return "\n".join(lines)
+
+
 def plan_text(prediction: Mapping[str, Any] | None) -> str:
     """Return what the plan says before the run, in one line."""
     if prediction is None or prediction.get("allocated_peak_bytes") is None:

@@ -15,6 +15,7 @@ from typing import Any
 from fsdptool.errors import ExitCode, FsdptoolError
 from fsdptool.training import events as event_module
 from fsdptool.training.events import EventLog
+from fsdptool.training.exhaustion import describe_exhaustion, is_exhaustion
 from fsdptool.training.folder import LOGS
 from fsdptool.training.parts import open_events, open_flag
 from fsdptool.training.stop import SignalFlag
@@ -52,7 +53,11 @@ def guard(folder: Path, body: Body) -> int:
     try:
         fields = body(events, flag)
     except BaseException as error:
-        events.emit("failure", **describe(error))
+        fields = describe(error)
+        if is_exhaustion(error):
+            memory = _last_memory(error)
+            fields |= {"memory": memory, "message": f"out of memory in {memory['moment']}"}
+        events.emit("failure", **fields)
         traceback.print_exc()
         sys.stderr.flush()
         # Not sys.exit: destructors of half-dead process groups can hang (gloo waits for its peers).
@@ -75,12 +80,20 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": text.splitlines()[0][:500],
         "help": getattr(error, "help", None) if known else None,
         "exit_code": int(exit_code(error)),
-        "retryable": not known or exit_code(error) is ExitCode.WORKER_FAILED,
+        "retryable": (not known or exit_code(error) is ExitCode.WORKER_FAILED) and not is_exhaustion(error),
         "secondary": not known and any(symptom in text for symptom in _PEER_SYMPTOMS),
         "timeout": not known and ("timed out" in text.lower() or "timeout" in text.lower()),
-        "out_of_memory": type(error).__name__ == "OutOfMemoryError",
+        "out_of_memory": is_exhaustion(error),
         "traceback": traceback.format_exception(error)[-12:],
     }
+
+
+def _last_memory(error: BaseException) -> dict[str, Any]:
+    """Describe the memory; with little of it left even that may fail."""
+    try:
+        return describe_exhaustion(error)
+    except Exception as second:
+        return {"moment": f"unknown ({type(second).__name__} while looking)", "live": [], "largest": []}
 
 
 def exit_code(error: BaseException) -> ExitCode:

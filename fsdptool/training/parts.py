@@ -71,6 +71,7 @@ def open_parts(
     """Assemble the parts. Collective: checkpoints get process groups of their own."""
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
     from fsdptool.training.meter import CpuMeter, CudaMeter
+    from fsdptool.training.trackers import open_trackers
 
     checkpointer = RunCheckpointer(
         folder / CHECKPOINTS,
@@ -80,6 +81,9 @@ def open_parts(
         resume=resume_choice(read_start(folder), events.attempt),
         mesh=mesh,
     )
+    if events.rank == 0:
+        for tracker in open_trackers(folder, recipe):
+            events.add_tracker(tracker)
     meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
     return Parts(events, stop, checkpointer, meter)
 
