@@ -62,9 +62,15 @@ def materialize(model: nn.Module, origins: Origins, session: Session, *, offload
     for names in aliases.values():
         parameter = model.get_parameter(names[0])
         values = _values(parameter, names, origins, missing)
-        _assign(model, names, parameter, values.to(device))
+        _assign(model, names, parameter, _own(values.to(device)))
     _fill_buffers(model, origins, session.device)
     return missing
+
+
+def _own(values: torch.Tensor) -> torch.Tensor:
+    """Cut values loose from a larger tensor they are a view of, which would stay alive with them."""
+    whole = values.untyped_storage().nbytes()
+    return values.clone() if whole > values.numel() * values.element_size() else values
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:
