@@ -130,10 +130,9 @@ def _merge(made: object, into: Path, force: bool, format: Format) -> int:
         sys.stdout.write(difference or f"{into} says all of this already\n")
     if not difference:
         return 0
-    if not force:
-        if not (sys.stdin.isatty() and typer.confirm(f"write {into}?", err=True)):
-            sys.stderr.write("nothing written; --force writes it\n")
-            return 0
+    if not force and not (sys.stdin.isatty() and typer.confirm(f"write {into}?", err=True)):
+        sys.stderr.write("nothing written; --force writes it\n")
+        return 0
     write_file_bytes(into, merged.before.encode(merged.after))
     sys.stderr.write(f"wrote {into}\n")
     return 0

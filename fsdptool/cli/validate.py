@@ -66,8 +66,10 @@ def command(
         if diff:
             return _show(repaired)
         _write(repaired)
-        readings = [result.reading if result is not None else reading
-                    for result, reading in zip(repaired, readings, strict=True)]  # fmt: skip
+        readings = [
+            result.reading if result is not None else reading
+            for result, reading in zip(repaired, readings, strict=True)
+        ]
     verdict = Verdict(tuple(readings))
     _print(verdict, format, quiet)
     return verdict.exit_code(strict=strict)
@@ -86,8 +88,9 @@ def _read(path: Path, dialect: str | None, consumer: str | None, judged: dict[st
     return read_settings(given, dialect=dialect, consumer=consumer, **judged)
 
 
-def _extras(model: str | None, gpu: str | None, gpus: int | None, host_memory: str | None,
-            trust_remote_code: bool) -> dict[str, Any]:  # fmt: skip
+def _extras(
+    model: str | None, gpu: str | None, gpus: int | None, host_memory: str | None, trust_remote_code: bool
+) -> dict[str, Any]:
     extras: dict[str, Any] = {}
     if model is not None:
         from fsdptool.config.model_rules import inspect_model
@@ -132,8 +135,11 @@ def _write(repaired: list[Repaired | None]) -> None:
         replace_file(Path(result.before.path), result.after.encode())
         for item in result.applied:
             where = f"{result.before.path}:{item.line}" if item.line else result.before.path
-            changed = "".join(f"; {key} becomes {value}" for key, value in item.changes.items()
-                              if key != "*" and value is not None)  # fmt: skip
+            changed = "".join(
+                f"; {key} becomes {value}"
+                for key, value in item.changes.items()
+                if key != "*" and value is not None
+            )
             sys.stderr.write(f"fixed {where}: {item.code} {item.description}{changed}\n")
 
 

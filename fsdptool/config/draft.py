@@ -75,8 +75,15 @@ class Draft:
         fact = self.facts.get(key)
         return fact is not None and fact.entry is not None
 
-    def set(self, key: str, value: Any, *, entry: Entry | None = None, parent: Node | None = None,
-            origin: str | None = None) -> None:  # fmt: skip
+    def set(
+        self,
+        key: str,
+        value: Any,
+        *,
+        entry: Entry | None = None,
+        parent: Node | None = None,
+        origin: str | None = None,
+    ) -> None:
         """Record a setting. Without ``origin`` it came from ``entry``'s line."""
         if origin is None:
             origin = f"line {self.line(entry)}" if entry is not None else f"default of {self.consumer}"

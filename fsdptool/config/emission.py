@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.config import spelling
 from fsdptool.config.emit import emit_yaml, resolved
 from fsdptool.errors import ConfigError
-from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.document import envelope
-from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
+from fsdptool.records.codec import to_json
+from fsdptool.records.document import digest, envelope
+from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
 from fsdptool.records.settings import FsdpSettings, Mesh
 
 if TYPE_CHECKING:
@@ -51,9 +49,13 @@ class Emission:
 
     def text(self) -> str:
         """Return the file."""
-        notes = () if self.reference is not None else (
-            "Wrap classes are the model's: write fsdp_transformer_layer_cls_to_wrap (fsdptool detect REF).",
-        )  # fmt: skip
+        notes = (
+            ()
+            if self.reference is not None
+            else (
+                "Wrap classes are the model's: write fsdp_transformer_layer_cls_to_wrap (fsdptool detect).",
+            )
+        )
         return emit_yaml(
             self.settings,
             layout=self.layout,
@@ -83,52 +85,45 @@ def from_plan(path: Path, *, candidate: str | None = None) -> Emission:
     Raises:
         ConfigError: The file is no plan, or has no such candidate, or chose none.
     """
-    from fsdptool.planning.knobs import apply_knobs, knobs_from_json
-    from fsdptool.records.cluster import Cluster
+    from fsdptool.planning import chosen_candidate, chosen_run, read_plan
 
-    document = _read_plan(path)
-    wanted = candidate or document.get("chosen")
-    by_id = {item["id"]: item for item in document["candidates"]}
-    if wanted is None:
-        raise ConfigError(f"{path}: the plan chose nothing (verdict: {document.get('verdict')})",
-                          help="name one with --candidate, or follow the plan's next steps")  # fmt: skip
-    if wanted not in by_id:
+    plan = read_plan(path)
+    ids = [item.id for item in plan.candidates]
+    if candidate is not None and candidate not in ids:
         raise ConfigError(
-            f"{path}: there is no candidate {wanted!r}", help=f"choose one of: {', '.join(by_id)}"
+            f"{path}: there is no candidate {candidate!r}", help=f"choose one of: {', '.join(ids)}"
         )
-    inputs = document["inputs"]
-    recipe = from_json(Recipe, inputs["recipe"], where=f"{path}: inputs.recipe")
-    settings = from_json(FsdpSettings, inputs["settings"], where=f"{path}: inputs.settings")
-    knobs = knobs_from_json(by_id[wanted]["settings"])
-    cluster = from_json(Cluster, inputs["clusters"][knobs.cluster], where=f"{path}: inputs.clusters")
-    recipe, settings = apply_knobs(knobs, recipe, settings, cluster)
-    model = recipe.model
-    anatomy = _inspect(model.reference, revision=model.revision, component=model.component,
-                       trust_remote_code=model.trust_remote_code, overrides=model.overrides)  # fmt: skip
-    return Emission(
-        settings, recipe.sharding.layout, model.reference, document.get("inputs_digest"), recipe, anatomy
-    )
-
-
-def _read_plan(path: Path) -> Mapping[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    if candidate is None and plan.chosen is None:
         raise ConfigError(
-            f"{path} is not a plan: {error}", help="write one with `fsdptool plan -o`"
-        ) from error
-    if not isinstance(document, dict) or document.get("schema") != "plan":
-        raise ConfigError(f"{path} is not a plan", help="write one with `fsdptool plan -o`")
-    return document
+            f"{path}: the plan chose nothing (verdict: {plan.verdict})",
+            help=f"name one with --candidate ({', '.join(ids[:4])}), or follow the plan's next steps",
+        )
+    plan = replace(plan, chosen=candidate or plan.chosen)
+    recipe, settings, _ = chosen_run(plan)
+    chosen = chosen_candidate(plan)
+    model = recipe.model
+    anatomy = _inspect(
+        model.reference,
+        revision=model.revision,
+        component=model.component,
+        trust_remote_code=model.trust_remote_code,
+        overrides=model.overrides,
+    )
+    return Emission(
+        settings,
+        recipe.sharding.layout,
+        model.reference,
+        digest({"inputs": plan.inputs, "candidate": chosen.id}),
+        recipe,
+        anatomy,
+    )
 
 
 def from_reference(
     reference: str | None,
     *,
     preset: str | None = None,
-    layout: str = "native",
+    layout: Layout | str = "native",
     wrap: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
     revision: str | None = None,
@@ -149,20 +144,35 @@ def from_reference(
     if reference is None:
         classes = spelling.classes(list(wrap)) or ()
         return Emission(replace(settings, wrap_classes=classes), layout)
-    anatomy = _inspect(reference, revision=revision, component=component,
-                       trust_remote_code=trust_remote_code, wrap=wrap, exclude=exclude)  # fmt: skip
+    anatomy = _inspect(
+        reference,
+        revision=revision,
+        component=component,
+        trust_remote_code=trust_remote_code,
+        wrap=wrap,
+        exclude=exclude,
+    )
     classes = anatomy.wrap.classes
     if classes:
         settings = replace(settings, wrap_policy="transformer", wrap_classes=classes)
     else:
         settings = replace(settings, wrap_policy="none", wrap_classes=(), activation_checkpointing=False)
-    recipe = Recipe(ModelChoice(reference, revision=revision, component=component,
-                                trust_remote_code=trust_remote_code), sharding=Sharding(layout=layout))  # type: ignore[arg-type]  # fmt: skip
+    chosen: Layout = "accelerate" if layout == "accelerate" else "native"
+    model = ModelChoice(
+        reference, revision=revision, component=component, trust_remote_code=trust_remote_code
+    )
+    recipe = Recipe(model, sharding=Sharding(layout=chosen))
     return Emission(settings, layout, reference, None, recipe, anatomy)
 
 
-def adjust(settings: FsdpSettings, *, processes: int | None = None, nodes: int | None = None,
-           precision: str | None = None, cpu: bool = False) -> FsdpSettings:  # fmt: skip
+def adjust(
+    settings: FsdpSettings,
+    *,
+    processes: int | None = None,
+    nodes: int | None = None,
+    precision: str | None = None,
+    cpu: bool = False,
+) -> FsdpSettings:
     """Return settings with what the command line says on top.
 
     Raises:
@@ -183,21 +193,22 @@ def adjust(settings: FsdpSettings, *, processes: int | None = None, nodes: int |
         settings = replace(settings, mixed_precision=found)  # type: ignore[arg-type]
     if cpu:
         settings = replace(settings, use_cpu=True)
-    mesh = settings.mesh
-    if mesh.dp_shard is not None and settings.num_processes is not None:
+    mesh, total = settings.mesh, settings.num_processes
+    if mesh.dp_shard is not None and total is not None:
         others = mesh.dp_replicate * mesh.cp * mesh.tp * mesh.sp
         if others == 1:
             # Sharding over everybody is what accelerate does without a mesh.
             settings = replace(settings, mesh=Mesh())
-        elif others * mesh.dp_shard != settings.num_processes:
-            if settings.num_processes % others:
-                raise ConfigError(f"{settings.num_processes} processes do not divide by {others}")
-            settings = replace(settings, mesh=replace(mesh, dp_shard=settings.num_processes // others))
+        elif others * mesh.dp_shard != total:
+            if total % others:
+                raise ConfigError(f"{total} processes do not divide by {others}")
+            settings = replace(settings, mesh=replace(mesh, dp_shard=total // others))
     return settings
 
 
-def _inspect(reference: str, *, wrap: tuple[str, ...] = (), exclude: tuple[str, ...] = (),
-             **options: Any) -> Anatomy:  # fmt: skip
+def _inspect(
+    reference: str, *, wrap: tuple[str, ...] = (), exclude: tuple[str, ...] = (), **options: Any
+) -> Anatomy:
     from fsdptool.inspection import inspect
     from fsdptool.source import resolve
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from fsdptool.config.write import MODELINE, write_settings
 from fsdptool.records.settings import FsdpSettings
@@ -29,8 +28,11 @@ def emit_yaml(
         differences: What a plain accelerate script will do differently, one sentence each.
         notes: Further comment lines.
     """
-    head = ["Written by fsdptool emit-config." if reference is None else
-            f"Written by fsdptool emit-config for {reference}."]  # fmt: skip
+    head = [
+        "Written by fsdptool emit-config."
+        if reference is None
+        else f"Written by fsdptool emit-config for {reference}."
+    ]
     head.append(f"fsdptool: layout={layout}" + (f" plan={plan_digest}" if plan_digest else ""))
     if settings.use_cpu:
         head.append("fsdptool: consumer=fsdptool")
@@ -50,12 +52,3 @@ def resolved(settings: FsdpSettings) -> FsdpSettings:
     if others == 1 or mesh.dp_shard is not None or settings.num_processes is None:
         return settings
     return replace(settings, mesh=mesh.resolve(settings.num_processes))
-
-
-def settings_of_candidate(values: Mapping[str, Any]) -> FsdpSettings:
-    """Return the settings part of a plan's candidate (extra keys, those of the recipe, are left out)."""
-    from fsdptool.records.codec import from_json
-
-    inner = values.get("settings", values)
-    known = {key: value for key, value in inner.items() if key in FsdpSettings.__dataclass_fields__}
-    return from_json(FsdpSettings, known, where="settings")

@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdptool.config.edits import apply_edits
 from fsdptool.config.facts import COMMON, LEGACY
-from fsdptool.config.reading import Reading
 from fsdptool.config.read import read_settings
+from fsdptool.config.reading import Reading
 from fsdptool.config.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
 
@@ -36,8 +36,9 @@ class Repaired:
     applied: tuple[Applied, ...] = ()
 
 
-def repair(reading: Reading, *, unsafe: bool = False, only: frozenset[str] | None = None,
-           **judged: Any) -> Repaired:  # fmt: skip
+def repair(
+    reading: Reading, *, unsafe: bool = False, only: frozenset[str] | None = None, **judged: Any
+) -> Repaired:
     """Apply the fixes of a reading until none is left.
 
     Every fix is checked by reading the result: what it changes must be what it said, and it must not
@@ -67,8 +68,13 @@ def repair(reading: Reading, *, unsafe: bool = False, only: frozenset[str] | Non
     return Repaired(before, reading.source, reading, tuple(applied))
 
 
-def _step(reading: Reading, safe: bool, only: frozenset[str] | None, refused: set[tuple[str, str]],
-          arguments: dict[str, Any]) -> tuple[Reading, list[Applied]] | None:  # fmt: skip
+def _step(
+    reading: Reading,
+    safe: bool,
+    only: frozenset[str] | None,
+    refused: set[tuple[str, str]],
+    arguments: dict[str, Any],
+) -> tuple[Reading, list[Applied]] | None:
     """Apply all fixes of one kind at once, or one by one where that fails; None when nothing is left."""
     candidates = [
         index

@@ -14,10 +14,31 @@ from fsdptool.config.facts import WRITTEN
 from fsdptool.config.tree import Node
 
 _LEAVES = frozenset(
-    "Linear Conv1d Conv2d Conv3d LayerNorm RMSNorm GroupNorm Dropout Embedding Identity SiLU GELU".split()
+    [
+        "Linear",
+        "Conv1d",
+        "Conv2d",
+        "Conv3d",
+        "LayerNorm",
+        "RMSNorm",
+        "GroupNorm",
+        "Dropout",
+        "Embedding",
+        "Identity",
+        "SiLU",
+        "GELU",
+    ]
 )
-_WHOLE = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification", "ForMaskedLM",
-          "ForTokenClassification", "ForQuestionAnswering", "LMHeadModel", "Pipeline")  # fmt: skip
+_WHOLE = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForSequenceClassification",
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "LMHeadModel",
+    "Pipeline",
+)
 
 
 def judge(draft: Draft, *, model: Any = None, hardware: Any = None) -> None:
@@ -79,15 +100,26 @@ def _conflicts(draft: Draft) -> None:
     filled = block is not None and bool(block.entries)
     deepspeed = draft.extras.get("deepspeed")
     if deepspeed and (draft.runs_fsdp or filled):
-        draft.report("FSD304", "FSDP and DeepSpeed cannot be enabled simultaneously.",
-                     draft.root.get("deepspeed_config") or draft.root.get("deepspeed"))  # fmt: skip
+        draft.report(
+            "FSD304",
+            "FSDP and DeepSpeed cannot be enabled simultaneously.",
+            draft.root.get("deepspeed_config") or draft.root.get("deepspeed"),
+        )
     elif filled and kind not in ("FSDP", None):
         entry = draft.root.get("distributed_type")
         edits = None
         if entry is not None and kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
             edits = draft.editor.replace(entry.node, "FSDP")
-        draft.report("FSD330", f"the FSDP settings do nothing: distributed_type is {kind}", entry, value=True,
-                     edits=edits, safe=False, fix="write FSDP", changes={"*": "FSDP"})  # fmt: skip
+        draft.report(
+            "FSD330",
+            f"the FSDP settings do nothing: distributed_type is {kind}",
+            entry,
+            value=True,
+            edits=edits,
+            safe=False,
+            fix="write FSDP",
+            changes={"*": "FSDP"},
+        )
 
 
 def _target(draft: Draft) -> None:
@@ -98,18 +130,28 @@ def _target(draft: Draft) -> None:
         if draft.get("fsdp_version") == 2 and consumer.before(1, 6):
             draft.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", at(draft, "fsdp_version"))
         if draft.extras.get("parallelism_block") is not None and consumer.before(1, 10):
-            draft.report("FSD344", f"parallelism_config does not exist in {consumer}",
-                         draft.root.get("parallelism_config"))  # fmt: skip
+            draft.report(
+                "FSD344",
+                f"parallelism_config does not exist in {consumer}",
+                draft.root.get("parallelism_config"),
+            )
         if draft.get("activation_checkpointing_offload") and consumer.before(1, 15):
-            draft.report("FSD344", f"activation offload does not exist in {consumer}",
-                         at(draft, "activation_checkpointing_offload"))  # fmt: skip
+            draft.report(
+                "FSD344",
+                f"activation offload does not exist in {consumer}",
+                at(draft, "activation_checkpointing_offload"),
+            )
 
 
 def _version(draft: Draft) -> None:
     if draft.get("fsdp_version") != 1:
         if draft.get("state_dict_type") == "local":
-            draft.report("FSD333", "LOCAL_STATE_DICT is not supported by FSDP2",
-                         at(draft, "state_dict_type"), value=True)  # fmt: skip
+            draft.report(
+                "FSD333",
+                "LOCAL_STATE_DICT is not supported by FSDP2",
+                at(draft, "state_dict_type"),
+                value=True,
+            )
         return
     from fsdptool.config.migrate import migration
 
@@ -122,16 +164,33 @@ def _version(draft: Draft) -> None:
     if draft.consumer.name == "fsdptool":
         what += "; fsdptool runs FSDP2 only"
     place = at(draft, "fsdp_version") or draft.extras.get("fsdp_entry") or draft.root.get("fsdp_config")
-    draft.report("FSD301", f"{what}: FSDP1 runs", place, severity=severity,
-                 help=made.refusal or "fsdptool migrate FILE writes the same settings for FSDP2",
-                 edits=made.edits, safe=False, fix="migrate to FSDP2",
-                 changes=made.changes)  # fmt: skip
+    draft.report(
+        "FSD301",
+        f"{what}: FSDP1 runs",
+        place,
+        severity=severity,
+        help=made.refusal or "fsdptool migrate FILE writes the same settings for FSDP2",
+        edits=made.edits,
+        safe=False,
+        fix="migrate to FSDP2",
+        changes=made.changes,
+    )
     if draft.get("sharding_strategy") == "no_shard":
-        draft.report("FSD332", "NO_SHARD has no FSDP2 equivalent", at(draft, "sharding_strategy"), value=True,
-                     severity="warning")  # fmt: skip
+        draft.report(
+            "FSD332",
+            "NO_SHARD has no FSDP2 equivalent",
+            at(draft, "sharding_strategy"),
+            value=True,
+            severity="warning",
+        )
     if draft.get("state_dict_type") == "local":
-        draft.report("FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", at(draft, "state_dict_type"),
-                     value=True, severity="warning")  # fmt: skip
+        draft.report(
+            "FSD333",
+            "LOCAL_STATE_DICT is not supported by FSDP2",
+            at(draft, "state_dict_type"),
+            value=True,
+            severity="warning",
+        )
 
 
 def _wrapping(draft: Draft) -> None:
@@ -140,14 +199,25 @@ def _wrapping(draft: Draft) -> None:
         origin = draft.facts["wrap_policy"].origin if "wrap_policy" in draft.facts else ""
         if not origin.startswith("environment"):
             block = draft.root.get("fsdp_config")
-            edits = draft.editor.add(block.node if block else None, block,
-                                     {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"})  # fmt: skip
-            draft.report("FSD315", "fsdp_auto_wrap_policy is not written: the whole model is one unit", block,
-                         edits=edits, safe=False, fix="write TRANSFORMER_BASED_WRAP",
-                         changes={"wrap_policy": "transformer"})  # fmt: skip
+            edits = draft.editor.add(
+                block.node if block else None, block, {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+            )
+            draft.report(
+                "FSD315",
+                "fsdp_auto_wrap_policy is not written: the whole model is one unit",
+                block,
+                edits=edits,
+                safe=False,
+                fix="write TRANSFORMER_BASED_WRAP",
+                changes={"wrap_policy": "transformer"},
+            )
     if policy == "size":
-        draft.report("FSD324", "size-based wrapping fails on models whose layer list exceeds the threshold",
-                     at(draft, "wrap_policy"), value=True)  # fmt: skip
+        draft.report(
+            "FSD324",
+            "size-based wrapping fails on models whose layer list exceeds the threshold",
+            at(draft, "wrap_policy"),
+            value=True,
+        )
     if policy == "size" and draft.written("wrap_classes"):
         entry = at(draft, "wrap_classes")
         draft.ignore(entry, "read with TRANSFORMER_BASED_WRAP only")
@@ -157,7 +227,7 @@ def _wrapping(draft: Draft) -> None:
         what = None
         if class_name in _LEAVES:
             what = "a layer inside the blocks, not a block"
-        elif class_name.endswith(_WHOLE) or class_name.endswith("Model") and len(class_name) > 5:
+        elif class_name.endswith(_WHOLE) or (class_name.endswith("Model") and len(class_name) > 5):
             what = "a whole model, by its name"
         if what is not None:
             draft.report("FSD335", f"{class_name} is {what}", at(draft, "wrap_classes"), value=True)
@@ -167,21 +237,34 @@ def _checkpointing(draft: Draft) -> None:
     on = bool(draft.get("activation_checkpointing"))
     offload = bool(draft.get("activation_checkpointing_offload"))
     if on and draft.get("wrap_policy") == "none" and draft.consumer.name != "fsdptool":
-        draft.report("FSD316", "activation checkpointing without wrapped blocks crashes",
-                     at(draft, "activation_checkpointing"))  # fmt: skip
+        draft.report(
+            "FSD316",
+            "activation checkpointing without wrapped blocks crashes",
+            at(draft, "activation_checkpointing"),
+        )
     if offload and (not on or draft.get("fsdp_version") != 2):
         need = "activation checkpointing" if not on else "fsdp_version 2"
-        draft.report("FSD318", f"activation offload needs {need}",
-                     at(draft, "activation_checkpointing_offload"))  # fmt: skip
+        draft.report(
+            "FSD318", f"activation offload needs {need}", at(draft, "activation_checkpointing_offload")
+        )
     both = draft.extras.get("gradient_checkpointing")
     if on and both is not None:
-        parent, entry = both
-        draft.report("FSD317", f"{entry.key} and FSDP's activation checkpointing are both on", entry,
-                     edits=draft.editor.replace(entry.node, False), safe=False,
-                     fix=f"write {entry.key}: false", changes={"gradient_checkpointing": False})  # fmt: skip
+        entry = both[1]
+        draft.report(
+            "FSD317",
+            f"{entry.key} and FSDP's activation checkpointing are both on",
+            entry,
+            edits=draft.editor.replace(entry.node, False),
+            safe=False,
+            fix=f"write {entry.key}: false",
+            changes={"gradient_checkpointing": False},
+        )
     if draft.extras.get("save_only_model") is not None and draft.get("state_dict_type") == "sharded":
-        draft.report("FSD340", "save_only_model cannot be combined with SHARDED_STATE_DICT",
-                     draft.extras["save_only_model"])  # fmt: skip
+        draft.report(
+            "FSD340",
+            "save_only_model cannot be combined with SHARDED_STATE_DICT",
+            draft.extras["save_only_model"],
+        )
 
 
 def _loading(draft: Draft) -> None:
@@ -206,11 +289,19 @@ def _processes(draft: Draft) -> None:
         if processes == 1:
             draft.report("FSD327", "FSDP over a single process", at(draft, "num_processes"), value=True)
         elif processes % machines:
-            draft.report("FSD328", f"{processes} processes do not divide over {machines} machines",
-                         at(draft, "num_processes"), value=True)  # fmt: skip
+            draft.report(
+                "FSD328",
+                f"{processes} processes do not divide over {machines} machines",
+                at(draft, "num_processes"),
+                value=True,
+            )
     elif machines > 1:
-        draft.report("FSD205", f"num_processes {processes!r} cannot be divided over {machines} machines",
-                     at(draft, "num_processes"), value=True)  # fmt: skip
+        draft.report(
+            "FSD205",
+            f"num_processes {processes!r} cannot be divided over {machines} machines",
+            at(draft, "num_processes"),
+            value=True,
+        )
     if machines > 1 and not draft.get("main_process_ip"):
         draft.report("FSD329", "several machines and no main_process_ip", at(draft, "num_machines"))
     _gpu_ids(draft, processes, machines)
@@ -222,8 +313,12 @@ def _gpu_ids(draft: Draft, processes: Any, machines: int) -> None:
         return
     count = len([part for part in ids.split(",") if part.strip()])
     if count != processes // max(machines, 1):
-        draft.report("FSD331", f"{count} GPU ids for {processes // max(machines, 1)} processes per machine",
-                     at(draft, "gpu_ids"), value=True)  # fmt: skip
+        draft.report(
+            "FSD331",
+            f"{count} GPU ids for {processes // max(machines, 1)} processes per machine",
+            at(draft, "gpu_ids"),
+            value=True,
+        )
 
 
 def _defaults(draft: Draft) -> None:
@@ -231,13 +326,19 @@ def _defaults(draft: Draft) -> None:
     if draft.dialect != "accelerate" or draft.get("fsdp_version") != 2:
         return
     block = draft.root.get("fsdp_config")
-    for key, canonical in (("fsdp_state_dict_type", "state_dict_type"),
-                           ("fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading")):  # fmt: skip
+    for key, canonical in (
+        ("fsdp_state_dict_type", "state_dict_type"),
+        ("fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading"),
+    ):
         fact = draft.facts.get(canonical)
         if fact is None or fact.entry is not None or fact.origin.startswith("environment"):
             continue
         value = WRITTEN.get(canonical, {}).get(fact.value, fact.value)
         edits = Editor(draft.source, draft.document).add(block.node if block else None, block, {key: value})
-        draft.report("FSD320", f"{key} is not written: {str(value).lower() if value is True else value} by default",
-                     block, edits=edits, fix=f"write {key}: {str(value).lower() if value is True else value}"
-                     )  # fmt: skip
+        draft.report(
+            "FSD320",
+            f"{key} is not written: {str(value).lower() if value is True else value} by default",
+            block,
+            edits=edits,
+            fix=f"write {key}: {str(value).lower() if value is True else value}",
+        )

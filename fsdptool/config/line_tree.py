@@ -48,7 +48,7 @@ def parse_env(text: str) -> Document:
 
 
 def parse_flags(text: str) -> Document:
-    """Parse a command line: ``--key value``, ``--key=value``, bare ``--key``; line continuations are blanks."""
+    """Parse a command line: ``--key value``, ``--key=value``, bare ``--key``; a continuation is a blank."""
     root = Node("map", 0, len(text), flow=False)
     index = 0
     while index < len(text):

@@ -18,9 +18,14 @@ from fsdptool.records.diagnostic import Edit
 from fsdptool.records.settings import FsdpSettings
 
 _LEGACY = (
-    "fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_backward_prefetch_policy",
-    "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_limit_all_gathers",
-)  # fmt: skip
+    "fsdp_sharding_strategy",
+    "fsdp_backward_prefetch",
+    "fsdp_backward_prefetch_policy",
+    "fsdp_forward_prefetch",
+    "fsdp_use_orig_params",
+    "fsdp_sync_module_states",
+    "fsdp_limit_all_gathers",
+)
 _OWNED = (*accelerate.FSDP_KEYS, *_LEGACY)
 
 

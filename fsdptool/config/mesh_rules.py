@@ -33,9 +33,8 @@ def judge_mesh(draft: Draft) -> None:
         return
     open_shard = draft.get("dp_shard") is None
     processes = draft.get("num_processes")
-    if sizes["cp"] > 1 and isinstance(processes, int):
-        if _context_size(draft, sizes["cp"], processes):
-            return
+    if sizes["cp"] > 1 and isinstance(processes, int) and _context_size(draft, sizes["cp"], processes):
+        return
     if block is None and open_shard and all(size == 1 for size in sizes.values()):
         return
     if _combinations(draft, sizes, open_shard):
@@ -45,30 +44,50 @@ def judge_mesh(draft: Draft) -> None:
 
 def _context_size(draft: Draft, size: int, processes: int) -> bool:
     if size > processes:
-        draft.report("FSD306", f"Context parallel size ({size}) cannot exceed process count ({processes}).",
-                     _at(draft, "cp"), value=True)  # fmt: skip
+        draft.report(
+            "FSD306",
+            f"Context parallel size ({size}) cannot exceed process count ({processes}).",
+            _at(draft, "cp"),
+            value=True,
+        )
         return True
     if processes % size:
-        draft.report("FSD306", f"Context parallel size ({size}) must evenly divide process count ({processes}).",
-                     _at(draft, "cp"), value=True)  # fmt: skip
+        draft.report(
+            "FSD306",
+            f"Context parallel size ({size}) must evenly divide process count ({processes}).",
+            _at(draft, "cp"),
+            value=True,
+        )
         return True
     return False
 
 
 def _combinations(draft: Draft, sizes: dict[str, int], open_shard: bool) -> bool:
     if sizes["cp"] > 1 and sizes["sp"] > 1:
-        draft.report("FSD311", f"cp {sizes['cp']} and sp {sizes['sp']} exclude each other", _at(draft, "sp", "cp"),
-                     value=True)  # fmt: skip
+        draft.report(
+            "FSD311",
+            f"cp {sizes['cp']} and sp {sizes['sp']} exclude each other",
+            _at(draft, "sp", "cp"),
+            value=True,
+        )
         return True
     if sizes["sp"] > 1:
-        draft.report("FSD312", f"sp {sizes['sp']} does nothing under FSDP2: the sequence is not split",
-                     _at(draft, "sp"), value=True)  # fmt: skip
+        draft.report(
+            "FSD312",
+            f"sp {sizes['sp']} does nothing under FSDP2: the sequence is not split",
+            _at(draft, "sp"),
+            value=True,
+        )
         return True
-    if (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
-        if not open_shard:
-            draft.report("FSD313", "tp or cp with dp_replicate above 1 and dp_shard 1 is refused",
-                         _at(draft, "dp_replicate"), value=True)  # fmt: skip
-            return True
+    beside = (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1
+    if beside and sizes["dp_shard"] == 1 and not open_shard:
+        draft.report(
+            "FSD313",
+            "tp or cp with dp_replicate above 1 and dp_shard 1 is refused",
+            _at(draft, "dp_replicate"),
+            value=True,
+        )
+        return True
     return False
 
 
@@ -83,14 +102,24 @@ def _products(draft: Draft, sizes: dict[str, int], open_shard: bool, processes: 
         entry = draft.root.get("parallelism_config")
         if block is not None and entry is not None:
             edits = draft.editor.remove(draft.root, entry)
-        draft.report("FSD343", "all mesh sizes are 1: FSDP2 gets no dimension to shard across", entry,
-                     severity="error" if known and processes > 1 else "warning", edits=edits, safe=False,
-                     fix="remove parallelism_config", changes={"dp_shard": None})  # fmt: skip
+        draft.report(
+            "FSD343",
+            "all mesh sizes are 1: FSDP2 gets no dimension to shard across",
+            entry,
+            severity="error" if known and processes > 1 else "warning",
+            edits=edits,
+            safe=False,
+            fix="remove parallelism_config",
+            changes={"dp_shard": None},
+        )
         return
     if open_shard:
         if known and processes % total:
-            draft.report("FSD308", f"mesh sizes multiply to {total}, which does not divide {processes} processes",
-                         place)  # fmt: skip
+            draft.report(
+                "FSD308",
+                f"mesh sizes multiply to {total}, which does not divide {processes} processes",
+                place,
+            )
             return
         if not known or processes // total > 1:
             return
@@ -100,8 +129,16 @@ def _products(draft: Draft, sizes: dict[str, int], open_shard: bool, processes: 
         return
     if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
         if sizes["tp"] > 1 and sizes["dp_replicate"] == 1:
-            draft.report("FSD310", f"tp {sizes['tp']} takes all processes: nothing is left to shard across",
-                         _at(draft, "tp"), value=True)  # fmt: skip
+            draft.report(
+                "FSD310",
+                f"tp {sizes['tp']} takes all processes: nothing is left to shard across",
+                _at(draft, "tp"),
+                value=True,
+            )
         else:
-            draft.report("FSD309", "the mesh only replicates: nothing is sharded", _at(draft, "dp_replicate"),
-                         value=True)  # fmt: skip
+            draft.report(
+                "FSD309",
+                "the mesh only replicates: nothing is sharded",
+                _at(draft, "dp_replicate"),
+                value=True,
+            )

@@ -60,8 +60,14 @@ def migration(draft: Draft) -> Migration:
     except NotEditableError as error:
         return Migration(None, refusal=f"the file's form does not allow it: {error}")
     changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh}
-    for key in ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params",
-                "sync_module_states", "limit_all_gathers"):  # fmt: skip
+    for key in (
+        "sharding_strategy",
+        "backward_prefetch",
+        "forward_prefetch",
+        "use_orig_params",
+        "sync_module_states",
+        "limit_all_gathers",
+    ):
         changes[key] = None
     if mesh:
         changes.update(cp=1, tp=1, sp=1)

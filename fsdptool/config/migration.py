@@ -15,8 +15,16 @@ from fsdptool.errors import ConfigError
 from fsdptool.records.document import envelope
 from fsdptool.records.settings import FsdpSettings
 
-_LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
-           "gpu_ids", "debug")  # fmt: skip
+_LAUNCH = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "rdzv_backend",
+    "gpu_ids",
+    "debug",
+)
 """Settings of the launch rather than of sharding: a dialect without words for them leaves them to it."""
 
 _CODES = frozenset({"FSD301"})
@@ -90,16 +98,27 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
     result = repair(safe.reading, unsafe=True, only=_CODES)
     final = repair(result.reading)
     if final.reading.version == 1:
-        return Migrated(path, reading.dialect, reading.source.text, None,
-                        "cannot be migrated: the file's form does not allow the edits",
-                        "write a new file with --to accelerate -o FILE")  # fmt: skip
-    return Migrated(path, reading.dialect, reading.source.text, final.after.text, encoded=final.after.encode(),
-                    notes=tuple(_lost(reading)))  # fmt: skip
+        return Migrated(
+            path,
+            reading.dialect,
+            reading.source.text,
+            None,
+            "cannot be migrated: the file's form does not allow the edits",
+            "write a new file with --to accelerate -o FILE",
+        )
+    return Migrated(
+        path,
+        reading.dialect,
+        reading.source.text,
+        final.after.text,
+        encoded=final.after.encode(),
+        notes=tuple(_lost(reading)),
+    )
 
 
 def _lost(reading: Reading) -> Iterable[str]:
     if reading.version == 1 and reading.facts.get("forward_prefetch"):
-        yield "forward prefetch is dropped: FSDP2 through accelerate has none (fsdptool's trainer: sharding.prefetch)"
+        yield "forward prefetch is dropped: accelerate's FSDP2 has none (fsdptool train: sharding.prefetch)"
 
 
 def _across(path: Path, reading: Reading, to: str) -> Migrated:
@@ -107,15 +126,26 @@ def _across(path: Path, reading: Reading, to: str) -> Migrated:
     blocking = [item for item in reading.errors if item.fix is None or not item.fix.safe]
     if blocking or reading.settings is None:
         first = blocking[0] if blocking else None
-        return Migrated(path, reading.dialect, reading.source.text, None,
-                        first.message if first else "the file does not configure FSDP",
-                        first.help if first else None)  # fmt: skip
+        return Migrated(
+            path,
+            reading.dialect,
+            reading.source.text,
+            None,
+            first.message if first else "the file does not configure FSDP",
+            first.help if first else None,
+        )
     try:
         text, notes = write_across(reading.settings, to)
     except ConfigError as error:
         return Migrated(path, reading.dialect, reading.source.text, None, error.message, error.help)
-    return Migrated(path, reading.dialect, reading.source.text, text, notes=(*notes, *_lost(reading)),
-                    encoded=text.encode())  # fmt: skip
+    return Migrated(
+        path,
+        reading.dialect,
+        reading.source.text,
+        text,
+        notes=(*notes, *_lost(reading)),
+        encoded=text.encode(),
+    )
 
 
 def write_across(

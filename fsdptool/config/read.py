@@ -142,9 +142,13 @@ def _general(draft: Draft) -> None:
             draft.report("FSD111", node.error, node)
         for loser, winner in duplicates(node):
             draft.ignore(loser, f"written again on line {draft.line(winner)}, which counts")
-            draft.report("FSD108", f"{loser.key} is written again on line {draft.line(winner)}; that one counts",
-                         loser, edits=draft.editor.remove(node, loser),
-                         fix=f"remove this {loser.key}")  # fmt: skip
+            draft.report(
+                "FSD108",
+                f"{loser.key} is written again on line {draft.line(winner)}; that one counts",
+                loser,
+                edits=draft.editor.remove(node, loser),
+                fix=f"remove this {loser.key}",
+            )
 
 
 def _finish(draft: Draft, notes: _Notes) -> Reading:
@@ -152,7 +156,7 @@ def _finish(draft: Draft, notes: _Notes) -> Reading:
     effective = []
     for key in (*COMMON, *LEGACY):
         fact = draft.facts.get(key)
-        if fact is None or not draft.runs_fsdp and key in _FSDP_ONLY:
+        if fact is None or (not draft.runs_fsdp and key in _FSDP_ONLY):
             continue
         line = draft.line(fact.entry) if fact.entry is not None else None
         value = list(fact.value) if isinstance(fact.value, tuple) else fact.value
@@ -180,16 +184,27 @@ def _finish(draft: Draft, notes: _Notes) -> Reading:
     )
 
 
-_FSDP_ONLY = frozenset(COMMON[:11]) | frozenset(LEGACY) | {"dp_replicate", "dp_shard", "cp", "cp_comm_strategy",
-                                                          "tp", "sp"}  # fmt: skip
+_FSDP_ONLY = (
+    frozenset(COMMON[:11])
+    | frozenset(LEGACY)
+    | {"dp_replicate", "dp_shard", "cp", "cp_comm_strategy", "tp", "sp"}
+)
 
 
-def _failed(code: str, message: str, path: str | None, source: SourceText | None, index: int | None,
-            consumer: str | None, target: str | None) -> Reading:  # fmt: skip
+def _failed(
+    code: str,
+    message: str,
+    path: str | None,
+    source: SourceText | None,
+    index: int | None,
+    consumer: str | None,
+    target: str | None,
+) -> Reading:
     rule = RULES[code]
     line, column = source.place(index) if source is not None and index is not None else (None, None)
-    diagnostic = Diagnostic(code, rule.severity, message, rule.fix, path, line, column, line,
-                            column + 1 if column else None)  # fmt: skip
+    diagnostic = Diagnostic(
+        code, rule.severity, message, rule.fix, path, line, column, line, column + 1 if column else None
+    )
     judged_for: Consumer = resolve_consumer(consumer, target, "accelerate")
     return Reading(None, (diagnostic,), (), (), None, judged_for, path=path, source=source, changes=({},))
 

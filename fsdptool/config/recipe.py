@@ -130,8 +130,12 @@ def _check_record(source: SourceText, record: type, node: Node, where: str) -> N
     for name, field in fields.items():
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and node.get(name) is None:
-            raise _error(source, node.start, f"{(where + '.' + name).lstrip('.')} is missing",
-                         "see `fsdptool schema recipe`")  # fmt: skip
+            raise _error(
+                source,
+                node.start,
+                f"{(where + '.' + name).lstrip('.')} is missing",
+                "see `fsdptool schema recipe`",
+            )
 
 
 def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> ConfigError:
@@ -144,18 +148,22 @@ def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> Conf
         owner = f"{block}.{key}"
     shown = f"{where}.{key}".lstrip(".")
     if owner is not None:
-        return _error(source, entry.key_node.start, f"{shown} belongs to the accelerate YAML, not to the recipe",
-                      f"write it there as {owner}")  # fmt: skip
+        return _error(
+            source,
+            entry.key_node.start,
+            f"{shown} belongs to the accelerate YAML, not to the recipe",
+            f"write it there as {owner}",
+        )
     near = spelling.nearest(key, fields, cutoff=0.6)
     if near is None:
         elsewhere = [home for home, names in _homes().items() if key in names]
         if elsewhere:
-            help = f"write it under {elsewhere[0]}:"
+            advice = f"write it under {elsewhere[0]}:"
         else:
-            help = f"known keys here: {', '.join(fields)}"
+            advice = f"known keys here: {', '.join(fields)}"
     else:
-        help = f"did you mean {near}?"
-    return _error(source, entry.key_node.start, f"unknown key {shown!r}", help)
+        advice = f"did you mean {near}?"
+    return _error(source, entry.key_node.start, f"unknown key {shown!r}", advice)
 
 
 @cache
@@ -223,37 +231,37 @@ def _check_choice(source: SourceText, choices: tuple[Any, ...], node: Node, wher
         return
     shown = ", ".join(map(str, choices))
     if node.kind == "scalar" and isinstance(node.value, bool) and "none" in choices and node.value is False:
-        help = "write 'none' (unquoted no, off and false are booleans to YAML)"
+        advice = "write 'none' (unquoted no, off and false are booleans to YAML)"
     else:
         near = (
             spelling.nearest(node.value, [str(choice) for choice in choices])
             if node.kind == "scalar"
             else None
         )
-        help = f"did you mean {near}?" if near else f"choose one of: {shown}"
+        advice = f"did you mean {near}?" if near else f"choose one of: {shown}"
     value = repr(node.value) if node.kind == "scalar" else f"a {node.kind}"
-    raise _error(source, node.start, f"{where} is {value}, not one of {shown}", help)
+    raise _error(source, node.start, f"{where} is {value}, not one of {shown}", advice)
 
 
 def _check_scalar(source: SourceText, hint: type, node: Node, where: str) -> None:
     value = node.value
     if node.kind != "scalar":
         raise _error(source, node.start, f"{where} must be {_name(hint)}, not a {node.kind}")
-    good = isinstance(value, hint) or hint is float and isinstance(value, int)
+    good = isinstance(value, hint) or (hint is float and isinstance(value, int))
     if good and not (hint in (int, float) and isinstance(value, bool)):
         return
-    help = None
+    advice = None
     if hint in (int, float) and isinstance(value, str):
         try:
-            help = f"YAML 1.1 reads {value!r} as text; write {_number(hint, value)}"
+            advice = f"YAML 1.1 reads {value!r} as text; write {_number(hint, value)}"
         except ValueError:
-            help = None
+            advice = None
     elif hint is str:
-        help = f"write it in quotes: '{node.raw}'"
+        advice = f"write it in quotes: '{node.raw}'"
     elif hint is bool and spelling.boolean(value) is not None:
-        help = f"write {str(spelling.boolean(value)).lower()}"
+        advice = f"write {str(spelling.boolean(value)).lower()}"
     raise _error(
-        source, node.start, f"{where} must be {_name(hint)}, not {type(value).__name__} {value!r}", help
+        source, node.start, f"{where} must be {_name(hint)}, not {type(value).__name__} {value!r}", advice
     )
 
 
@@ -287,8 +295,12 @@ def _check_batch(source: SourceText, root: Node) -> None:
         return
     both = entry.node.get("accumulation"), entry.node.get("global_batch")
     if both[0] is not None and both[1] is not None and both[1].node.value is not None:
-        raise _error(source, both[1].key_node.start, "batch.accumulation and batch.global_batch decide each other",
-                     "keep one of the two")  # fmt: skip
+        raise _error(
+            source,
+            both[1].key_node.start,
+            "batch.accumulation and batch.global_batch decide each other",
+            "keep one of the two",
+        )
     for name in ("micro_batch", "accumulation", "sequence_length", "global_batch"):
         found = entry.node.get(name)
         if found is not None and isinstance(found.node.value, int) and found.node.value < 1:
@@ -322,8 +334,12 @@ def _schema_of(hint: Any) -> dict[str, Any]:
         items = get_args(hint)
         if items[-1] is Ellipsis:
             return {"type": "array", "items": _schema_of(items[0])}
-        return {"type": "array", "prefixItems": [_schema_of(item) for item in items],
-                "minItems": len(items), "maxItems": len(items)}  # fmt: skip
+        return {
+            "type": "array",
+            "prefixItems": [_schema_of(item) for item in items],
+            "minItems": len(items),
+            "maxItems": len(items),
+        }
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _object_schema(hint)
     if origin is not None:

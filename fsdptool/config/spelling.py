@@ -59,7 +59,7 @@ PRECISIONS = {
 ROTATIONS = {
     "allgather": ("allgather", "all_gather"),
     "alltoall": ("alltoall", "all_to_all", "a2a"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,11 @@ class Verdict:
     @property
     def fixable(self) -> int:
         """Number of errors and warnings that a fix removes."""
-        return sum(item.fix is not None and item.severity != "info"
-                   for reading in self.readings for item in reading.diagnostics)  # fmt: skip
+        return sum(
+            item.fix is not None and item.severity != "info"
+            for reading in self.readings
+            for item in reading.diagnostics
+        )
 
     def exit_code(self, *, strict: bool = False) -> int:
         """Return 1 for an error (or a warning under ``strict``), else 0."""
@@ -96,7 +99,7 @@ def finding(item: Diagnostic) -> dict[str, Any]:
 
 
 def _json(value: Any) -> Any:
-    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")):
+    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
         return str(value)
     return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
 
@@ -106,8 +109,13 @@ def expand(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files.extend(sorted(item for item in path.rglob("*")
-                                if item.suffix in (".yaml", ".yml", ".json") and item.is_file()))  # fmt: skip
+            files.extend(
+                sorted(
+                    item
+                    for item in path.rglob("*")
+                    if item.suffix in (".yaml", ".yml", ".json") and item.is_file()
+                )
+            )
         else:
             files.append(path)
     return files

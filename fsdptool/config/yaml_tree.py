@@ -41,13 +41,11 @@ class _Composer:
             parser = _LOADER(self.text)
             try:
                 while parser.check_event():
-                    event = parser.get_event()
+                    event: Any = parser.get_event()
                     if isinstance(event, yaml.DocumentStartEvent):
                         documents += 1
                         if documents > 1:
-                            raise ParseError(
-                                "FSD106", "the file holds several YAML documents", event.start_mark.index
-                            )
+                            raise ParseError("FSD106", "the file holds several YAML documents", _start(event))
                         root = self._compose(parser)
             finally:
                 parser.dispose()
@@ -78,19 +76,17 @@ class _Composer:
                 done = self._alias(event)
             elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
                 kind: Any = "map" if isinstance(event, yaml.MappingStartEvent) else "list"
-                node = Node(kind, event.start_mark.index, event.end_mark.index, flow=bool(event.flow_style))
+                node = Node(kind, _start(event), _end(event), flow=bool(event.flow_style))
                 if event.tag not in (None, "!", _CORE + "map", _CORE + "seq"):
                     node.error = f"the tag {event.tag} names something that is not loaded"
                 self._count(node, event)
                 if len(stack) >= DEPTH_LIMIT:
-                    raise ParseError(
-                        "FSD105", f"nested deeper than {DEPTH_LIMIT} levels", event.start_mark.index
-                    )
+                    raise ParseError("FSD105", f"nested deeper than {DEPTH_LIMIT} levels", _start(event))
                 stack.append((node, []))
                 continue
             elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
                 done, children = stack.pop()
-                done.end = event.end_mark.index
+                done.end = _end(event)
                 self._close(done, children)
                 self._anchor_collection(done)
             else:
@@ -185,6 +181,14 @@ class _Composer:
             raise ParseError("FSD105", f"aliases expand to more than {NODE_LIMIT:,} values", key.start)
 
 
+def _start(event: Any) -> int:
+    return int(event.start_mark.index)
+
+
+def _end(event: Any) -> int:
+    return int(event.end_mark.index)
+
+
 def _weight(node: Node, sizes: dict[int, int]) -> int:
     total = 0
     stack = [node]
@@ -230,7 +234,7 @@ def _construct(tag: str, raw: str) -> Any:
     loader = yaml.SafeLoader("")
     if tag not in loader.yaml_constructors:
         raise ValueError(f"the tag {tag} names something that is not loaded")
-    return loader.construct_object(node)  # type: ignore[no-untyped-call]
+    return loader.construct_object(node)
 
 
 def _integer(raw: str) -> int:

@@ -46,8 +46,11 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def run_accelerate(path: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Outcome:
     """Load, launch-validate, export and build, as ``accelerate launch --config_file PATH`` would."""
-    base = {key: value for key, value in os.environ.items()
-            if not key.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"))}  # fmt: skip
+    base = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"))
+    }
     base.update(environment or {})
     with _environment(base), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -99,8 +102,13 @@ def _build(parallelism: bool) -> dict[str, Any]:
     settings = plugin_settings(plugin)
     if parallelism:
         mesh = ParallelismConfig()
-        settings.update(dp_replicate=mesh.dp_replicate_size, dp_shard=mesh.dp_shard_size, tp=mesh.tp_size,
-                        cp=mesh.cp_size, sp=mesh.sp_size)  # fmt: skip
+        settings.update(
+            dp_replicate=mesh.dp_replicate_size,
+            dp_shard=mesh.dp_shard_size,
+            tp=mesh.tp_size,
+            cp=mesh.cp_size,
+            sp=mesh.sp_size,
+        )
         if mesh.cp_size > 1:
             settings["cp_comm_strategy"] = mesh.cp_handler.cp_comm_strategy
     return settings
@@ -111,8 +119,11 @@ def plugin_settings(plugin: Any) -> dict[str, Any]:
     policy = getattr(plugin.auto_wrap_policy, "__name__", None)
     settings: dict[str, Any] = {
         "fsdp_version": plugin.fsdp_version,
-        "wrap_policy": {"transformer_auto_wrap_policy": "transformer", "size_based_auto_wrap_policy": "size",
-                        None: "none"}[policy],
+        "wrap_policy": {
+            "transformer_auto_wrap_policy": "transformer",
+            "size_based_auto_wrap_policy": "size",
+            None: "none",
+        }[policy],
         "state_dict_type": plugin.state_dict_type.name.split("_")[0].lower(),
         "cpu_offload": plugin.cpu_offload is not None
         and type(plugin.cpu_offload).__name__ != "OffloadPolicy"
@@ -121,7 +132,7 @@ def plugin_settings(plugin: Any) -> dict[str, Any]:
         "activation_checkpointing": bool(plugin.activation_checkpointing),
         "activation_checkpointing_offload": bool(plugin.activation_checkpointing_offload),
         "ignored_modules": plugin.ignored_modules,
-    }  # fmt: skip
+    }
     if policy == "transformer_auto_wrap_policy":
         settings["wrap_classes"] = tuple(plugin.transformer_cls_names_to_wrap or ())
     if policy == "size_based_auto_wrap_policy":

@@ -42,5 +42,7 @@ def verdict(path: Path, reading: Reading) -> dict[str, Any]:
         "errors": [f"{item.line or 0}:{item.code}" for item in counted if item.severity == "error"],
         "warnings": [f"{item.line or 0}:{item.code}" for item in counted if item.severity == "warning"],
         "changes": sorted({item.fix.description for item in counted if item.fix is not None}),
-        "why": next((item.message for item in counted if item.severity == "error" and item.fix is None), None),
+        "why": next(
+            (item.message for item in counted if item.severity == "error" and item.fix is None), None
+        ),
     }

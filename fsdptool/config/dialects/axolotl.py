@@ -7,53 +7,29 @@ the block are accepted with a warning.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
+from fsdptool.config.dialects.axolotl_keys import FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
+from fsdptool.config.dialects.axolotl_write import migrate, write
 from fsdptool.config.draft import Draft
-from fsdptool.config.edits import block_lines
-from fsdptool.config.expressible import check_expressible
-from fsdptool.config.facts import WRITTEN
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
-from fsdptool.errors import ConfigError
-from fsdptool.records.settings import FsdpSettings, Mesh
-
-if TYPE_CHECKING:
-    from fsdptool.config.migrate import Rewriter, Target
-
-NAME = "axolotl"
-
-KEYS = {
-    "reshard_after_forward": "reshard_after_forward",
-    "auto_wrap_policy": "wrap_policy",
-    "transformer_layer_cls_to_wrap": "wrap_classes",
-    "min_num_params": "min_num_params",
-    "state_dict_type": "state_dict_type",
-    "offload_params": "cpu_offload",
-    "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "activation_checkpointing": "activation_checkpointing",
-}
-OTHER = frozenset({"cpu_offload_pin_memory", "final_state_dict_type", "mixed_precision_policy", "version",
-                   "fsdp_version"})  # fmt: skip
-FSDP1_KEYS = ("sharding_strategy", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch",
-              "use_orig_params", "sync_module_states", "limit_all_gathers")  # fmt: skip
-SIZES = {
-    "dp_replicate_size": "dp_replicate",
-    "dp_shard_size": "dp_shard",
-    "tensor_parallel_size": "tp",
-    "context_parallel_size": "cp",
-}
-CANNOT = ("activation_checkpointing_offload", "ignored_modules", "cp_comm_strategy", "sp", "num_processes",
-          "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "use_cpu",
-          "gpu_ids", "debug")  # fmt: skip
 
 
 def matches(root: Node) -> float:
     """Return how surely the mapping is axolotl's."""
     keys = {str(entry.key) for entry in root.entries}
-    if "base_model" in keys and keys & {"datasets", "micro_batch_size", "sequence_len", "adapter", "fsdp_config",
-                                        "output_dir", "fsdp_version", "chat_template"}:  # fmt: skip
+    if "base_model" in keys and keys & {
+        "datasets",
+        "micro_batch_size",
+        "sequence_len",
+        "adapter",
+        "fsdp_config",
+        "output_dir",
+        "fsdp_version",
+        "chat_template",
+    }:
         return 1.0
     if {"fsdp_version", "fsdp_config"} <= keys and "fsdp" not in keys:
         return 0.96
@@ -64,7 +40,7 @@ def matches(root: Node) -> float:
         "dp_shard_size",
         "tensor_parallel_size",
     }
-    return 0.95 if len(own) >= 2 or own and "fsdp_config" in keys else 0.0
+    return 0.95 if len(own) >= 2 or (own and "fsdp_config" in keys) else 0.0
 
 
 def read(draft: Draft) -> None:
@@ -88,8 +64,13 @@ def read(draft: Draft) -> None:
         draft.report("FSD113", "the file does not configure FSDP", entry)
         if (draft.get("cp") or 1) > 1 and not draft.extras.get("deepspeed"):
             # accelerate would refuse; axolotl sets ACCELERATE_ALLOW_CP_STANDALONE and goes on with replicas.
-            draft.report("FSD305", "Context parallelism requires FSDP2.", root.get("context_parallel_size"),
-                         severity="warning", help="axolotl runs replicas instead; configure FSDP2 to shard")  # fmt: skip
+            draft.report(
+                "FSD305",
+                "Context parallelism requires FSDP2.",
+                root.get("context_parallel_size"),
+                severity="warning",
+                help="axolotl runs replicas instead; configure FSDP2 to shard",
+            )
         return
     version = _version(draft, block)
     if has_legacy:
@@ -119,8 +100,12 @@ def _around(draft: Draft) -> None:
             continue
         size = spelling.integer(entry.node.value)
         if size is None or size < 1:
-            draft.report("FSD306" if name == "cp" else "FSD205", f"{key} must be a whole number of at least 1, not "
-                         f"{entry.node.value!r}", entry, value=True)  # fmt: skip
+            draft.report(
+                "FSD306" if name == "cp" else "FSD205",
+                f"{key} must be a whole number of at least 1, not {entry.node.value!r}",
+                entry,
+                value=True,
+            )
             size = 1
         # axolotl exports sizes above 1 only: a written dp_shard_size of 1 leaves the dimension to the rest.
         draft.set(name, None if name == "dp_shard" and size == 1 else size, entry=entry, parent=root)
@@ -145,8 +130,15 @@ def _version(draft: Draft, block: Node | None) -> int:
         removed = draft.editor.remove(block, inner)
         added = draft.editor.add(root, None, {"fsdp_version": meant}) if len(block.entries) > 1 else None
         edits = (*removed, *added) if removed is not None and added is not None else None
-        draft.report("FSD210", "fsdp_version belongs at top level; axolotl lifts it", inner, severity="warning",
-                     edits=edits, safe=True, fix="move fsdp_version to the top level")  # fmt: skip
+        draft.report(
+            "FSD210",
+            "fsdp_version belongs at top level; axolotl lifts it",
+            inner,
+            severity="warning",
+            edits=edits,
+            safe=True,
+            fix="move fsdp_version to the top level",
+        )
     return meant
 
 
@@ -154,17 +146,28 @@ def _legacy_list(draft: Draft, entry: Entry | None, version: int) -> None:
     if entry is None:
         return
     value = to_python(entry.node)
-    items = value.split() if isinstance(value, str) else [str(item) for item in value] if isinstance(
-        value, list) else []  # fmt: skip
+    items = (
+        value.split()
+        if isinstance(value, str)
+        else [str(item) for item in value]
+        if isinstance(value, list)
+        else []
+    )
     for item in items:
         strategy = spelling.choice(item, spelling.STRATEGIES)
         if strategy is not None and version == 1:
             draft.set("sharding_strategy", strategy, entry=entry, parent=draft.root)
     removable = version == 2 and set(items) <= {"full_shard", "auto_wrap"}
-    draft.report("FSD339", "fsdp: is the legacy list; axolotl reads fsdp_version and fsdp_config", entry,
-                 help="remove it; fsdp_config alone switches FSDP on",
-                 edits=draft.editor.remove(draft.root, entry)
-                 if removable and draft.root.get("fsdp_config") is not None else None, fix="remove fsdp")  # fmt: skip
+    draft.report(
+        "FSD339",
+        "fsdp: is the legacy list; axolotl reads fsdp_version and fsdp_config",
+        entry,
+        help="remove it; fsdp_config alone switches FSDP on",
+        edits=draft.editor.remove(draft.root, entry)
+        if removable and draft.root.get("fsdp_config") is not None
+        else None,
+        fix="remove fsdp",
+    )
 
 
 def _block(draft: Draft, block: Node | None, version: int) -> None:
@@ -176,15 +179,34 @@ def _block(draft: Draft, block: Node | None, version: int) -> None:
             continue
         if bare in KEYS or bare in OTHER or bare in FSDP1_KEYS:
             if bare in chosen and block is not None:
-                draft.report("FSD215", f"{chosen[bare].key} and {key} are one setting", chosen[bare],
-                             edits=draft.editor.remove(block, chosen[bare]), fix=f"remove {chosen[bare].key}")  # fmt: skip
+                draft.report(
+                    "FSD215",
+                    f"{chosen[bare].key} and {key} are one setting",
+                    chosen[bare],
+                    edits=draft.editor.remove(block, chosen[bare]),
+                    fix=f"remove {chosen[bare].key}",
+                )
             chosen[bare] = entry
             if key != bare and bare not in FSDP1_KEYS:
-                draft.report("FSD204", f"{key} carries the old prefix; axolotl strips it", entry,
-                             edits=draft.editor.rename(entry, bare), fix=f"write {bare}",
-                             help="write it without fsdp_ (--fix: the run stays the same)")  # fmt: skip
+                draft.report(
+                    "FSD204",
+                    f"{key} carries the old prefix; axolotl strips it",
+                    entry,
+                    edits=draft.editor.rename(entry, bare),
+                    fix=f"write {bare}",
+                    help="write it without fsdp_ (--fix: the run stays the same)",
+                )
         elif block is not None:
             _unknown(draft, block, entry, bare)
+    _keys(draft, block, chosen, version)
+    for key in FSDP1_KEYS:
+        if key in chosen:
+            _fsdp1(draft, key, chosen[key], block, version)
+    if version == 1 and draft.get("sharding_strategy") is None:
+        draft.set("sharding_strategy", "full_shard")
+
+
+def _keys(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: int) -> None:
     for key, name in KEYS.items():
         found = chosen.get(key)
         if found is None or to_python(found.node) is None:
@@ -195,31 +217,44 @@ def _block(draft: Draft, block: Node | None, version: int) -> None:
             meant = spelling.integer(found.node.value)
             draft.set(name, meant, entry=found, parent=block)
             if meant != found.node.value:
-                draft.report("FSD213", f"min_num_params {found.node.value!r} is not a whole number", found, value=True,
-                             edits=draft.editor.replace(found.node, meant) if meant else None,
-                             fix=f"write {meant}")  # fmt: skip
+                draft.report(
+                    "FSD213",
+                    f"min_num_params {found.node.value!r} is not a whole number",
+                    found,
+                    value=True,
+                    edits=draft.editor.replace(found.node, meant) if meant else None,
+                    fix=f"write {meant}",
+                )
         elif name in ("wrap_policy", "state_dict_type"):
             table = values.POLICIES if name == "wrap_policy" else values.STATE_DICTS
             values.read_choice(draft, key, name, found, block, table, version)
         else:
             values.read_boolean(draft, key, name, found, block)
-    for key in FSDP1_KEYS:
-        if key in chosen:
-            _fsdp1(draft, key, chosen[key], block, version)
-    if version == 1 and draft.get("sharding_strategy") is None:
-        draft.set("sharding_strategy", "full_shard")
 
 
 def _unknown(draft: Draft, block: Node, entry: Entry, bare: str) -> None:
     near = spelling.nearest(bare, KEYS, cutoff=0.8)
     draft.ignore(entry, "axolotl's schema has no such field and drops it")
     if near is not None and block.get(near) is None and block.get(f"fsdp_{near}") is None:
-        draft.report("FSD202", f"{entry.key} is not read: did you mean {near}?", entry,
-                     edits=draft.editor.rename(entry, near), safe=False, fix=f"rename it to {near}",
-                     changes={KEYS[near]: entry.node.value})  # fmt: skip
+        draft.report(
+            "FSD202",
+            f"{entry.key} is not read: did you mean {near}?",
+            entry,
+            edits=draft.editor.rename(entry, near),
+            safe=False,
+            fix=f"rename it to {near}",
+            changes={KEYS[near]: entry.node.value},
+        )
     else:
-        draft.report("FSD202", f"{entry.key} is not read by axolotl", entry, help="remove it",
-                     edits=draft.editor.remove(block, entry), safe=True, fix=f"remove {entry.key}")  # fmt: skip
+        draft.report(
+            "FSD202",
+            f"{entry.key} is not read by axolotl",
+            entry,
+            help="remove it",
+            edits=draft.editor.remove(block, entry),
+            safe=True,
+            fix=f"remove {entry.key}",
+        )
 
 
 def _default(draft: Draft, name: str, version: int) -> None:
@@ -248,72 +283,29 @@ def _fsdp1(draft: Draft, key: str, entry: Entry, block: Node | None, version: in
         return
     draft.ignore(entry, "FSDP1 only; axolotl drops it under version 2")
     if strategy == "shard_grad_op" and draft.get("reshard_after_forward") is not False:
-        draft.report("FSD303", f"{entry.key} {entry.node.value!r} is dropped: parameters are freed after forward",
-                     entry, value=True)  # fmt: skip
+        draft.report(
+            "FSD303",
+            f"{entry.key} {entry.node.value!r} is dropped: parameters are freed after forward",
+            entry,
+            value=True,
+        )
     elif strategy in ("hybrid_shard", "hybrid_shard_zero2") and draft.get("dp_replicate") == 1:
-        draft.report("FSD334", f"{entry.key} {entry.node.value!r} is dropped: write dp_replicate_size and "
-                     "dp_shard_size", entry, value=True)  # fmt: skip
+        draft.report(
+            "FSD334",
+            f"{entry.key} {entry.node.value!r} is dropped: write dp_replicate_size and dp_shard_size",
+            entry,
+            value=True,
+        )
     elif strategy == "no_shard":
         draft.report("FSD332", f"{entry.key} {entry.node.value!r} has no FSDP2 equivalent", entry, value=True)
     else:
-        draft.report("FSD302", f"{entry.key} has no meaning under version 2", entry, edits=remove,
-                     fix=f"remove {entry.key}")  # fmt: skip
+        draft.report(
+            "FSD302",
+            f"{entry.key} has no meaning under version 2",
+            entry,
+            edits=remove,
+            fix=f"remove {entry.key}",
+        )
 
 
-def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
-    """Return the FSDP part of an axolotl file.
-
-    Raises:
-        ConfigError: axolotl has no word for a setting.
-    """
-    check_expressible(settings, NAME, CANNOT)
-    if settings.wrap_policy == "none":
-        raise ConfigError("axolotl cannot express wrap_policy = 'none'", help="wrap by class")
-    mesh = settings.mesh
-    if mesh.dp_shard == 1:
-        raise ConfigError("axolotl cannot express dp_shard = 1", help="leave dp_shard open")
-    top: dict[str, Any] = {"fsdp_version": 2}
-    for key, name in SIZES.items():
-        if getattr(mesh, name) != getattr(Mesh(), name):
-            top[key] = getattr(mesh, name)
-    block: dict[str, Any] = {
-        "reshard_after_forward": settings.reshard_after_forward,
-        "auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
-    }
-    if settings.wrap_classes:
-        block["transformer_layer_cls_to_wrap"] = ",".join(settings.wrap_classes)
-    if settings.min_num_params is not None:
-        block["min_num_params"] = settings.min_num_params
-    block["state_dict_type"] = WRITTEN["state_dict_type"][settings.state_dict_type]
-    block["offload_params"] = settings.cpu_offload
-    block["cpu_ram_efficient_loading"] = settings.cpu_ram_efficient_loading
-    block["activation_checkpointing"] = settings.activation_checkpointing
-    top["fsdp_config"] = block
-    top["bf16"] = settings.mixed_precision == "bf16"
-    top["fp16"] = settings.mixed_precision == "fp16"
-    if settings.mixed_precision == "fp8":
-        top["fp8"] = True
-    return "\n".join([*(f"# {line}" if line else "#" for line in header), *block_lines(top)]) + "\n"
-
-
-def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
-    """Turn FSDP1 settings into FSDP2, in place."""
-    block = "fsdp_config"
-    entry = steps.root.get(block)
-    if entry is None or entry.node.kind != "map":
-        values_ = {"reshard_after_forward": target.reshard}
-        edits = steps.editor.add(entry.node, entry, values_) if entry is not None else steps.editor.add(
-            steps.root, None, {block: values_})  # fmt: skip
-        steps.apply(edits, block)
-    for key in (*KEYS, *FSDP1_KEYS):
-        parent, _ = steps.block(block)
-        if parent.get(key) is not None:
-            steps.drop(block, f"fsdp_{key}")
-        steps.rename(block, f"fsdp_{key}", key)
-    steps.put(block, "reshard_after_forward", target.reshard, synonyms=("sharding_strategy",))
-    steps.put(block, "state_dict_type", WRITTEN["state_dict_type"][target.state_dict])
-    steps.drop(block, *FSDP1_KEYS, "fsdp_version", "version")
-    steps.drop(None, "fsdp")
-    for name, size in target.mesh.items():
-        steps.put(None, f"{name}_size", size)
-    steps.put(None, "fsdp_version", 2)
+__all__ = ["NAME", "matches", "migrate", "read", "write"]

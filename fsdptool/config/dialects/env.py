@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.dialects import accelerate_values as values
+from fsdptool.config.dialects.accelerate_mesh import read_rotation
+from fsdptool.config.dialects.accelerate_top import read_precision
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
 from fsdptool.config.facts import BOOLEANS, WRITTEN
@@ -46,8 +48,15 @@ SIZES = {
     "PARALLELISM_CONFIG_SP_SIZE": "sp",
 }
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
-CANNOT = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
-          "gpu_ids")  # fmt: skip
+CANNOT = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "rdzv_backend",
+    "gpu_ids",
+)
 _FSDP1 = (
     "sharding_strategy",
     "backward_prefetch",
@@ -72,12 +81,20 @@ def read(draft: Draft) -> None:
         return key in chosen and bool(values.word_of_truth(chosen[key].node.value))
 
     if on("ACCELERATE_USE_DEEPSPEED") and on("ACCELERATE_USE_FSDP"):
-        draft.report("FSD304", "FSDP and DeepSpeed cannot be enabled simultaneously.",
-                     chosen["ACCELERATE_USE_DEEPSPEED"])  # fmt: skip
+        draft.report(
+            "FSD304",
+            "FSDP and DeepSpeed cannot be enabled simultaneously.",
+            chosen["ACCELERATE_USE_DEEPSPEED"],
+        )
     if not on("ACCELERATE_USE_FSDP"):
         first = next(iter(chosen.values()))
-        draft.report("FSD330", "ACCELERATE_USE_FSDP is not true: accelerate does not start FSDP", first,
-                     severity="warning", help="set ACCELERATE_USE_FSDP=true, or launch with an accelerate file")  # fmt: skip
+        draft.report(
+            "FSD330",
+            "ACCELERATE_USE_FSDP is not true: accelerate does not start FSDP",
+            first,
+            severity="warning",
+            help="set ACCELERATE_USE_FSDP=true, or launch with an accelerate file",
+        )
     values.read_version(draft, chosen.get("FSDP_VERSION"), draft.root)
     version = draft.get("fsdp_version")
     for key, name in KEYS.items():
@@ -90,27 +107,37 @@ def read(draft: Draft) -> None:
 def _unknown(draft: Draft, chosen: dict[str, Entry]) -> None:
     from fsdptool.config import spelling
 
-    known = {*KEYS, *SIZES, *SWITCHES, "PARALLELISM_CONFIG_CP_COMM_STRATEGY", "PARALLELISM_CONFIG_CP_BACKEND",
-             "PARALLELISM_CONFIG_SP_BACKEND", "FSDP_CPU_OFFLOAD_PIN_MEMORY"}  # fmt: skip
+    known = {
+        *KEYS,
+        *SIZES,
+        *SWITCHES,
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+        "PARALLELISM_CONFIG_CP_BACKEND",
+        "PARALLELISM_CONFIG_SP_BACKEND",
+        "FSDP_CPU_OFFLOAD_PIN_MEMORY",
+    }
     for key, entry in chosen.items():
         if key in known or not key.startswith(("FSDP_", "PARALLELISM_CONFIG_")):
             continue
         near = spelling.nearest(key, known, cutoff=0.75)
         near = next((item for item in known if item.lower() == (near or "").lower()), None)
         draft.ignore(entry, "no program reads it")
-        draft.report("FSD202", f"{key} is not read" + (f": did you mean {near}?" if near else ""), entry,
-                     edits=draft.editor.rename(entry, near) if near and near not in chosen else None, safe=False,
-                     fix=f"write {near}", changes={"*": near})  # fmt: skip
+        draft.report(
+            "FSD202",
+            f"{key} is not read" + (f": did you mean {near}?" if near else ""),
+            entry,
+            edits=draft.editor.rename(entry, near) if near and near not in chosen else None,
+            safe=False,
+            fix=f"write {near}",
+            changes={"*": near},
+        )
 
 
 def _read(draft: Draft, key: str, name: str, entry: Entry | None, version: int) -> None:
-    if name in _FSDP1 and version == 2:
+    unread = _unread(name, version)
+    if unread is not None:
         if entry is not None:
-            draft.ignore(entry, "FSDP1 only; not read under version 2")
-        return
-    if name == "reshard_after_forward" and version == 1:
-        if entry is not None:
-            draft.ignore(entry, "FSDP_SHARDING_STRATEGY decides under version 1")
+            draft.ignore(entry, unread)
         return
     if entry is None:
         _default(draft, name, version)
@@ -118,8 +145,12 @@ def _read(draft: Draft, key: str, name: str, entry: Entry | None, version: int) 
     if name == "sharding_strategy":
         from fsdptool.config import spelling
 
-        draft.set(name, spelling.choice(entry.node.value, spelling.STRATEGIES) or "full_shard", entry=entry,
-                  parent=draft.root)  # fmt: skip
+        draft.set(
+            name,
+            spelling.choice(entry.node.value, spelling.STRATEGIES) or "full_shard",
+            entry=entry,
+            parent=draft.root,
+        )
     elif name == "backward_prefetch":
         text = str(entry.node.value).upper()
         draft.set(name, None if text == "NO_PREFETCH" else text, entry=entry, parent=draft.root)
@@ -131,7 +162,7 @@ def _read(draft: Draft, key: str, name: str, entry: Entry | None, version: int) 
         table = values.POLICIES if name == "wrap_policy" else values.STATE_DICTS
         values.read_choice(draft, key, name, entry, draft.root, table, version)
     elif name == "mixed_precision":
-        values.read_precision(draft, entry)
+        read_precision(draft, entry)
     elif name == "min_num_params":
         _threshold(draft, entry)
     elif name in BOOLEANS:
@@ -145,6 +176,14 @@ def _read(draft: Draft, key: str, name: str, entry: Entry | None, version: int) 
         draft.set(name, entry.node.value, entry=entry, parent=draft.root)
 
 
+def _unread(name: str, version: int) -> str | None:
+    if name in _FSDP1 and version == 2:
+        return "FSDP1 only; not read under version 2"
+    if name == "reshard_after_forward" and version == 1:
+        return "FSDP_SHARDING_STRATEGY decides under version 1"
+    return None
+
+
 def _threshold(draft: Draft, entry: Entry) -> None:
     if draft.get("wrap_policy") != "size":
         draft.ignore(entry, "read with SIZE_BASED_WRAP only")
@@ -156,9 +195,14 @@ def _threshold(draft: Draft, entry: Entry) -> None:
 
         meant = spelling.integer(entry.node.value)
         draft.set("min_num_params", meant or 0, entry=entry, parent=draft.root)
-        draft.report("FSD213", f"{entry.key} {entry.node.value!r} is not an integer", entry, value=True,
-                     edits=draft.editor.replace(entry.node, str(meant)) if meant is not None else None,
-                     fix=f"write {meant}")  # fmt: skip
+        draft.report(
+            "FSD213",
+            f"{entry.key} {entry.node.value!r} is not an integer",
+            entry,
+            value=True,
+            edits=draft.editor.replace(entry.node, str(meant)) if meant is not None else None,
+            fix=f"write {meant}",
+        )
 
 
 def _default(draft: Draft, name: str, version: int) -> None:
@@ -189,12 +233,16 @@ def _sizes(draft: Draft, chosen: dict[str, Entry], active: bool) -> None:
         if text.isdigit() and int(text) >= 1:
             draft.set(name, int(text), entry=entry, parent=draft.root)
         else:
-            draft.report("FSD306" if name == "cp" else "FSD205", f"{key} must be a whole number of at least 1, not "
-                         f"{text!r}", entry, value=True)  # fmt: skip
+            draft.report(
+                "FSD306" if name == "cp" else "FSD205",
+                f"{key} must be a whole number of at least 1, not {text!r}",
+                entry,
+                value=True,
+            )
     rotation = chosen.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
     draft.set("cp_comm_strategy", "allgather")
     if rotation is not None:
-        values.read_rotation(draft, rotation.node.value, rotation, draft.root)
+        read_rotation(draft, rotation.node.value, rotation, draft.root)
     if active:
         draft.extras["parallelism_block"] = draft.root
 
@@ -211,14 +259,16 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         if name in _FSDP1 or name == "fsdp_version":
             continue
         value = getattr(settings, name)
-        if value is None or value == () or name in ("use_cpu", "debug") and not value:
+        if value is None or value == () or (name in ("use_cpu", "debug") and not value):
             continue
         lines[key] = _text(name, value)
     mesh = settings.mesh
     if mesh != Mesh() or settings.cp_comm_strategy != "allgather":
         if mesh.dp_shard is None:
-            raise ConfigError(f"{NAME} cannot express an open dp_shard next to other mesh sizes",
-                              help="resolve the mesh for the process count first")  # fmt: skip
+            raise ConfigError(
+                f"{NAME} cannot express an open dp_shard next to other mesh sizes",
+                help="resolve the mesh for the process count first",
+            )
         lines["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         for key, name in SIZES.items():
             lines[key] = str(getattr(mesh, name))

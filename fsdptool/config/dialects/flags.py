@@ -17,8 +17,17 @@ if TYPE_CHECKING:
 
 NAME = "flags"
 
-_TOP = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
-        "gpu_ids", "rdzv_backend", "debug")  # fmt: skip
+_TOP = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "mixed_precision",
+    "gpu_ids",
+    "rdzv_backend",
+    "debug",
+)
 KEYS: dict[str, str] = {
     **accelerate.FSDP_KEYS,
     **accelerate.PARALLELISM_KEYS,
@@ -52,7 +61,7 @@ DEFAULTS: dict[str, Any] = {
     "gpu_ids": None,
     "debug": False,
 }
-"""accelerate 1.15 ``commands/launch.py:launch_command_parser``; None of state_dict_type follows the version."""
+"""accelerate 1.15 ``launch_command_parser``; a state_dict_type of None follows the version."""
 
 
 def matches(root: Node) -> float:
@@ -63,8 +72,17 @@ def matches(root: Node) -> float:
 def read(draft: Draft) -> None:
     """Read a command line into facts."""
     names = {str(entry.key).replace("-", "_").lower() for entry in draft.root.entries}
-    if names & {"fsdp_enable", "context_parallel_size", "context_parallel_comm_strategy", "fsdp_cpu_offload",
-                "model_family"} and "use_fsdp" not in names:  # fmt: skip
+    if (
+        names
+        & {
+            "fsdp_enable",
+            "context_parallel_size",
+            "context_parallel_comm_strategy",
+            "fsdp_cpu_offload",
+            "model_family",
+        }
+        and "use_fsdp" not in names
+    ):
         simpletuner.read_flags(draft, simpletuner.collect(draft, {**simpletuner.KEYS}))
         return
     _read_accelerate(draft)
@@ -87,18 +105,15 @@ def _read_accelerate(draft: Draft) -> None:
             return
         first = next(chosen[key] for key in chosen if key.startswith("fsdp_"))
         if "config_file" not in chosen:
-            draft.report("FSD330", "FSDP flags without --use_fsdp do nothing", first, severity="warning",
-                         help="add --use_fsdp")  # fmt: skip
+            draft.report(
+                "FSD330",
+                "FSDP flags without --use_fsdp do nothing",
+                first,
+                severity="warning",
+                help="add --use_fsdp",
+            )
     version = parsed.get("fsdp_version") or 1
-    defaults = dict(DEFAULTS)
-    defaults["state_dict_type"] = "sharded" if version == 2 else "full"
-    if parsed.get("wrap_policy") == "size":
-        defaults["min_num_params"] = 100_000_000
-    if version == 2:
-        defaults["reshard_after_forward"] = True
-    else:
-        defaults.update(sharding_strategy="full_shard", backward_prefetch=None, forward_prefetch=False,
-                        use_orig_params=True, sync_module_states=True)  # fmt: skip
+    defaults = _defaults(parsed, version)
     by_name = {name: chosen[key] for key, name in KEYS.items() if key in chosen}
     mesh = bool(parsed.get("use_parallelism_config"))
     draft.extras["parallelism_block"] = draft.root if mesh else None
@@ -109,7 +124,7 @@ def _read_accelerate(draft: Draft) -> None:
             parsed.pop(name)
     defaults["cp_comm_strategy"] = "allgather"
     for name, value in parsed.items():
-        if name in _BOOLEAN_FLAGS and name != "debug" or name == "config_file":
+        if (name in _BOOLEAN_FLAGS and name != "debug") or name == "config_file":
             continue
         if name in _skipped(version):
             draft.ignore(by_name[name], "not read under this version")
@@ -122,6 +137,24 @@ def _read_accelerate(draft: Draft) -> None:
         if name not in draft.facts:
             draft.set(name, value)
     draft.set("use_cpu", bool(parsed.get("cpu")))
+
+
+def _defaults(parsed: dict[str, Any], version: int) -> dict[str, Any]:
+    defaults = dict(DEFAULTS)
+    defaults["state_dict_type"] = "sharded" if version == 2 else "full"
+    if parsed.get("wrap_policy") == "size":
+        defaults["min_num_params"] = 100_000_000
+    if version == 2:
+        defaults["reshard_after_forward"] = True
+    else:
+        defaults.update(
+            sharding_strategy="full_shard",
+            backward_prefetch=None,
+            forward_prefetch=False,
+            use_orig_params=True,
+            sync_module_states=True,
+        )
+    return defaults
 
 
 def _skipped(version: int) -> tuple[str, ...]:
@@ -149,17 +182,26 @@ def _value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
     if name in ("reshard_after_forward",) and spelling.boolean(value) is None:
         strategy = spelling.choice(value, spelling.STRATEGIES)
         meant = {"full_shard": True, "shard_grad_op": False}.get(strategy or "")
-        draft.report("FSD322", f"{key} must be true or false, not {value!r}", entry, value=True,
-                     edits=draft.editor.replace(entry.node, str(meant).lower()) if meant is not None else None,
-                     fix=f"write {str(meant).lower()}")  # fmt: skip
+        draft.report(
+            "FSD322",
+            f"{key} must be true or false, not {value!r}",
+            entry,
+            value=True,
+            edits=draft.editor.replace(entry.node, str(meant).lower()) if meant is not None else None,
+            fix=f"write {str(meant).lower()}",
+        )
         return meant if meant is not None else True
     if name == "config_file":
         return value
     if name in ("dp_replicate", "dp_shard", "cp", "tp", "sp"):
         size = spelling.integer(value)
         if size is None or size < 1:
-            draft.report("FSD306" if name == "cp" else "FSD205", f"{key} must be a whole number of at least 1, not "
-                         f"{value!r}", entry, value=True)  # fmt: skip
+            draft.report(
+                "FSD306" if name == "cp" else "FSD205",
+                f"{key} must be a whole number of at least 1, not {value!r}",
+                entry,
+                value=True,
+            )
             return 1
         return size
     return simpletuner.read_value(draft, key, name, entry)
@@ -180,8 +222,16 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
     if mesh:
         lines.append("--use_parallelism_config")
         lines.extend(f"--{key} {_word(value)}" for key, value in mesh.items())
-    for key in ("mixed_precision", "num_processes", "num_machines", "machine_rank", "main_process_ip",
-                "main_process_port", "gpu_ids", "rdzv_backend"):  # fmt: skip
+    for key in (
+        "mixed_precision",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "gpu_ids",
+        "rdzv_backend",
+    ):
         if key in made:
             lines.append(f"--{key} {_word(made[key])}")
     if settings.debug:

@@ -18,9 +18,19 @@ if TYPE_CHECKING:
     from fsdptool.config.migrate import Rewriter, Target
 
 NAME = "llamafactory"
-_OWN = frozenset("stage finetuning_type cutoff_len template dataset do_train lora_target plot_loss".split())
+_OWN = frozenset(
+    ["stage", "finetuning_type", "cutoff_len", "template", "dataset", "do_train", "lora_target", "plot_loss"]
+)
 _V1 = frozenset(
-    "dist_config train_dataset sample_backend init_config kernel_config model_class cutoff_len".split()
+    [
+        "dist_config",
+        "train_dataset",
+        "sample_backend",
+        "init_config",
+        "kernel_config",
+        "model_class",
+        "cutoff_len",
+    ]
 )
 
 
@@ -44,8 +54,11 @@ def read(draft: Draft) -> None:
         deepspeed = root.get("deepspeed")
         draft.runs_fsdp = False
         draft.extras["configures"] = False
-        why = "it uses DeepSpeed" if deepspeed is not None and to_python(deepspeed.node) else (
-            "FSDP comes from the accelerate file it is launched with, if at all")  # fmt: skip
+        why = (
+            "it uses DeepSpeed"
+            if deepspeed is not None and to_python(deepspeed.node)
+            else ("FSDP comes from the accelerate file it is launched with, if at all")
+        )
         draft.report("FSD113", f"the file does not configure FSDP: {why}")
         return
     block = trainer.read_arguments(draft)
@@ -59,8 +72,12 @@ def _read_v1(draft: Draft, dist: Entry) -> None:
     name = str(kind.node.value) if kind is not None else ""
     draft.extras["fsdp_entry"] = dist
     entry = root.get("bf16")
-    draft.set("mixed_precision", "bf16" if entry is not None and entry.node.value is True else "no", entry=entry,
-              parent=root)  # fmt: skip
+    draft.set(
+        "mixed_precision",
+        "bf16" if entry is not None and entry.node.value is True else "no",
+        entry=entry,
+        parent=root,
+    )
     cp = root.get("cp_size")
     size = spelling.integer(cp.node.value) if cp is not None else 1
     mode = root.get("cp_mode")
@@ -68,13 +85,26 @@ def _read_v1(draft: Draft, dist: Entry) -> None:
     if name != "fsdp2":
         draft.runs_fsdp = False
         draft.extras["configures"] = False
-        draft.report("FSD110", f"dist_config {name!r} is LLaMA-Factory's own engine, not FSDP2 as accelerate runs it",
-                     kind or dist, value=True)  # fmt: skip
+        draft.report(
+            "FSD110",
+            f"dist_config {name!r} is LLaMA-Factory's own engine, not FSDP2 as accelerate runs it",
+            kind or dist,
+            value=True,
+        )
         return
     draft.set("fsdp_version", 2, entry=kind, parent=dist.node)
-    for key, value in (("reshard_after_forward", True), ("wrap_policy", "transformer"), ("wrap_classes", ()),
-                       ("state_dict_type", "sharded"), ("cpu_offload", False), ("cpu_ram_efficient_loading", False),
-                       ("activation_checkpointing", False), ("dp_replicate", 1), ("dp_shard", None), ("tp", 1)):  # fmt: skip
+    for key, value in (
+        ("reshard_after_forward", True),
+        ("wrap_policy", "transformer"),
+        ("wrap_classes", ()),
+        ("state_dict_type", "sharded"),
+        ("cpu_offload", False),
+        ("cpu_ram_efficient_loading", False),
+        ("activation_checkpointing", False),
+        ("dp_replicate", 1),
+        ("dp_shard", None),
+        ("tp", 1),
+    ):
         draft.set(key, value)
     draft.set("cp", 1 if ulysses else size or 1, entry=cp, parent=root)
     draft.set("sp", 1)

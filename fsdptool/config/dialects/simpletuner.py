@@ -6,64 +6,14 @@ them, so that they are findings with a fix when SimpleTuner itself will read the
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdptool.config import spelling
+from fsdptool.config.dialects.simpletuner_keys import _TABLES, _TEXTS, DEFAULTS, KEYS, NAME
+from fsdptool.config.dialects.simpletuner_write import mapping, migrate, write
 from fsdptool.config.draft import Draft
-from fsdptool.config.expressible import check_expressible
 from fsdptool.config.facts import WRITTEN
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
-from fsdptool.errors import ConfigError
-from fsdptool.records.settings import FsdpSettings, Mesh
-
-if TYPE_CHECKING:
-    from fsdptool.config.migrate import Rewriter, Target
-
-NAME = "simpletuner"
-
-KEYS = {
-    "fsdp_enable": "enable",
-    "fsdp_version": "fsdp_version",
-    "fsdp_reshard_after_forward": "reshard_after_forward",
-    "fsdp_state_dict_type": "state_dict_type",
-    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "fsdp_cpu_offload": "cpu_offload",
-    "fsdp_activation_checkpointing": "activation_checkpointing",
-    "fsdp_limit_all_gathers": "limit_all_gathers",
-    "fsdp_auto_wrap_policy": "wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap": "wrap_classes",
-    "context_parallel_size": "cp",
-    "context_parallel_comm_strategy": "cp_comm_strategy",
-    "num_processes": "num_processes",
-    "num_machines": "num_machines",
-    "mixed_precision": "mixed_precision",
-}
-DEFAULTS: dict[str, Any] = {
-    "fsdp_version": 2,
-    "reshard_after_forward": True,
-    "state_dict_type": "sharded",
-    "cpu_ram_efficient_loading": False,
-    "cpu_offload": False,
-    "activation_checkpointing": False,
-    "wrap_policy": "transformer",
-    "wrap_classes": (),
-    "cp": 1,
-    "cp_comm_strategy": "allgather",
-    "num_processes": None,
-    "num_machines": 1,
-    "mixed_precision": "bf16",
-}
-CANNOT = ("activation_checkpointing_offload", "ignored_modules", "tp", "sp", "machine_rank", "main_process_ip",
-          "main_process_port", "rdzv_backend", "use_cpu", "gpu_ids", "debug", "min_num_params",
-          "num_machines")  # fmt: skip
-
-_TABLES = {
-    "state_dict_type": spelling.STATE_DICT_TYPES,
-    "wrap_policy": spelling.WRAP_POLICIES,
-    "cp_comm_strategy": spelling.ROTATIONS,
-    "mixed_precision": spelling.PRECISIONS,
-}
 
 
 def matches(root: Node) -> float:
@@ -89,9 +39,14 @@ def collect(draft: Draft, known: dict[str, str]) -> dict[str, Entry]:
         if key in known:
             chosen[key] = entry
             if written.lstrip("-") != key:
-                draft.report("FSD206" if strict else "FSD217", f"{written} means {key}"
-                             + ("; SimpleTuner 4.8.0 refuses this spelling" if strict else ""), entry,
-                             edits=_rename(draft, entry, key), fix=f"write {key}")  # fmt: skip
+                draft.report(
+                    "FSD206" if strict else "FSD217",
+                    f"{written} means {key}"
+                    + ("; SimpleTuner 4.8.0 refuses this spelling" if strict else ""),
+                    entry,
+                    edits=_rename(draft, entry, key),
+                    fix=f"write {key}",
+                )
         elif key.startswith(("fsdp", "context_parallel", "parallelism_config")):
             near = spelling.nearest(key, known, cutoff=0.7)
             prefixes = [name for name in known if name.startswith(key)]
@@ -99,13 +54,24 @@ def collect(draft: Draft, known: dict[str, str]) -> dict[str, Entry]:
             if len(prefixes) == 1 and meant is not None:
                 # argparse takes unambiguous prefixes.
                 chosen[meant] = entry
-                draft.report("FSD217", f"{written} means {meant}", entry, edits=_rename(draft, entry, meant),
-                             fix=f"write {meant}")  # fmt: skip
+                draft.report(
+                    "FSD217",
+                    f"{written} means {meant}",
+                    entry,
+                    edits=_rename(draft, entry, meant),
+                    fix=f"write {meant}",
+                )
                 continue
             draft.ignore(entry, "unknown flag")
-            draft.report("FSD201", f"unknown flag {written}" + (f": did you mean {meant}?" if meant else ""), entry,
-                         edits=_rename(draft, entry, meant) if meant and meant not in chosen else None, safe=False,
-                         fix=f"write {meant}", changes={KEYS.get(meant or "", "*"): to_python(entry.node)})  # fmt: skip
+            draft.report(
+                "FSD201",
+                f"unknown flag {written}" + (f": did you mean {meant}?" if meant else ""),
+                entry,
+                edits=_rename(draft, entry, meant) if meant and meant not in chosen else None,
+                safe=False,
+                fix=f"write {meant}",
+                changes={KEYS.get(meant or "", "*"): to_python(entry.node)},
+            )
     return chosen
 
 
@@ -160,9 +126,13 @@ def _without_fsdp(draft: Draft, chosen: dict[str, Entry]) -> None:
     if size > 1:
         _topology(draft, "dp_replicate", "dp_shard")
         if not draft.has("FSD306"):
-            draft.report("FSD305", "Context parallelism requires FSDP2.", chosen.get("context_parallel_size"),
-                         severity="warning",
-                         help="SimpleTuner 4.8.0 runs replicas instead; fsdp_enable shards them")  # fmt: skip
+            draft.report(
+                "FSD305",
+                "Context parallelism requires FSDP2.",
+                chosen.get("context_parallel_size"),
+                severity="warning",
+                help="SimpleTuner 4.8.0 runs replicas instead; fsdp_enable shards them",
+            )
         return
     entry = chosen.get("fsdp_enable")
     others = [key for key in chosen if key.startswith("fsdp_") and key != "fsdp_enable"]
@@ -180,11 +150,19 @@ def _topology(draft: Draft, rest: str, other: str) -> None:
     if not isinstance(processes, int) or size <= 1:
         return
     if size > processes:
-        draft.report("FSD306", f"Context parallel size ({size}) cannot exceed process count ({processes}).",
-                     _at(draft, "cp"), value=True)  # fmt: skip
+        draft.report(
+            "FSD306",
+            f"Context parallel size ({size}) cannot exceed process count ({processes}).",
+            _at(draft, "cp"),
+            value=True,
+        )
     elif processes % size:
-        draft.report("FSD306", f"Context parallel size ({size}) must evenly divide process count ({processes}).",
-                     _at(draft, "cp"), value=True)  # fmt: skip
+        draft.report(
+            "FSD306",
+            f"Context parallel size ({size}) must evenly divide process count ({processes}).",
+            _at(draft, "cp"),
+            value=True,
+        )
     else:
         draft.set(rest, processes // size)
 
@@ -200,8 +178,18 @@ def read_value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
     shown: Any
     if name == "cp":
         return _context_size(draft, key, entry, value)
-    if name in ("fsdp_version", "num_processes", "num_machines", "min_num_params", "machine_rank",
-                "main_process_port", "dp_replicate", "dp_shard", "tp", "sp"):  # fmt: skip
+    if name in (
+        "fsdp_version",
+        "num_processes",
+        "num_machines",
+        "min_num_params",
+        "machine_rank",
+        "main_process_port",
+        "dp_replicate",
+        "dp_shard",
+        "tp",
+        "sp",
+    ):
         result: Any = spelling.integer(value)
         shown = result
         exact = isinstance(value, int) or str(value) == str(result)
@@ -230,13 +218,16 @@ def read_value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
     if not exact:
         strict = draft.consumer.name == "simpletuner"
         written = shown if draft.document.language != "flags" else str(shown)
-        draft.report("FSD206" if strict else "FSD217", f"{key} {value!r} means {shown}"
-                     + ("; SimpleTuner 4.8.0 refuses this spelling" if strict else ""), entry, value=True,
-                     edits=draft.editor.replace(entry.node, written), fix=f"write {shown}")  # fmt: skip
+        draft.report(
+            "FSD206" if strict else "FSD217",
+            f"{key} {value!r} means {shown}"
+            + ("; SimpleTuner 4.8.0 refuses this spelling" if strict else ""),
+            entry,
+            value=True,
+            edits=draft.editor.replace(entry.node, written),
+            fix=f"write {shown}",
+        )
     return result
-
-
-_TEXTS = ("main_process_ip", "gpu_ids", "rdzv_backend", "ignored_modules")
 
 
 def _context_size(draft: Draft, key: str, entry: Entry, value: Any) -> int:
@@ -254,8 +245,12 @@ def _context_size(draft: Draft, key: str, entry: Entry, value: Any) -> int:
 
 def _refused(draft: Draft, key: str, name: str, entry: Entry, value: Any, choices: str) -> Any:
     if name == "cp_comm_strategy":
-        draft.report("FSD307", f"Unsupported context parallel rotation {value!r}. Valid options are 'allgather' and "
-                     "'alltoall'.", entry, value=True)  # fmt: skip
+        draft.report(
+            "FSD307",
+            f"Unsupported context parallel rotation {value!r}. Valid options are 'allgather' and 'alltoall'.",
+            entry,
+            value=True,
+        )
     elif name == "wrap_policy" and "." in str(value):
         draft.report("FSD348", f"{key} {value!r} is a dotted path; no program imports it", entry, value=True)
     else:
@@ -263,8 +258,9 @@ def _refused(draft: Draft, key: str, name: str, entry: Entry, value: Any, choice
         edits = None
         if empty and draft.document.language != "flags":
             edits = draft.editor.remove(draft.root, entry)
-        draft.report("FSD206", f"{key} {value!r} is not {choices}", entry, value=True, edits=edits,
-                     fix=f"remove {key}")  # fmt: skip
+        draft.report(
+            "FSD206", f"{key} {value!r} is not {choices}", entry, value=True, edits=edits, fix=f"remove {key}"
+        )
     return DEFAULTS.get(name)
 
 
@@ -281,76 +277,47 @@ def _limits(draft: Draft) -> None:
 
     optimizer = text("optimizer")
     if optimizer.startswith(("optimi-", "bnb-")) or optimizer == "soap":
-        draft.report("FSD345", f"SimpleTuner swaps {optimizer} for adamw_schedulefree under FSDP2",
-                     root.get("optimizer"), value=True)  # fmt: skip
+        draft.report(
+            "FSD345",
+            f"SimpleTuner swaps {optimizer} for adamw_schedulefree under FSDP2",
+            root.get("optimizer"),
+            value=True,
+        )
     if "quanto" in text("base_model_precision"):
-        draft.report("FSD346", "quanto precision and FSDP2 cannot be combined", root.get("base_model_precision"),
-                     value=True)  # fmt: skip
+        draft.report(
+            "FSD346",
+            "quanto precision and FSDP2 cannot be combined",
+            root.get("base_model_precision"),
+            value=True,
+        )
     if on("ema_cpu_only") and on("use_ema"):
         draft.report("FSD349", "ema_cpu_only cannot be used with FSDP2", root.get("ema_cpu_only"))
     if draft.get("cpu_offload"):
         if on("optimizer_release_gradients") and optimizer.startswith("optimi"):
-            draft.report("FSD350", "fsdp_cpu_offload cannot be combined with optimizer_release_gradients",
-                         root.get("optimizer_release_gradients"))  # fmt: skip
+            draft.report(
+                "FSD350",
+                "fsdp_cpu_offload cannot be combined with optimizer_release_gradients",
+                root.get("optimizer_release_gradients"),
+            )
         if text("optimizer_cpu_offload_method") == "torchao":
-            draft.report("FSD350", "fsdp_cpu_offload cannot be combined with optimizer_cpu_offload_method=torchao",
-                         root.get("optimizer_cpu_offload_method"), value=True)  # fmt: skip
+            draft.report(
+                "FSD350",
+                "fsdp_cpu_offload cannot be combined with optimizer_cpu_offload_method=torchao",
+                root.get("optimizer_cpu_offload_method"),
+                value=True,
+            )
 
 
-def mapping(settings: FsdpSettings) -> dict[str, Any]:
-    """Return the settings as SimpleTuner's flags.
-
-    Raises:
-        ConfigError: SimpleTuner has no flag for a setting.
-    """
-    check_expressible(settings, NAME, CANNOT)
-    mesh = settings.mesh
-    if mesh.dp_replicate != 1:
-        raise ConfigError(f"{NAME} cannot express dp_replicate = {mesh.dp_replicate}")
-    if mesh != Mesh(cp=mesh.cp, dp_shard=mesh.dp_shard):
-        raise ConfigError(f"{NAME} cannot express the mesh")
-    if mesh.cp > 1 and (settings.num_processes is None) != (mesh.dp_shard is None):
-        raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard} without num_processes")
-    if (
-        mesh.cp > 1
-        and settings.num_processes is not None
-        and mesh.cp * (mesh.dp_shard or 1) != settings.num_processes
-    ):
-        raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard}: it is what cp leaves")
-    if mesh.cp == 1 and mesh.dp_shard is not None:
-        raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard}: all processes shard")
-    flags: dict[str, Any] = {
-        "fsdp_enable": True,
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": settings.reshard_after_forward,
-        "fsdp_state_dict_type": WRITTEN["state_dict_type"][settings.state_dict_type],
-        "fsdp_cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
-        "fsdp_cpu_offload": settings.cpu_offload,
-        "fsdp_activation_checkpointing": settings.activation_checkpointing,
-        "fsdp_auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
-    }
-    if settings.wrap_classes:
-        flags["fsdp_transformer_layer_cls_to_wrap"] = ",".join(settings.wrap_classes)
-    flags["context_parallel_size"] = mesh.cp
-    flags["context_parallel_comm_strategy"] = settings.cp_comm_strategy
-    if settings.num_processes is not None:
-        flags["num_processes"] = settings.num_processes
-    flags["mixed_precision"] = settings.mixed_precision
-    return flags
-
-
-def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
-    """Return the FSDP part of SimpleTuner's ``config.json``.
-
-    Raises:
-        ConfigError: As :func:`mapping`.
-    """
-    return json.dumps(mapping(settings), indent=2) + "\n"
-
-
-def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
-    """Write version 2 and what version 1 meant."""
-    for key, value in (("fsdp_version", 2), ("fsdp_reshard_after_forward", target.reshard),
-                       ("fsdp_state_dict_type", WRITTEN["state_dict_type"][target.state_dict])):  # fmt: skip
-        dashed = f"--{key}" if steps.root.get(f"--{key}") is not None else key
-        steps.put(None, dashed, value)
+__all__ = [
+    "DEFAULTS",
+    "KEYS",
+    "NAME",
+    "collect",
+    "mapping",
+    "matches",
+    "migrate",
+    "read",
+    "read_flags",
+    "read_value",
+    "write",
+]

@@ -7,7 +7,8 @@ HARDWARE = (
          "The GPU's tensor cores do not compute in bfloat16; torch emulates it slowly.",
          "Use fp16 on this GPU, or another GPU (--unsafe-fixes writes fp16).", "unsafe"),
     Rule("FSD502", "offload needs more host memory than there is", "error",
-         "CPU offload keeps parameters, gradients and optimizer states of all ranks of a node in host memory.",
+         "CPU offload keeps parameters, gradients and optimizer states of all ranks of a node in host "
+         "memory.",
          "Use more nodes, a smaller optimizer, or no offload."),
     Rule("FSD503", "does not fit", "error",
          "The predicted peak exceeds what the GPU can give (see `fsdptool plan` for the ladder).",

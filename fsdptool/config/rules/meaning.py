@@ -15,14 +15,15 @@ MEANING = (
     Rule("FSD303", "FSDP1 setting lost under version 2", "error",
          "The key is ignored under version 2, and what it asks for is not what runs: SHARD_GRAD_OP becomes "
          "full sharding, HYBRID_SHARD full sharding over all ranks, forward prefetch is off.",
-         "Write what was meant the FSDP2 way (--unsafe-fixes: the run changes), or remove the key.", "unsafe"),
+         "Write what was meant the FSDP2 way (--unsafe-fixes: the run changes), or remove the key.",
+         "unsafe"),
     Rule("FSD304", "FSDP and DeepSpeed together", "error",
-         "Each wants to own the model. accelerate 1.15 picks the one `distributed_type` names and ignores the "
-         "other block; TrainingArguments and SimpleTuner stop.",
+         "Each wants to own the model. accelerate 1.15 picks the one `distributed_type` names and ignores "
+         "the other block; TrainingArguments and SimpleTuner stop.",
          "Keep one of the two."),
     Rule("FSD305", "context parallelism without FSDP2", "error",
-         "accelerate 1.15 shards the sequence on the mesh that FSDP2 builds; with FSDP1, DDP or no FSDP the run "
-         "stops or ignores it.",
+         "accelerate 1.15 shards the sequence on the mesh that FSDP2 builds; with FSDP1, DDP or no FSDP the "
+         "run stops or ignores it.",
          "Set fsdp_version to 2, or the context-parallel size to 1."),
     Rule("FSD306", "context-parallel size against process count", "error",
          "The size must be a whole number of at least 1 that divides the number of processes.",
@@ -31,8 +32,8 @@ MEANING = (
          "accelerate 1.15 knows `allgather` and `alltoall`.",
          "Write one of the two (--fix where the spelling is clear).", "safe"),
     Rule("FSD308", "mesh does not multiply to the process count", "error",
-         "accelerate 1.15: `ParallelismConfig total_size (...) does not match num_processes (...)`. Sizes that "
-         "are not written are 1, never filled in.",
+         "accelerate 1.15: `ParallelismConfig total_size (...) does not match num_processes (...)`. Sizes "
+         "that are not written are 1, never filled in.",
          "Make dp_replicate x dp_shard x cp x sp x tp equal to num_processes."),
     Rule("FSD309", "mesh that only replicates", "error",
          "With dp_shard 1 and cp 1 FSDP2 has nothing to shard across: `FSDP is enabled but the parallelism "
@@ -47,20 +48,20 @@ MEANING = (
          "accelerate 1.15: Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive.",
          "Set one of the two sizes to 1."),
     Rule("FSD312", "sequence parallelism that silently does nothing", "error",
-         "SP in accelerate 1.15 is DeepSpeed's Ulysses. Under FSDP2 it is accepted, no sequence is split, and "
-         "the parameters shard over the whole world.",
+         "SP in accelerate 1.15 is DeepSpeed's Ulysses. Under FSDP2 it is accepted, no sequence is split, "
+         "and the parameters shard over the whole world.",
          "Set sp_size to 1, or use context parallelism (cp_size)."),
     Rule("FSD313", "replication next to tensor or context parallelism without sharding", "error",
          "accelerate 1.15: Tensor/Context parallelism cannot be used with pure data parallelism "
          "(dp_replicate_size > 1 and dp_shard_size == 1).",
          "Give dp_shard a size above 1, or set dp_replicate to 1."),
     Rule("FSD314", "FSDP on CPU through accelerate", "error",
-         "accelerate 1.15 only promotes device types to FSDP: on CPU the run goes on unsharded, as independent "
-         "processes or DDP, with exit code 0. fsdptool's own trainer shards on CPU.",
+         "accelerate 1.15 only promotes device types to FSDP: on CPU the run goes on unsharded, as "
+         "independent processes or DDP, with exit code 0. fsdptool's own trainer shards on CPU.",
          "Train it with `fsdptool train`, and say so in the file: `# fsdptool: consumer=fsdptool`."),
     Rule("FSD315", "nothing is wrapped because no policy is written", "warning",
-         "accelerate 1.15 reads a missing `fsdp_auto_wrap_policy` as NO_WRAP: one unit holds the whole model, "
-         "which is gathered at once.",
+         "accelerate 1.15 reads a missing `fsdp_auto_wrap_policy` as NO_WRAP: one unit holds the whole "
+         "model, which is gathered at once.",
          "Write `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` (--unsafe-fixes), or NO_WRAP if it is meant.",
          "unsafe"),
     Rule("FSD316", "activation checkpointing without wrapping", "error",
@@ -76,8 +77,8 @@ MEANING = (
          "and `fsdp_version=2`.",
          "Switch activation checkpointing on, or its offload off."),
     Rule("FSD319", "RAM-efficient loading without wrap units", "warning",
-         "The weights of the whole model, one unit, are broadcast and gathered at once; what the option saves "
-         "is lost again.",
+         "The weights of the whole model, one unit, are broadcast and gathered at once; what the option "
+         "saves is lost again.",
          "Wrap the blocks, or set fsdp_cpu_ram_efficient_loading to false."),
     Rule("FSD320", "setting left to a default that differs", "info",
          "The default depends on the FSDP version or on the program: FULL_STATE_DICT under version 1 and in "
@@ -85,21 +86,21 @@ MEANING = (
          "accelerate launch and false in TrainingArguments.",
          "Write it out (--fix writes the value that is in effect).", "safe"),
     Rule("FSD321", "fsdp_sync_module_states false stops the launch", "error",
-         "FSDP2 ignores the key, but accelerate 1.15's launcher refuses the file while RAM-efficient loading is "
-         "true or not written: When using `--fsdp_cpu_ram_efficient_loading` set `--fsdp_sync_module_states` to "
-         "`True`.",
+         "FSDP2 ignores the key, but accelerate 1.15's launcher refuses the file while RAM-efficient "
+         "loading is true or not written: When using `--fsdp_cpu_ram_efficient_loading` set "
+         "`--fsdp_sync_module_states` to `True`.",
          "Remove the key under version 2 (--fix).", "safe"),
     Rule("FSD322", "reshard as a strategy name or number", "error",
-         "Under version 2 accelerate 1.15 wants a boolean: `invalid truth value full_shard`. `1` happens to be "
-         "read as true; `2` fails.",
+         "Under version 2 accelerate 1.15 wants a boolean: `invalid truth value full_shard`. `1` happens to "
+         "be read as true; `2` fails.",
          "Write true or false (--fix: FULL_SHARD is true, SHARD_GRAD_OP false).", "safe"),
     Rule("FSD323", "sharding strategy as a number", "info",
          "torch's enum numbers: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD, 5 "
          "_HYBRID_SHARD_ZERO2. `accelerate to-fsdp2` copies them as they are, and 2 then fails.",
          "Write the name, or migrate."),
     Rule("FSD324", "size-based wrapping", "warning",
-         "fully_shard refuses containers (ModuleList) above the threshold in accelerate 1.15, and which modules "
-         "are wrapped changes with the model's size.",
+         "fully_shard refuses containers (ModuleList) above the threshold in accelerate 1.15, and which "
+         "modules are wrapped changes with the model's size.",
          "Wrap by class (`fsdptool detect` names the classes)."),
     Rule("FSD325", "size threshold that is not read", "warning",
          "`fsdp_min_num_params` counts with SIZE_BASED_WRAP only.",
@@ -115,8 +116,8 @@ MEANING = (
          "num_machines on each and loses the rest.",
          "Make num_processes a multiple of num_machines."),
     Rule("FSD329", "rendezvous address missing", "warning",
-         "Several machines need `main_process_ip` and `main_process_port`; accelerate 1.15 otherwise waits for "
-         "a host called None. They may come from the command line.",
+         "Several machines need `main_process_ip` and `main_process_port`; accelerate 1.15 otherwise waits "
+         "for a host called None. They may come from the command line.",
          "Write both, or pass --main_process_ip and --main_process_port."),
     Rule("FSD330", "FSDP block under another distributed_type", "error",
          "accelerate 1.15 accepts the block and never starts FSDP.",
@@ -125,12 +126,13 @@ MEANING = (
          "More processes than ids put several ranks on one GPU; one id with MULTI_GPU is refused.",
          "List as many ids as processes per machine."),
     Rule("FSD332", "NO_SHARD has no FSDP2 equivalent", "error",
-         "NO_SHARD is plain data parallelism. `accelerate to-fsdp2` turns it into reshard false, which shards "
-         "parameters and is a different thing.",
+         "NO_SHARD is plain data parallelism. `accelerate to-fsdp2` turns it into reshard false, which "
+         "shards parameters and is a different thing.",
          "Use `distributed_type: MULTI_GPU` (DDP)."),
     Rule("FSD333", "LOCAL_STATE_DICT is not supported", "error",
          "accelerate 1.15: FSDP2 does not support LOCAL_STATE_DICT.",
-         "Use SHARDED_STATE_DICT: each rank writes its shard, and it can be read with another number of ranks."),
+         "Use SHARDED_STATE_DICT: each rank writes its shard, and it can be read with another number of "
+         "ranks."),
     Rule("FSD334", "hybrid sharding without a mesh", "error",
          "Under FSDP2 hybrid sharding is a mesh of dp_replicate x dp_shard, written in `parallelism_config`; "
          "the strategy name alone shards over all ranks.",
@@ -140,11 +142,12 @@ MEANING = (
          "Name the repeated block (`fsdptool detect REF` finds it)."),
     Rule("FSD336", "strategy under the wrong key for FSDP1", "error",
          "Under version 1 accelerate 1.15 always exports FSDP_SHARDING_STRATEGY (FULL_SHARD unless "
-         "`fsdp_sharding_strategy` is written), which wins: a strategy written in `fsdp_reshard_after_forward`, "
-         "as `accelerate config` does, has always run as FULL_SHARD.",
+         "`fsdp_sharding_strategy` is written), which wins: a strategy written in "
+         "`fsdp_reshard_after_forward`, as `accelerate config` does, has always run as FULL_SHARD.",
          "Migrate, and decide which of the two was meant."),
     Rule("FSD337", "truth of text", "error",
-         "transformers 5.23 tests this value without parsing it: `cpu_offload: \"false\"` switches offload ON.",
+         "transformers 5.23 tests this value without parsing it: `cpu_offload: \"false\"` switches offload "
+         "ON.",
          "Write a plain boolean (--unsafe-fixes: the run changes to what is written).", "unsafe"),
     Rule("FSD338", "version left to the installed transformers", "warning",
          "Without a version TrainingArguments ran FSDP1 before transformers 5.10 and runs FSDP2 since.",
@@ -161,8 +164,8 @@ MEANING = (
          "decides.",
          "Write the setting in the file, or unset the variable."),
     Rule("FSD342", "parallelism block outside FSDP2", "error",
-         "accelerate 1.15 takes the block with FSDP2, multi-device and DeepSpeed runs only; FSDP1 with it fails "
-         "when the accelerator is built.",
+         "accelerate 1.15 takes the block with FSDP2, multi-device and DeepSpeed runs only; FSDP1 with it "
+         "fails when the accelerator is built.",
          "Set fsdp_version to 2 or remove the block."),
     Rule("FSD343", "parallelism block without effect", "warning",
          "All sizes are 1 (or no key is read): accelerate 1.15 then replicates instead of sharding, or stops "
@@ -192,8 +195,8 @@ MEANING = (
          "SimpleTuner refuses ema_cpu_only with FSDP2.",
          "Keep the moving average on the device."),
     Rule("FSD350", "offload combined with an optimizer that moves its own states", "error",
-         "SimpleTuner refuses fsdp_cpu_offload with optimizer_release_gradients on optimi optimizers and with "
-         "optimizer_cpu_offload_method=torchao.",
+         "SimpleTuner refuses fsdp_cpu_offload with optimizer_release_gradients on optimi optimizers and "
+         "with optimizer_cpu_offload_method=torchao.",
          "Use one of the two."),
     Rule("FSD351", "setting this program keeps for itself", "error",
          "The trainer would sort the setting out differently: a key that the accelerate YAML owns does not "
@@ -207,7 +210,7 @@ MEANING = (
          "checkpointing); TrainingArguments 5.23 reads neither.",
          "Use accelerate's key in the accelerate YAML."),
     Rule("FSD354", "checked against another version", "info",
-         "The rules were checked by running accelerate 1.15.0 and transformers 5.23.0; for other versions they "
-         "are a best guess.",
+         "The rules were checked by running accelerate 1.15.0 and transformers 5.23.0; for other versions "
+         "they are a best guess.",
          "Nothing needs to be done."),
 )  # fmt: skip

@@ -33,8 +33,8 @@ MODEL = (
          "attention layers of type [...]`.",
          "Set cp_size to 1, or train a model with full attention."),
     Rule("FSD408", "wrap classes leave most parameters in the root", "warning",
-         "What no wrap class covers stays in the root unit, is gathered before the first layer and kept until "
-         "backward ends.",
+         "What no wrap class covers stays in the root unit, is gathered before the first layer and kept "
+         "until backward ends.",
          "Wrap the classes that hold the parameters (--unsafe-fixes writes detect's choice).", "unsafe"),
     Rule("FSD409", "size-based wrapping meets a container", "error",
          "When a ModuleList exceeds the threshold, fully_shard refuses it: `fully_shard does not support "

@@ -15,8 +15,9 @@ SCHEMA = (
          "Rename it to the key that was meant (--unsafe-fixes: the setting begins to count), or remove it "
          "(--fix, where no known key is near: the run stays the same).", "unsafe"),
     Rule("FSD203", "parallelism key without its prefix", "error",
-         "Unlike `fsdp_config`, `parallelism_config` gets no prefix added in accelerate 1.15: `dp_shard_size: "
-         "2` is dropped, all sizes stay 1, and the run goes on as plain FSDP or stops with a mesh error.",
+         "Unlike `fsdp_config`, `parallelism_config` gets no prefix added in accelerate 1.15: "
+         "`dp_shard_size: 2` is dropped, all sizes stay 1, and the run goes on as plain FSDP or stops with "
+         "a mesh error.",
          "Write `parallelism_config_` in front (--unsafe-fixes: the mesh begins to count).", "unsafe"),
     Rule("FSD204", "key without the fsdp_ prefix", "warning",
          "accelerate 1.15 adds the prefix when it launches, but `accelerate to-fsdp2` does not, and a key "
@@ -40,8 +41,8 @@ SCHEMA = (
          "Write 'no' in quotes (--fix).", "safe"),
     Rule("FSD209", "key without effect", "info",
          "accelerate 1.15 accepts the key and the value never wins: `rdzv_backend`, `same_network` and "
-         "`enable_cpu_affinity` have command-line defaults that are not None, `downcast_bf16` is for TPUs, and "
-         "`main_training_function` is not used by `accelerate launch`.",
+         "`enable_cpu_affinity` have command-line defaults that are not None, `downcast_bf16` is for TPUs, "
+         "and `main_training_function` is not used by `accelerate launch`.",
          "Pass it on the command line if you need it; otherwise it may stay."),
     Rule("FSD210", "key in the wrong place", "error",
          "The key exists, but elsewhere. At top level accelerate refuses it; inside a block it is ignored.",
@@ -55,17 +56,17 @@ SCHEMA = (
          "accelerate 1.15: A `distributed_type` must be specified in the config file.",
          "Add `distributed_type: FSDP` (--unsafe-fixes, when the file has an `fsdp_config`).", "unsafe"),
     Rule("FSD213", "number that is text to YAML 1.1", "error",
-         "PyYAML reads `1e8` as text and `1.0e8` as a float; accelerate 1.15 then fails with `invalid literal "
-         "for int()` when the plugin is built, long after the launch.",
+         "PyYAML reads `1e8` as text and `1.0e8` as a float; accelerate 1.15 then fails with `invalid "
+         "literal for int()` when the plugin is built, long after the launch.",
          "Write the integer out (--fix).", "safe"),
     Rule("FSD214", "wrap classes in a form that is not understood", "error",
-         "accelerate 1.15 turns a YAML list into text and splits it at commas, so it looks for a class called "
-         "`['Qwen3DecoderLayer'`; a space after a comma, a dotted path or an empty text fail in the same way: "
-         "`Could not find the transformer layer class`.",
+         "accelerate 1.15 turns a YAML list into text and splits it at commas, so it looks for a class "
+         "called `['Qwen3DecoderLayer'`; a space after a comma, a dotted path or an empty text fail in the "
+         "same way: `Could not find the transformer layer class`.",
          "Write bare class names with commas and no spaces (--fix).", "safe"),
     Rule("FSD215", "one setting written twice under two names", "warning",
-         "With and without prefix, or under an old and a new name. The consumer takes one by its place in the "
-         "file; both spellings are never needed.",
+         "With and without prefix, or under an old and a new name. The consumer takes one by its place in "
+         "the file; both spellings are never needed.",
          "Remove the one that does not count (--fix: the run stays the same).", "safe"),
     Rule("FSD216", "key of another program", "warning",
          "The consumer does not read this key, but another program reads it under this name: "

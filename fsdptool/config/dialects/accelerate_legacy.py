@@ -1,0 +1,249 @@
+"""FSDP1's keys in an accelerate file: settings under version 1, findings under version 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config import spelling
+from fsdptool.config.dialects.accelerate_scalars import read_boolean, word_of_truth
+from fsdptool.config.draft import Draft
+from fsdptool.config.tree import Entry, Node, to_python
+
+_STRATEGIES = {
+    "FULL_SHARD": "full_shard",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "NO_SHARD": "no_shard",
+    "HYBRID_SHARD": "hybrid_shard",
+    "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
+    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "3": "no_shard",
+    "4": "hybrid_shard",
+    "5": "hybrid_shard_zero2",
+}
+_PREFETCHES = {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2"}
+
+
+def read_legacy(draft: Draft, key: str, name: str, entry: Entry, block: Node | None, version: int) -> None:
+    """Keys of FSDP1: settings under version 1, findings under version 2."""
+    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    if version == 1:
+        _legacy_under_1(draft, key, name, value, entry, block)
+        return
+    draft.ignore(entry, "FSDP1 only; not read under version 2")
+    remove = draft.editor.remove(block, entry) if block is not None else None
+    if name == "sharding_strategy":
+        _strategy_under_2(draft, key, value, entry, block, remove)
+    elif name == "sync_module_states" and not value and _ram_truthy(block):
+        draft.report(
+            "FSD321",
+            f"{key}: false makes accelerate launch refuse the file",
+            entry,
+            edits=remove,
+            fix=f"remove {key}",
+        )
+    elif name == "forward_prefetch" and word_of_truth(value):
+        draft.report(
+            "FSD303",
+            f"{key}: true is lost: FSDP2 through accelerate has no explicit forward prefetch",
+            entry,
+            severity="warning",
+            edits=remove,
+            safe=True,
+            fix=f"remove {key}",
+            help="remove it; fsdptool's own trainer prefetches with `sharding.prefetch`",
+        )
+    elif name == "backward_prefetch" and value is not None and str(value).upper() not in _PREFETCHES:
+        draft.report(
+            "FSD206",
+            f"{key} {value!r} is ignored under version 2, but the plugin still stops at it: KeyError",
+            entry,
+            value=True,
+            edits=remove,
+            safe=True,
+            fix=f"remove {key}",
+        )
+    else:
+        draft.report(
+            "FSD302", f"{key} has no meaning under version 2", entry, edits=remove, fix=f"remove {key}"
+        )
+
+
+def _ram_truthy(block: Node | None) -> bool:
+    entry = None
+    if block is not None:
+        entry = block.get("fsdp_cpu_ram_efficient_loading") or block.get("cpu_ram_efficient_loading")
+    return True if entry is None else bool(to_python(entry.node))
+
+
+def _strategy_under_2(
+    draft: Draft, key: str, value: Any, entry: Entry, block: Node | None, remove: Any
+) -> None:
+    strategy = spelling.choice(value, spelling.STRATEGIES)
+    own = block.get("fsdp_reshard_after_forward") or block.get("reshard_after_forward") if block else None
+    runs = word_of_truth(own.node.value) if own is not None else True
+    draft.extras["written_strategy"] = strategy
+    if strategy == "no_shard":
+        draft.report(
+            "FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry, value=True
+        )
+    elif strategy in ("hybrid_shard", "hybrid_shard_zero2"):
+        _hybrid_under_2(draft, key, value, strategy, entry, block, own, remove)
+    elif strategy == "shard_grad_op" and runs is not False:
+        edits = None
+        if block is not None and remove is not None and own is None:
+            edits = draft.editor.rename(entry, "fsdp_reshard_after_forward")
+            replaced = draft.editor.replace(entry.node, False)
+            edits = (*edits, *replaced) if edits is not None and replaced is not None else None
+        elif block is not None and remove is not None and own is not None:
+            replaced = draft.editor.replace(own.node, False)
+            edits = (*remove, *replaced) if replaced is not None else None
+        draft.report(
+            "FSD303",
+            f"{key} {value!r} is ignored: parameters are freed after forward all the same",
+            entry,
+            value=True,
+            edits=edits,
+            safe=False,
+            fix="write fsdp_reshard_after_forward: false",
+            changes={"reshard_after_forward": False},
+        )
+    else:
+        draft.report(
+            "FSD302", f"{key} has no meaning under version 2", entry, edits=remove, fix=f"remove {key}"
+        )
+
+
+def _hybrid_under_2(
+    draft: Draft,
+    key: str,
+    value: Any,
+    strategy: str,
+    entry: Entry,
+    block: Node | None,
+    own: Entry | None,
+    remove: Any,
+) -> None:
+    from fsdptool.config.facts import hybrid_mesh
+
+    machines = draft.get("num_machines")
+    mesh = hybrid_mesh(draft.get("num_processes"), machines)
+    has_block = draft.root.get("parallelism_config") is not None
+    reshard = strategy == "hybrid_shard"
+    single = machines == 1 and (draft.written("num_machines") or draft.get("num_processes") is not None)
+    if has_block or single:
+        severity: Any = "warning"
+        message = f"{key} {value!r} is ignored under version 2"
+        if machines == 1 and not has_block:
+            message += "; on one machine it would replicate nothing"
+        runs = word_of_truth(own.node.value) if own is not None else True
+        if runs == reshard:
+            draft.report("FSD302", message, entry, edits=remove, fix=f"remove {key}")
+            return
+        draft.report("FSD303", message, entry, value=True, severity=severity)
+        return
+    edits = None
+    changes: dict[str, Any] = {}
+    if mesh and remove is not None and reshard:
+        added = draft.editor.add(
+            draft.root,
+            None,
+            {
+                "parallelism_config": {
+                    "parallelism_config_dp_replicate_size": mesh["dp_replicate"],
+                    "parallelism_config_dp_shard_size": mesh["dp_shard"],
+                }
+            },
+        )
+        edits = (*remove, *added) if added is not None else None
+        changes = dict(mesh)
+    draft.report(
+        "FSD334",
+        f"{key} {value!r} is ignored under version 2: the run shards over all ranks",
+        entry,
+        value=True,
+        edits=edits,
+        safe=False,
+        fix="write the mesh in parallelism_config",
+        changes=changes,
+    )
+
+
+def _legacy_under_1(draft: Draft, key: str, name: str, value: Any, entry: Entry, block: Node | None) -> None:
+    if name == "sharding_strategy":
+        strategy = _STRATEGIES.get(str(value).upper())
+        if strategy is None:
+            draft.set(name, "full_shard", entry=entry, parent=block)
+            draft.report("FSD206", f"{key} {value!r} is no sharding strategy", entry, value=True)
+            return
+        draft.set(name, strategy, entry=entry, parent=block)
+        if str(value).isdigit():
+            draft.report(
+                "FSD323",
+                f"{key} {value} is {strategy.upper()}",
+                entry,
+                value=True,
+                edits=draft.editor.replace(entry.node, strategy.upper()),
+                safe=True,
+                fix=f"write {strategy.upper()}",
+            )
+        return
+    if name == "backward_prefetch":
+        text = None if value is None else str(value).upper()
+        if text is not None and text not in _PREFETCHES:
+            draft.set(name, None, entry=entry, parent=block)
+            draft.report(
+                "FSD206",
+                f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
+                entry,
+                value=True,
+                edits=draft.editor.replace(entry.node, "NO_PREFETCH")
+                if spelling.normal(value) in ("none", "no", "off")
+                else None,
+                fix="write NO_PREFETCH",
+            )
+            return
+        shown = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST", "NO_PREFETCH": None}.get(text or "", text)
+        draft.set(name, shown, entry=entry, parent=block)
+        return
+    read_boolean(draft, key, name, entry, block)
+    if name == "sync_module_states" and not value and _ram_truthy(block):
+        draft.report(
+            "FSD321",
+            f"{key}: false makes accelerate launch refuse the file while RAM-efficient loading is on",
+            entry,
+            value=True,
+            help="set it to true, or fsdp_cpu_ram_efficient_loading to false",
+            edits=draft.editor.replace(entry.node, True),
+            safe=False,
+            fix="write true",
+            changes={"sync_module_states": True},
+        )
+
+
+def report_dead(draft: Draft, block: Node, entry: Entry, full: str, meant: str | None) -> None:
+    """Report a key that looks right and that nobody reads."""
+    key = str(entry.key)
+    if meant is not None and block.get(meant) is None:
+        draft.ignore(entry, f"not read; the key is {meant}")
+        draft.report(
+            "FSD211",
+            f"{key} is not read: the key is {meant}",
+            entry,
+            edits=draft.editor.rename(entry, meant),
+            safe=False,
+            fix=f"rename {key} to {meant}",
+            changes={"*": entry.node.value},
+        )
+        return
+    draft.ignore(entry, "not read by this version of accelerate")
+    draft.report(
+        "FSD211",
+        f"{key} is not read",
+        entry,
+        help="remove it",
+        edits=draft.editor.remove(block, entry),
+        safe=True,
+        fix=f"remove {key}",
+    )

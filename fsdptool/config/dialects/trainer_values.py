@@ -1,0 +1,291 @@
+"""How transformers 5.23 reads each value of ``fsdp_config``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config import spelling
+from fsdptool.config.dialects import accelerate_values as values
+from fsdptool.config.draft import Draft
+from fsdptool.config.facts import WRITTEN
+from fsdptool.config.tree import Entry, Node, to_python
+
+
+def default(draft: Draft, name: str, version: int) -> None:
+    """Record what transformers does when a key is not written."""
+    defaults: dict[str, Any] = {
+        "reshard_after_forward": True if version == 2 else None,
+        "wrap_policy": "transformer",
+        "wrap_classes": (),
+        "min_num_params": None,
+        "state_dict_type": "full",
+        "cpu_offload": False,
+        "cpu_ram_efficient_loading": False,
+        "activation_checkpointing": False,
+    }
+    if name == "reshard_after_forward" and version == 1:
+        if draft.get("sharding_strategy") is None:
+            draft.set("sharding_strategy", "full_shard")
+        return
+    if name == "cpu_offload" and draft.environment.get("FSDP_OFFLOAD_PARAMS") is not None:
+        # The plugin falls back to the variable when TrainingArguments pass nothing.
+        text = draft.environment["FSDP_OFFLOAD_PARAMS"]
+        draft.set(name, bool(values.word_of_truth(text)), origin="environment variable FSDP_OFFLOAD_PARAMS")
+        draft.report(
+            "FSD341", f"cpu_offload is not written; FSDP_OFFLOAD_PARAMS={text} in the environment decides"
+        )
+        return
+    draft.set(name, defaults[name])
+
+
+def read_key(draft: Draft, key: str, name: str, entry: Entry, block: Node | None, version: int) -> None:
+    """Read one known key."""
+    value = to_python(entry.node)
+    if name == "reshard_after_forward":
+        _reshard(draft, entry, block, value, version)
+    elif name == "cpu_offload":
+        _offload(draft, entry, block, value)
+    elif name in ("cpu_ram_efficient_loading", "activation_checkpointing"):
+        values.read_boolean(draft, key, name, entry, block)
+    elif name == "wrap_policy":
+        _policy(draft, entry, block, value)
+    elif name == "state_dict_type":
+        if value is None:
+            draft.set(name, "sharded", entry=entry, parent=block)
+            return
+        values.read_choice(draft, key, name, entry, block, values.STATE_DICTS, version)
+    elif name == "wrap_classes":
+        _classes(draft, entry, block, value)
+    elif name == "min_num_params":
+        _threshold(draft, entry, block, value)
+
+
+def _reshard(draft: Draft, entry: Entry, block: Node | None, value: Any, version: int) -> None:
+    if version == 1:
+        strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
+        draft.set("sharding_strategy", strategy or "full_shard", entry=entry, parent=block)
+        if strategy is None:
+            draft.report(
+                "FSD206",
+                f"under version 1 reshard_after_forward is a strategy name, not {value!r}",
+                entry,
+                value=True,
+            )
+        return
+    values.read_reshard(draft, entry, block, "reshard_after_forward")
+
+
+def _offload(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+    """transformers tests the value's truth without parsing it."""
+    draft.set("cpu_offload", bool(value), entry=entry, parent=block)
+    if isinstance(value, bool):
+        return
+    meant = spelling.boolean(value)
+    if meant is None and isinstance(value, dict):
+        meant = True
+    if meant is None or meant != bool(value):
+        draft.report(
+            "FSD337",
+            f"cpu_offload is the text {value!r}, which counts as true",
+            entry,
+            value=True,
+            edits=draft.editor.replace(entry.node, meant) if meant is not None else None,
+            safe=False,
+            fix=f"write {str(meant).lower()}",
+            changes={"cpu_offload": meant},
+        )
+    else:
+        draft.report(
+            "FSD207",
+            f"cpu_offload {value!r} counts as {str(meant).lower()}",
+            entry,
+            value=True,
+            edits=draft.editor.replace(entry.node, meant),
+            fix=f"write {str(meant).lower()}",
+        )
+
+
+def _policy(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+    written = WRITTEN["wrap_policy"]
+    exact = {text: name for name, text in written.items()}
+    if value in exact if isinstance(value, str) else False:
+        draft.set("wrap_policy", exact[value], entry=entry, parent=block)
+        return
+    meant = spelling.choice(value, spelling.WRAP_POLICIES)
+    draft.set("wrap_policy", meant or "transformer", entry=entry, parent=block)
+    if meant is None and "." in str(value):
+        draft.report(
+            "FSD348", f"auto_wrap_policy {value!r} is a dotted path; no program imports it", entry, value=True
+        )
+        return
+    draft.report(
+        "FSD206",
+        f"auto_wrap_policy {value!r} is not one of {', '.join(exact)} (upper case only)",
+        entry,
+        value=True,
+        edits=draft.editor.replace(entry.node, written[meant]) if meant else None,
+        fix=f"write {written[meant]}" if meant else None,
+    )
+
+
+def _classes(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+    names = spelling.classes(value)
+    draft.set("wrap_classes", names or (), entry=entry, parent=block)
+    if value is None:
+        return
+    pieces = (
+        ",".join(value).split(",")
+        if isinstance(value, list) and all(isinstance(item, str) for item in value)
+        else str(value).split(",")
+    )
+    if isinstance(value, str | list) and all(piece.isidentifier() for piece in pieces):
+        return
+    if not names:
+        draft.report("FSD214", f"{entry.key} {value!r} holds no class names", entry, value=True)
+        return
+    draft.report(
+        "FSD214",
+        f"{entry.key} {value!r} is not split into class names",
+        entry,
+        value=True,
+        edits=values.replace_any(draft, entry, ",".join(names)),
+        fix=f"write {','.join(names)}",
+    )
+
+
+def _threshold(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+    policy = draft.get("wrap_policy")
+    if policy != "size":
+        draft.ignore(entry, "read with SIZE_BASED_WRAP only")
+        if value not in (0, None):
+            draft.report(
+                "FSD325",
+                f"{entry.key} is not read: the policy is not SIZE_BASED_WRAP",
+                entry,
+                edits=draft.editor.remove(block, entry) if block else None,
+                fix=f"remove {entry.key}",
+            )
+        return
+    if isinstance(value, int) and not isinstance(value, bool):
+        draft.set("min_num_params", value, entry=entry, parent=block)
+        return
+    meant = spelling.integer(value)
+    draft.set("min_num_params", meant or 0, entry=entry, parent=block)
+    draft.report(
+        "FSD213",
+        f"{entry.key} {value!r} is not a whole number",
+        entry,
+        value=True,
+        edits=draft.editor.replace(entry.node, meant) if meant is not None else None,
+        fix=f"write {meant}",
+    )
+
+
+def read_fsdp1_key(draft: Draft, key: str, entry: Entry | None, block: Node | None, version: int) -> None:
+    """Read a key that only version 1 knows; None is its absence."""
+    defaults: dict[str, Any] = {
+        "forward_prefetch": False,
+        "backward_prefetch": None,
+        "use_orig_params": True,
+        "sync_module_states": True,
+    }
+    if entry is None:
+        if version == 1 and key in defaults:
+            draft.set(key, defaults[key])
+        return
+    if version == 2:
+        draft.ignore(entry, "FSDP1 only; not read under version 2")
+        truth = spelling.boolean(entry.node.value)
+        if key == "forward_prefetch" and truth:
+            draft.report(
+                "FSD303",
+                f"{entry.key}: true is lost: transformers drops it under version 2",
+                entry,
+                severity="warning",
+                edits=draft.editor.remove(block, entry) if block else None,
+                safe=True,
+                fix=f"remove {entry.key}",
+                help="remove it",
+            )
+            return
+        draft.report(
+            "FSD302",
+            f"{entry.key} has no meaning under version 2",
+            entry,
+            edits=draft.editor.remove(block, entry) if block else None,
+            fix=f"remove {entry.key}",
+        )
+        return
+    if key == "backward_prefetch":
+        text = str(entry.node.value).upper()
+        known = {"BACKWARD_PRE": "BACKWARD_PRE", "BACKWARD_POST": "BACKWARD_POST", "NO_PREFETCH": None}
+        draft.set(key, known.get(text), entry=entry, parent=block)
+        if text not in known:
+            draft.report(
+                "FSD206",
+                f"{entry.key} {entry.node.value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
+                entry,
+                value=True,
+            )
+        return
+    values.read_boolean(draft, str(entry.key), key, entry, block)
+
+
+def read_strategy(
+    draft: Draft, entry: Entry | None, chosen: dict[str, Entry], block: Node | None, version: int
+) -> None:
+    """``sharding_strategy`` is never read by TrainingArguments, under either version."""
+    if entry is None or block is None:
+        return
+    draft.ignore(entry, "TrainingArguments never read it; reshard_after_forward decides")
+    strategy = spelling.choice(entry.node.value, spelling.STRATEGIES)
+    remove = draft.editor.remove(block, entry)
+    if version == 1 or strategy == "full_shard" or (strategy is None and not entry.node.value):
+        draft.report(
+            "FSD302",
+            f"{entry.key} is not read by TrainingArguments",
+            entry,
+            edits=remove,
+            fix=f"remove {entry.key}",
+        )
+        return
+    if strategy == "shard_grad_op" and draft.get("reshard_after_forward") is not False:
+        edits = None
+        if "reshard_after_forward" not in chosen:
+            renamed = draft.editor.rename(entry, "reshard_after_forward")
+            replaced = draft.editor.replace(entry.node, False)
+            edits = (*renamed, *replaced) if renamed is not None and replaced is not None else None
+        draft.report(
+            "FSD303",
+            f"{entry.key} {entry.node.value!r} is ignored: parameters are freed after forward all the same",
+            entry,
+            value=True,
+            edits=edits,
+            safe=False,
+            fix="write reshard_after_forward: false",
+            changes={"reshard_after_forward": False},
+        )
+        return
+    if strategy == "no_shard":
+        draft.report(
+            "FSD332",
+            f"{entry.key} {entry.node.value!r} is ignored; NO_SHARD has no FSDP2 equivalent",
+            entry,
+            value=True,
+        )
+        return
+    if strategy in ("hybrid_shard", "hybrid_shard_zero2"):
+        draft.report(
+            "FSD334",
+            f"{entry.key} {entry.node.value!r} is ignored: the run shards over all ranks",
+            entry,
+            value=True,
+        )
+        return
+    draft.report(
+        "FSD302",
+        f"{entry.key} is not read by TrainingArguments",
+        entry,
+        edits=remove,
+        fix=f"remove {entry.key}",
+    )
