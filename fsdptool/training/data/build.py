@@ -19,10 +19,13 @@ from fsdptool.families.registry import family_of
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.collate import Stack
+from fsdptool.training.data.denoising import Denoising
+from fsdptool.training.data.latents import Latents, read_index, split_pictures
 from fsdptool.training.data.loader import Collate, Loader, Samples, Share
-from fsdptool.training.data.order import Order, PlainOrder, mix
+from fsdptool.training.data.order import BucketOrder, Order, PlainOrder, mix
 from fsdptool.training.data.packing import fit, single, wrap
 from fsdptool.training.data.ragged import Ragged, content_hash
+from fsdptool.training.data.sources import path_of
 from fsdptool.training.data.synthetic import Synthetic, for_micro_batch, split_spec
 from fsdptool.training.data.text import Labelled, MaskedSequences, Packing, Pairs, Sequences
 from fsdptool.training.data.tokenise import tokenised
@@ -195,6 +198,8 @@ def objective_of(recipe: Recipe, spec: ModelSpec) -> str:
 def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str) -> Opened:
     if data.source == "synthetic":
         return _synthetic(recipe, spec, data, part)
+    if data.source in ("images", "latents"):
+        return _diffusion(recipe, spec, data, cache, part)
     kind = objective_of(recipe, spec)
     if kind not in LANGUAGE:
         raise ConfigError(
@@ -213,6 +218,54 @@ def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened
     seed = recipe.seed if part == "train" else mix(recipe.seed, 11)
     samples = Synthetic(one, shared=shared, count=count, seed=seed)
     return Opened(samples, PlainOrder(count, seed=recipe.seed, shuffle=data.shuffle), Stack(shared=shared))
+
+
+def _diffusion(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
+    wanted = family_of(spec).batch_spec(spec.config, for_micro_batch(recipe, 1))
+    if not any(item.name == "latents" for item in wanted):
+        raise ConfigError(
+            f"{spec.model_class} is trained on no latents", help="choose another data.source, or synthetic"
+        )
+    options = recipe.objective.options
+    collate = Denoising({item.name: item for item in wanted}, options)
+    folder = _latents_folder(recipe, spec, data, cache)
+    dropout = float(options.get("caption_dropout", 0.0))
+    posterior = str(data.options.get("posterior", "mean"))
+    if posterior not in ("mean", "draw"):
+        raise ConfigError(f"data.options.posterior {posterior!r} is neither mean nor draw")
+    seed, holdout = recipe.seed, recipe.evaluation.holdout
+    train, hidden = split_pictures(read_index(folder), holdout)
+    numbers = {"train": train, "held_out": hidden, "all": [*train, *hidden]}[part]
+    if not numbers:
+        raise ConfigError(
+            f"evaluation.holdout {holdout} of {len(train) + len(hidden)} pictures leaves none to "
+            f"{'evaluate on' if part == 'held_out' else 'train on'}",
+            help="choose another share, or give evaluation.data",
+        )
+    # Captions are dropped to learn guidance; validation measures the loss with them.
+    samples = Latents(
+        folder,
+        sorted(numbers),
+        seed=seed,
+        dropout=dropout if part == "train" else 0.0,
+        draw=posterior == "draw",
+    )
+    collate.check(samples.sample(0, 0))
+    buckets = [bucket for bucket in samples.buckets if bucket]
+    order: Order
+    if len(buckets) > 1:
+        order = BucketOrder(buckets, chunk=recipe.batch.micro_batch, seed=seed, shuffle=data.shuffle)
+    else:
+        order = PlainOrder(len(samples), seed=seed, shuffle=data.shuffle)
+    return Opened(samples, order, collate)
+
+
+def _latents_folder(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path) -> Path:
+    if data.source == "latents":
+        return Path(path_of(data)).expanduser()
+    from fsdptool.training.precompute import plan_work
+
+    return plan_work(dataclasses.replace(recipe, data=data), spec, cache).folder
 
 
 def _language(kind: str, recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:

@@ -171,15 +171,15 @@ class Latents:
             ),
         }
 
-    def held_out(self, share: float) -> tuple[list[int], list[int]]:
-        """Return the pictures' numbers split into training and validation by the hash of their names."""
-        train: list[int] = []
-        hidden: list[int] = []
-        for number, picture in enumerate(self._index.pictures):
-            digest = hashlib.blake2b(picture.name.encode(), digest_size=8).digest()
-            hidden_one = (int.from_bytes(digest, "big") >> 2) < int(share * _HALF)
-            (hidden if hidden_one else train).append(number)
-        return train, hidden
+
+def split_pictures(index: Index, share: float) -> tuple[list[int], list[int]]:
+    """Return the pictures' numbers split into training and validation by the hash of their names."""
+    train: list[int] = []
+    hidden: list[int] = []
+    for number, picture in enumerate(index.pictures):
+        digest = hashlib.blake2b(picture.name.encode(), digest_size=8).digest()
+        (hidden if (int.from_bytes(digest, "big") >> 2) < int(share * _HALF) else train).append(number)
+    return train, hidden
 
 
 def _crop(picture: Picture, bucket: Bucket) -> tuple[int, int]:

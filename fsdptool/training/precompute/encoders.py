@@ -107,6 +107,7 @@ class TextEncoding:
             )
         without: dict[str, Any] = {part: None for part in (*_DENOISERS, "vae") if part in index}
         cls = getattr(diffusers, name)
+        _quiet()
         try:
             pipeline = cls.from_pretrained(
                 str(folder),
@@ -180,8 +181,14 @@ class ImageEncoding:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
             cls = getattr(diffusers, str(config["_class_name"]))
+            _quiet()
+            # VAEs overflow in fp16 and blur in bf16; they are small.
             vae = cls.from_pretrained(
-                str(folder), subfolder=subfolder, local_files_only=True, use_safetensors=True
+                str(folder),
+                subfolder=subfolder,
+                torch_dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
             )
         except Exception as error:
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -189,8 +196,7 @@ class ImageEncoding:
                 f"the VAE in {folder / subfolder} cannot be loaded: {line}",
                 help="a pipeline folder needs vae/config.json and safetensors weights",
             ) from error
-        # VAEs overflow in fp16 and blur in bf16; they are small.
-        self._vae: Any = vae.to(device=device, dtype=torch.float32).eval()
+        self._vae: Any = vae.to(device).eval()
         self._device = device
         self._config: Mapping[str, Any] = dict(vae.config)
         self.video = vae_is_video(config)
@@ -250,6 +256,15 @@ def vae_step(config: Mapping[str, Any]) -> int:
         return int(2 ** (len(config["dim_mult"]) - 1)) * int(config.get("patch_size") or 1)
     blocks = config.get("block_out_channels") or config.get("encoder_block_out_channels")
     return int(2 ** (len(blocks) - 1)) if isinstance(blocks, Sequence) else 8
+
+
+def _quiet() -> None:
+    """No progress bars of the libraries: ours is one line per shard."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def _collect(device: str) -> None:

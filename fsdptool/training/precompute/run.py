@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, StorageError
+from fsdptool.families.registry import family_of
 from fsdptool.records.codec import to_json
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
@@ -100,12 +101,9 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
     pipeline = pipeline_folder(recipe, spec)
     index = pipeline_index(pipeline)
     vae = _config(pipeline / "vae" / "config.json")
-    patch = spec.config.get("patch_size", 1)
-    side = max(patch[1:]) if isinstance(patch, list | tuple) and len(patch) > 1 else patch
-    # Flux packs 2 x 2 latents itself and says patch_size 1 (diffusers 0.42.1, pipeline_flux.py).
-    packed = 2 if str(index["_class_name"]).startswith(("Flux", "Chroma", "QwenImage")) else 1
-    step = vae_step(vae) * (int(side) if isinstance(side, int) else 1) * packed
+    step = vae_step(vae) * _patch(spec.config, str(index["_class_name"]))
     buckets = buckets_of(batch.height, batch.width, batch.frames or 1, data.options, step=step)
+    _check_sizes(recipe, spec, buckets)
     pictures = list_pictures(data, buckets)
     options = {key: data.options[key] for key in ("max_sequence_length",) if key in data.options}
     shard_size = int(data.options.get("shard_size", _SHARD))
@@ -122,6 +120,25 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
         options,
         trust_remote_code=spec.trust_remote_code,
     )
+
+
+def _patch(config: Mapping[str, Any], pipeline: str) -> int:
+    """Latents per side that a size must be a multiple of."""
+    if "down_block_types" in config:  # a UNet halves the side between its blocks
+        return int(2 ** (len(config["down_block_types"]) - 1))
+    patch = config.get("patch_size", 1)
+    side = max(patch[1:]) if isinstance(patch, list | tuple) and len(patch) > 1 else patch
+    # Flux packs 2 x 2 latents itself and says patch_size 1 (diffusers 0.42.1, pipeline_flux.py).
+    packed = 2 if pipeline.startswith(("FluxPipeline", "Chroma", "QwenImage")) else 1
+    return (side if isinstance(side, int) else 1) * packed
+
+
+def _check_sizes(recipe: Recipe, spec: ModelSpec, buckets: Iterable[Bucket]) -> None:
+    """The family refuses sizes its model cannot take."""
+    family = family_of(spec)
+    for bucket in buckets:
+        batch = dataclasses.replace(recipe.batch, height=bucket.height, width=bucket.width)
+        family.batch_spec(spec.config, dataclasses.replace(recipe, batch=batch))
 
 
 def _config(file: Path) -> Mapping[str, Any]:
