@@ -53,7 +53,7 @@ def test_labels_already_shifted_are_taken_as_they_are() -> None:
     assert one.item() == two.item()
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3", "gpt2", "phi3", "gpt-neox", "olmo2"])
+@pytest.mark.parametrize("family", ["llama3", "gemma3", "gpt2", "phi3", "opt", "falcon", "gpt-neo", "gptj"])
 def test_packed_documents_do_not_see_each_other(family: str) -> None:
     """Two documents packed into one row cost what they cost apart, also behind sliding windows."""
     model, _ = _small(family)
@@ -82,10 +82,10 @@ def test_masks_do_not_look_at_values() -> None:
 
     places = torch.arange(8).unsqueeze(0)
     original = masking_utils.find_packed_sequence_indices
-    with masks(documents=True):
+    with masks(nn.Identity(), places):
         found = masking_utils.find_packed_sequence_indices(places)
         assert found is not None and not found.any()
-    with masks(documents=False):
+    with masks(nn.Identity(), None):
         assert masking_utils.find_packed_sequence_indices(torch.zeros(1, 8, dtype=torch.int64)) is None
     assert masking_utils.find_packed_sequence_indices is original
 

@@ -102,7 +102,7 @@ def causal(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
 
 _NO_POSITIONS = frozenset(
     {
-        *("bamba", "bloom", "cpmant", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "mpt"),
+        *("bamba", "cpmant", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "mpt"),
         *("recurrent_gemma", "reformer", "rwkv", "transfo-xl", "xlm", "xlnet", "zamba", "zamba2"),
     }
 )
@@ -111,7 +111,7 @@ _NO_POSITIONS = frozenset(
 def packs(config: Any, recipe: Recipe) -> bool:
     """Say whether the batch carries ``position_ids`` that tell packed documents apart.
 
-    State-space models and ALiBi models take no positions: their documents run into one another.
+    Recurrent state crosses documents whatever the mask: their documents run into one another.
     """
     return (
         recipe.data.packing

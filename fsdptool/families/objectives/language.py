@@ -112,7 +112,7 @@ class CausalLM(_Tokens):
         coefficient = routing.coefficient(unwrapped(model), self.auxiliary)
         if coefficient:
             arguments["output_router_logits"] = True
-        with masks(documents=self.document_mask and "position_ids" in batch):
+        with masks(unwrapped(model), batch.get("position_ids") if self.document_mask else None):
             outputs = model(**arguments)
         result = {"prediction": outputs.logits}
         if coefficient:

@@ -8,30 +8,50 @@ caller says whether documents are packed, and both do the same.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+
+
+_MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
 @contextmanager
-def masks(*, documents: bool) -> Iterator[None]:
-    """Let transformers build document masks from ``position_ids``, or plain ones without looking.
+def masks(model: nn.Module, positions: Tensor | None) -> Iterator[None]:
+    """Let transformers build document masks from ``positions``, or plain ones without looking.
 
     Without documents SDPA runs with ``is_causal`` and no mask. With them SDPA and eager attention
-    take one boolean mask per kind of layer, shared by all layers; flash attention needs none.
+    take one boolean mask per kind of layer, shared by all layers; flash attention needs none. OPT,
+    Falcon and others take positions but do not hand them to the mask (5.23): they get them here.
+
+    Args:
+        model: What is about to run, below any PEFT wrapper.
+        positions: [batch, positions], 0 where a document begins; None: no documents.
     """
     from transformers import masking_utils
 
-    name = "find_packed_sequence_indices"
-    original: Callable[..., Any] = getattr(masking_utils, name)
-    setattr(masking_utils, name, _documents if documents else _no_documents)
+    changed: list[tuple[Any, str, Any]] = []
+
+    def change(owner: Any, name: str, value: Any) -> None:
+        changed.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    finder = _no_documents if positions is None else _documents
+    change(masking_utils, "find_packed_sequence_indices", finder)
+    if positions is not None:
+        for module in {sys.modules[cls.__module__] for cls in type(model).__mro__}:
+            for name in _MAKERS:
+                if module.__name__.startswith("transformers.models.") and hasattr(module, name):
+                    change(module, name, _with_positions(getattr(module, name), positions))
     try:
         yield
     finally:
-        setattr(masking_utils, name, original)
+        for owner, name, value in reversed(changed):
+            setattr(owner, name, value)
 
 
 def _no_documents(position_ids: Tensor) -> None:
@@ -43,3 +63,13 @@ def _documents(position_ids: Tensor) -> Tensor:
 
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)
+
+
+def _with_positions(original: Callable[..., Any], positions: Tensor) -> Callable[..., Any]:
+    def make(*arguments: Any, **named: Any) -> Any:
+        # transformers calls its mask makers by keyword throughout (5.23).
+        if not arguments and named.get("position_ids") is None:
+            named["position_ids"] = positions
+        return original(*arguments, **named)
+
+    return make
