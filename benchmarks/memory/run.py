@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from filelock import FileLock
 from matrix import rows
 from settings import Setting
 
@@ -36,22 +37,23 @@ def main() -> None:
     parser.add_argument("--backend", choices=("fake", "gloo"))
     parser.add_argument("--only", default="", help="text the setting's name must contain")
     parser.add_argument("--again", action="store_true", help="measure anew")
+    parser.add_argument("--part", default="0/1", help="of several processes at once: which one, of how many")
     options = parser.parse_args()
-    kept = _read()
+    part, parts = map(int, options.part.split("/"))
     import measure  # noqa: F401 - warms this process up before the first fork
     from diffusers import FluxTransformer2DModel  # noqa: F401
     from peft import inject_adapter_in_model  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    for setting in rows():
+    for index, setting in enumerate(rows()):
         wanted = options.backend in (None, setting.backend) and options.only in setting.name
-        if not wanted or (setting.name in kept["measured"] and not options.again):
+        known = setting.name in _read()["measured"] and not options.again
+        if not wanted or known or index % parts != part:
             continue
         began = time.time()
         result = _measured(setting)
         result["setting"] = to_json(setting)
-        kept["measured"][setting.name] = result
-        _write(kept)
+        _keep(setting.name, result)
         print(
             f"{setting.name}: {result.get('peak_bytes', result.get('error'))} ({time.time() - began:.0f} s)",
             flush=True,
@@ -70,8 +72,15 @@ def _read() -> dict[str, Any]:
     }
 
 
-def _write(kept: dict[str, Any]) -> None:
+def _keep(name: str, result: dict[str, Any]) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
+    with FileLock(RESULTS.with_suffix(".lock")):
+        kept = _read()
+        kept["measured"][name] = result
+        _write(kept)
+
+
+def _write(kept: dict[str, Any]) -> None:
     part = RESULTS.with_suffix(".part")
     part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     part.replace(RESULTS)

@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdptool.memory.ledger import BUFFERS, COMPONENTS, INPUTS, OF_TRACE, TEACHER, Block, Ledger
+from fsdptool.memory.ledger import (
+    BUFFERS,
+    COMPONENTS,
+    INPUTS,
+    OF_TRACE,
+    OPTIMIZER,
+    TEACHER,
+    Block,
+    Ledger,
+)
 from fsdptool.memory.program import Piece, program
 from fsdptool.memory.schedule import Ranks, Schedule
 from fsdptool.memory.sizes import WIDTH, rounded_sum
-from fsdptool.memory.states import states
+from fsdptool.memory.states import States, states
 from fsdptool.records.anatomy import Buffer
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.plan import Basis, Component, Holding, Moment, Peak
@@ -36,6 +45,8 @@ def footprint(
     profile: MemoryProfile = "cuda",
     timeline: bool = True,
     teacher: UnitPlan | None = None,
+    reserved: bool | None = None,
+    expandable: bool = False,
 ) -> Footprint:
     """Simulate step 2 of a run on rank 0 (no rank holds more).
 
@@ -47,6 +58,9 @@ def footprint(
         profile: Whose allocator counts.
         timeline: Whether to return the timeline (searches leave it out).
         teacher: Units of a distillation's teacher.
+        reserved: Whether to replay the caching allocator (about a second); None: on CUDA, where a
+            timeline is wanted.
+        expandable: Whether it uses expandable segments.
     """
     made = simulate(
         trace, units, mesh, recipe, profile=profile, grain=_GRAIN[profile], timeline=timeline, teacher=teacher
@@ -54,9 +68,12 @@ def footprint(
     ledger = made.ledger
     if not made.complete:
         return _states_only(ledger, trace, made.host)
+    segments = None
+    if profile == "cuda" and (timeline if reserved is None else reserved):
+        segments = _reserved(trace, units, mesh, recipe, teacher, expandable)
     return Footprint(
         allocated_peak_bytes=ledger.best,
-        reserved_peak_bytes=None,
+        reserved_peak_bytes=segments,
         components=_components(ledger.at_best),
         peak=Peak(ledger.peak_moment, _holdings(ledger.at_best)),
         timeline=tuple(Moment(name, level) for name, level in ledger.timeline or ()),
@@ -85,23 +102,49 @@ def simulate(
     grain: int,
     timeline: bool = False,
     teacher: UnitPlan | None = None,
+    ledger: Ledger | None = None,
+    warm: bool = False,
 ) -> Simulated:
-    """Play step 2 and return its ledger. Arguments as in :func:`footprint`; ``grain`` rounds sizes."""
-    ledger = Ledger(timeline=[] if timeline else None)
+    """Play step 2 and return its ledger. Arguments as in :func:`footprint`.
+
+    Args:
+        grain: Bytes sizes are rounded to.
+        ledger: Where to count; None makes one.
+        warm: Play step 1, too, which makes the optimizer's states at its end: what an allocator
+            has reserved by step 2 depends on it.
+    """
+    ledger = ledger if ledger is not None else Ledger(timeline=[] if timeline else None)
     ranks = Ranks(mesh.shard_degree, mesh.dp_replicate)
-    schedule = Schedule(units, ranks, ledger, grain=grain, compute=trace.compute_dtype)
+    schedule = Schedule(units, ranks, ledger, trace, grain=grain)
     held = states(schedule.groups, units, recipe, mesh.shard_degree, grain, cuda=profile == "cuda")
     ledger.note("between steps")
     for block in held.device:
-        ledger.add(block)
+        if not (warm and block.kind == OPTIMIZER):
+            ledger.add(block)
     ledger.add(_buffers(trace.buffers, grain))
     taught = _teacher(trace, teacher, ranks, ledger, grain)
     if not trace.known or (trace.teacher is not None and taught is None):
         return Simulated(ledger, held.host, False)
+    if warm:
+        _step(schedule, taught, recipe, held, grain, first=True)
+    _step(schedule, taught, recipe, held, grain)
+    return Simulated(ledger, held.host, True)
+
+
+def _step(
+    schedule: Schedule,
+    taught: _Taught | None,
+    recipe: Recipe,
+    held: States,
+    grain: int,
+    *,
+    first: bool = False,
+) -> None:
+    """Play one optimizer step in the order of ``training/step.py``."""
+    ledger, trace = schedule.ledger, schedule.trace
     accumulation = recipe.batch.accumulation
-    inputs = Block(
-        INPUTS, accumulation * rounded_sum(trace.input_bytes, grain), trace.input_bytes * accumulation
-    )
+    sizes = trace.input_bytes * accumulation
+    inputs = Block(INPUTS, rounded_sum(sizes, grain), sizes)
     ledger.note("batch")
     ledger.add(inputs)
     pieces = program(trace, schedule.by_module, grain)
@@ -110,6 +153,9 @@ def simulate(
         answer = taught.forward() if taught is not None else None
         schedule.micro_batch(pieces, reduce=reduce, last=index == len(passes) - 1, answer=answer)
     ledger.note("optimizer step")
+    for block in held.device if first else ():
+        if block.kind == OPTIMIZER:
+            ledger.add(block)
     if held.update is not None:
         ledger.add(held.update)
         ledger.drop(held.update)
@@ -117,7 +163,28 @@ def simulate(
     schedule.zero_gradients()
     ledger.drop(inputs)
     ledger.note("between steps")
-    return Simulated(ledger, held.host, True)
+
+
+def _reserved(
+    trace: Trace, units: UnitPlan, mesh: Mesh, recipe: Recipe, teacher: UnitPlan | None, expandable: bool
+) -> int | None:
+    """Return what the caching allocator has taken from the device by the end of step 2."""
+    from fsdptool.memory.allocator import CachingAllocator
+    from fsdptool.memory.replay import ReplayLedger
+
+    ledger = ReplayLedger(allocator=CachingAllocator(expandable=expandable))
+    made = simulate(
+        trace,
+        units,
+        mesh,
+        recipe,
+        profile="cuda",
+        grain=_GRAIN["cuda"],
+        teacher=teacher,
+        ledger=ledger,
+        warm=True,
+    )
+    return ledger.allocator.reserved_peak if made.complete else None
 
 
 @dataclass(slots=True)
@@ -139,7 +206,7 @@ def _teacher(trace: Trace, plan: UnitPlan | None, ranks: Ranks, ledger: Ledger, 
     taught = trace.teacher
     if taught is None or plan is None:
         return None
-    schedule = Schedule(plan, ranks, ledger, grain=grain, compute=taught.compute_dtype)
+    schedule = Schedule(plan, ranks, ledger, taught, grain=grain)
     for group in schedule.groups:
         sizes = tuple(w.shard * w.stored for w in group.weights)
         ledger.add(Block(TEACHER, rounded_sum(sizes, grain), sizes))

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdptool.memory.program import Body
+    from fsdptool.records.trace import Trace
 
 COMPONENTS = (
     "parameters",
@@ -87,6 +92,8 @@ class Ledger:
     moment: str = ""
     peak_moment: str = ""
     timeline: list[tuple[str, int]] | None = None
+    source: Trace | None = None
+    """The trace whose pieces are being played."""
 
     def add(self, block: Block) -> None:
         """Allocate."""
@@ -102,11 +109,8 @@ class Ledger:
         self.live[block.kind] -= block.total
         self.total -= block.total
 
-    def run(self, body: object, copy: int = 0) -> None:
+    def run(self, body: Body, copy: int = 0) -> None:
         """Let a piece of the trace happen."""
-        from fsdptool.memory.program import Body
-
-        assert isinstance(body, Body)
         if self.total + body.peak > self.best:
             self.best = self.total + body.peak
             at_best = list(self.live)

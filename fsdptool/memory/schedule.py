@@ -26,6 +26,7 @@ from fsdptool.memory.groups import (
 from fsdptool.memory.ledger import ALL_REDUCE, GATHER, REDUCE, Block, Ledger
 from fsdptool.memory.program import Piece
 from fsdptool.memory.sizes import rounded
+from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 
 
@@ -44,16 +45,16 @@ class Schedule:
         plan: The units.
         ranks: Mesh sizes.
         ledger: Where bytes are counted.
+        trace: What is played.
         grain: Bytes the allocator rounds to.
-        compute: dtype of unsharded gradients.
     """
 
-    def __init__(self, plan: UnitPlan, ranks: Ranks, ledger: Ledger, *, grain: int, compute: str) -> None:
+    def __init__(self, plan: UnitPlan, ranks: Ranks, ledger: Ledger, trace: Trace, *, grain: int) -> None:
         self.plan = plan
         self.ranks = ranks
         self.ledger = ledger
         self.grain = grain
-        self.compute = compute
+        self.trace = trace
         self.groups = make_groups(plan, ranks.shard, grain)
         self.by_module = {path: group for group in self.groups for path in group.unit.modules}
         self.owner = {p.fqn: g for g in self.groups for p in g.unit.parameters}
@@ -87,6 +88,7 @@ class Schedule:
         self._last, self._backward = last, backward
         self._chain(pieces)
         ledger = self.ledger
+        ledger.source = self.trace
         for piece in pieces:
             self._border(piece, reduce)
             if answer is not None and piece.marker == "loss":
@@ -308,7 +310,7 @@ class Schedule:
             ledger.drop(group.all_reduce)
             group.all_reduce = None
         names = [name for name in group.by_name if name in gradients]
-        made = reduction(group, names, self.plan, self.compute, self.grain)
+        made = reduction(group, names, self.plan, self.trace.compute_dtype, self.grain)
         ledger.add(made.input)
         for block in gradients.values():
             ledger.drop(block)
