@@ -175,7 +175,7 @@ class Editor:
 
 
 def block_list_to_scalar(editor: Editor, entry: Entry, value: Any) -> tuple[Edit, ...] | None:
-    """Replace a list written over several lines by one scalar on the key's line; None if it holds comments."""
+    """Replace a list over several lines by one scalar on the key's line; None if it holds comments."""
     colon = editor.text.find(":", entry.key_node.end)
     end = last_index(entry.node)
     if colon < 0 or entry.node.alias or "#" in editor.text[colon:end]:

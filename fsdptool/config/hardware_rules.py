@@ -145,8 +145,8 @@ def _fit(draft: Draft, hardware: Hardware, gpu: Gpu, anatomy: Anatomy) -> None:
     elif candidate.device_total_bytes > candidate.usable_bytes:
         draft.report(
             "FSD503",
-            f"{candidate.device_total_bytes:,} bytes are needed on {gpu.name} and {candidate.usable_bytes:,} can be "
-            f"used, at micro-batch 1",
+            f"{candidate.device_total_bytes:,} bytes are needed on {gpu.name} and "
+            f"{candidate.usable_bytes:,} can be used, at micro-batch 1",
             draft.root.get("fsdp_config"),
         )
 

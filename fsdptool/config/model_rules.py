@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fsdptool.config import spelling
@@ -112,7 +113,7 @@ def _hints(draft: Draft, anatomy: Anatomy, edits: Any, changes: dict[str, Any], 
     if not anatomy.no_split_modules:
         draft.report(
             "FSD406",
-            f"{anatomy.spec.model_class} names no _no_split_modules and the file no class: nothing is wrapped",
+            f"{anatomy.spec.model_class} has no _no_split_modules and the file no class: nothing is wrapped",
             place,
             edits=edits,
             safe=False,
@@ -140,20 +141,19 @@ def _holds_embedding(anatomy: Anatomy, name: str) -> bool:
     )
 
 
+def _under(anatomy: Anatomy, classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the path prefixes of everything inside modules of the classes."""
+    return tuple(f"{m.path}." for m in anatomy.modules if m.class_name in classes and m.path)
+
+
 def _coverage(
     draft: Draft, anatomy: Anatomy, named: list[str], edits: Any, changes: dict[str, Any], words: str
 ) -> None:
-    roots = tuple(
-        f"{module.path}." for module in anatomy.modules if module.class_name in named and module.path
-    )
+    roots = _under(anatomy, named)
     if not roots or not anatomy.total_parameters or set(named) == set(anatomy.wrap.classes):
         return
     covered = sum(parameter.numel for parameter in anatomy.parameters if parameter.fqn.startswith(roots))
-    best = tuple(
-        f"{module.path}."
-        for module in anatomy.modules
-        if module.class_name in anatomy.wrap.classes and module.path
-    )
+    best = _under(anatomy, anatomy.wrap.classes)
     possible = sum(
         parameter.numel for parameter in anatomy.parameters if best and parameter.fqn.startswith(best)
     )
@@ -181,7 +181,7 @@ def _containers(draft: Draft, anatomy: Anatomy) -> None:
         if size >= threshold > 0:
             draft.report(
                 "FSD409",
-                f"{module.path} ({module.class_name}) holds {size:,} parameters, the threshold is {threshold:,}",
+                f"{module.path} ({module.class_name}) holds {size:,} parameters, over the {threshold:,}",
                 _entry(draft, "wrap_policy"),
                 value=True,
             )

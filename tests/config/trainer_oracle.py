@@ -46,7 +46,7 @@ def run_trainer(fsdp: Any, fsdp_config: Any) -> dict[str, Any] | str:
                 patch.object(torch.cuda, "current_device", return_value=0),
             ):
                 return plugin_settings(FullyShardedDataParallelPlugin(**arguments))
-        except Exception as error:  # noqa: BLE001 - whatever happens to the person is the answer
+        except Exception as error:
             return f"{type(error).__name__}: {error}"
 
 
