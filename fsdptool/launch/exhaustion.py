@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.launch.prepare import Prepared
@@ -90,7 +90,7 @@ def _next_steps(prepared: Prepared) -> tuple[NextStep, ...]:
     from fsdptool.planning.request import PlanInputs
     from fsdptool.records.cluster import Cluster
 
-    profile = "cuda" if prepared.device == "cuda" else "cpu-gloo"
+    profile: Literal["cuda", "cpu-gloo"] = "cuda" if prepared.device == "cuda" else "cpu-gloo"
     cluster = None
     if prepared.device == "cuda":
         from fsdptool.launch.devices import local_cluster

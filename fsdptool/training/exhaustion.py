@@ -48,7 +48,7 @@ def describe_exhaustion(error: BaseException) -> dict[str, Any]:
     for key, size in storages.items():
         by_kind[kinds.get(key, _UNNAMED)] += size
         by_name[names.get(key, _UNNAMED)] += size
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    on_cuda = _on_cuda()
     return {
         "moment": _moment(error.__traceback__, roots),
         "requested_bytes": _requested(str(error)),
@@ -114,18 +114,26 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 def _local(tensor: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return _local(tensor).untyped_storage()._cdata
+    return int(_local(tensor).untyped_storage()._cdata)
+
+
+def _on_cuda() -> bool:
+    import torch
+
+    # is_initialized is not annotated in torch 2.13.
+    initialised: Any = torch.cuda.is_initialized
+    return torch.cuda.is_available() and bool(initialised())
 
 
 def _storages() -> dict[int, int]:
     """Return the bytes of every storage that a live tensor of this rank's device holds."""
     import torch
 
-    wanted = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+    wanted = "cuda" if _on_cuda() else "cpu"
     found: dict[int, int] = {}
     for item in gc.get_objects():
         if issubclass(type(item), torch.Tensor):
