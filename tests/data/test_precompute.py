@@ -28,7 +28,6 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.resources import load_schema
 from fsdptool.source import resolve
 from fsdptool.training.data import build_batches, build_evaluation, prepare
-from fsdptool.training.data.denoising import TimeSampling
 from fsdptool.training.data.images import Bucket, buckets_of, nearest
 from fsdptool.training.data.latents import INDEX
 from fsdptool.training.precompute import plan_work, run_work
@@ -265,26 +264,6 @@ def test_dropped_captions_are_the_empty_ones(cached: tuple[Path, Path, Path]) ->
         validation._samples.sample(index, 0)["prompt_embeds"] for index in range(len(validation._samples))
     ]
     assert not any(torch.allclose(embeds, empty, atol=1e-5) for embeds in shown)
-
-
-@pytest.mark.parametrize("name", ["uniform", "logit_normal", "cosmap"])
-def test_time_sampling_has_the_papers_densities(name: str) -> None:
-    uniform = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-    level = TimeSampling({"timestep_sampling": name}, fraction=True)(uniform).double()
-    grid = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
-    found = torch.stack([(level <= t).double().mean() for t in grid])
-    if name == "uniform":
-        expected = grid
-    elif name == "logit_normal":
-        expected = torch.special.ndtr(torch.logit(grid))
-    else:  # density 2 / (pi - 2 pi t + 2 pi t^2), integrated
-        expected = torch.atan(grid / (1 - grid)) * 2 / torch.pi
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
-    shifted = TimeSampling({"timestep_sampling": name, "shift": 3.0}, fraction=True)(uniform).double()
-    torch.testing.assert_close(shifted, 3 * level / (1 + 2 * level), atol=1e-5, rtol=1e-5)
-    steps = TimeSampling({"num_train_timesteps": 10}, fraction=False)(uniform)
-    assert steps.dtype == torch.int64
-    assert torch.bincount(steps).tolist() == [20_000] * 10
 
 
 def test_a_kill_loses_nothing_that_was_finished(pipelines: dict[str, Path], tmp_path: Path) -> None:

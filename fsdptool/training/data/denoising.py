@@ -1,104 +1,47 @@
-"""From cached latents and embeddings to the micro-batch a family of denoisers names."""
+"""Cached latents and embeddings, made ready for the family that assembles a micro-batch of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.families.bases.latents import SOURCES
 from fsdptool.families.protocol import TensorSpec
+from fsdptool.families.registry import family_of
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import Recipe
 from fsdptool.training.data.collate import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TIME_SAMPLING = ("uniform", "logit_normal", "cosmap")
-"""Densities of the noise level (Esser et al. 2024, section 3.1)."""
-
-_TEXT = {
-    "encoder_hidden_states": "prompt_embeds",
-    "pooled_projections": "pooled_prompt_embeds",
-    "text_embeds": "pooled_prompt_embeds",
-    "encoder_attention_mask": "prompt_attention_mask",
-    "encoder_hidden_states_mask": "prompt_attention_mask",
-}
-"""Argument of a denoiser to what its pipeline's ``encode_prompt`` calls it."""
-
-_SIZES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    # ``size`` is original height and width, crop top and left, target height and width.
-    "time_ids": lambda size: size,
-    "resolution": lambda size: size[4:6],
-    "aspect_ratio": lambda size: size[4:5] / size[5:6],
-    "original_size": lambda size: size[0:2],
-    "crop_coords": lambda size: size[2:4],
-    "target_size": lambda size: size[4:6],
-}
-
-
-class TimeSampling:
-    """Turns a uniform number into a noise level.
-
-    Args:
-        options: The objective's ``timestep_sampling`` (``uniform``, ``logit_normal``, ``cosmap``),
-            ``logit_mean``, ``logit_std``, ``shift`` (Esser et al. 2024, equation 23) and
-            ``num_train_timesteps``.
-        fraction: Whether time is a fraction (flow matching: ``logit_normal`` by default) or one of
-            the training timesteps (``uniform`` by default).
-    """
-
-    def __init__(self, options: Mapping[str, Any], *, fraction: bool) -> None:
-        self.name = str(options.get("timestep_sampling", "logit_normal" if fraction else "uniform"))
-        if self.name not in TIME_SAMPLING:
-            raise ConfigError(
-                f"objective.options.timestep_sampling {self.name!r} is not one of {', '.join(TIME_SAMPLING)}"
-            )
-        self.mean = float(options.get("logit_mean", 0.0))
-        self.std = float(options.get("logit_std", 1.0))
-        self.shift = float(options.get("shift", 1.0))
-        self.steps = int(options.get("num_train_timesteps", 1000))
-        if self.std <= 0 or self.shift <= 0 or self.steps < 1:
-            raise ConfigError(
-                f"objective.options: logit_std {self.std}, shift {self.shift} and num_train_timesteps "
-                f"{self.steps} must be positive"
-            )
-        self.fraction = fraction
-
-    def __call__(self, uniform: Tensor) -> Tensor:
-        """Return noise levels in [0, 1] (float32), or timesteps (int64), of numbers in [0, 1)."""
-        import torch
-
-        level = uniform.double()
-        if self.name == "logit_normal":
-            edge = torch.finfo(torch.float64).eps
-            level = torch.sigmoid(self.mean + self.std * torch.special.ndtri(level.clamp(edge, 1 - edge)))
-        elif self.name == "cosmap":
-            level = 1 - 1 / (torch.tan(level * (math.pi / 2)) + 1)
-        level = self.shift * level / (1 + (self.shift - 1) * level)
-        if self.fraction:
-            return level.float()
-        return (level * self.steps).long().clamp_(0, self.steps - 1)
+_OTHER = "name the pipeline the model belongs to in data.options.pipeline"
 
 
 class Denoising:
-    """Collates cached samples into the tensors of a family's batch specification.
+    """Collates cached samples by the family's ``assemble``.
+
+    Texts are cut, or filled with zeros, to the number of tokens memory was planned for.
 
     Args:
-        wanted: The specification by name, for a micro-batch of one sample.
-        options: The objective's options (:class:`TimeSampling`).
+        spec: The model.
+        recipe: The run's recipe.
+        wanted: The family's batch specification by name.
 
     Raises:
-        ConfigError: The family needs a tensor that is not cached.
+        ConfigError: The family cannot be trained from a cache.
     """
 
-    def __init__(self, wanted: Mapping[str, TensorSpec], options: Mapping[str, Any]) -> None:
+    def __init__(self, spec: ModelSpec, recipe: Recipe, wanted: Mapping[str, TensorSpec]) -> None:
+        self._spec = spec
+        self._recipe = recipe
         self._wanted = dict(wanted)
-        self._time = TimeSampling(options, fraction="sigma" in wanted)
-        known = {"latents", "noise", "sigma", "timestep", *_TEXT, *_SIZES}
-        if missing := sorted(set(wanted) - known):
+        if not callable(getattr(family_of(spec), "assemble", None)):
             raise ConfigError(
-                f"this model also takes {', '.join(missing)}, which precompute does not make",
-                help="train it on data.source synthetic, or choose a text-to-image or text-to-video model",
+                f"family {spec.family} does not assemble batches from cached latents",
+                help="train it on data.source synthetic, or give its family a method assemble",
             )
 
     def check(self, sample: Sample) -> None:
@@ -107,58 +50,47 @@ class Denoising:
         Raises:
             ConfigError: The cached tensors do not suit the model.
         """
-        channels, needed = sample["latents"].shape[0], self._wanted["latents"].shape[1]
-        if channels != needed or sample["latents"].dim() + 1 != len(self._wanted["latents"].shape):
+        shape, planned = tuple(sample["latents"].shape), self._wanted["latents"].shape[1:]
+        if shape[0] != planned[0] or len(shape) != len(planned):
+            raise ConfigError(f"the VAE's latents are {shape}, the model takes {planned}", help=_OTHER)
+        if math.prod(shape) > math.prod(planned):
             raise ConfigError(
-                f"the VAE's latents are {tuple(sample['latents'].shape)}, the model takes "
-                f"{self._wanted['latents'].shape[1:]}",
-                help="name the pipeline the model belongs to in data.options.pipeline",
-            )
-        if sample["latents"].numel() > math.prod(self._wanted["latents"].shape):
-            raise ConfigError(
-                f"the VAE's latents are {tuple(sample['latents'].shape)}, memory is planned for "
-                f"{self._wanted['latents'].shape[1:]}",
+                f"the VAE's latents are {shape}, memory is planned for {planned}",
                 help="this VAE shrinks pixels less than the family's own; lower batch.height and batch.width",
             )
-        for name, cached in _TEXT.items():
+        for name, cached in SOURCES.items():
             item = self._wanted.get(name)
             if item is None:
                 continue
             if cached not in sample:
                 raise ConfigError(
-                    f"the model takes {name}, the pipeline's text encoders make no {cached}",
-                    help="name the pipeline the model belongs to in data.options.pipeline",
+                    f"the model takes {name}, the pipeline's text encoders make no {cached}", help=_OTHER
                 )
             if item.fill != "mask" and sample[cached].shape[-1] != item.shape[-1]:
                 raise ConfigError(
                     f"{cached} is {sample[cached].shape[-1]} wide, the model takes {item.shape[-1]}",
-                    help="name the pipeline the model belongs to in data.options.pipeline",
+                    help=_OTHER,
                 )
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        import torch
+        family: Any = family_of(self._spec)
+        ready = [self._ready(sample) for sample in samples]
+        made: dict[str, Tensor] = family.assemble(self._spec.config, self._recipe, ready)
+        return made
 
-        found: dict[str, Tensor] = {}
-        for name, item in self._wanted.items():
-            dtype = getattr(torch, item.dtype)
-            if name in ("sigma", "timestep"):
-                found[name] = self._time(torch.stack([sample["uniform"] for sample in samples]))
-                continue
-            if name in _TEXT:
-                parts = [_text(sample[_TEXT[name]], item) for sample in samples]
-            elif name in _SIZES:
-                parts = [_SIZES[name](sample["size"].double()) for sample in samples]
-            else:
-                parts = [sample[name] for sample in samples]
-            found[name] = torch.stack(parts).to(dtype)
+    def _ready(self, sample: Sample) -> dict[str, Tensor]:
+        found = dict(sample)
+        for name, cached in SOURCES.items():
+            item = self._wanted.get(name)
+            if item is not None and cached in found and (len(item.shape) > 2 or item.fill == "mask"):
+                found[cached] = _of_length(found[cached], item.shape[1])
+        size = found["size"].double()
+        # PixArt's micro-conditions (diffusers 0.42.1, pipeline_pixart_sigma.py).
+        found["resolution"], found["aspect_ratio"] = size[4:6], size[4:5] / size[5:6]
         return found
 
 
-def _text(tensor: Tensor, item: TensorSpec) -> Tensor:
-    """Cut or fill (with zeros) the tokens to the specification's number."""
-    if len(item.shape) < 3 and item.fill != "mask":
-        return tensor
-    length = item.shape[1]
+def _of_length(tensor: Tensor, length: int) -> Tensor:
     if tensor.shape[0] >= length:
         return tensor[:length]
     filled = tensor.new_zeros(length, *tensor.shape[1:])
