@@ -1,0 +1,114 @@
+"""Each rule about TrainingArguments, next to what transformers 5.23 really does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_oracle import check_explained, run_trainer
+
+from fsdptool.config import read_settings
+from fsdptool.config.fix import repair
+
+# code, fsdp, fsdp_config, what transformers does: an error's text, or settings.
+CASES: dict[str, tuple[Any, dict[str, Any], str | dict[str, Any]]] = {
+    "FSD216": (True, {"version": 2, "offload_params": True}, {"cpu_offload": False}),
+    "FSD202": (True, {"version": 2, "cpu_offlod": True}, {"cpu_offload": False}),
+    "FSD302": (True, {"version": 2, "use_orig_params": True}, {"fsdp_version": 2}),
+    "FSD303": (True, {"version": 2, "sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": True}),
+    "FSD337": (True, {"version": 2, "cpu_offload": "false"}, {"cpu_offload": True}),
+    "FSD338": (True, {"reshard_after_forward": True}, {"fsdp_version": 2}),
+    "FSD339": ("full_shard auto_wrap", {"version": 2}, {"reshard_after_forward": True}),
+    "FSD339-offload": (
+        "shard_grad_op offload",
+        {"version": 2},
+        {"reshard_after_forward": False, "cpu_offload": True},
+    ),
+    "FSD334": ("hybrid_shard", {"version": 2}, "only available with FSDP1"),
+    "FSD332": ("no_shard", {"version": 2}, "only available with FSDP1"),
+    "FSD206-upper": ("FULL_SHARD", {"version": 2}, "only available with FSDP1"),
+    "FSD206-comma": ("full_shard,auto_wrap", {"version": 2}, "Unknown `fsdp` option"),
+    "FSD206-true": ("true", {"version": 2}, "Unknown `fsdp` option"),
+    "FSD206-policy": (True, {"version": 2, "auto_wrap_policy": "no_wrap"}, "must be one of"),
+    "FSD206-state": (True, {"version": 2, "state_dict_type": "full"}, "KeyError: 'FULL'"),
+    "FSD207": (True, {"version": 2, "activation_checkpointing": "True"}, {"activation_checkpointing": True}),
+    "FSD215": (
+        True,
+        {"version": 2, "reshard_after_forward": True, "fsdp_reshard_after_forward": False},
+        {"reshard_after_forward": False},
+    ),
+    "FSD301": (True, {"version": 1}, {"fsdp_version": 1, "sharding_strategy": "full_shard"}),
+    "FSD322": (True, {"version": 2, "reshard_after_forward": "full_shard"}, "invalid truth value"),
+    "FSD325": (True, {"version": 2, "min_num_params": 5}, {"wrap_policy": "transformer"}),
+    "FSD214": (True, {"version": 2, "transformer_layer_cls_to_wrap": "A, B"}, {"wrap_classes": ("A", " B")}),
+    "FSD213": (
+        True,
+        {"version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": "1e8"},
+        "TypeError",
+    ),
+    "FSD333": (
+        True,
+        {"version": 2, "state_dict_type": "LOCAL_STATE_DICT"},
+        "does not support LOCAL_STATE_DICT",
+    ),
+    "FSD353": (True, {"version": 2, "activation_cpu_offload": True}, {"activation_checkpointing": False}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_does_we_say(case: str, tmp_path: Path) -> None:
+    switch, config, wanted = CASES[case]
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"output_dir": "out", "fsdp": switch, "fsdp_config": config}, indent=2))
+    reading = read_settings(path)
+    assert case[:6] in {item.code for item in reading.diagnostics}, [d.message for d in reading.diagnostics]
+    outcome = run_trainer(switch, dict(config))
+    if isinstance(wanted, str):
+        assert isinstance(outcome, str) and wanted.lower() in outcome.lower(), outcome
+    else:
+        assert not isinstance(outcome, str), outcome
+        assert {key: outcome[key] for key in wanted} == wanted
+    check_explained(path)
+    # After all fixes transformers runs what we explain.
+    path.write_text(repair(reading, unsafe=True).after.text)
+    check_explained(path)
+
+
+def test_the_bare_form_is_read_alike(tmp_path: Path) -> None:
+    for case, (switch, config, _) in CASES.items():
+        if switch is True:
+            path = tmp_path / "fsdp_config.json"
+            path.write_text(json.dumps(config, indent=2))
+            reading = read_settings(path, dialect="trainer")
+            assert case[:6] in {item.code for item in reading.diagnostics}, case
+            check_explained(path)
+
+
+def test_a_switch_that_is_off_leaves_fsdp_off(tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    path.write_text('{"output_dir": "o", "fsdp": false, "fsdp_config": {"version": 2}}')
+    reading = read_settings(path)
+    assert reading.settings is None and "FSD330" in {item.code for item in reading.diagnostics}
+    assert run_trainer(False, {"version": 2}) == {}
+
+
+def test_an_older_transformers_runs_fsdp1() -> None:
+    text = '{"transformer_layer_cls_to_wrap": "B",\n "activation_checkpointing": true}\n'
+    assert read_settings(text, dialect="trainer").version == 2
+    assert read_settings(text, dialect="trainer", target="transformers==5.9").version == 1
+
+
+def test_the_environment_can_switch_offload_on() -> None:
+    text = '{"version": 2,\n "activation_checkpointing": true}\n'
+    reading = read_settings(text, dialect="trainer", environment={"FSDP_OFFLOAD_PARAMS": "true"})
+    assert reading.facts["cpu_offload"] is True and "FSD341" in {item.code for item in reading.diagnostics}
+
+
+def test_both_kinds_of_checkpointing_raise() -> None:
+    text = (
+        "output_dir: o\ngradient_checkpointing: true\nfsdp: true\nfsdp_config:\n  version: 2\n"
+        "  activation_checkpointing: true\n"
+    )
+    assert "FSD317" in {item.code for item in read_settings(text).errors}
