@@ -107,11 +107,12 @@ class Run:
         lines = list(read_lines(self.folder / "metrics.jsonl"))
         return int(lines[-1]["step"]) if lines else 0
 
-    def training(self) -> bool:
-        """Say whether both current ranks have begun to train."""
+    def stepping(self) -> bool:
+        """Say whether the current workers have taken a step since they were started."""
         current = self.attempt()
-        phases = [e for e in self.events("phase") if e["name"] == "training" and e["attempt"] == current]
-        return len(phases) == 2
+        started = [event["time"] for event in self.events("started") if event["attempt"] == current]
+        lines = list(read_lines(self.folder / "metrics.jsonl"))
+        return len(started) == 2 and bool(lines) and lines[-1]["time"] > max(started)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 240.0) -> bool:
         """Wait for a condition; returns whether it came true while the run was alive."""
@@ -133,30 +134,32 @@ def kill(pids: list[int]) -> None:
 
 
 def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int) -> list[dict[str, Any]]:
-    """Kill the run's ranks as often as asked, each time after it has recovered."""
+    """Kill the run's ranks as often as asked, each time after it has recovered.
+
+    A kill during a checkpoint counts only if the checkpoint was still unfinished afterwards.
+    """
     parts = run.folder / "checkpoints"
-    kinds = ["rank"] * kills + ["checkpoint"] * checkpoint_kills
-    generator.shuffle(kinds)
-    found = []
-    for kind in kinds:
-        if not run.wait_for(run.training):
+    left = {"rank": kills, "checkpoint": checkpoint_kills}
+    found: list[dict[str, Any]] = []
+    while any(left.values()):
+        kind = generator.choice([name for name, count in left.items() if count])
+        if not run.wait_for(run.stepping):
             break
         before = run.attempt()
         if kind == "rank":
-            goal = run.step() + generator.randint(1, 20)
+            goal = run.step() + generator.randint(1, 12)
             if not run.wait_for(lambda goal=goal: run.step() >= goal):
                 break
             victims = [generator.choice([0, 1])]
         else:
             if not run.wait_for(lambda: any(parts.glob(".step-*.part"))):
                 break
-            time.sleep(generator.uniform(0.0, 0.03))
+            time.sleep(generator.uniform(0.0, 0.01))
             victims = [0, 1]
-        step, pids = run.step(), run.pids()
-        caught = any(parts.glob(".step-*.part"))
+        pids = run.pids()
         kill([pids[rank] for rank in victims])
-        began = time.monotonic()
-        if not run.wait_for(lambda before=before: run.attempt() > before and run.training()):
+        began, step, unfinished = time.monotonic(), run.step(), any(parts.glob(".step-*.part"))
+        if not run.wait_for(lambda before=before: run.attempt() > before and run.stepping()):
             break
         found.append(
             {
@@ -164,10 +167,12 @@ def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int
                 "attempt": run.attempt(),
                 "victims": victims,
                 "killed_at_step": step,
-                "checkpoint_unfinished": caught,
-                "seconds_until_training": round(time.monotonic() - began, 2),
+                "checkpoint_unfinished": unfinished,
+                "seconds_until_next_step": round(time.monotonic() - began, 2),
             }
         )
+        if kind == "rank" or unfinished:
+            left[kind] -= 1
         print(found[-1], flush=True)
     return found
 
@@ -196,7 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--checkpoint-kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
@@ -209,7 +214,7 @@ def main() -> int:
         (work / "accelerate.yaml").write_text(CONFIG)
         (work / "recipe.yaml").write_text(recipe(work, options.steps, options.every))
         began = time.monotonic()
-        disturbed = Run(work, "disturbed", "--max-restarts", str(asked + 5))
+        disturbed = Run(work, "disturbed", "--max-restarts", str(3 * asked))
         kills = harass(disturbed, random.Random(options.seed), options.kills, options.checkpoint_kills)
         status = disturbed.process.wait()
         add_losses(disturbed, kills)
@@ -228,7 +233,10 @@ def main() -> int:
             "steps": options.steps,
             "checkpoint_every": options.every,
             "survived": {
-                kind: sum(1 for item in kills if item["kind"] == kind) for kind in ("rank", "checkpoint")
+                "rank": sum(1 for item in kills if item["kind"] == "rank"),
+                "checkpoint": sum(
+                    1 for item in kills if item["kind"] == "checkpoint" and item["checkpoint_unfinished"]
+                ),
             },
             "exit_status": {"disturbed": status, "undisturbed": plain_status},
             "final_checkpoint_equal": final_digests(disturbed.folder) == final_digests(plain.folder),
@@ -241,7 +249,8 @@ def main() -> int:
     if options.output:
         options.output.write_text(text + "\n")
     print(text)
-    good = result["final_checkpoint_equal"] and result["losses_equal"] and len(kills) == asked
+    survived = result["survived"] == {"rank": options.kills, "checkpoint": options.checkpoint_kills}
+    good = result["final_checkpoint_equal"] and result["losses_equal"] and survived
     return 0 if good and status == plain_status == 0 else 1
 
 

@@ -77,10 +77,11 @@ def prepare(
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
+    from fsdptool.training.data.places import with_places
     from fsdptool.training.unitplan import plan_units
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
-    recipe = read_recipe(recipe_path)
+    recipe = with_places(read_recipe(recipe_path), recipe_path)
     check_backends(recipe)
     reading = read_settings(config_path, consumer="fsdptool")
     settings = reading.require()

@@ -141,6 +141,7 @@ class Supervisor:
                 time.sleep(POLL_SECONDS)
             reader.join(timeout=2.0)
             self._look(process)
+            self._bury()
         finally:
             self._kill_all(process)
             for number, handler in previous.items():
@@ -237,6 +238,13 @@ class Supervisor:
                 rank.state = "died"
                 self._deaths.append(number)
                 self._fail()
+
+    def _bury(self) -> None:
+        """Count who went with the launcher without a last word."""
+        for number, rank in self._ranks.items():
+            if rank.local and rank.state == "running" and not _running(rank.pid):
+                rank.state = "died"
+                self._deaths.append(number)
 
     def _fail(self) -> None:
         if self._failed_since is None:

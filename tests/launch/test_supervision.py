@@ -1,0 +1,147 @@
+"""The supervisor against real processes: who died, why, how soon the others end, and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdptool.launch import supervise
+from fsdptool.launch.command import LaunchCommand
+from fsdptool.launch.supervise import Outcome, Supervisor
+from fsdptool.training.events import event_path, read_lines
+
+PLAY = Path(__file__).with_name("play_workers.py")
+
+
+class Stage:
+    """A run folder whose ranks follow a script."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "events").mkdir()
+        (folder / "logs").mkdir()
+        self.told: list[Mapping[str, Any]] = []
+
+    def play(self, *acts: str) -> Outcome:
+        command = LaunchCommand((sys.executable, str(PLAY), str(self.folder), *acts))
+        return Supervisor(self.folder, command, tell=self.told.append).run()
+
+    def when_training(self, ranks: int, act: Any) -> None:
+        """Call ``act(pids)`` once every rank says that it trains."""
+
+        def watch() -> None:
+            pids: dict[int, int] = {}
+            while len(pids) < ranks:
+                for rank in range(ranks):
+                    for event in read_lines(event_path(self.folder, rank)):
+                        if event["kind"] == "phase":
+                            pids[rank] = event["pid"]
+                time.sleep(0.01)
+            act(pids)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(supervise, "FAILURE_GRACE_SECONDS", 1.0)
+    return Stage(tmp_path)
+
+
+def gone(stage: Stage, ranks: int) -> bool:
+    pids = [event["pid"] for rank in range(ranks) for event in read_lines(event_path(stage.folder, rank))]
+    return not any(supervise._running(pid) for pid in pids)
+
+
+def test_a_run_ends_when_every_rank_has_finished(stage: Stage) -> None:
+    outcome = stage.play("finish", "finish")
+    assert outcome.status == "completed"
+    assert sorted(outcome.finished) == [0, 1]
+
+
+def test_a_rank_that_is_killed_is_named_and_the_deaf_end_with_it(stage: Stage) -> None:
+    outcome = stage.play("deaf", "die", "deaf")
+    assert outcome.status == "failed"
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 1
+    assert outcome.failure.message.startswith("rank 1 (process ")
+    assert outcome.failure.exit_code == 4
+    assert gone(stage, 3)
+    assert "play_workers.py" in (stage.folder / "logs" / "rank-00000.stacks").read_text()
+
+
+def test_the_cause_is_named_before_its_symptoms(stage: Stage) -> None:
+    outcome = stage.play("symptom", "die")
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 1, "a closed connection is what a death looks like from outside"
+
+
+def test_an_error_of_the_persons_making_keeps_its_exit_code_and_help(stage: Stage) -> None:
+    outcome = stage.play("deaf", "refuse")
+    assert outcome.failure is not None
+    assert outcome.failure.message == "rank 1: the recipe asks for the moon"
+    assert outcome.failure.help == "ask for less"
+    assert outcome.failure.exit_code == 2
+    assert not outcome.failure.retryable
+
+
+def test_a_bug_is_a_failed_worker(stage: Stage) -> None:
+    outcome = stage.play("fail", "deaf")
+    assert outcome.failure is not None
+    assert (outcome.failure.message, outcome.failure.exit_code) == ("rank 0: a bug", 4)
+    assert "RuntimeError: a bug" in (stage.folder / "logs" / "rank-00000.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_parent_reaches_every_rank(stage: Stage, number: signal.Signals) -> None:
+    stage.when_training(2, lambda pids: os.kill(os.getpid(), number))
+    outcome = stage.play("stop", "stop")
+    assert outcome.status == "stopped"
+    assert [event["signal"] for event in outcome.finished.values()] == [signal.SIGUSR1] * 2
+    assert any(event["kind"] == "stop_requested" for event in stage.told)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_one_rank_is_seen_by_its_flag(stage: Stage, number: signal.Signals) -> None:
+    stage.when_training(1, lambda pids: os.kill(pids[0], number))
+    outcome = stage.play("stop")
+    assert outcome.status == "stopped"
+    assert outcome.finished[0]["signal"] == number
+
+
+def test_a_second_signal_to_the_parent_ends_everything_at_once(stage: Stage) -> None:
+    def twice(pids: dict[int, int]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stage.when_training(2, twice)
+    assert stage.play("deaf", "deaf").status == "interrupted"
+    assert gone(stage, 2)
+
+
+def test_a_second_signal_to_a_rank_ends_it(stage: Stage) -> None:
+    def twice(pids: dict[int, int]) -> None:
+        os.kill(pids[0], signal.SIGTERM)
+        time.sleep(1.2)
+        os.kill(pids[0], signal.SIGTERM)
+
+    stage.when_training(1, twice)
+    outcome = stage.play("deaf")
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 0
+
+
+def test_workers_that_never_start_leave_their_last_line(stage: Stage) -> None:
+    command = LaunchCommand((sys.executable, "-c", "raise SystemExit('no such thing')"))
+    outcome = Supervisor(stage.folder, command).run()
+    assert outcome.failure is not None
+    assert outcome.failure.message == "the workers did not start: no such thing"
