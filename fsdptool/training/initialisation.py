@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fsdptool.errors import ModelError
 from fsdptool.training.random_values import derive_seed, fill_slice
@@ -197,9 +197,10 @@ def _parameters_on_meta(keep: Callable[[nn.Module], bool]) -> Iterator[None]:
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta and not keep(module):
-            parameter = nn.Parameter(
-                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-            )
+            # Behind the recorder's back: its notes would keep the real tensor alive for the whole run.
+            with _disable_current_modes():  # type: ignore[no-untyped-call]
+                stand_in = torch.empty_like(parameter, device="meta")
+            parameter = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
         original(module, name, parameter)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
