@@ -71,7 +71,7 @@ def check_keys(spec: ModelSpec, model: nn.Module) -> tuple[Diagnostic, ...]:
                     f"the configuration says model_type {stated}, {built} reads it as {real}",
                 )
             )
-        findings += _transformers(raw, config_class, "", type(model).__module__)
+        findings += _transformers(raw, config, "", type(model).__module__)
     elif spec.library == "diffusers":
         known = frozenset(inspect.signature(type(model).__init__).parameters) - {"self", "args", "kwargs"}
         given = [key for key in raw if not key.startswith("_")]
@@ -80,24 +80,27 @@ def check_keys(spec: ModelSpec, model: nn.Module) -> tuple[Diagnostic, ...]:
 
 
 def _transformers(
-    raw: Mapping[str, Any], config_class: Any, prefix: str, model_module: str
+    raw: Mapping[str, Any], config: Any, prefix: str, model_module: str
 ) -> Iterator[Diagnostic]:
+    config_class = type(config)
     known = _declared(config_class)
     unknown = [key for key in raw if key not in known and key not in _EVERYWHERE and not key.startswith("_")]
     if unknown:
         # Old spellings a class still translates appear only in its code; read it only when needed.
         known |= _mentioned(config_class)
         # Old multimodal files are flat: the text model's keys lie at the top.
-        for inner in config_class.sub_configs.values():
+        for name in config_class.sub_configs:
+            inner = type(getattr(config, name, None))
             if hasattr(inner, "sub_configs"):
                 known |= _declared(inner)
         # The model may look at an undeclared key itself (``getattr(config, "head_dim", ...)``).
         known |= _words(sys.modules.get(model_module))
         yield from _compare(unknown, known, prefix, config_class.__name__, "does not know", present=raw)
-    for name, inner in config_class.sub_configs.items():
-        value = raw.get(name)
-        if isinstance(value, Mapping) and hasattr(inner, "sub_configs") and inner.model_type:
-            yield from _transformers(value, inner, f"{prefix}{name}.", model_module)
+    for name in config_class.sub_configs:
+        # The live part: its class is often chosen by the raw part's own model_type.
+        value, part = raw.get(name), getattr(config, name, None)
+        if isinstance(value, Mapping) and hasattr(type(part), "sub_configs"):
+            yield from _transformers(value, part, f"{prefix}{name}.", model_module)
 
 
 def _declared(config_class: Any) -> frozenset[str]:

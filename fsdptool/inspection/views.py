@@ -86,16 +86,28 @@ def parts(anatomy: Anatomy, census: Census) -> tuple[Part, ...]:
 
 
 def _split(census: Census, path: str, blocks: set[str]) -> list[str]:
-    children = census.inner(path)
-    holders = [child for child in children if any(block.startswith(f"{child}.") for block in blocks)]
-    bare = any(census.modules[child].class_name in CONTAINERS for child in holders)
-    if not holders or bare:
+    """Open a module as long as several of its branches hold lists of blocks; the root always."""
+    holders = _holders(census, path, blocks)
+    if not holders or not (path == "" or _branches(census, path, blocks)):
         return [path]
     return [
         part
-        for child in children
+        for child in census.inner(path)
         for part in (_split(census, child, blocks) if child in holders else [child])
     ]
+
+
+def _holders(census: Census, path: str, blocks: set[str]) -> list[str]:
+    """Return the children below which blocks lie; none if ``path`` holds a list of blocks itself."""
+    children = census.inner(path)
+    found = [child for child in children if any(block.startswith(f"{child}.") for block in blocks)]
+    bare = any(census.modules[child].class_name in CONTAINERS for child in found)
+    return [] if bare else found
+
+
+def _branches(census: Census, path: str, blocks: set[str]) -> bool:
+    holders = _holders(census, path, blocks)
+    return len(holders) > 1 or (len(holders) == 1 and _branches(census, holders[0], blocks))
 
 
 def leaves(census: Census) -> tuple[LeafClass, ...]:

@@ -21,8 +21,12 @@ from fsdptool.records.anatomy import WrapCandidate, WrapChoice
 
 STAGE_SHARE = 0.80
 """A class is stepped through if the blocks inside it hold at least this share of it."""
+LOOSE_STAGE_SHARE = 0.50
+"""The same for a class of which no two instances are alike: the blocks inside it are preferred."""
 LEAST_SHARE = 0.005
 """Blocks below this share of the model are not worth a collective of their own."""
+LIST_SHARE = 0.20
+"""A list of one class counts as repetition without two alike if it holds this share of the model."""
 HELPER_SHARE = 0.05
 """Repeated classes without inner structure below this share are helpers beside real blocks."""
 
@@ -30,7 +34,8 @@ HELPER_SHARE = 0.05
 @dataclass(slots=True)
 class _Search:
     census: Census
-    candidates: set[str]
+    candidates: dict[str, float]
+    """Class to the share that blocks inside it must hold to make it a stage."""
     chosen: dict[str, list[str]] = field(default_factory=dict)
     """Class to the outermost instances found by descending from the root."""
     through: set[str] = field(default_factory=set)
@@ -116,9 +121,9 @@ def _present(census: Census, classes: Collection[str]) -> bool:
     return bool(classes) and all(name in census.by_class for name in classes)
 
 
-def _candidates(census: Census) -> set[str]:
-    """Return the classes that repeat side by side with equal signatures at least twice."""
-    found = set()
+def _candidates(census: Census) -> dict[str, float]:
+    """Return the classes that repeat side by side, with the share at which each is a stage."""
+    found: dict[str, float] = {}
     for name, paths in census.by_class.items():
         if name in CONTAINERS:
             continue
@@ -131,8 +136,26 @@ def _candidates(census: Census) -> set[str]:
             continue
         signatures = Counter(census.signature(path) for path in listed)
         if max(signatures.values()) >= 2:
-            found.add(name)
+            found[name] = STAGE_SHARE
+        elif _fills_a_list(census, listed):
+            found[name] = LOOSE_STAGE_SHARE
     return found
+
+
+def _fills_a_list(census: Census, listed: list[str]) -> bool:
+    """Whether a list of one class, no two alike, is a large part of the model.
+
+    A hybrid of few layers (Nemotron-H by default) has one layer of each kind, all of one class.
+    """
+    if census.union(listed) < LIST_SHARE * census.total:
+        return False
+    lists = {census.parent(path) for path in listed}
+    return any(
+        len(census.inner(path)) >= 2
+        and {census.modules[item].class_name for item in census.inner(path)}
+        == {census.modules[listed[0]].class_name}
+        for path in lists
+    )
 
 
 def _among_experts(path: str) -> bool:
@@ -171,15 +194,20 @@ def _wrapped(search: _Search, path: str) -> str | None:
 
 def _is_stage(search: _Search, path: str) -> bool:
     census = search.census
+    share = search.candidates[census.modules[path].class_name]
     held: list[str] = []
     for child in census.inner(path):
         if census.modules[child].class_name not in CONTAINERS:
             continue
         items = census.inner(child)
         names = {census.modules[item].class_name for item in items}
-        if len(names) == 1 and names <= search.candidates and not any(_among_experts(i) for i in items):
+        if (
+            len(names) == 1
+            and names <= search.candidates.keys()
+            and not any(_among_experts(i) for i in items)
+        ):
             held += items
-    return bool(held) and census.union(held) >= STAGE_SHARE * census.size(path)
+    return bool(held) and census.union(held) >= share * census.size(path)
 
 
 def _keep(search: _Search) -> tuple[list[str], dict[str, str]]:

@@ -1,0 +1,193 @@
+"""Every causal-LM, masked-LM, seq2seq, image-text, vision and audio class of the installed transformers
+with its default configuration, and every transformer and UNet class of the installed diffusers.
+
+For each: the wrap choice, the share of the largest unit, and, where that is 35 % or more, the reason
+from the closed list (``fsdptool.inspection.reasons.CONCERNS``). Classes whose defaults cannot be built
+are listed with the library's own words. Anything else that raises is counted as a failure of ours.
+
+    python benchmarks/detect/sweep.py -o benchmarks/results/detect-sweep.json
+
+Takes about three minutes of one core; the table beside the JSON is written with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import inspect
+import json
+import platform
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import FsdptoolError
+from fsdptool.inspection.api import describe
+from fsdptool.inspection.build import build
+from fsdptool.inspection.reasons import CONCERNS
+from fsdptool.inspection.units import DOMINANT, unit_plan
+from fsdptool.records.document import library_versions
+from fsdptool.records.model import ModelSpec, Reference
+
+GROUPS = {
+    "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+    "masked-lm": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
+    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
+    "image-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
+    "vision": (
+        "MODEL_FOR_IMAGE_MAPPING_NAMES",
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+        "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING_NAMES",
+        "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+        "MODEL_FOR_INSTANCE_SEGMENTATION_MAPPING_NAMES",
+        "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
+        "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES",
+        "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES",
+        "MODEL_FOR_MASK_GENERATION_MAPPING_NAMES",
+        "MODEL_FOR_KEYPOINT_DETECTION_MAPPING_NAMES",
+        "MODEL_FOR_IMAGE_TO_IMAGE_MAPPING_NAMES",
+    ),
+    "audio": (
+        "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+        "MODEL_FOR_CTC_MAPPING_NAMES",
+        "MODEL_FOR_AUDIO_FRAME_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_AUDIO_XVECTOR_MAPPING_NAMES",
+        "MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES",
+        "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES",
+        "MODEL_FOR_AUDIO_TOKENIZATION_NAMES",
+    ),
+}
+
+
+def transformers_classes() -> dict[str, list[str]]:
+    """Return class names by group; a class listed in several groups is in the first."""
+    from transformers.models.auto import modeling_auto
+
+    seen: set[str] = set()
+    found: dict[str, list[str]] = {}
+    for group, tables in GROUPS.items():
+        names = set()
+        for table in tables:
+            for value in getattr(modeling_auto, table, {}).values():
+                names.update([value] if isinstance(value, str) else value)
+        found[group] = sorted(names - seen)
+        seen |= names
+    return found
+
+
+def diffusers_classes() -> list[str]:
+    """Return every public ModelMixin class of diffusers' transformers and unets packages."""
+    import diffusers
+    from diffusers.models.modeling_utils import ModelMixin
+
+    found = []
+    for name in dir(diffusers):
+        kind = getattr(diffusers, name, None)
+        if not (inspect.isclass(kind) and issubclass(kind, ModelMixin) and kind is not ModelMixin):
+            continue
+        if kind.__module__.startswith(("diffusers.models.transformers", "diffusers.models.unets")):
+            found.append(name)
+    return sorted(found)
+
+
+def look(library: str, group: str, name: str) -> dict[str, Any]:
+    """Inspect one class with its default configuration."""
+    config = {"_class_name": name} if library == "diffusers" else {"architectures": [name]}
+    spec = ModelSpec(Reference("config", name), "generic", None, library, name, config)
+    row: dict[str, Any] = {"class": name, "group": group}
+    started = time.process_time()
+    try:
+        model = build(spec)
+        anatomy = describe(model, spec)
+        plan = unit_plan(anatomy)
+    except FsdptoolError as error:
+        return {**row, "outcome": "not_built", "why": error.message}
+    except Exception as error:
+        return {**row, "outcome": "failure", "why": f"{type(error).__name__}: {error}"}
+    largest = max(unit.numel for unit in plan.units) / anatomy.total_parameters
+    return {
+        **row,
+        "outcome": "concern" if largest >= DOMINANT else "good",
+        "parameters": anatomy.total_parameters,
+        "wrap": list(anatomy.wrap.classes),
+        "units": len(plan.units),
+        "largest_share": round(largest, 4),
+        "concern": anatomy.wrap.concern_code,
+        "cpu_seconds": round(time.process_time() - started, 3),
+    }
+
+
+def table(document: dict[str, Any]) -> str:
+    """Return the summary as Markdown."""
+    groups: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in document["rows"]:
+        groups[row["group"]][row["outcome"]] += 1
+    lines = [
+        "# Detection sweep: every class with its default configuration",
+        "",
+        f"Libraries: {', '.join(f'{k} {v}' for k, v in document['libraries'].items())}. Written by"
+        " `benchmarks/detect/sweep.py`.",
+        "",
+        "| group | classes | largest unit below 35 % | a reason from the closed list | not buildable from defaults"
+        " | failures |",
+        "|---|---|---|---|---|---|",
+    ]
+    for group, counts in groups.items():
+        total = sum(counts.values())
+        cells = [str(counts[key]) for key in ("good", "concern", "not_built", "failure")]
+        lines.append(f"| {group} | {total} | {' | '.join(cells)} |")
+    lines += ["", "| reason | classes | meaning |", "|---|---|---|"]
+    reasons = Counter(row["concern"] for row in document["rows"] if row["outcome"] == "concern")
+    lines += [f"| {code} | {count} | {CONCERNS[code]} |" for code, count in reasons.most_common()]
+    lines += ["", "| class | group | reason | largest unit | wrap classes |", "|---|---|---|---|---|"]
+    for row in document["rows"]:
+        if row["outcome"] == "concern":
+            wrap = ", ".join(row["wrap"]) or "none"
+            lines.append(
+                f"| {row['class']} | {row['group']} | {row['concern']} | {row['largest_share']:.0%} | {wrap} |"
+            )
+    lines += ["", "| not buildable | the library's words |", "|---|---|"]
+    lines += [
+        f"| {row['class']} | {row['why'].replace('|', '/')[:160]} |"
+        for row in document["rows"]
+        if row["outcome"] in ("not_built", "failure")
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the sweep and write both files; 1 if something of ours failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--only", default="", help="substring of class names")
+    arguments = parser.parse_args()
+    rows = []
+    jobs = [("transformers", g, n) for g, names in transformers_classes().items() for n in names]
+    jobs += [("diffusers", "diffusers", name) for name in diffusers_classes()]
+    for index, (library, group, name) in enumerate(jobs):
+        if arguments.only in name:
+            rows.append(look(library, group, name))
+            if index % 50 == 0:
+                sys.stderr.write(f"{index}/{len(jobs)}\n")
+                gc.collect()
+    document = {
+        "libraries": library_versions(),
+        "python": platform.python_version(),
+        "outcomes": dict(Counter(row["outcome"] for row in rows)),
+        "concerns": dict(Counter(row["concern"] for row in rows if row["outcome"] == "concern")),
+        "rows": rows,
+    }
+    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    arguments.output.with_suffix(".md").write_text(table(document))
+    print(json.dumps({"classes": len(rows), **document["outcomes"], "concerns": document["concerns"]}))
+    return 1 if document["outcomes"].get("failure") else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
