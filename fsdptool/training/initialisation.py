@@ -198,7 +198,7 @@ def _parameters_on_meta(keep: Callable[[nn.Module], bool]) -> Iterator[None]:
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta and not keep(module):
             # Behind the recorder's back: its notes would keep the real tensor alive for the whole run.
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
+            with _disable_current_modes():
                 stand_in = torch.empty_like(parameter, device="meta")
             parameter = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
         original(module, name, parameter)
