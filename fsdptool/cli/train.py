@@ -65,6 +65,7 @@ def command(
     from fsdptool.launch.create import check_folder, lock_run, wait_for_run, write_run
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
+    from fsdptool.training.data import prepare as prepare_data
     from fsdptool.training.folder import ACCELERATE
 
     if launcher not in ("torchrun", "accelerate"):
@@ -93,6 +94,8 @@ def command(
         wait_for_run(folder, launch_id)
         with claim_gpus(prepared.settings, prepared.device, folder):
             return _run(prepared, folder, command_line, max_restarts, format, quiet=True)
+    # A mistake in the data is one line here, and one per rank later; tokens are made once for all.
+    prepare_data(prepared.recipe, prepared.spec)
     with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
         write_run(
             folder, prepared, resume=resume, number=number, argv=sys.argv, force=force, launch_id=launch_id
