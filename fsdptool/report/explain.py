@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.report.findings import render_concise
+from fsdptool.report.findings import printable, render_concise
 
 if TYPE_CHECKING:
     from fsdptool.config.reading import Reading
@@ -31,7 +31,7 @@ def render_explanation(reading: Reading) -> str:
             f"  line {item.line}: {item.key} = {shown(item.value)} ({item.reason})"
             for item in reading.ignored
         )
-    text = "\n".join(lines) + "\n"
+    text = "\n".join(printable(line) for line in lines) + "\n"
     found = render_concise([reading])
     return text + (f"\n{found}" if found else "")
 

@@ -45,20 +45,20 @@ def _block(reading: Reading, item: Diagnostic, colour: bool) -> str:
     if item.line is not None and item.column is not None and reading.source is not None:
         lines.extend(_snippet(reading, item, colour))
     if item.help:
-        lines.append(f"  help: {item.help}")
+        lines.append(f"  help: {printable(item.help)}")
     if item.fix is not None:
         option = "--fix" if item.fix.safe else "--unsafe-fixes"
-        lines.append(f"  fix ({option}): {item.fix.description}")
+        lines.append(f"  fix ({option}): {printable(item.fix.description)}")
     return "\n".join(lines) + "\n\n"
 
 
 def _head(reading: Reading, item: Diagnostic, colour: bool) -> str:
-    return f"{place(reading, item)}: {paint(item.severity, item.severity, colour)} {item.code} {item.message}"
+    return f"{place(reading, item)}: {paint(item.severity, item.severity, colour)} {item.code} {printable(item.message)}"
 
 
 def place(reading: Reading, item: Diagnostic) -> str:
     """Return ``file:line:column`` as far as it is known."""
-    path = item.path or reading.path or "<text>"
+    path = printable(item.path or reading.path or "<text>")
     return path if item.line is None else f"{path}:{item.line}:{item.column}"
 
 
@@ -104,7 +104,7 @@ def render_concise(readings: Iterable[Reading], *, colour: bool = False, quiet: 
                 continue
             mark = " [*]" if item.fix is not None and item.fix.safe else ""
             code = paint(item.code, item.severity, colour)
-            lines.append(f"{place(reading, item)}: {code}{mark} {item.message}\n")
+            lines.append(f"{place(reading, item)}: {code}{mark} {printable(item.message)}\n")
     return "".join(lines)
 
 
