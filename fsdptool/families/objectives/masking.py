@@ -8,6 +8,7 @@ caller says whether documents are packed, and both do the same.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,16 +43,35 @@ def masks(model: nn.Module, positions: Tensor | None) -> Iterator[None]:
 
     finder = _no_documents if positions is None else _documents
     change(masking_utils, "find_packed_sequence_indices", finder)
-    if positions is not None:
-        for module in {sys.modules[cls.__module__] for cls in type(model).__mro__}:
-            for name in _MAKERS:
-                if module.__name__.startswith("transformers.models.") and hasattr(module, name):
-                    change(module, name, _with_positions(getattr(module, name), positions))
+    traced = any(is_fake(parameter) for parameter in itertools.islice(model.parameters(), 1))
+    for module in _modules(model):
+        for name in _MAKERS if positions is not None else ():
+            if hasattr(module, name):
+                change(module, name, _with_positions(getattr(module, name), positions))
+        # "As many image tokens as image features": true by the batch's making, unanswerable on fakes.
+        if traced and hasattr(module, "torch_compilable_check"):
+            change(module, "torch_compilable_check", _unchecked)
     try:
         yield
     finally:
         for owner, name, value in reversed(changed):
             setattr(owner, name, value)
+
+
+def _modules(model: nn.Module) -> list[Any]:
+    found = {cls.__module__ for cls in type(model).__mro__}
+    return [sys.modules[name] for name in sorted(found) if name.startswith("transformers.models.")]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Say whether a tensor has no contents."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def _unchecked(*arguments: Any, **named: Any) -> None:
+    return None
 
 
 def _no_documents(position_ids: Tensor) -> None:
@@ -65,7 +85,7 @@ def _documents(position_ids: Tensor) -> Tensor:
     return (steps != 1).cumsum(-1)
 
 
-def _with_positions(original: Callable[..., Any], positions: Tensor) -> Callable[..., Any]:
+def _with_positions(original: Callable[..., Any], positions: Tensor | None) -> Callable[..., Any]:
     def make(*arguments: Any, **named: Any) -> Any:
         # transformers calls its mask makers by keyword throughout (5.23).
         if not arguments and named.get("position_ids") is None:

@@ -1,0 +1,243 @@
+"""The families we ship: complete as data, cheap to list, and each conforms as anybody's must."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from fsdptool.errors import ConfigError, ModelError
+from fsdptool.families.protocol import Family, Flavour
+from fsdptool.families.registry import load_registry
+from fsdptool.families.testing import assert_conforms, small_batch, small_spec
+from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+
+FAMILIES = [family.name for family in load_registry().all() if family.flavours()]
+
+
+def test_everything_promised_is_there() -> None:
+    flavours = [flavour for name in FAMILIES for flavour in load_registry().get(name).flavours().values()]
+    assert len(FAMILIES) >= 117
+    assert len(flavours) >= 227
+    assert len({flavour.model_class for flavour in flavours}) >= 101
+    for flavour in flavours:
+        assert flavour.parameters, flavour
+        assert flavour.facts["source"], flavour
+        difference = flavour.facts.get("published_difference")
+        assert not difference or flavour.facts["published_why"], flavour
+
+
+def test_listing_imports_no_library() -> None:
+    program = (
+        "import json, sys\n"
+        "from fsdptool.families.registry import load_registry\n"
+        "families = load_registry().all()\n"
+        "flavours = sum(len(family.flavours()) for family in families)\n"
+        "match = load_registry().match({'model_type': 'llama'}).name\n"
+        "names = [load_registry().get('generic').model_class({'model_type': 'afmoe'})]\n"
+        "heavy = [n for n in ('torch', 'transformers', 'diffusers', 'numpy') if n in sys.modules]\n"
+        "print(json.dumps([flavours, match, names, heavy]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    flavours, match, names, heavy = json.loads(done.stdout)
+    assert flavours >= 227
+    assert match == "llama"
+    assert names == ["AfmoeForCausalLM"]
+    assert heavy == []
+
+
+def test_every_flavours_own_configuration_finds_a_family_of_its_kind() -> None:
+    """A downloaded config.json is claimed by the family whose class would build it."""
+    registry = load_registry()
+    for name in FAMILIES:
+        for flavour in registry.get(name).flavours().values():
+            owner = registry.match(flavour.config)
+            assert owner.precedence == 0, (name, flavour.name)
+            assert owner.library == registry.get(name).library
+            assert owner.model_class(flavour.config) == flavour.model_class
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "owner"),
+    [
+        ("sdxl", "unet", "sdxl"),
+        ("kolors", "unet", "kolors"),
+        ("sd1.5", "unet", "sd1.5"),
+        ("llama3.1", "8b", "llama"),
+        ("wan2.2", "ti2v-5b", "wan2.1"),
+        ("kimi-k2", "instruct", "deepseek-v3"),
+    ],
+)
+def test_the_most_specific_family_claims_a_configuration(family: str, flavour: str, owner: str) -> None:
+    registry = load_registry()
+    assert registry.match(registry.flavour(family, flavour).config).name == owner
+
+
+def _one_of_each_class(family: Family) -> list[str]:
+    return list({flavour.model_class: flavour.name for flavour in family.flavours().values()}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conforms(name: str) -> None:
+    family = load_registry().get(name)
+    assert_conforms(family, flavours=_one_of_each_class(family))
+
+
+def _on_fakes(family: Family, flavour: Flavour) -> torch.Tensor:
+    from fsdptool.families.synthetic import fakes
+
+    spec = small_spec(family, flavour)
+    _, tensors = small_batch(family, spec)
+    with torch.device("meta"):
+        model = family.build(spec.config, model_class=spec.model_class)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        made: dict[int, Any] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16))
+                    module._parameters[name] = made.setdefault(id(parameter), (fake, parameter))[0]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        batch = fakes(tensors, compute_dtype="bfloat16")
+        objective = family.objectives()[spec.objective or ""]()
+        loss = objective.loss(objective.predict(model, batch), batch)
+        loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama3", "gpt2", "qwen3-moe", "deepseek-v3", "mamba", "bert", "t5", "whisper", "vit", "clip"),
+        *("llava", "paligemma", "gemma3-vlm", "llama4", "mllama"),
+        *("flux.1", "sd3", "sdxl", "wan2.1", "qwen-image", "cosmos", "svd"),
+    ],
+)
+def test_the_same_objective_runs_on_fake_tensors(name: str) -> None:
+    """What ``train`` runs is what ``plan`` traces: no step of it may look at a value."""
+    family = load_registry().get(name)
+    loss = _on_fakes(family, next(iter(family.flavours().values())))
+    assert loss.shape == () and loss.dtype == torch.float32
+
+
+UNTRACEABLE = [name for name in FAMILIES if load_registry().get(name).untraceable({})]
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_cannot_be_traced_says_so_and_why(name: str) -> None:
+    """The reason is in the family's data for as long as it holds, and no longer."""
+    family = load_registry().get(name)
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        _on_fakes(family, next(iter(family.flavours().values())))
+
+
+def _recipe(**sizes: Any) -> Recipe:
+    return Recipe(model=ModelChoice("x"), batch=Batch(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("gpt2", {"sequence_length": 2048}, "has 1024 positions"),
+        ("bert", {"sequence_length": 513}, "has 512 positions"),
+        ("roberta", {"sequence_length": 513}, "has 512 positions"),
+        ("clip", {"sequence_length": 78}, "has 77 positions"),
+        ("llama3", {"sequence_length": 1}, "at least two tokens"),
+        ("sdxl", {"height": 1000}, "multiple of 32 pixels"),
+        ("flux.1", {"width": 1025}, "multiple of 16 pixels"),
+        ("wan2.1", {"frames": 80}, "multiple of 4 plus 1"),
+        ("llava", {"sequence_length": 128}, "an image takes 576 tokens"),
+        ("wav2vec2", {"sequence_length": 100}, "too few"),
+    ],
+)
+def test_sizes_that_do_not_suit_are_named(family: str, sizes: dict[str, int], message: str) -> None:
+    made = load_registry().get(family)
+    flavour = next(iter(made.flavours().values()))
+    with pytest.raises(ConfigError, match=message):
+        made.batch_spec(flavour.config, _recipe(**sizes))
+
+
+def test_rotary_models_run_beyond_their_positions() -> None:
+    made = load_registry().get("llama3")
+    specs = made.batch_spec(made.flavours()["8b"].config, _recipe(sequence_length=131_072))
+    assert specs[0].shape == (1, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama3", {"hidden_size": "wide"}, "hidden_size"),
+        ("llama3", {"num_hidden_layers": -1}, "LlamaForCausalLM|LlamaConfig"),
+        ("llama3", {"hidden_size": 10**18}, "LlamaForCausalLM"),
+        ("flux.1", {"num_layers": "many"}, "FluxTransformer2DModel"),
+    ],
+)
+def test_bad_values_are_one_line(family: str, change: dict[str, Any], message: str) -> None:
+    made = load_registry().get(family)
+    flavour = next(iter(made.flavours().values()))
+    with torch.device("meta"):
+        try:
+            made.build({**flavour.config, **change}, model_class=flavour.model_class)
+        except ModelError as error:
+            assert "\n" not in str(error)
+            import re
+
+            assert re.search(message, str(error))
+        else:
+            assert change == {"num_hidden_layers": -1}, "only a model without layers may build"
+
+
+def test_an_unknown_class_says_what_to_do() -> None:
+    made = load_registry().get("generic")
+    with pytest.raises(ModelError, match="has no class 'NoSuchForCausalLM'") as error:
+        made.build({"model_type": "nosuch"}, model_class="NoSuchForCausalLM")
+    assert error.value.help is not None and "--trust-remote-code" in error.value.help
+
+
+def test_code_of_the_models_own_needs_the_flag() -> None:
+    made = load_registry().get("generic")
+    config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    with pytest.raises(ModelError, match="exists only as code that comes with the model") as error:
+        made.build(config, model_class="OwnForCausalLM")
+    assert error.value.help is not None and "--trust-remote-code" in error.value.help
+
+
+def test_dropping_whole_layers_is_off() -> None:
+    """A coin toss per layer would make ranks disagree on which units to gather."""
+    made = load_registry().get("wav2vec2")
+    flavour = made.flavours()["base"]
+    with torch.device("meta"):
+        model = made.build({**flavour.config, "layerdrop": 0.5}, model_class=flavour.model_class)
+    assert model.config.layerdrop == 0  # type: ignore[union-attr]
+
+
+def test_experts_are_lora_targets_only_where_there_are_experts() -> None:
+    made = load_registry().get("gemma4")
+    assert made.lora_targets(made.flavours()["26b-a4b"].config).parameters
+    assert not made.lora_targets(made.flavours()["31b"].config).parameters
+
+
+def test_images_change_the_inputs_with_their_size() -> None:
+    made = load_registry().get("qwen2.5-vl")
+    config = made.flavours()["3b"].config
+    small = _recipe(height=224, width=224)
+    large = replace(small, batch=Batch(height=448, width=448))
+    sizes = [
+        {spec.name: spec for spec in made.batch_spec(config, recipe)}["pixel_values"].shape[1]
+        for recipe in (small, large)
+    ]
+    assert sizes[1] == 4 * sizes[0] == 4 * (224 // 14) ** 2
