@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fsdptool.errors import ModelError, StorageError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -77,7 +78,9 @@ class Weights:
             key = source.keys[0][0]
             view = self._open(self._where[key]).get_slice(key)
             _check(name, shape, tuple(view.get_shape()))
-            return view[rows[0] : rows[1]] if shape else view[:]  # type: ignore[no-any-return]
+            part: torch.Tensor = view[rows[0] : rows[1]] if shape else view[:]
+            # Slices may be views of the file's map: a parameter must own its memory.
+            return part.clone(memory_format=torch.contiguous_format)
         whole = self._convert(name, source)
         _check(name, shape, tuple(whole.shape))
         return whole[rows[0] : rows[1]].clone()

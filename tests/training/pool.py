@@ -51,7 +51,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="fsdptool-pool-")
         self._cases = 0
 
-    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 240.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``function(*args)`` on ``world`` ranks and return their results in rank order."""
         self._start()
         self._cases += 1
