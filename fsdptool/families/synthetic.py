@@ -65,4 +65,4 @@ def _write(drawn: Tensor, spec: TensorSpec) -> None:
     import torch
 
     values = torch.tensor(spec.values, dtype=drawn.dtype)
-    drawn.flatten(1)[:, : values.numel()] = values
+    drawn.view(drawn.shape[0], -1)[:, : values.numel()] = values

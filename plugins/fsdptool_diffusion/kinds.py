@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdptool.families.bases import CatalogueFamily
-from fsdptool_diffusion import flux, image, unet, video
+from fsdptool_diffusion import flux, further, image, unet, video
 
 KINDS: Mapping[str, type[CatalogueFamily]] = {
+    "acestep": further.AceStep,
     "auraflow": image.AuraFlow,
     "bria": flux.Bria,
     "chroma": flux.Chroma,
@@ -15,11 +16,14 @@ KINDS: Mapping[str, type[CatalogueFamily]] = {
     "cogview4": image.CogView4,
     "cosmos": video.Cosmos,
     "dit": image.DiT,
+    "ernie": further.ErnieImage,
     "flux": flux.Flux,
     "flux2": flux.Flux2,
     "hidream": image.HiDream,
+    "hunyuanimage": further.HunyuanImage,
     "hunyuanvideo": video.HunyuanVideo,
     "hunyuanvideo15": video.HunyuanVideo15,
+    "kandinsky5": further.Kandinsky5,
     "ltx": video.LtxVideo,
     "lumina2": image.Lumina2,
     "mochi": video.Mochi,
