@@ -207,7 +207,7 @@ class _Runner:
     recipe: Recipe
     mode: Any
     counter: LiveBytes
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Any
     session: Any
 
     def step(self) -> Observation:
@@ -227,9 +227,10 @@ class _Runner:
             seen.phases[f"backward {index}"] = counter.peak
         counter.peak = counter.level
         if self.optimizer is not None:
-            self.optimizer.step()
+            self.optimizer.step(1e-4)
             seen.phases["optimizer"] = counter.peak
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self.model.parameters():
+            parameter.grad = None
         seen.peak = max(seen.phases.values())
         return seen
 

@@ -66,7 +66,7 @@ def states(
     trained = [local for local in [*shards, *whole] if local.trainable]
     implementation = recipe.optimizer.implementation
     if implementation == "auto":
-        implementation = "fused" if cuda else "foreach"
+        implementation = "fused"
     parameters = _block(PARAMETERS, [s.numel * s.width for s in shards], grain)
     replicated = _block(REPLICATED, [p.numel * p.width for p in whole], grain)
     optimizer = _block(OPTIMIZER, _optimizer_sizes(recipe.optimizer, trained, implementation, cuda), grain)
@@ -127,8 +127,9 @@ def _factored(local: _Local) -> list[int]:
 def _update_sizes(optimizer: Optimizer, trained: Sequence[_Local], implementation: str) -> list[int]:
     """Return what is alive at the worst moment of ``step`` beside states and gradients.
 
-    foreach AdamW holds the square roots of all second moments (``_multi_tensor_adam``); the loop two
-    temporaries of one parameter; the fused kernel none.
+    foreach AdamW holds the square roots of a parameter group's second moments (``_multi_tensor_adam``;
+    matrices, which decay, are one group, everything else the other: ``training/optimizer.py``); the
+    loop two temporaries of one parameter; the fused kernel none.
     """
     if not trained:
         return []
@@ -136,7 +137,10 @@ def _update_sizes(optimizer: Optimizer, trained: Sequence[_Local], implementatio
     largest = max(sizes)
     if optimizer.name == "adamw":
         if implementation == "foreach":
-            return sizes
+            groups = [
+                [t.numel * t.width for t in trained if (len(t.shape) >= 2) is wide] for wide in (True, False)
+            ]
+            return max(groups, key=sum)
         return [] if implementation == "fused" else [largest, largest]
     if optimizer.name == "adafactor":
         return [largest, largest]

@@ -1,0 +1,103 @@
+"""Small models under recipes, traced, simulated and observed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import fsdptool.memory.building as building
+from fsdptool.families.registry import family_of
+from fsdptool.inspection import inspect
+from fsdptool.memory.footprint import simulate
+from fsdptool.memory.ledger import COMPONENTS
+from fsdptool.memory.oracle import Observation, observe
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
+from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.trace import Trace
+from fsdptool.records.units import UnitPlan
+from fsdptool.source import resolve
+from fsdptool.training.unitplan import plan_units
+
+LLAMA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe on a small model."""
+
+    reference: str = "llama3:8b"
+    overrides: Mapping[str, Any] | None = None
+    ranks: int = 8
+    mesh: Mesh = field(default_factory=Mesh)
+    batch: Mapping[str, int] | None = None
+    sharding: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None
+    method: Method = field(default_factory=Method)
+    step: bool = False
+
+    def spec(self) -> ModelSpec:
+        """Return the resolved model."""
+        return resolve(self.reference, overrides=self._overrides())
+
+    def _overrides(self) -> Mapping[str, Any]:
+        return LLAMA if self.overrides is None else self.overrides
+
+    def recipe(self) -> Recipe:
+        """Return the recipe."""
+        return Recipe(
+            model=ModelChoice(self.reference, overrides=self._overrides()),
+            method=self.method,
+            batch=Batch(**{"sequence_length": 64, **(self.batch or {})}),
+            sharding=Sharding(**(self.sharding or {})),
+            optimizer=Optimizer(**(self.optimizer or {})),
+        )
+
+    def yaml(self) -> FsdpSettings:
+        """Return the settings."""
+        return FsdpSettings(num_processes=self.ranks, use_cpu=True, mesh=self.mesh, **(self.settings or {}))
+
+    def plan(self) -> UnitPlan:
+        """Return the units."""
+        return plan_units(inspect(self.spec(), use_cache=False), self.recipe(), self.yaml())
+
+    def trace(self) -> Trace:
+        """Return the trace, made afresh, as a GPU would compute."""
+        return building.make_trace(self.spec(), self.recipe(), self.yaml(), "cuda", None)
+
+    def observe(self) -> Observation:
+        """Ask the oracle."""
+        spec, recipe, settings, plan = self.spec(), self.recipe(), self.yaml(), self.plan()
+        return observe(
+            lambda: building._student(spec, recipe, settings, plan),
+            plan,
+            building.objective_for(recipe, spec),
+            family_of(spec).batch_spec(spec.config, recipe),
+            recipe,
+            settings,
+            world_size=self.ranks,
+            step=self.step,
+        )
+
+    def simulate(self, trace: Trace | None = None) -> tuple[int, dict[str, int]]:
+        """Return the simulated peak, optimizer states left out unless stepping, and its components."""
+        made = simulate(
+            trace or self.trace(),
+            self.plan(),
+            self.mesh.resolve(self.ranks),
+            self.recipe(),
+            profile="cuda",
+            grain=1,
+        )
+        live = dict(zip(COMPONENTS, made.ledger.at_best, strict=True))
+        peak = made.ledger.best
+        return peak if self.step else peak - live["optimizer"], live

@@ -1,0 +1,85 @@
+"""The caching allocator's rules, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdptool.memory.allocator import MIB, CachingAllocator
+
+
+@pytest.mark.parametrize(
+    ("size", "segment"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB),
+    ],
+)
+def test_the_first_request_reserves_its_segment(size: int, segment: int) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(size)
+    assert allocator.reserved == segment
+
+
+def test_sizes_are_rounded_to_512_bytes() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(513)
+    assert allocator.allocated == 1024
+
+
+def test_small_remainders_of_large_segments_stay_with_the_block() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(11 * MIB + 512)
+    assert allocator.allocated == 12 * MIB
+
+
+def test_freed_memory_is_taken_again_on_its_stream_only() -> None:
+    allocator = CachingAllocator()
+    allocator.release(allocator.allocate(32 * MIB, stream=0))
+    allocator.allocate(32 * MIB, stream=1)
+    assert allocator.reserved == 64 * MIB
+    allocator.allocate(32 * MIB, stream=0)
+    assert allocator.reserved == 64 * MIB
+
+
+def test_the_smallest_block_that_fits_is_taken() -> None:
+    allocator = CachingAllocator()
+    large, small = allocator.allocate(64 * MIB), allocator.allocate(32 * MIB)
+    allocator.release(large)
+    allocator.release(small)
+    allocator.allocate(31 * MIB + 512)
+    allocator.allocate(64 * MIB)
+    assert allocator.reserved == 96 * MIB
+
+
+def test_neighbours_merge() -> None:
+    allocator = CachingAllocator()
+    pieces = [allocator.allocate(4 * MIB) for _ in range(5)]
+    for piece in (pieces[1], pieces[3], pieces[2], pieces[0], pieces[4]):
+        allocator.release(piece)
+    assert allocator.allocated == 0
+    allocator.allocate(9 * MIB)
+    allocator.allocate(9 * MIB)
+    assert allocator.reserved == 20 * MIB
+
+
+def test_expandable_segments_do_not_fragment() -> None:
+    """Two freed halves serve a larger request only where the range can grow behind them."""
+    plain, growing = CachingAllocator(), CachingAllocator(expandable=True)
+    for allocator in (plain, growing):
+        blocks = [allocator.allocate(40 * MIB), allocator.allocate(40 * MIB)]
+        for block in blocks:
+            allocator.release(block)
+        allocator.allocate(100 * MIB)
+    assert plain.reserved == 180 * MIB
+    assert growing.reserved == 100 * MIB
+
+
+def test_peaks_are_kept() -> None:
+    allocator = CachingAllocator()
+    allocator.release(allocator.allocate(64 * MIB))
+    assert (allocator.allocated, allocator.allocated_peak) == (0, 64 * MIB)
+    assert allocator.reserved_peak == 64 * MIB

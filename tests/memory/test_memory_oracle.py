@@ -1,0 +1,108 @@
+"""The simulated schedule against ``fully_shard`` itself, on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from memory_cases import Case
+
+from fsdptool.records.recipe import Checkpointing, Lora, Method
+from fsdptool.records.settings import Mesh
+
+SELECTIVE = {"sharding": {"checkpointing": Checkpointing("selective")}}
+EVERY_SECOND = {"sharding": {"checkpointing": Checkpointing("every_n", every_n=2)}}
+RECOMPUTE = {"activation_checkpointing": True}
+GPT2 = {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000}
+QWEN_MOE = {
+    "num_hidden_layers": 3,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1000,
+}
+BERT = {
+    "num_hidden_layers": 3,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
+T5 = {
+    "num_layers": 3,
+    "num_decoder_layers": 3,
+    "d_model": 128,
+    "d_ff": 256,
+    "num_heads": 4,
+    "vocab_size": 1024,
+}
+SD3 = {
+    "num_layers": 3,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 128,
+    "caption_projection_dim": 128,
+    "pooled_projection_dim": 64,
+}
+WAN = {"num_layers": 3, "num_attention_heads": 2, "ffn_dim": 256, "text_dim": 128}
+
+CASES: dict[str, Case] = {
+    "2 ranks": Case(ranks=2),
+    "64 ranks": Case(ranks=64),
+    "512 ranks, most shards padded": Case(ranks=512),
+    "one rank": Case(ranks=1),
+    "fp32": Case(settings={"mixed_precision": "no"}),
+    "bf16 reduction": Case(sharding={"reduce_dtype": "bfloat16"}),
+    "recomputed": Case(settings=RECOMPUTE),
+    "selective": Case(settings=RECOMPUTE, **SELECTIVE),
+    "every second": Case(settings=RECOMPUTE, **EVERY_SECOND),
+    "kept after forward": Case(settings={"reshard_after_forward": False}),
+    "resharded to two": Case(sharding={"reshard_after_forward": 2}),
+    "two ahead": Case(sharding={"prefetch": 2}),
+    "accumulation": Case(batch={"accumulation": 3}),
+    "accumulation, unsharded": Case(batch={"accumulation": 3}, sharding={"accumulation": "unsharded"}),
+    "accumulation, unsharded fp32": Case(
+        batch={"accumulation": 2}, sharding={"accumulation": "unsharded"}, settings={"mixed_precision": "no"}
+    ),
+    "hybrid": Case(mesh=Mesh(dp_replicate=2)),
+    "hybrid, accumulation": Case(mesh=Mesh(dp_replicate=2), batch={"accumulation": 2}),
+    "hybrid, bf16 masters": Case(mesh=Mesh(dp_replicate=2), settings={"mixed_precision": "no"}),
+    "accelerate's layout": Case(sharding={"layout": "accelerate"}),
+    "accelerate's layout, recomputed": Case(sharding={"layout": "accelerate"}, settings=RECOMPUTE),
+    "adapters": Case(method=Method("lora", lora=Lora(rank=4))),
+    "adapters, recomputed": Case(method=Method("lora", lora=Lora(rank=4)), settings=RECOMPUTE),
+    "adapters, replicated": Case(method=Method("lora", lora=Lora(rank=4, adapters="replicated"))),
+    "optimizer, fused": Case(ranks=1, step=True),
+    "optimizer, foreach": Case(ranks=1, step=True, optimizer={"implementation": "foreach"}),
+    "optimizer, loop": Case(ranks=1, step=True, optimizer={"implementation": "for_loop"}),
+    "tied": Case("gpt2:small", GPT2),
+    "tied, accelerate's layout": Case("gpt2:small", GPT2, sharding={"layout": "accelerate"}),
+    "experts, uneven": Case("qwen3-moe:30b-a3b", QWEN_MOE, ranks=4),
+    "encoder": Case("bert:base-uncased", BERT),
+    "two stacks": Case("flan-t5:base", T5, ranks=2),
+    "diffusion": Case("sd3:medium", SD3, batch={"height": 128, "width": 128}),
+    "video": Case("wan2.1:t2v-1.3b", WAN, batch={"height": 64, "width": 64, "frames": 5}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_simulation_and_oracle_agree_on_the_peak(name: str) -> None:
+    """Peak bytes of step 2 within 0.5 %."""
+    case = CASES[name]
+    trace = case.trace()
+    assert trace.known, trace.unknowns
+    peak, live = case.simulate(trace)
+    seen = case.observe()
+    assert peak == pytest.approx(seen.peak, rel=0.005), (live, seen)
+
+
+def test_an_oracle_that_disagreed_would_be_noticed() -> None:
+    """The same trace simulated under another reshard setting is off by far more than the tolerance."""
+    kept: dict[str, Any] = {"reshard_after_forward": False}
+    seen = Case(settings=kept).observe()
+    peak, _ = Case().simulate()
+    assert abs(peak / seen.peak - 1) > 0.02
