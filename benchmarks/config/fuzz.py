@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.config import read_settings
-from fsdptool.config.fix import kept, repair
+from fsdptool.config.fix import fulfils, kept, repair
 from fsdptool.config.reading import Reading
 from fsdptool.config.text import UnreadableError, decode
 from fsdptool.config.validate import Verdict
@@ -223,7 +223,10 @@ def _fix(reading: Reading, report: Report, name: str) -> None:
     unsafe = repair(reading, unsafe=True)
     promised: dict[str, Any] = {}
     for item in unsafe.applied:
-        promised.update(item.changes)
+        for key, value in item.changes.items():
+            # A later fix may undo an earlier one's change: what counts is that somebody said it.
+            if key not in promised or not fulfils(promised[key], unsafe.reading.facts.get(key)):
+                promised[key] = value
     if unsafe.after.text != unsafe.before.text and not kept(reading, unsafe.reading, promised):
         report.failures.append(f"{name}: a fix changed more than it said: {[i.code for i in unsafe.applied]}")
 

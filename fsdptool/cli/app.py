@@ -14,7 +14,6 @@ from importlib import import_module
 import typer
 
 from fsdptool.errors import ExitCode, FsdptoolError
-from fsdptool.records.document import tool_version
 
 COMMANDS = {
     "detect": "The model: wrap classes, totals and hazards, from its configuration alone.",
@@ -51,8 +50,13 @@ _GROUPS: dict[str, str] = {
 """Command group name to module under ``fsdptool.cli`` with a Typer object ``group``."""
 
 
-def build_app() -> typer.Typer:
-    """Return the Typer application with every subcommand registered."""
+def build_app(only: str | None = None) -> typer.Typer:
+    """Return the Typer application.
+
+    Args:
+        only: The one command to register (looking at the signatures of all costs 0.1 s); every
+            command when it is None or no command's name.
+    """
     app = typer.Typer(
         name="fsdptool",
         help="Detect, plan, write, prove and run PyTorch FSDP2 configurations.",
@@ -68,14 +72,17 @@ def build_app() -> typer.Typer:
         version: bool = typer.Option(False, "--version", help="Print the version and leave."),
     ) -> None:
         if version:
+            from fsdptool.records.document import tool_version
+
             sys.stdout.write(f"fsdptool {tool_version()}\n")
             raise typer.Exit
         if context.invoked_subcommand is None:
             sys.stdout.write(_overview_text())
 
-    for name, module in _MODULES.items():
+    chosen = {only: _MODULES[only]} if only in _MODULES else _MODULES
+    for name, module in chosen.items():
         app.command(name)(import_module(f"fsdptool.cli.{module}").command)
-    for name, module in _GROUPS.items():
+    for name, module in _GROUPS.items() if chosen is _MODULES else ():
         app.add_typer(import_module(f"fsdptool.cli.{module}").group, name=name)
     return app
 
@@ -102,7 +109,9 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit status. Never raises."""
     try:
-        outcome = build_app()(args=arguments, prog_name="fsdptool", standalone_mode=False)
+        outcome = build_app(arguments[0] if arguments else None)(
+            args=arguments, prog_name="fsdptool", standalone_mode=False
+        )
     except FsdptoolError as error:
         complain(error)
         return int(error.exit_code)

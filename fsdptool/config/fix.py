@@ -152,7 +152,7 @@ def kept(before: Reading, after: Reading, promised: Mapping[str, Any]) -> bool:
         was, now = old.get(key), new.get(key)
         if _plain(was) == _plain(now):
             continue
-        if key in promised and _fulfils(promised[key], now):
+        if key in promised and fulfils(promised[key], now):
             continue
         counted = any(setting.key == key and setting.line is not None for setting in before.effective)
         if "*" in promised and not counted:
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _fulfils(promise: Any, now: Any) -> bool:
+def fulfils(promise: Any, now: Any) -> bool:
     """A promise names the canonical value, or the text whose canonical value the reader decides."""
     if promise is None:
         return now is None

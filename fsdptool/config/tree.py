@@ -9,7 +9,7 @@ from typing import Any, Literal
 Kind = Literal["map", "list", "scalar"]
 
 DEPTH_LIMIT = 64
-NODE_LIMIT = 50_000
+NODE_LIMIT = 20_000
 """Nodes after aliases are expanded; a configuration has a few hundred, an alias bomb billions."""
 
 
@@ -106,10 +106,12 @@ def duplicates(node: Node) -> Iterator[tuple[Entry, Entry]]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """Yield ``node`` and every node below it."""
+    """Yield ``node`` and every node below it; what an alias refers to is yielded where it is written."""
     stack = [node]
     while stack:
         current = stack.pop()
         yield current
+        if current.alias:
+            continue
         stack.extend(entry.node for entry in reversed(current.entries))
         stack.extend(reversed(current.items))

@@ -53,7 +53,8 @@ def _block(reading: Reading, item: Diagnostic, colour: bool) -> str:
 
 
 def _head(reading: Reading, item: Diagnostic, colour: bool) -> str:
-    return f"{place(reading, item)}: {paint(item.severity, item.severity, colour)} {item.code} {printable(item.message)}"
+    severity = paint(item.severity, item.severity, colour)
+    return f"{place(reading, item)}: {severity} {item.code} {printable(item.message)}"
 
 
 def place(reading: Reading, item: Diagnostic) -> str:

@@ -20,7 +20,7 @@ PARSE = (
          "Repair the text at the marked place."),
     Rule("FSD105", "file nested too deeply or too large when expanded", "error",
          "Nesting beyond 64 levels, aliases that contain themselves, and aliases that expand to more than "
-         "50,000 values are refused: no configuration needs them, and they can exhaust memory.",
+         "20,000 values are refused: no configuration needs them, and they can exhaust memory.",
          "Write the values out plainly."),
     Rule("FSD106", "several documents in one file", "error",
          "PyYAML's safe_load, which accelerate 1.15 uses, raises a ComposerError at the second document.",
