@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdptool.errors import ConfigError
+from fsdptool.training.adafactor import RowAdafactor, Whole
 from fsdptool.training.shard import local
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class Update:
 
     AdamW and SGD change every element by itself, so a rank's rows are plain tensors to them: no
     DTensor dispatch (which costs seconds at the first step and microseconds per tensor later), and
-    every kernel there is (fused SGD has no sharding rule in torch 2.13). Adafactor looks at whole
-    rows and columns and gets the DTensors.
+    every kernel there is (fused SGD has no sharding rule in torch 2.13). Adafactor sums what spans
+    ranks itself.
 
     Attributes:
         torch_optimizer: The optimizer itself.
@@ -41,12 +42,9 @@ class Update:
         self._names = {name: p for name, p in named if p.requires_grad}
         if not self._names:
             raise ConfigError("nothing to train: every parameter is frozen", help="check method and targets")
-        self._by_rows = wanted.name != "adafactor"
-        self._stand_ins = {
-            name: nn.Parameter(local(p).detach()) if self._by_rows else p for name, p in self._names.items()
-        }
-        groups = _groups(wanted, [(p, self._stand_ins[name]) for name, p in self._names.items()])
-        self.torch_optimizer = _make(wanted, groups, rate, device)
+        self._stand_ins = {name: nn.Parameter(local(p).detach()) for name, p in self._names.items()}
+        pairs = [(p, self._stand_ins[name]) for name, p in self._names.items()]
+        self.torch_optimizer = _make(wanted, _groups(wanted, pairs), pairs, rate, device)
 
     def step(self, rate: float) -> None:
         """Change the parameters by their gradients at learning rate ``rate``."""
@@ -55,16 +53,14 @@ class Update:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        if self._by_rows:
-            for name, parameter in self._names.items():
-                stand_in = self._stand_ins[name]
-                # FSDP pads uneven shards into new storage at the first forward (torch 2.13).
-                stand_in.data = local(parameter).detach()
-                stand_in.grad = None if parameter.grad is None else local(parameter.grad)
+        for name, parameter in self._names.items():
+            stand_in = self._stand_ins[name]
+            # FSDP pads uneven shards into new storage at the first forward (torch 2.13).
+            stand_in.data = local(parameter).detach()
+            stand_in.grad = None if parameter.grad is None else local(parameter.grad)
         self.torch_optimizer.step()
-        if self._by_rows:
-            for stand_in in self._stand_ins.values():
-                stand_in.grad = None
+        for stand_in in self._stand_ins.values():
+            stand_in.grad = None
 
     def zero_grad(self) -> None:
         """Let go of all gradients."""
@@ -82,7 +78,7 @@ class Update:
         for name, parameter in self._names.items():
             for key, value in self.torch_optimizer.state[self._stand_ins[name]].items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{name}/{key}"] = _as_sharded(value, parameter)
+                    found[f"{name}/{key}"] = _as_sharded(key, value, parameter)
         return found
 
     def _create_states(self) -> None:
@@ -124,44 +120,48 @@ def build_optimizer(
     return Update(wanted, named, rate=rate, device=device)
 
 
-def _as_sharded(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+def _as_sharded(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Describe a state that is cut as its parameter's rows are; anything else is equal on all ranks."""
+    if not isinstance(parameter, DTensor) or value.dim() == 0:
         return value
-    if value.shape != local(parameter).shape or value.dim() == 0:
+    # Column moments of a matrix span its rows; those of stacked matrices are cut with the stack.
+    if value.dim() != parameter.dim() or (name == "col_var" and parameter.dim() == 2):
         return value
+    shape = torch.Size((parameter.shape[0], *value.shape[1:]))
     return DTensor.from_local(
         value,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )
 
 
-def _groups(wanted: Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Group stand-ins by weight decay, and DTensors apart from plain tensors.
+Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]
 
-    A kernel call takes DTensors or plain tensors, not both (torch 2.13, fused and foreach alike).
-    """
-    groups = []
-    for decay in (True, False):
-        for sharded in (True, False):
-            chosen = [s for p, s in pairs if decays(p) is decay and isinstance(s, DTensor) is sharded]
-            if chosen:
-                groups.append({"params": chosen, "weight_decay": wanted.weight_decay if decay else 0.0})
-    return groups
+
+def _groups(wanted: Optimizer, pairs: Pairs) -> list[dict[str, Any]]:
+    chosen = {decay: [s for p, s in pairs if decays(p) is decay] for decay in (True, False)}
+    rates = {True: wanted.weight_decay, False: 0.0}
+    return [{"params": found, "weight_decay": rates[decay]} for decay, found in chosen.items() if found]
+
+
+def _whole(parameter: nn.Parameter) -> Whole:
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape), None
+    mesh = parameter.device_mesh
+    return tuple(parameter.shape), mesh.get_group(mesh.ndim - 1)
 
 
 def _make(
-    wanted: Optimizer, groups: list[dict[str, Any]], rate: float, device: torch.device
+    wanted: Optimizer, groups: list[dict[str, Any]], pairs: Pairs, rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
     if wanted.name == "adamw8bit":
         return _adamw8bit(wanted, groups, rate, device)
     kernels = _kernels(wanted, device)
     if wanted.name == "adafactor":
-        # torch's own takes epsilons of another meaning; its defaults are the paper's.
-        return torch.optim.Adafactor(groups, lr=rate, foreach=kernels["foreach"])
+        return RowAdafactor(groups, rate, {stand_in: _whole(parameter) for parameter, stand_in in pairs})
     if wanted.name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=wanted.momentum, **kernels)
     return torch.optim.AdamW(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon, **kernels)
@@ -171,9 +171,11 @@ def _kernels(wanted: Optimizer, device: torch.device) -> dict[str, bool]:
     """Name the implementation outright: torch's own default differs between devices."""
     chosen = wanted.implementation
     if wanted.name == "adafactor":
-        if chosen == "fused":
-            raise ConfigError("optimizer.implementation: adafactor has no fused kernel", help="use foreach")
-        return {"foreach": chosen == "foreach"}
+        if chosen in ("fused", "foreach"):
+            raise ConfigError(
+                f"optimizer.implementation: adafactor has no {chosen} kernel", help="leave it at auto"
+            )
+        return {}
     if chosen == "auto":
         chosen = "fused"
     return {"fused": chosen == "fused", "foreach": chosen == "foreach"}

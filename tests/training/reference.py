@@ -224,6 +224,8 @@ def _adamw(recipe: Recipe) -> Callable[[list[dict[str, Any]]], torch.optim.Optim
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if wanted.name == "sgd":
             return torch.optim.SGD(groups, lr=wanted.learning_rate, momentum=wanted.momentum)
+        if wanted.name == "adafactor":
+            return torch.optim.Adafactor(groups, lr=wanted.learning_rate, foreach=False)
         return torch.optim.AdamW(
             groups, lr=wanted.learning_rate, betas=wanted.betas, eps=wanted.epsilon, foreach=False
         )

@@ -115,6 +115,8 @@ VARIANTS: dict[str, tuple[int, Mesh | None, dict[str, Any], dict[str, Any]]] = {
         CHECKPOINTED,
     ),
     "foreach": (2, None, {"optimizer": dataclasses.replace(CLIPPED, implementation="foreach")}, {}),
+    "adafactor": (2, None, {"optimizer": dataclasses.replace(CLIPPED, name="adafactor")}, {}),
+    "adafactor, hybrid": (4, HYBRID, {"optimizer": dataclasses.replace(CLIPPED, name="adafactor")}, {}),
     "for loop": (2, None, {"optimizer": dataclasses.replace(CLIPPED, implementation="for_loop")}, {}),
     "ignored module": (2, None, {}, {"ignored_modules": r"model\.layers\.0\.mlp"}),
 }

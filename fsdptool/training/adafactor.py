@@ -1,0 +1,134 @@
+"""Adafactor (Shazeer and Stern 2018) on rows of sharded parameters.
+
+torch 2.13's own cannot step DTensors (``aten.pow_`` on a partial norm raises). The mathematics and
+the defaults are those of ``torch/optim/_adafactor.py`` (2.13); what spans ranks (column means,
+norms) is summed over the ranks that share a copy, in three messages a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BETA2_DECAY = -0.8
+_LEAST_SCALE = 1e-3
+_THRESHOLD = 1.0
+
+Whole = tuple[tuple[int, ...], "dist.ProcessGroup | None"]
+"""Global shape of a parameter, and the ranks its rows are spread over (None: it is whole)."""
+
+
+class RowAdafactor(torch.optim.Optimizer):
+    """Adafactor whose parameters are each rank's rows.
+
+    Args:
+        groups: torch parameter groups of rows.
+        rate: Learning rate.
+        wholes: Global shape and ranks by parameter.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], rate: float, wholes: Mapping[nn.Parameter, Whole]
+    ) -> None:
+        super().__init__(groups, {"lr": rate, "weight_decay": 0.0})
+        self._wholes = wholes
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Change the rows by their gradients."""
+        work = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for _, parameter in work:
+            self._prepare(parameter)
+        spans = [self._wholes[parameter][1] for _, parameter in work]
+        firsts = [self._first_sums(parameter) for _, parameter in work]
+        _reduce([tensor for pair in firsts for tensor in pair], [s for span in spans for s in (span, span)])
+        rows = [
+            self._row_sum(parameter, columns)
+            for (_, parameter), (columns, _) in zip(work, firsts, strict=True)
+        ]
+        _reduce(rows, spans)
+        updates = [self._update(parameter, row) for (_, parameter), row in zip(work, rows, strict=True)]
+        sizes = [update.double().square().sum() for update in updates]
+        _reduce(sizes, spans)
+        for (group, parameter), (_, squares), update, size in zip(work, firsts, updates, sizes, strict=True):
+            self._apply(group, parameter, float(squares), update, float(size))
+
+    def _prepare(self, parameter: nn.Parameter) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            if parameter.dim() > 1:
+                state["row_var"] = parameter.new_zeros((*parameter.shape[:-1], 1))
+                columns = (*parameter.shape[:-2], 1, parameter.shape[-1])
+                state["col_var"] = parameter.new_zeros(columns)
+            else:
+                state["variance"] = torch.zeros_like(parameter)
+        state["step"] += 1
+
+    def _forget(self, parameter: nn.Parameter) -> float:
+        return float(float(self.state[parameter]["step"]) ** _BETA2_DECAY)
+
+    def _first_sums(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """Return the sums of squares over rows (matrices cut along their rows only) and of the values."""
+        assert parameter.grad is not None
+        squares = parameter.double().square().sum()
+        if parameter.dim() != 2:
+            return parameter.new_zeros(0), squares
+        return parameter.grad.square().sum(dim=0), squares
+
+    def _row_sum(self, parameter: nn.Parameter, columns: Tensor) -> Tensor:
+        """Update the second moments; return the sum of the row moments, which all ranks need."""
+        assert parameter.grad is not None
+        state, forget = self.state[parameter], self._forget(parameter)
+        if parameter.dim() < 2:
+            state["variance"].lerp_(parameter.grad.square(), forget)
+            return parameter.new_zeros(0)
+        state["row_var"].lerp_(parameter.grad.square().mean(dim=-1, keepdim=True), forget)
+        if parameter.dim() == 2:
+            total = self._wholes[parameter][0][0]
+            state["col_var"].lerp_((columns / total).unsqueeze(0), forget)
+            return state["row_var"].sum(dim=0)  # type: ignore[no-any-return]
+        state["col_var"].lerp_(parameter.grad.square().mean(dim=-2, keepdim=True), forget)
+        return parameter.new_zeros(0)
+
+    def _update(self, parameter: nn.Parameter, row_sum: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        least = torch.finfo(parameter.dtype).eps
+        if parameter.dim() < 2:
+            estimate = state["variance"].clone()
+        else:
+            if parameter.dim() == 2:
+                mean = (row_sum / self._wholes[parameter][0][0]).view(1, 1)
+            else:
+                mean = state["row_var"].mean(dim=-2, keepdim=True)
+            estimate = (state["row_var"] @ state["col_var"]).div_(mean.clamp(min=least))
+        return estimate.clamp_(min=least * least).rsqrt_().mul_(parameter.grad)  # type: ignore[no-any-return]
+
+    def _apply(
+        self, group: Mapping[str, Any], parameter: nn.Parameter, squares: float, update: Tensor, size: float
+    ) -> None:
+        rate, numel = float(group["lr"]), math.prod(self._wholes[parameter][0])
+        step = float(self.state[parameter]["step"])
+        scale = max(_LEAST_SCALE, math.sqrt(squares / numel)) * min(rate, 1.0 / math.sqrt(step))
+        if group["weight_decay"]:
+            parameter.mul_(1.0 - rate * group["weight_decay"])
+        excess = max(1.0, math.sqrt(size / numel) / _THRESHOLD)
+        parameter.add_(update, alpha=-scale / excess)
+
+
+def _reduce(tensors: list[Tensor], spans: list[Any]) -> None:
+    """Sum tensors in place over their ranks, one message per group of ranks."""
+    for group in {id(span): span for span in spans if span is not None}.values():
+        chosen = [t for t, span in zip(tensors, spans, strict=True) if span is group and t.numel()]
+        if not chosen:
+            continue
+        flat = torch.cat([tensor.reshape(-1).double() for tensor in chosen])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(chosen, torch.split(flat, [t.numel() for t in chosen]), strict=True):
+            tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,435 @@
+"""Steps beyond the plain case: precision, non-finite values, validation, averages, saved states."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, inputs_for, micro_batch, prepare_case
+from pool import Pool
+from ranks import share, weights_of
+from torch.distributed.tensor import DTensor
+
+from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.records import FsdpSettings, Mesh, Recipe
+from fsdptool.records.recipe import Ema as EmaChoice
+from fsdptool.records.recipe import Lora, Method, Optimizer, Schedule, Sharding
+from fsdptool.training.assemble import Assembled, assemble
+from fsdptool.training.loop import Loop
+from fsdptool.training.precision import LossScaler
+from fsdptool.training.schedule import base_rate, rate
+from fsdptool.training.session import Session, check_parallelism, open_session, resolve_mesh
+from fsdptool.training.shard import local
+
+ADAM = Optimizer(learning_rate=2e-3, epsilon=1e-6, weight_decay=0.0)
+
+
+class Data:
+    """Micro-batches of the causal case, with a position; ``poison`` is a step whose loss is NaN."""
+
+    samples_per_epoch = 64
+
+    def __init__(self, session: Session, poison: int = -1, steps: int | None = None) -> None:
+        self.session, self.poison, self.steps, self.at = session, poison, steps, 0
+
+    @property
+    def samples(self) -> int:
+        return 8 * self.at
+
+    @property
+    def epoch(self) -> float:
+        return self.samples / self.samples_per_epoch
+
+    def __iter__(self) -> Data:
+        self.at = 0 if self.steps is not None else self.at
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        if self.steps is not None and self.at == self.steps:
+            raise StopIteration
+        self.at += 1
+        return share(self.session, self.at - 1, "causal", 4, torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Memory:
+    """A checkpointer that keeps one checkpoint in memory."""
+
+    def __init__(self, every: int | None = None) -> None:
+        self.every, self.kept, self.saves = every, None, 0
+
+    def due(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
+    def save(self, state: Any, *, wait: bool = False) -> None:
+        self.saves += 1
+        tensors = {name: local(tensor).clone() for name, tensor in state.tensors().items()}
+        self.kept = (tensors, state.progress(), state.rank_tensors())
+
+    def poll(self) -> None:
+        """Nothing in flight."""
+
+    def load(self, state: Any) -> None:
+        return None
+
+    def rollback(self, state: Any) -> int | None:
+        if self.kept is None:
+            return None
+        tensors, progress, own = self.kept
+        for name, tensor in state.tensors().items():
+            local(tensor).copy_(tensors[name])
+        state.restore(progress, own)
+        return progress["step"]
+
+    def close(self) -> None:
+        """Nothing to wait for."""
+
+
+class Log:
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.events.append((kind, fields))
+
+    def step(self, metrics: Any) -> None:
+        self.steps.append(metrics)
+
+
+class Unmeasured:
+    instrument = "none"
+
+    def step(self, step: int) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def last(self) -> tuple[None, None]:
+        return None, None
+
+
+def opened(folder: Path, recipe: Recipe, **settings: Any) -> tuple[Assembled, Session]:
+    torch.manual_seed(recipe.seed)
+    inputs = inputs_for(CASES["causal"], folder, recipe, **settings)
+    session = open_session(inputs.settings)
+    return assemble(inputs, session), session
+
+
+def looped(
+    folder: Path, recipe: Recipe, checkpointer: Memory, *, poison: int = -1, stop_at: int = -1
+) -> tuple[Loop, Log]:
+    """Assemble a loop; ``poison`` makes one step's loss NaN on the last rank alone."""
+    assembled, session = opened(folder, recipe)
+    log, data = Log(), Data(session)
+    inner = assembled.stepper.micro_loss
+
+    class Poisoned:
+        objective = inner.objective
+
+        def __call__(self, model: Any, batch: Any) -> Any:
+            loss, extra = inner(model, batch)
+            bad = data.at - 1 == poison and session.rank == session.world_size - 1
+            return loss * (math.nan if bad else 1.0), extra
+
+    assembled.stepper.micro_loss = Poisoned()
+
+    class Stop:
+        @property
+        def requested(self) -> int:
+            return 15 if data.at - 1 == stop_at and session.rank == session.world_size - 1 else 0
+
+    parts = SimpleNamespace(events=log, stop=Stop(), checkpointer=checkpointer, meter=Unmeasured())
+    return Loop(recipe, assembled, data, Data(session, steps=2), parts, session), log
+
+
+def run_policy(folder: Path, recipe: Recipe, poison: int) -> dict[str, Any]:
+    loop, log = looped(folder, recipe, Memory(every=2), poison=poison)
+    try:
+        ended = loop.run()
+    except WorkerError as error:
+        return {"error": error.message}
+    return {
+        "status": ended.status,
+        "step": ended.step,
+        "at": loop.batches.state_dict()["at"],
+        "skipped": loop.state.skipped,
+        "losses": [metrics.loss for metrics in log.steps],
+        "weights": weights_of(loop.assembled),
+    }
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_a_nan_on_one_rank_is_every_ranks_decision(pool: Pool, tmp_path: Path, policy: str) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", on_nonfinite=policy, steps=6)
+    first, second = pool.run(run_policy, 2, folder, recipe, 3)
+    if policy == "stop":
+        assert first["error"] == second["error"] == "step 4: the loss is not finite"
+        return
+    assert first["status"] == second["status"] == "completed"
+    assert all(torch.isfinite(tensor).all() for tensor in first["weights"].values())
+    assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
+    if policy == "skip":
+        assert (first["step"], first["skipped"], first["at"]) == (6, 1, 6)
+        assert math.isnan(first["losses"][3])
+    else:
+        # Back to step 2, and on with the data after the bad batch.
+        assert (first["step"], first["skipped"], first["at"]) == (6, 0, 8)
+
+
+def run_stop(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    checkpointer = Memory()
+    loop, _ = looped(folder, recipe, checkpointer, stop_at=2)
+    ended = loop.run()
+    return {"ended": dataclasses.asdict(ended), "saves": checkpointer.saves}
+
+
+def test_a_stop_on_one_rank_stops_all_after_the_same_step(pool: Pool, tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", steps=6)
+    for found in pool.run(run_stop, 2, folder, recipe):
+        assert (found["ended"]["status"], found["ended"]["step"], found["ended"]["signal"]) == (
+            "stopped",
+            3,
+            15,
+        )
+        assert found["saves"] == 1
+
+
+def run_validation(folder: Path, recipe: Recipe, reshard: bool) -> dict[str, Any]:
+    import torch.nn.functional as functional
+
+    assembled, session = opened(folder, recipe, reshard_after_forward=reshard)
+    loop = Loop(recipe, assembled, Data(session), Data(session, steps=2), _parts(Log()), session)
+    found = []
+    for _ in range(2):
+        found.append(loop.evaluate().loss)
+        loop._step(10)
+    found.append(loop.evaluate().loss)
+    weights = weights_of(assembled)
+    from cases import LLAMA
+    from reference import load, plain_model
+
+    model = plain_model(CASES["causal"], LLAMA, torch.float32).eval()
+    load(model, weights)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for step in range(2):
+            for index in range(4):
+                batch = micro_batch(CASES["causal"], step, index)
+                labels = functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+                logits = model(batch["input_ids"]).logits
+                total += float(
+                    functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                )
+                count += int((labels != -100).sum())
+    return {"found": found, "expected": total / count}
+
+
+def _parts(log: Log) -> Any:
+    return SimpleNamespace(
+        events=log, stop=SimpleNamespace(requested=0), checkpointer=Memory(), meter=Unmeasured()
+    )
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_validation_sees_the_current_weights_under_any_reshard(
+    pool: Pool, tmp_path: Path, reshard: bool
+) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", optimizer=ADAM)
+    for result in pool.run(run_validation, 2, folder, recipe, reshard):
+        first, second, third = result["found"]
+        assert third == pytest.approx(result["expected"], rel=1e-5)
+        assert len({first, second, third}) == 3
+
+
+def run_average(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    assembled, session = opened(folder, recipe)
+    loop = Loop(recipe, assembled, Data(session), None, _parts(Log()), session)
+    history = [weights_of(assembled)]
+    for _ in range(3):
+        loop._step(10)
+        history.append(weights_of(assembled))
+    averages = {n: t.full_tensor().clone() for n, t in assembled.ema.tensors().items()}
+    with assembled.ema.swapped():
+        swapped = weights_of(assembled)
+    return {"history": history, "averages": averages, "swapped": swapped, "after": weights_of(assembled)}
+
+
+def test_the_average_follows_its_formula_and_swaps_back(pool: Pool, tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", optimizer=ADAM, ema=EmaChoice(decay=0.9))
+    found = pool.run(run_average, 2, folder, recipe)[0]
+    for name, average in found["averages"].items():
+        expected = found["history"][0][name]
+        for weights in found["history"][1:]:
+            expected = 0.9 * expected + 0.1 * weights[name]
+        assert torch.allclose(average, expected, atol=1e-6), name
+        assert torch.equal(found["swapped"][name], average)
+        assert torch.equal(found["after"][name], found["history"][-1][name])
+
+
+def run_precision(folder: Path, recipe: Recipe, settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    assembled, session = opened(folder, recipe, **settings)
+    losses, kinds = [], set()
+    for step in range(steps):
+        outcome = assembled.stepper.run(share(session, step % 2, "causal", 4, torch.float32), rate=2e-3)
+        losses.append(outcome.loss)
+    for parameter in assembled.model.parameters():
+        kinds.add(str(parameter.dtype))
+    scale = assembled.scaler.scale if assembled.scaler is not None else None
+    return {"losses": losses, "dtypes": sorted(kinds), "scale": scale}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_fp32_masters(pool: Pool, tmp_path: Path, precision: str) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", optimizer=ADAM)
+    plain = pool.run(run_precision, 2, folder, recipe, {}, 20)[0]
+    mixed = pool.run(run_precision, 2, folder, recipe, {"mixed_precision": precision}, 20)[0]
+    assert mixed["dtypes"] == ["torch.float32"]
+    assert mixed["losses"][-1] < mixed["losses"][0]
+    assert mixed["losses"] == pytest.approx(plain["losses"], rel=0.02)
+    assert mixed["losses"] != plain["losses"]
+    assert (mixed["scale"] is not None) == (precision == "fp16")
+
+
+def run_overflow(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    assembled, session = opened(folder, recipe, mixed_precision="fp16")
+    before = weights_of(assembled)
+    assembled.scaler.scale = 2.0**40  # beyond fp16: the first steps must overflow and be skipped
+    outcome = assembled.stepper.run(share(session, 0, "causal", 4, torch.float32), rate=2e-3)
+    same = all(torch.equal(before[n], t) for n, t in weights_of(assembled).items())
+    return {"finite": outcome.finite, "loss": outcome.loss, "same": same, "scale": assembled.scaler.scale}
+
+
+def test_an_fp16_overflow_skips_the_step_and_halves_the_scale(pool: Pool, tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", optimizer=ADAM)
+    for found in pool.run(run_overflow, 2, folder, recipe):
+        assert not found["finite"]
+        assert math.isfinite(found["loss"])
+        assert found["same"]
+        assert found["scale"] == 2.0**39
+
+
+def run_states(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """Save after two steps, go on, go back, go on again: the same two steps must follow."""
+    assembled, session = opened(folder, recipe)
+    checkpointer = Memory()
+    loop = Loop(recipe, assembled, Data(session), None, _parts(Log()), session)
+    for _ in range(2):
+        loop._step(10)
+    checkpointer.save(loop.state)
+    first = [loop._step(10).loss for _ in range(2)]
+    ended = weights_of(assembled)
+    checkpointer.rollback(loop.state)
+    second = [loop._step(10).loss for _ in range(2)]
+    again = weights_of(assembled)
+    tensors = loop.state.tensors()
+    return {
+        "losses": (first, second),
+        "equal": all(torch.equal(ended[name], again[name]) for name in ended),
+        "kinds": sorted({name.split("/")[0] for name in tensors}),
+        "sharded": all(
+            isinstance(tensor, DTensor)
+            for name, tensor in tensors.items()
+            if name.startswith("optimizer/") and not name.endswith("/step")
+        ),
+        "frozen": [name for name in tensors if name.startswith("model/") and "lora_" not in name],
+    }
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_saved_states_continue_bit_for_bit(pool: Pool, tmp_path: Path, method: str, optimizer: str) -> None:
+    chosen = Optimizer(name=optimizer, learning_rate=2e-3, momentum=0.9, weight_decay=0.0)
+    recipe, folder = prepare_case(
+        CASES["causal"], tmp_path, method, optimizer=chosen, ema=EmaChoice(decay=0.9)
+    )
+    found = pool.run(run_states, 2, folder, recipe)[0]
+    assert found["losses"][0] == found["losses"][1]
+    assert found["equal"]
+    assert found["kinds"] == ["ema", "model", "optimizer"]
+    assert found["sharded"] == (optimizer != "adafactor")  # column moments are whole
+    assert (found["frozen"] == []) == (method == "lora")
+
+
+def test_schedules_warm_up_and_fall() -> None:
+    cosine = Schedule(name="cosine", warmup_steps=4, minimum_ratio=0.1)
+    rates = [rate(cosine, step, 20) for step in range(21)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[12] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert rates[20] == pytest.approx(0.1)
+    assert rate(Schedule(name="linear"), 5, 20) == pytest.approx(0.75)
+    assert rate(Schedule(name="constant"), 999, None) == 1.0
+    assert base_rate(Optimizer(learning_rate=1.0, scale_learning_rate="linear"), 8) == 8.0
+    assert base_rate(Optimizer(learning_rate=1.0, scale_learning_rate="sqrt"), 16) == 4.0
+
+
+def test_the_scaler_grows_after_good_steps() -> None:
+    scaler = LossScaler(scale=8.0, interval=2)
+    scaler.update(False)
+    scaler.update(False)
+    assert scaler.scale == 16.0
+    scaler.update(True)
+    again = LossScaler()
+    again.load_state_dict(scaler.state_dict())
+    assert (again.scale, again.good_steps) == (8.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (Mesh(cp=2, dp_shard=1), "needs CUDA"),
+        (Mesh(tp=2, dp_shard=1), "no tensor-parallel plans"),
+        (Mesh(sp=2, dp_shard=1), "DeepSpeed"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_with_the_reason(sizes: Mesh, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_parallelism(sizes, torch.device("cpu"))
+
+
+def test_a_file_for_another_number_of_processes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="for 4 processes and the launch has 2"):
+        resolve_mesh(FsdpSettings(num_processes=4), 2)
+    with pytest.raises(ConfigError, match="does not multiply to 2"):
+        resolve_mesh(FsdpSettings(mesh=Mesh(dp_replicate=3)), 2)
+
+
+def refused(folder: Path, recipe: Recipe) -> str:
+    try:
+        opened(folder, recipe)
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": Optimizer(name="adamw8bit")}, "needs bitsandbytes"),
+        ({"sharding": Sharding(reshard_after_forward=3)}, "does not divide the 2 ranks"),
+        ({"method": Method("lora", lora=Lora(base="nf4", targets=("q_proj",)))}, "nf4"),
+        ({"method": Method("lora", lora=Lora(targets=("nowhere",)))}, "LoRA targets do not suit"),
+        ({"optimizer": Optimizer(name="adafactor", implementation="fused")}, "no fused kernel"),
+    ],
+)
+def test_recipes_that_cannot_run_say_why_in_one_line(
+    pool: Pool, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
+    recipe = dataclasses.replace(recipe, **changes)
+    for message in pool.run(refused, 2, folder, recipe):
+        assert words in message
+        assert "\n" not in message
