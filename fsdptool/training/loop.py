@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
     from fsdptool.training.assemble import Assembled
     from fsdptool.training.interfaces import Batches, RunParts
+    from fsdptool.training.sampling import Sampler
     from fsdptool.training.session import Session
     from fsdptool.training.step import Outcome
 
@@ -62,6 +63,7 @@ class Loop:
         session: This rank.
         flops_per_item: FLOPs of a forward and backward per item (token, sample), or None.
         peak_flops: The device's peak FLOP/s in the run's dtype, or None.
+        sampler: Writes samples beside each evaluation, or None.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Loop:
         *,
         flops_per_item: float | None = None,
         peak_flops: float | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.recipe = recipe
+        self.sampler = sampler
         self.assembled = assembled
         self.batches = batches
         self.validation = validation
@@ -120,6 +124,7 @@ class Loop:
                 checkpointer.save(self.state)
             if self._evaluation_due():
                 self.evaluate()
+                self.sample()
         if self.recipe.checkpoints.at_end or checkpointer.due(self.state.step):
             checkpointer.save(self.state, wait=True)
         checkpointer.close()
@@ -140,6 +145,16 @@ class Loop:
             )
         self._evaluated = found
         return found
+
+    def sample(self) -> None:
+        """Let all ranks generate (from the average, where there is one) and rank 0 write."""
+        if self.sampler is None:
+            return
+        ema = self.assembled.ema
+        with ema.swapped() if ema is not None else nullcontext():
+            files = self.sampler.write(self.assembled.model, self.state.step)
+        if self.session.is_main:
+            self.parts.events.emit("samples", step=self.state.step, files=[str(file) for file in files])
 
     def _evaluation_due(self) -> bool:
         every = self.recipe.evaluation.every_steps

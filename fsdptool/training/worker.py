@@ -34,6 +34,7 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     from fsdptool.training.loop import Loop
     from fsdptool.training.parts import open_parts
     from fsdptool.training.run_inputs import read_inputs
+    from fsdptool.training.sampling import open_sampler
     from fsdptool.training.session import close_session, open_session
 
     inputs = read_inputs(folder)
@@ -55,7 +56,8 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     pinned = session.device.type == "cuda"
     batches = build_batches(recipe, inputs.spec, rank=rank, world=world, pin_memory=pinned)
     validation = build_evaluation(recipe, inputs.spec, rank=rank, world=world)
-    loop = Loop(recipe, assembled, batches, validation, parts, session)
+    sampler = open_sampler(recipe, inputs.spec, assembled.objective, session, folder, validation or batches)
+    loop = Loop(recipe, assembled, batches, validation, parts, session, sampler=sampler)
     phase("training")
     ended = loop.run()
     batches.close()

@@ -171,6 +171,10 @@ class Loader:
             return Workers(turns, self._workers, start_method=self._start_method)
         return (as_tensors(turns(number)) for number in itertools.count())
 
+    def example(self, index: int) -> dict[str, Tensor]:
+        """Return one sample of the first epoch as a micro-batch; the position stays."""
+        return as_tensors(self._collate([self._samples.sample(index, 0)]))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, equal on all ranks: samples consumed, and what they were counted in."""
         return {"samples": self._position, "samples_per_epoch": self.samples_per_epoch, "digest": self.digest}

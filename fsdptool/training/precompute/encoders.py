@@ -14,6 +14,7 @@ from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
 _EMBEDS, _POOLED, _MASK = "prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"
@@ -222,6 +223,20 @@ class ImageEncoding:
             "latents": ((mean - shift) * scale)[0].cpu().clone(),
             "latents_std": (spread * scale)[0].cpu().clone(),
         }
+
+    def decode(self, latents: Tensor) -> list[Image]:
+        """Return the pictures of normalised latents ``[channels, (frames,) height, width]``."""
+        import numpy as np
+        import torch
+        from PIL import Image as images
+
+        values = latents.unsqueeze(0).to(self._device)
+        shift, scale = self._normalisation(values)
+        with torch.no_grad():
+            pixels = self._vae.decode(values / scale + shift).sample[0].float().cpu()
+        frames = pixels if self.video else pixels.unsqueeze(1)
+        grey = ((frames.permute(1, 2, 3, 0) + 1) * 127.5).round().clamp(0, 255)
+        return [images.fromarray(frame) for frame in grey.numpy().astype(np.uint8)]
 
     def _normalisation(self, like: Tensor) -> tuple[Any, Any]:
         import torch

@@ -1,0 +1,228 @@
+"""What is sampled, when and where it is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import Recipe
+from fsdptool.training.data.order import mix
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fsdptool.training.data.loader import Loader
+    from fsdptool.training.session import Session
+
+FOLDER = "samples"
+"""Folder of a run folder: ``samples/step-00000100/0.txt`` (or ``.png``, ``.safetensors``)."""
+
+_TEXT = ("causal_lm", "seq2seq")
+_DENOISERS = ("flow_matching", "epsilon", "v_prediction")
+
+
+class Sampler:
+    """Writes ``evaluation.samples`` samples.
+
+    ``data.options`` may say ``prompts`` (a list of texts), ``sample_tokens`` (32), ``temperature``
+    (0: the likeliest token) and ``sample_steps`` of a denoiser (20). Without prompts the beginnings of
+    the data's first samples are continued; a denoiser takes their captions and sizes.
+
+    Args:
+        recipe: The run's recipe.
+        spec: The model.
+        objective: The task.
+        session: This rank.
+        folder: The run folder.
+        loader: Where examples come from (validation data, else training data).
+    """
+
+    def __init__(
+        self, recipe: Recipe, spec: ModelSpec, objective: Any, session: Session, folder: Path, loader: Loader
+    ) -> None:
+        self._recipe = recipe
+        self._spec = spec
+        self._objective = objective
+        self._session = session
+        self._folder = folder
+        self._loader = loader
+        self._options = recipe.data.options
+
+    def write(self, model: nn.Module, step: int) -> tuple[Path, ...]:
+        """Sample on all ranks and write on rank 0; the model is left as it was found.
+
+        Raises:
+            StorageError: Rank 0 could not write; raised on every rank.
+        """
+        import torch
+
+        from fsdptool.training.shard import reshard_all
+
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                made = [self._one(model, number) for number in range(self._recipe.evaluation.samples)]
+        finally:
+            # A forward without a backward leaves the root gathered; the next step would not see it.
+            reshard_all(model)
+            model.train(was_training)
+        return self._save(made, self._folder / FOLDER / f"step-{step:08d}")
+
+    def _one(self, model: nn.Module, number: int) -> Any:
+        if self._objective.name in _DENOISERS:
+            return self._latents(model, number)
+        return self._words(model, number)
+
+    def _latents(self, model: nn.Module, number: int) -> Tensor:
+        from fsdptool.training.sampling.generate import denoise
+
+        batch = self._example(number)
+        return denoise(model, self._objective, batch, steps=int(self._options.get("sample_steps", 20)))
+
+    def _words(self, model: nn.Module, number: int) -> tuple[list[int], list[int]]:
+        import torch
+
+        from fsdptool.training.sampling.generate import continue_text, translate
+
+        # On the CPU and of the same seed on every rank: all choose the same token.
+        generator = torch.Generator().manual_seed(mix(self._recipe.seed, number, 31))
+        count = int(self._options.get("sample_tokens", 32))
+        temperature = float(self._options.get("temperature", 0.0))
+        example = self._example(number)
+        if self._objective.name == "seq2seq":
+            given = example["input_ids"][0].tolist()
+            found = translate(
+                model,
+                example,
+                start=self._start(),
+                new_tokens=count,
+                temperature=temperature,
+                generator=generator,
+            )
+            return given, found[0].tolist()
+        prompt = self._prompt(number, example)
+        whole = continue_text(model, prompt, new_tokens=count, temperature=temperature, generator=generator)
+        return prompt[0].tolist(), whole[0, prompt.shape[1] :].tolist()
+
+    def _start(self) -> int:
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            if isinstance(value := self._spec.config.get(name), int):
+                return value
+        return 0
+
+    def _prompt(self, number: int, example: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        prompts = self._options.get("prompts")
+        if not prompts:
+            tokens = example["input_ids"]
+            return tokens[:, : max(min(32, tokens.shape[1] // 4), 1)]
+        text = str(prompts[number % len(prompts)])
+        (ids,) = self._encoder().encode([text], special=False)
+        ids = [*self._encoder().frame[0], *ids.tolist()]
+        return torch.tensor([ids or [0]], device=example["input_ids"].device)
+
+    def _encoder(self) -> Any:
+        from fsdptool.training.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(self._recipe.data, self._spec)
+
+    def _example(self, number: int) -> dict[str, Tensor]:
+        batch = self._loader.example(number % self._loader.samples_per_epoch)
+        return {name: tensor.to(self._session.device) for name, tensor in batch.items()}
+
+    def _save(self, made: list[Any], folder: Path) -> tuple[Path, ...]:
+        import torch
+
+        files: tuple[Path, ...] = ()
+        failure: FsdptoolError | None = None
+        if self._session.is_main:
+            try:
+                files = self._write_all(made, folder)
+            except OSError as error:
+                failure = StorageError(f"{folder} cannot be written: {error.strerror or error}")
+            except FsdptoolError as error:
+                failure = error
+        failed = torch.tensor([float(failure is not None)], dtype=torch.float64, device=self._session.device)
+        if float(self._session.sum(failed)[0]):
+            raise failure or StorageError("rank 0 could not write its samples", help="see rank 0's message")
+        return files
+
+    def _write_all(self, made: list[Any], folder: Path) -> tuple[Path, ...]:
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._objective.name in _DENOISERS:
+            return _write_latents(made, folder, self._recipe, self._spec)
+        encoder = self._encoder() if self._recipe.data.source != "synthetic" else None
+        files = []
+        for number, (given, found) in enumerate(made):
+            words = [encoder.decode(part) if encoder else str(part) for part in (given, found)]
+            files.append(_written(folder / f"{number}.txt", f"{words[0]}\n---\n{words[1]}\n".encode()))
+        return tuple(files)
+
+
+def _write_latents(made: list[Tensor], folder: Path, recipe: Recipe, spec: ModelSpec) -> tuple[Path, ...]:
+    """Pictures where the pipeline's VAE is at hand, else the latents themselves."""
+    import io
+
+    from safetensors.torch import save
+
+    decoding = None
+    with suppress(ConfigError):
+        from fsdptool.training.precompute.encoders import ImageEncoding, pipeline_folder
+
+        decoding = ImageEncoding(pipeline_folder(recipe, spec), device="cpu")
+    files = []
+    for number, latents in enumerate(made):
+        plain = latents[0].float().cpu().contiguous()
+        if decoding is None:
+            files.append(_written(folder / f"{number}.safetensors", save({"latents": plain})))
+            continue
+        frames = decoding.decode(plain)
+        kind = "png" if len(frames) == 1 else "gif"
+        stream = io.BytesIO()
+        frames[0].save(
+            stream, format=kind, **({"save_all": True, "append_images": frames[1:]} if frames[1:] else {})
+        )
+        files.append(_written(folder / f"{number}.{kind}", stream.getvalue()))
+    if decoding is not None:
+        decoding.unload()
+    return tuple(files)
+
+
+def _written(file: Path, content: bytes) -> Path:
+    aside = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        aside.write_bytes(content)
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
+    return file
+
+
+def open_sampler(
+    recipe: Recipe, spec: ModelSpec, objective: Any, session: Session, folder: Path, loader: Loader
+) -> Sampler | None:
+    """Return what writes a run's samples, or None if the recipe wants none.
+
+    Raises:
+        ConfigError: The objective has nothing to sample, or the ranks share sequences.
+    """
+    if recipe.evaluation.samples <= 0:
+        return None
+    if objective.name not in (*_TEXT, *_DENOISERS):
+        raise ConfigError(
+            f"evaluation.samples is {recipe.evaluation.samples}, but {objective.name} has nothing to sample",
+            help=f"set it to 0; {', '.join((*_TEXT, *_DENOISERS))} can be sampled",
+        )
+    if session.world_size != session.data_ranks:
+        raise ConfigError(
+            "samples cannot be made under context parallelism: a sample is shorter than its shards",
+            help="set evaluation.samples to 0",
+        )
+    return Sampler(recipe, spec, objective, session, folder, loader)
