@@ -59,7 +59,7 @@ def _search(
             point = replace(knobs, micro_batch=size)
             place = knobs.cluster
             tried[size] = estimator.candidate(
-                f"b{size}", point, inputs.clusters[place], inputs.machines[place], detail=False
+                f"b{size}", point, inputs.clusters[place], inputs.machines[place], detail=False, replay=True
             )
         return tried[size].rejected_by is None and roomy(tried[size])
 

@@ -36,13 +36,27 @@ def read_data(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror or error}", help="check the path") from error
     try:
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        data = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
     except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
         line = " ".join(str(error).split())
         raise PlanError(f"{path} is not valid {path.suffix.lstrip('.') or 'YAML'}: {line}") from error
     if not isinstance(data, dict):
         raise PlanError(f"{path}: expected an object at the top, got {type(data).__name__}")
     return data
+
+
+def _load_yaml(text: str) -> Any:
+    """Read YAML with numbers as people write them: PyYAML (YAML 1.1) takes ``1.0e13`` for text."""
+    import re
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader=Loader)
 
 
 def check(data: Any, schema: str, *, where: str) -> None:

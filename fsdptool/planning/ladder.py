@@ -11,10 +11,11 @@ from fsdptool.planning.judge import gib
 from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.predict import Estimator
+from fsdptool.planning.predict import Estimator, expands
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.plan import Candidate, NextStep
 
+_EXPANDABLE = "expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True)"
 _SEVERAL = "everything above together"
 
 
@@ -27,8 +28,12 @@ def climb(estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candida
     cluster = inputs.clusters[knobs.cluster]
     steps: list[NextStep] = []
     together = knobs
-    for text, rung in _rungs(knobs, cluster):
-        judged = _try(estimator, text, rung, cluster, inputs)
+    rungs = [(text, rung, cluster) for text, rung in _rungs(knobs, cluster)]
+    if cluster.gpu is not None and not expands(cluster):
+        expandable = {**cluster.environment, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        rungs.insert(0, (_EXPANDABLE, knobs, replace(cluster, environment=expandable)))
+    for text, rung, where in rungs:
+        judged = _try(estimator, text, rung, where, inputs)
         if judged is None:
             continue
         gain = (asked.device_total_bytes or 0) - (judged.device_total_bytes or 0)
@@ -136,10 +141,21 @@ def _try(
     try:
         machine = inputs.machines[rung.cluster]
         if cluster != inputs.clusters[rung.cluster]:
-            machine = machine_for(cluster.gpu)
-        return estimator.candidate(text, rung, cluster, machine, detail=False)
+            machine = (
+                machine if cluster.gpu == inputs.clusters[rung.cluster].gpu else machine_for(cluster.gpu)
+            )
+        judged = estimator.candidate(text, rung, cluster, machine, detail=False)
+        if _close(judged):
+            judged = estimator.candidate(text, rung, cluster, machine, detail=False, replay=True)
+        return judged
     except FsdptoolError:
         return None
+
+
+def _close(candidate: Candidate) -> bool:
+    """Whether the allocator's own share decides, so that it is worth a replay."""
+    total, usable = candidate.device_total_bytes, candidate.usable_bytes
+    return total is not None and usable is not None and 0.75 < total / usable < 1.25
 
 
 def _hardware(

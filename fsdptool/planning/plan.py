@@ -226,7 +226,7 @@ def _conclude(
     if chosen is None:
         unknown = any(candidate.device_total_bytes is None for candidate in weighed.candidates)
         verdict = "unknown" if unknown or first.usable_bytes is None else "does_not_fit"
-    elif chosen.id not in weighed.asked or not chosen.timeline:
+    elif not chosen.timeline:
         # Searches keep timelines for few; the chosen one's is the answer.
         knobs = knobs_from_json(chosen.settings)
         place = knobs.cluster

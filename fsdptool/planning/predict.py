@@ -93,6 +93,7 @@ class Estimator:
         machine: Machine,
         *,
         detail: bool = True,
+        replay: bool | None = None,
     ) -> Candidate:
         """Return one configuration with its memory, its time and its verdict.
 
@@ -101,6 +102,8 @@ class Estimator:
             knobs: The configuration.
             cluster, machine: The hardware.
             detail: Keep the timeline (long; searches keep it for few).
+            replay: Replay the caching allocator for the reserved peak (about a second) instead of
+                taking the machine's ratio; None: with the detail.
         """
         recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
         key = _trace_key(knobs)
@@ -108,7 +111,16 @@ class Estimator:
         units = self._group(knobs, recipe, settings)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
         taught = self._teach(recipe, settings)
-        footprint = self._footprint(trace, units, mesh, recipe, timeline=detail, teacher=taught)
+        footprint = self._footprint(
+            trace,
+            units,
+            mesh,
+            recipe,
+            timeline=detail,
+            teacher=taught,
+            reserved=self.profile == "cuda" and (detail if replay is None else replay),
+            expandable=expands(cluster),
+        )
         verdict = judge(footprint, knobs, cluster, machine)
         timing = None
         if cluster.gpu is not None:
@@ -187,11 +199,21 @@ class Estimator:
         *,
         timeline: bool,
         teacher: UnitPlan | None,
+        reserved: bool,
+        expandable: bool,
     ) -> Footprint:
         from fsdptool.memory import footprint
 
         result = footprint(
-            trace, units, mesh, recipe, profile=self.profile, timeline=timeline, teacher=teacher
+            trace,
+            units,
+            mesh,
+            recipe,
+            profile=self.profile,
+            timeline=timeline,
+            teacher=teacher,
+            reserved=reserved,
+            expandable=expandable,
         )
         self.unknowns |= dict.fromkeys(result.unknowns)
         if result.confidence != "verified":
@@ -229,6 +251,12 @@ def _trace_key(knobs: Knobs) -> Key:
     """Wrap classes matter only where blocks are recomputed."""
     wrapped = () if knobs.checkpointing == "none" else (knobs.wrap_policy, knobs.wrap_classes)
     return knobs.micro_batch, knobs.checkpointing, knobs.layout, knobs.cp, wrapped
+
+
+def expands(cluster: Cluster) -> bool:
+    """Return whether the run's environment switches expandable segments on."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:true" in cluster.environment.get(name, "").lower() for name in names)
 
 
 def check_sizes(recipe: Recipe) -> None:

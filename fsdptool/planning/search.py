@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fsdptool.planning.judge import HEADROOM, gib
-from fsdptool.planning.knobs import Knobs
+from fsdptool.planning.knobs import Knobs, knobs_from_json
 from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.predict import Estimator
 from fsdptool.planning.space import enumerate_space
 from fsdptool.records.plan import Candidate
 
 Progress = Callable[[str], None]
+
+_FRONT, _REPLAYS = 4, 12
+"""Members of the front whose allocator is replayed, and replays in all (about a second each)."""
 
 SAME = 0.02
 """Relative difference in speed (or price) below which two configurations count as equally good."""
@@ -67,14 +71,40 @@ def weigh(
             if progress is not None and len(candidates) % 100 == 99:
                 progress(f"weighed {len(candidates) + 1} configurations")
             candidates.append(estimator.candidate(label, point, cluster, machine, detail=label == name))
-    return choose(candidates, asked_ids, prefer=inputs.prefer)
+    return _settle(estimator, inputs, candidates, asked_ids)
+
+
+def _settle(
+    estimator: Estimator, inputs: PlanInputs, candidates: list[Candidate], asked: list[str]
+) -> Weighed:
+    """Choose, replaying the caching allocator for what matters: the chosen one and the front.
+
+    A replay may show that the choice does not fit after all; then the next one is looked at.
+    """
+    replayed = set(asked)
+    place = {candidate.id: index for index, candidate in enumerate(candidates)}
+    weighed = choose(candidates, asked, prefer=inputs.prefer)
+    for _ in range(_REPLAYS):
+        wanted = [name for name in (weighed.chosen, *weighed.front[:_FRONT]) if name and name not in replayed]
+        if not wanted:
+            break
+        name = wanted[0]
+        replayed.add(name)
+        knobs = knobs_from_json(candidates[place[name]].settings)
+        cluster, machine = inputs.clusters[knobs.cluster], inputs.machines[knobs.cluster]
+        candidates[place[name]] = estimator.candidate(
+            name, knobs, cluster, machine, detail=name == weighed.chosen, replay=True
+        )
+        weighed = choose(candidates, asked, prefer=inputs.prefer)
+    return weighed
 
 
 def choose(candidates: Sequence[Candidate], asked: Sequence[str], *, prefer: str = "speed") -> Weighed:
     """Choose the fastest (or cheapest) candidate that fits with headroom; deterministic.
 
     Differences below :data:`SAME` are within the time model's error: among those the least memory
-    wins, then the earlier candidate. Without any that leave headroom, the others are eligible.
+    wins, then what changes the fewest knobs, then the earlier candidate. Without any that leave
+    headroom, the others are eligible.
     """
     fitting = [c for c in candidates if c.rejected_by is None]
     eligible = [c for c in fitting if roomy(c)] or fitting
@@ -83,7 +113,9 @@ def choose(candidates: Sequence[Candidate], asked: Sequence[str], *, prefer: str
         return Weighed(tuple(candidates), None, front, tuple(asked))
     best = max(_merit(candidate, prefer) for candidate in eligible)
     near = [c for c in eligible if _merit(c, prefer) >= best * (1 - SAME)]
-    chosen = min(near, key=lambda c: c.device_total_bytes or 0)
+    home = {c.settings["cluster"]: c.settings for c in candidates if c.id in asked}
+    place = {candidate.id: index for index, candidate in enumerate(candidates)}
+    chosen = min(near, key=lambda c: (*_thrift(c, home[c.settings["cluster"]]), place[c.id]))
     judged = tuple(_why_not(candidate, chosen, prefer) for candidate in candidates)
     return Weighed(judged, chosen.id, front, tuple(asked))
 
@@ -96,15 +128,18 @@ def roomy(candidate: Candidate) -> bool:
 
 
 def pareto(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Return the ids no other candidate beats in both speed and memory, fastest first."""
-    known = [c for c in candidates if c.samples_per_second and c.device_total_bytes is not None]
-    known.sort(key=lambda c: (-(c.samples_per_second or 0), c.device_total_bytes or 0))
+    """Return the ids no other candidate beats in both speed and allocated memory, fastest first.
+
+    Allocated, because it is known of all alike; reserved memory is replayed for few.
+    """
+    known = [c for c in candidates if c.samples_per_second and c.allocated_peak_bytes is not None]
+    known.sort(key=lambda c: (-(c.samples_per_second or 0), c.allocated_peak_bytes or 0))
     front: list[str] = []
     least: int | None = None
     for candidate in known:
-        if least is None or (candidate.device_total_bytes or 0) < least:
+        if least is None or (candidate.allocated_peak_bytes or 0) < least:
             front.append(candidate.id)
-            least = candidate.device_total_bytes
+            least = candidate.allocated_peak_bytes
     return tuple(front)
 
 
@@ -114,6 +149,12 @@ def _merit(candidate: Candidate, prefer: str) -> float:
     if prefer == "price" and price:
         return 1 / price
     return candidate.samples_per_second or 0.0
+
+
+def _thrift(candidate: Candidate, home: Mapping[str, Any]) -> tuple[int, int]:
+    """Memory in steps nobody would notice, and how many knobs differ from what was asked."""
+    changed = sum(1 for key, value in candidate.settings.items() if value != home[key])
+    return (candidate.allocated_peak_bytes or 0) // (64 * 2**20), changed
 
 
 def _why_not(candidate: Candidate, chosen: Candidate, prefer: str) -> Candidate:
@@ -131,8 +172,8 @@ def _reason(candidate: Candidate, chosen: Candidate, prefer: str) -> str:
         worse = "dearer per sample" if prefer == "price" else "slower"
         factor = best / merit - 1 if merit else float("inf")
         return f"{word}: {factor:.1%} {worse} than {chosen.id}"
-    extra = (candidate.device_total_bytes or 0) - (chosen.device_total_bytes or 0)
+    extra = (candidate.allocated_peak_bytes or 0) - (chosen.allocated_peak_bytes or 0)
     if extra > 0:
         gain = f"{merit / best - 1:.1%} better" if best and merit > best * 1.0005 else "no better"
         return f"memory: {gain} in {word} than {chosen.id}, but needs {gib(extra)} more"
-    return f"equal to {chosen.id}, which comes first"
+    return f"equal to {chosen.id}, which is nearer to what was asked"

@@ -1,0 +1,146 @@
+"""GPUs and clusters: data with sources, forgiving names, one clear line for what is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from fsdptool.errors import PlanError
+from fsdptool.planning import catalogue
+from fsdptool.planning.catalogue import all_entries, find_gpu, load_gpu
+from fsdptool.planning.clusters import parse_rate, parse_size, read_cluster
+from fsdptool.planning.machine import machine_for, read_table, write_table
+from fsdptool.resources import load_schema
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("H100-80GB-SXM", "H100-80GB-SXM"),
+        ("nvidia h100 80gb hbm3", "H100-80GB-SXM"),
+        ("NVIDIA H100 PCIe", "H100-80GB-PCIe"),
+        ("h100_nvl", "H100-94GB-NVL"),
+        ("a100-sxm4-80gb", "A100-80GB-SXM"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090-24GB"),
+        ("RTX4090", "RTX-4090-24GB"),
+        ("L4", "L4-24GB"),
+        ("l40s", "L40S-48GB"),
+        ("rtx 6000 ada", "RTX-6000-Ada-48GB"),
+        ("rtx pro 6000", "RTX-PRO-6000-96GB"),
+        ("mi300x", "MI300X-192GB"),
+        ("Tesla T4", "T4-16GB"),
+    ],
+)
+def test_names_forgive_what_people_and_drivers_write(name: str, expected: str) -> None:
+    found = find_gpu(name)
+    assert found.gpu.name == expected
+    assert found.diagnostic is None
+
+
+def test_an_ambiguous_name_is_resolved_aloud() -> None:
+    found = find_gpu("H100-80GB")
+    assert found.gpu.name == "H100-80GB-SXM"
+    assert found.diagnostic is not None
+    assert "H100-80GB-PCIe" in (found.diagnostic.help or "")
+
+
+def test_every_name_of_the_catalogue_means_itself() -> None:
+    for entry in all_entries():
+        assert load_gpu(entry.gpu.name) is entry.gpu
+
+
+def test_the_catalogue_follows_its_schema_and_never_counts_marketing_bytes() -> None:
+    raw = json.loads(catalogue._DATA.read_text(encoding="utf-8"))
+    jsonschema.validate(raw, load_schema("gpus"))
+    for entry in all_entries():
+        gpu = entry.gpu
+        assert gpu.marketing_bytes is not None
+        assert gpu.source
+        assert entry.memory_source
+        # What torch reports lies below the binary reading of the name, for every card.
+        assert gpu.memory_bytes < gpu.marketing_bytes * 2**30 // 10**9
+
+
+def test_an_unknown_gpu_names_the_nearest() -> None:
+    with pytest.raises(PlanError, match="unknown GPU 'H100-81GB'") as caught:
+        find_gpu("H100-81GB")
+    assert "H100-80GB-SXM" in (caught.value.help or "")
+
+
+def test_a_file_extends_and_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.yaml"
+    path.write_text(
+        "gpus:\n"
+        "- {name: Mine-12GB, aliases: [mine], memory_bytes: 12000000000, flops: {float32: 1.0e13},\n"
+        "   memory_bandwidth: 5.0e11, link_bandwidth: 1.6e10, source: a ruler}\n"
+        "- {name: T4-16GB, memory_bytes: 15000000000, flops: {float32: 8.0e12, float16: 6.5e13},\n"
+        "   memory_bandwidth: 3.0e11, link_bandwidth: 1.6e10, source: a measurement}\n"
+    )
+    assert find_gpu("mine", gpus_file=path).gpu.native_bf16 is False
+    assert find_gpu("t4-16gb", gpus_file=path).gpu.memory_bytes == 15_000_000_000
+    assert load_gpu("T4-16GB").memory_bytes != 15_000_000_000
+
+
+def test_a_cluster_file_is_read_with_its_units(tmp_path: Path) -> None:
+    path = tmp_path / "offer.yaml"
+    path.write_text(
+        "gpu: h100-80gb-sxm\ngpus_per_node: 8\nnodes: 2\ninter_node_bandwidth: 400 Gbit/s\n"
+        "host_memory: 2 TiB\nprice_per_gpu_hour: 2.5\nenvironment: {NCCL_DEBUG: WARN, NCCL_IB_DISABLE: 0}\n"
+    )
+    cluster = read_cluster(path).cluster
+    assert cluster.name == "offer"
+    assert cluster.world_size == 16
+    assert cluster.inter_node_bandwidth == 50e9
+    assert cluster.host_memory_bytes == 2 * 2**40
+    assert cluster.environment == {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu: h100\n", "gpus_per_node"),
+        ("gpu: h100\ngpus_per_node: 0\n", "gpus_per_node"),
+        ("gpu: h100\ngpus_per_node: 8\nprize_per_gpu_hour: 2\n", "prize_per_gpu_hour"),
+        ("gpu: nosuch\ngpus_per_node: 8\n", "nosuch"),
+        ("gpu: [", "not valid yaml"),
+        ("- 1\n", "expected an object"),
+    ],
+)
+def test_a_bad_cluster_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "offer.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=message) as caught:
+        read_cluster(path)
+    assert "\n" not in caught.value.message
+
+
+def test_the_cluster_schema_repeats_the_gpu_schema() -> None:
+    assert load_schema("cluster")["$defs"]["gpu"] == load_schema("gpus")["$defs"]["gpu"]
+
+
+def test_sizes_and_rates_are_read_as_written() -> None:
+    assert parse_size("1.5 GiB") == 3 * 2**29
+    assert parse_size("512GB") == 512 * 10**9
+    assert parse_rate("100 Gbit/s") == 12.5e9
+    assert parse_rate("25 GB/s") == 25e9
+    for text in ("much", "1..5 GiB"):
+        with pytest.raises(PlanError):
+            parse_size(text)
+
+
+def test_machine_rows_go_from_special_to_general(tmp_path: Path) -> None:
+    assert machine_for(load_gpu("L4")).match == "pcie"
+    assert machine_for(load_gpu("H200")).match == "*"
+    own = machine_for(load_gpu("H200"))
+    path = tmp_path / "machine.json"
+    from dataclasses import replace
+
+    path.write_text(write_table((replace(own, match="h200-141gb-sxm", context_bytes=1),)))
+    jsonschema.validate(json.loads(path.read_text()), load_schema("machine"))
+    assert read_table(path)[0].context_bytes == 1
+    assert machine_for(load_gpu("H200"), table=path).context_bytes == 1
+    assert machine_for(load_gpu("A100"), table=path).context_bytes == own.context_bytes

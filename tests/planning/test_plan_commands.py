@@ -1,0 +1,345 @@
+"""plan, compare and calibrate as a person runs them, on models small enough to trace in a second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fsdptool.cli.app import run
+from fsdptool.resources import load_schema
+
+HARDWARE = ["--gpu", "RTX-4090-24GB", "--gpus", "2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def document(capsys: pytest.CaptureFixture[str], arguments: list[str], status: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run([*arguments, "--format", "json"]) == status, capsys.readouterr().err
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_a_plan_is_a_valid_document_and_says_what_it_knows(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "128", "--no-search"])
+    jsonschema.validate(plan, load_schema("plan"))
+    assert plan["verdict"] == "fits"
+    assert plan["chosen"] == "asked"
+    asked = plan["candidates"][0]
+    known = {item["name"]: item for item in asked["components"]}
+    assert known["parameters"]["basis"] == "exact"
+    assert known["activations"]["basis"] == "estimated"
+    # The lines add up to what the driver would report.
+    assert sum(item["bytes"] for item in asked["components"]) == asked["device_total_bytes"]
+    assert asked["slack_bytes"] == asked["usable_bytes"] - asked["device_total_bytes"]
+    assert asked["usable_bytes"] < 24 * 10**9 * 1.08
+    assert asked["peak"]["live"] == sorted(asked["peak"]["live"], key=lambda item: -item["bytes"])
+    assert max(moment["allocated_bytes"] for moment in asked["timeline"]) <= asked["allocated_peak_bytes"]
+
+
+def test_a_small_model_is_told_that_it_needs_no_fsdp(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "128", "--no-search"])
+    assert "PLN011" in {item["code"] for item in plan["diagnostics"]}
+
+
+def test_what_does_not_fit_gets_a_ladder(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / "gpus.yaml"
+    card.write_text(
+        "gpus: [{name: Tiny, memory_bytes: 900000000, flops: {float32: 1.0e13, bfloat16: 1.0e14},"
+        " memory_bandwidth: 1.0e12, link_bandwidth: 1.0e10, source: test}]\n"
+    )
+    arguments = ["plan", model, "--gpu", "tiny", "--gpus", "2", "--gpus-file", str(card), "--seq-len", "512"]
+    plan = document(capsys, [*arguments, "--micro-batch", "64", "--no-search"], status=1)
+    jsonschema.validate(plan, load_schema("plan"))
+    assert plan["verdict"] == "does_not_fit"
+    assert plan["chosen"] is None
+    assert plan["candidates"][0]["rejected_by"].startswith("memory: ")
+    changes = [step["change"] for step in plan["next_steps"]]
+    assert "full activation checkpointing" in changes
+    assert "micro-batch 32, accumulation 2" in changes
+    fitting = [step for step in plan["next_steps"] if step["fits"]]
+    assert fitting
+    # A rung that is said to fit does fit when it is asked for.
+    rung = next(step for step in fitting if step["change"].startswith("micro-batch"))
+    sizes = rung["settings"]
+    again = [*arguments, "--micro-batch", str(sizes["micro_batch"]), "--no-search"]
+    assert document(capsys, [*again, "--accumulation", str(sizes["accumulation"])])["verdict"] == "fits"
+
+
+def test_a_search_is_deterministic_and_every_candidate_but_one_has_a_reason(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--global-batch", "8", "--search"]
+    first, second = document(capsys, arguments), document(capsys, arguments)
+    assert first == second
+    jsonschema.validate(first, load_schema("plan"))
+    assert len(first["candidates"]) > 100
+    assert len({item["id"] for item in first["candidates"]}) == len(first["candidates"])
+    without = [item["id"] for item in first["candidates"] if item["rejected_by"] is None]
+    assert without == [first["chosen"]]
+    for item in first["candidates"]:
+        settings = item["settings"]
+        ranks = settings["dp_replicate"] * settings["dp_shard"]
+        assert settings["micro_batch"] * settings["accumulation"] * ranks == 8
+        assert settings["reduce_dtype"] == "float32", "a search never turns what changes the numbers"
+    front = [item for item in first["candidates"] if item["id"] in first["details"]["front"]]
+    for item in front:
+        better = [
+            other
+            for other in first["candidates"]
+            if other["samples_per_second"] > item["samples_per_second"]
+            and other["allocated_peak_bytes"] < item["allocated_peak_bytes"]
+        ]
+        assert not better
+
+
+def test_given_knobs_are_not_searched(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--checkpointing", "full", "--reshard", "true"]
+    plan = document(capsys, arguments)
+    assert {item["settings"]["checkpointing"] for item in plan["candidates"]} == {"full"}
+    assert {item["settings"]["reshard_after_forward"] for item in plan["candidates"]} == {True}
+
+
+def test_offers_are_compared_by_price(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, gpu, price in (("fast", "H100-80GB-SXM", 90.0), ("cheap", "RTX-3090-24GB", 0.2)):
+        text = f"gpu: {gpu}\ngpus_per_node: 2\nprice_per_gpu_hour: {price}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    clusters = ["--cluster", str(tmp_path / "fast.yaml"), "--cluster", str(tmp_path / "cheap.yaml")]
+    arguments = ["plan", model, *clusters, "--seq-len", "64", "--no-search"]
+    assert document(capsys, [*arguments, "--prefer", "price"])["chosen"] == "asked1"
+    plan = document(capsys, [*arguments, "--prefer", "speed"])
+    rates = {item["id"]: item["samples_per_second"] for item in plan["candidates"]}
+    assert rates[plan["chosen"]] >= 0.98 * max(rates.values())
+
+
+def test_a_saved_plan_checks_and_says_what_changed(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert run(["plan", model, *HARDWARE, "--seq-len", "64", "--no-search", "-o", str(path)]) == 0
+    assert run(["plan", "--check", str(path)]) == 0
+    saved = json.loads(path.read_text())
+    saved["libraries"]["torch"] = "1.0"
+    saved["candidates"][0]["allocated_peak_bytes"] += 1
+    path.write_text(json.dumps(saved))
+    capsys.readouterr()
+    assert run(["plan", "--check", str(path)]) == 1
+    told = capsys.readouterr().out
+    assert "libraries.torch\t1.0" in told
+    assert "asked allocated_peak_bytes" in told
+
+
+def test_a_check_notices_a_changed_model(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path(model, "config.json").read_text())
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "plan.json"
+    assert run(["plan", str(folder), *HARDWARE, "--seq-len", "64", "--no-search", "-o", str(path)]) == 0
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 192}))
+    capsys.readouterr()
+    assert run(["plan", "--check", str(path)]) == 1
+    assert "model.config_digest" in capsys.readouterr().out
+
+
+def test_plans_on_cpu_are_judged_by_the_hosts_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", model, "--profile", "cpu-gloo", "--processes", "2", "--seq-len", "64"]
+    plan = document(capsys, [*arguments, "--host-memory", "4 GiB"])
+    asked = plan["candidates"][0]
+    assert asked["usable_bytes"] == 2 * 2**30
+    assert asked["device_total_bytes"] == asked["allocated_peak_bytes"]
+    assert asked["step_seconds"] is None
+    assert document(capsys, [*arguments, "--host-memory", "1 MiB"], status=1)["verdict"] == "does_not_fit"
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / "gpus.yaml"
+    card.write_text(
+        "gpus: [{name: Tiny, memory_bytes: 1000000000, flops: {float32: 1.0e13, bfloat16: 1.0e14},"
+        " memory_bandwidth: 1.0e12, link_bandwidth: 1.0e10, source: test}]\n"
+    )
+    arguments = ["plan", model, "--gpu", "tiny", "--gpus", "2", "--gpus-file", str(card), "--seq-len", "512"]
+    plan = document(capsys, [*arguments, "--max-batch"])
+    size = plan["candidates"][0]["settings"]["micro_batch"]
+    tried = plan["details"]["max_batch"][0]["tried"]
+    room = 0.95 * 1_000_000_000
+    assert tried[str(size)] <= room < tried[str(size + 1)]
+
+
+def test_two_plans_are_compared_moment_by_moment(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for size in ("1", "2"):
+        paths.append(str(tmp_path / f"{size}.json"))
+        arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--no-search", "--micro-batch", size]
+        assert run([*arguments, "-o", paths[-1]]) == 0
+    found = document(capsys, ["compare", *paths])
+    jsonschema.validate(found, load_schema("compare"))
+    rows = {row["what"]: row for row in found["rows"]}
+    assert (rows["micro_batch"]["left"], rows["micro_batch"]["right"]) == (1, 2)
+    assert rows["activations"]["percent"] > 0
+    assert all(row["left"] is not None and row["right"] is not None for row in found["moments"])
+
+
+def run_folder(folder: Path, candidate: dict[str, Any], *, factor: float, reserved: int | None) -> Path:
+    """A finished run, in the files and fields ``train`` writes."""
+    folder.mkdir()
+    measured = int(candidate["allocated_peak_bytes"] * factor)
+    summary = {
+        "world_size": 2,
+        "measured_peak_bytes": [measured, measured - 512],
+        "instrument": "a test",
+        "throughput": {
+            "step_seconds_median": (candidate["step_seconds"] or 1.0) * 2,
+            "samples_per_second": 1.0,
+        },
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "prediction.json").write_text(json.dumps(candidate))
+    line = {"step": 2, "memory_allocated_peak_bytes": measured, "memory_reserved_peak_bytes": reserved}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    return folder
+
+
+def test_a_run_is_held_against_its_plan(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert run(["plan", model, *HARDWARE, "--seq-len", "64", "--no-search", "-o", str(path)]) == 0
+    candidate = json.loads(path.read_text())["candidates"][0]
+    folder = run_folder(tmp_path / "run", candidate, factor=1.25, reserved=None)
+    found = document(capsys, ["compare", str(path), str(folder)])
+    jsonschema.validate(found, load_schema("compare"))
+    assert found["error_percent"] == pytest.approx(-20.0, abs=0.01)
+    assert [row["what"] for row in found["moments"]] == ["rank 0", "rank 1", "step 2"]
+    assert run(["compare", str(path), str(folder), "--tolerance", "25"]) == 0
+    assert run(["compare", str(path), str(folder), "--tolerance", "10"]) == 1
+    assert run(["compare", str(folder), str(folder)]) == 0
+    assert run(["compare", str(path), str(tmp_path)]) == 2
+
+
+def test_calibration_makes_a_table_that_plan_reads(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--no-search"]
+    before = document(capsys, arguments)["candidates"][0]
+    reserved = int(before["allocated_peak_bytes"] * 1.5)
+    folder = run_folder(tmp_path / "run", before, factor=1.0, reserved=reserved)
+    table = tmp_path / "machine.json"
+    calibrate = ["calibrate", str(folder), "--gpu", "4090", "--context", "100 MiB", "-o", str(table)]
+    assert run(calibrate) == 0
+    row = json.loads(table.read_text())["machines"][0]
+    assert row["measured"] is True
+    assert row["reserved_ratio"] == pytest.approx(1.5, rel=1e-3)
+    # The run took twice the predicted step, so achieved rates are about half.
+    assert row["matmul_efficiency"] == pytest.approx(0.3, rel=0.1)
+    after = document(capsys, [*arguments, "--machine", str(table)])["candidates"][0]
+    context = {item["name"]: item["bytes"] for item in after["components"]}["context"]
+    assert context == 100 * 2**20
+    assert run(["calibrate", "--gpu", "4090"]) == 2
+
+
+def test_the_function_returns_the_record_with_a_notebook_representation(model: str) -> None:
+    import fsdptool
+
+    plan = fsdptool.plan(model, gpu="4090", gpus=2, sequence_length=64, search=False)
+    assert plan.verdict == "fits"
+    shown = plan._repr_html_()
+    assert shown.startswith("<iframe")
+    assert "<script" not in shown
+
+
+def test_what_a_plan_holds_is_enough_to_run_it(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsdptool.planning import chosen_run, read_plan
+
+    path = tmp_path / "plan.json"
+    arguments = [
+        "plan",
+        model,
+        *HARDWARE,
+        "--seq-len",
+        "64",
+        "--global-batch",
+        "8",
+        "--checkpointing",
+        "every_2",
+    ]
+    assert run([*arguments, "-o", str(path)]) == 0
+    recipe, settings, cluster = chosen_run(read_plan(path))
+    assert recipe.model.reference == model
+    assert recipe.sharding.checkpointing is not None
+    assert recipe.sharding.checkpointing.every_n == 2
+    assert settings.activation_checkpointing is True
+    assert settings.num_processes == cluster.world_size == 2
+    ranks = settings.mesh.dp_replicate * (settings.mesh.dp_shard or 0)
+    assert recipe.batch.micro_batch * recipe.batch.accumulation * ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h100", "--gpus", "0"], "0 GPUs"),
+        (["--gpu", "h100", "--gpus", "-3"], "-3 GPUs"),
+        (["--gpu", "h100", "--nodes", "0"], "0 nodes"),
+        (["--gpu", "H100-81GB"], "unknown GPU"),
+        ([*HARDWARE, "--seq-len", "4096"], "beyond the 512 positions"),
+        ([*HARDWARE, "--micro-batch", "3", "--global-batch", "100"], "does not divide the global batch"),
+        ([*HARDWARE, "--hsdp", "3x3"], "does not multiply to 2"),
+        ([*HARDWARE, "--hsdp", "2by2"], "is no shape"),
+        ([*HARDWARE, "--seq-len", "99999999999999"], "too large for memory arithmetic"),
+        ([*HARDWARE, "--micro-batch", "99999999999", "--seq-len", "512"], "too large for memory arithmetic"),
+        ([*HARDWARE, "--micro-batch", "0"], "holds no samples"),
+        ([*HARDWARE, "--reshard", "maybe"], "is not known"),
+        ([*HARDWARE, "--checkpointing", "some"], "is not known"),
+        ([*HARDWARE, "--optimizer", "magic"], "is not known"),
+        ([*HARDWARE, "--lora-rank", "0"], "adapts nothing"),
+        ([*HARDWARE, "--method", "distillation"], "needs a teacher"),
+        ([*HARDWARE, "-o", "plan.pdf"], "written as .json or .html"),
+        ([*HARDWARE, "--override", "hidden_size"], "changes nothing"),
+        ([*HARDWARE, "--cluster", "x.yaml"], "both --cluster and --gpu"),
+        (["--profile", "cpu-gloo", "--gpu", "h100"], "has no GPU"),
+        ([], "no GPU is named"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run(["plan", model, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.strip().splitlines()
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert len(lines) <= 2

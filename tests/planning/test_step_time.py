@@ -1,0 +1,112 @@
+"""The time model: collectives by their formulas, overlap by the schedule, compute by the roofline."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdptool.planning.catalogue import load_gpu
+from fsdptool.planning.clusters import make_cluster
+from fsdptool.planning.collectives import make_ring
+from fsdptool.planning.compute import segment_seconds, traced_path
+from fsdptool.planning.machine import machine_for
+from fsdptool.planning.schedule import Run, Stage, time_step
+from fsdptool.records.settings import Mesh
+from fsdptool.records.trace import Repeat, Segment
+
+GPU = load_gpu("H100-80GB-SXM")
+MACHINE = machine_for(GPU)
+NODE = make_cluster(GPU, 8)
+RUN = Run(accumulation=1, reduce_each=True, prefetch=1, optimizer_bytes=0.0, optimizer_operators=0)
+
+
+def stages(count: int, *, size: float, forward: float, ranks: int = 8) -> list[Stage]:
+    return [
+        Stage(
+            gather_bytes=size,
+            reduce_bytes=2 * size,
+            shard_reduce_bytes=2 * size / 8,
+            backward_ranks=ranks,
+            forward=forward,
+            backward=2 * forward,
+        )
+        for _ in range(count)
+    ]
+
+
+def test_a_gather_moves_its_share_through_every_link() -> None:
+    ring = make_ring(NODE, MACHINE, ranks=8)
+    bandwidth = GPU.link_bandwidth * MACHINE.link_efficiency
+    assert ring.gather(8e9) == pytest.approx(7e9 / bandwidth + 7 * MACHINE.link_latency)
+    assert ring.reduce(8e9) == pytest.approx(2 * ring.gather(8e9))
+    assert make_ring(NODE, MACHINE, ranks=1).gather(8e9) == 0.0
+
+
+def test_across_nodes_the_network_is_the_bottleneck() -> None:
+    slow = make_cluster(GPU, 8, 2, inter_node_bandwidth=5e9)
+    across = make_ring(slow, MACHINE, ranks=16)
+    assert across.bandwidth == pytest.approx(8 * 5e9 * MACHINE.network_efficiency)
+    # Replicas of HSDP lie one per node: each has its own card only.
+    replicas = make_ring(slow, MACHINE, ranks=2, stride=8)
+    assert replicas.bandwidth == pytest.approx(5e9 * MACHINE.network_efficiency)
+    assert make_ring(slow, MACHINE, ranks=8).bandwidth == make_ring(NODE, MACHINE, ranks=8).bandwidth
+
+
+def test_communication_hides_behind_enough_compute() -> None:
+    mesh = Mesh(1, 8)
+    busy = time_step(stages(32, size=4e8, forward=0.02), RUN, mesh, NODE, MACHINE)
+    idle = time_step(stages(32, size=4e8, forward=0.0001), RUN, mesh, NODE, MACHINE)
+    assert busy is not None
+    assert idle is not None
+    assert busy.communication == pytest.approx(idle.communication)
+    # Only the first gather and the last reduce-scatter have nothing to hide behind.
+    assert busy.exposed_communication < 3 * busy.communication / 32
+    assert idle.exposed_communication > 0.9 * idle.communication
+
+
+def test_keeping_units_gathered_saves_their_second_gather() -> None:
+    mesh = Mesh(1, 8)
+    again = time_step(stages(8, size=4e8, forward=0.0), RUN, mesh, NODE, MACHINE)
+    kept = time_step(stages(8, size=4e8, forward=0.0, ranks=1), RUN, mesh, NODE, MACHINE)
+    assert again is not None
+    assert kept is not None
+    once = make_ring(NODE, MACHINE, ranks=8).gather(4e8)
+    assert again.communication - kept.communication == pytest.approx(8 * once)
+
+
+def test_unsharded_accumulation_reduces_once() -> None:
+    mesh = Mesh(1, 8)
+    from dataclasses import replace
+
+    every = time_step(stages(8, size=4e8, forward=0.01), replace(RUN, accumulation=4), mesh, NODE, MACHINE)
+    last = time_step(
+        stages(8, size=4e8, forward=0.01),
+        replace(RUN, accumulation=4, reduce_each=False),
+        mesh,
+        NODE,
+        MACHINE,
+    )
+    assert every is not None
+    assert last is not None
+    reduce = make_ring(NODE, MACHINE, ranks=8).gather(8e8)
+    assert every.communication - last.communication == pytest.approx(3 * 8 * reduce)
+
+
+def test_cpu_clusters_have_no_time() -> None:
+    assert time_step(stages(1, size=1, forward=1), RUN, Mesh(1, 2), make_cluster(None, 2), MACHINE) is None
+
+
+def test_a_segment_is_arithmetic_plus_traffic_and_never_beats_the_launches() -> None:
+    flops, moved = 1e12, 1_000_000_000
+    segment = Segment("enter", "x", flops={"bfloat16": flops}, bytes_moved=moved, kernels=1)
+    expected = flops / (GPU.flops["bfloat16"] * MACHINE.matmul_efficiency)
+    expected += moved / (GPU.memory_bandwidth * MACHINE.memory_efficiency)
+    assert segment_seconds(segment, GPU, MACHINE) == pytest.approx(expected)
+    tiny = Segment("enter", "x", flops={"bfloat16": 1.0}, bytes_moved=1, kernels=100)
+    assert segment_seconds(tiny, GPU, MACHINE) == pytest.approx(100 * MACHINE.kernel_latency)
+
+
+def test_blocks_that_were_not_traced_take_the_times_of_those_they_repeat() -> None:
+    repeat = Repeat(path="model.layers", period=2, traced=6, total=12, cut=4)
+    names = [traced_path(f"model.layers.{index}.mlp", (repeat,)) for index in range(12)]
+    assert [name.split(".")[2] for name in names] == ["0", "1", "2", "3"] + ["2", "3"] * 3 + ["4", "5"]
+    assert traced_path("model.norm", (repeat,)) == "model.norm"

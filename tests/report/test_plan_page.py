@@ -1,0 +1,171 @@
+"""The plan's page: one file, nothing fetched, nothing run, names never become markup."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from fsdptool.planning.document import plan_document
+from fsdptool.records.plan import Candidate, Component, Holding, Moment, NextStep, Peak, Plan
+from fsdptool.report.html import plan_page
+from fsdptool.report.plan import print_plan
+from fsdptool.report.plan_words import amount, resample
+
+NASTY = '<script>alert("x")</script>'
+GIB = 2**30
+
+
+def candidate(name: str, total: int, *, rejected: str | None = None, samples: float = 3.0) -> Candidate:
+    settings = {
+        "cluster": 0,
+        "layout": "native",
+        "wrap_policy": "transformer",
+        "wrap_classes": [NASTY],
+        "micro_batch": 1,
+        "accumulation": 2,
+        "checkpointing": "every_2",
+        "reshard_after_forward": 4,
+        "dp_replicate": 2,
+        "dp_shard": 4,
+        "cp": 1,
+        "cpu_offload": False,
+        "optimizer_implementation": "auto",
+        "prefetch": 2,
+        "reduce_dtype": None,
+        "gradients": "sharded",
+    }
+    return Candidate(
+        id=name,
+        settings=settings,
+        allocated_peak_bytes=total,
+        reserved_peak_bytes=None,
+        device_total_bytes=total,
+        usable_bytes=80 * GIB,
+        slack_bytes=80 * GIB - total,
+        host_bytes_per_node=GIB,
+        components=(
+            Component("parameters", total // 2, "exact"),
+            Component("activations", total - total // 2, "estimated"),
+            Component("temporaries", None, "unknown"),
+        ),
+        peak=Peak(NASTY, (Holding("activations", total // 2),)),
+        timeline=(Moment("forward a", GIB), Moment(NASTY, total), Moment("backward a", GIB)),
+        step_seconds=0.5,
+        tokens_per_second=1000.0,
+        rejected_by=rejected,
+        samples_per_second=samples,
+        mfu=0.4,
+        seconds={"compute": 0.4, "exposed_communication": 0.1},
+    )
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    plan = Plan(
+        verdict="fits",
+        chosen="asked",
+        candidates=(
+            candidate("asked", 40 * GIB),
+            candidate("c0001", 90 * GIB, rejected="memory: too much"),
+            candidate("c0002", 30 * GIB, rejected="speed: slower", samples=2.0),
+        ),
+        next_steps=(NextStep(NASTY, {}, 10, True, NASTY),),
+        inputs={"model": {"reference": NASTY, "class": NASTY, "parameters": 1}, "recipe": {"x": NASTY}},
+        unknowns=(NASTY,),
+        details={"clusters": [NASTY], "front": ["asked", "c0002"], "asked": ["asked"], "notes": [NASTY]},
+    )
+    return plan_document(plan)
+
+
+class Reader(HTMLParser):
+    """Collects tags, and checks that they close in order."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_fetches_and_runs_nothing(document: dict[str, Any]) -> None:
+    page = plan_page(document)
+    reader = Reader()
+    reader.feed(page)
+    assert not reader.open
+    tags = {tag for tag, _ in reader.seen}
+    assert not tags & {"script", "link", "img", "iframe", "object", "form"}
+    for _, attributes in reader.seen:
+        assert not {"src", "href"} & set(attributes) or attributes.get("href", "").startswith("#")
+        assert not [name for name in attributes if name.startswith("on")]
+    assert "url(" not in page
+    assert "@import" not in page
+    assert {"svg", "table", "details"} <= tags
+
+
+def test_the_page_can_be_read_without_seeing_and_without_a_mouse(document: dict[str, Any]) -> None:
+    reader = Reader()
+    reader.feed(plan_page(document))
+    for tag, attributes in reader.seen:
+        if tag == "svg":
+            assert attributes["role"] == "img"
+            assert attributes["aria-labelledby"]
+        if attributes.get("class", "") and "scroll" in (attributes["class"] or ""):
+            assert attributes["tabindex"] == "0"
+            assert attributes["aria-label"]
+    tables = sum(tag == "table" for tag, _ in reader.seen)
+    assert tables == sum(tag == "caption" for tag, _ in reader.seen)
+
+
+def test_every_candidate_and_its_reason_is_on_the_page(document: dict[str, Any]) -> None:
+    page = plan_page(document)
+    for text in ("asked (chosen)", "c0001", "memory: too much", "speed: slower"):
+        assert text in page
+
+
+def test_a_pipe_gets_whole_rows(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(document, explain=True)
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert "…" not in told
+    assert NASTY in told
+    rows = [line.split("\t") for line in told.splitlines() if line.startswith(("asked\t", "c000"))]
+    assert len(rows) == 3
+    assert {len(row) for row in rows} == {6}
+
+
+def test_unknown_is_said_and_never_zero(capsys: pytest.CaptureFixture[str], document: dict[str, Any]) -> None:
+    print_plan(document)
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("temporaries"))
+    assert line.split("\t")[1:] == ["unknown", "", "unknown"]
+
+
+def test_amounts_read_well() -> None:
+    assert [amount(value) for value in (0, 1023, 1536, 79 * GIB, -GIB, None)] == [
+        "0 B",
+        "1023 B",
+        "1.50 KiB",
+        "79.0 GiB",
+        "-1.00 GiB",
+        "unknown",
+    ]
+
+
+def test_a_resampled_timeline_keeps_its_peak() -> None:
+    moments = [{"allocated_bytes": value} for value in [1] * 500 + [9] + [1] * 500]
+    levels = resample(moments, 64)
+    assert len(levels) == 64
+    assert max(levels) == 9
