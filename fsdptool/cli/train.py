@@ -73,7 +73,14 @@ def command(
     folder = (output or Path("runs") / recipe.stem).absolute()
     first = not node_rank
     number = check_folder(folder, resume=resume, force=force) if first else 0
-    prepared = prepare(recipe, config, processes=processes, cpu=cpu, with_prediction=predict and first)
+    prepared = prepare(
+        recipe,
+        config,
+        processes=processes,
+        cpu=cpu,
+        with_prediction=predict and first and not dry_run,
+        with_data=first and not dry_run,
+    )
     nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
     command_line = build_command(
         folder,

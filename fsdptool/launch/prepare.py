@@ -61,6 +61,7 @@ def prepare(
     processes: int | None = None,
     cpu: bool = False,
     with_prediction: bool = True,
+    with_data: bool = True,
 ) -> Prepared:
     """Read, resolve, inspect, group and predict.
 
@@ -70,6 +71,7 @@ def prepare(
         processes: Processes the launch will have, if the command line says so.
         cpu: Train on the CPU whatever the YAML says.
         with_prediction: Ask ``planning`` for the memory.
+        with_data: Open (and tokenise) the data once, here, so that a mistake is one line.
 
     Raises:
         FsdptoolError: Anything the person can mend, in one line.
@@ -91,10 +93,14 @@ def prepare(
     world_size, per_machine = count_processes(settings, device, processes, config_path)
     settings = replace(settings, num_processes=world_size, use_cpu=device == "cpu")
     _check_mesh(settings, world_size, config_path)
+    if recipe.steps is None and recipe.epochs is None:
+        raise ConfigError(f"{recipe_path} says neither steps nor epochs", help="set one of them")
     spec = resolve_model(recipe.model, recipe_path)
     anatomy = inspect(spec)
     units = plan_units(anatomy, recipe, settings)
     teacher_spec, teacher_units = _teacher(recipe, settings, recipe_path)
+    if with_data:
+        _check_data(recipe, spec, settings)
     prediction, notes = _predict(spec, anatomy, recipe, settings, device) if with_prediction else (None, ())
     return Prepared(
         recipe=recipe,
@@ -201,6 +207,15 @@ def _teacher(
 
     spec = resolve_model(recipe.method.distillation.teacher, recipe_path)
     return spec, plan_teacher(inspect(spec), recipe, settings)
+
+
+def _check_data(recipe: Recipe, spec: ModelSpec, settings: FsdpSettings) -> None:
+    from fsdptool.training.data import prepare as prepare_data
+    from fsdptool.training.data.build import share_of
+
+    mesh = settings.mesh.resolve(settings.num_processes or 1)
+    share_of(recipe, rank=0, world=(settings.num_processes or 1) // mesh.cp)
+    prepare_data(recipe, spec)
 
 
 def _predict(
