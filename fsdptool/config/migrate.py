@@ -54,8 +54,10 @@ def migration(draft: Draft) -> Migration:
         mesh = hybrid_mesh(draft.get("num_processes"), draft.get("num_machines"))
     target = Target(RESHARD_OF_STRATEGY[strategy], draft.get("state_dict_type") or "full", mesh)
     module = import_module(f"fsdptool.config.dialects.{DIALECTS[draft.dialect]}")
-    steps = Rewriter(draft.source)
+    if draft.document.language in ("env", "flags"):
+        return Migration(None, refusal=f"it is written anew: fsdptool migrate --to {draft.dialect} FILE")
     try:
+        steps = Rewriter(draft.source)
         module.migrate(steps, draft, target)
     except NotEditableError as error:
         return Migration(None, refusal=f"the file's form does not allow it: {error}")

@@ -24,6 +24,8 @@ def detect_dialect(root: Node, path: str) -> tuple[str | None, tuple[str, str] |
     """Return the dialect of a mapping, or None and a refusal ``(code, message)`` that names the format."""
     from fsdptool.config.dialects import foreign
 
+    if foreign.is_xla(root):
+        return None, ("FSD110", foreign.XLA)
     scores = {name: import_module(f"{__name__}.{name}").matches(root) for name in _MAPPINGS}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] >= 0.9:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fsdptool.config.tree import Node, to_python
 
+XLA = "XLA FSDP settings (torch_xla on TPU), not FSDP2"
+
 
 def refuse(root: Node, path: str) -> str | None:
     """Return what the mapping is, when it is not one of the dialects; None when it is not known either."""
     keys = {str(entry.key) for entry in root.entries}
-    if _is_xla(root):
-        return "XLA FSDP settings (torch_xla on TPU), not FSDP2"
     section = root.get("fsdp")
     if section is not None and section.node.kind == "map":
         return "a training description whose section fsdp is its program's own (NeMo AutoModel writes it so)"
@@ -33,7 +33,8 @@ def refuse(root: Node, path: str) -> str | None:
     return _nested(root)
 
 
-def _is_xla(root: Node) -> bool:
+def is_xla(root: Node) -> bool:
+    """Whether the mapping switches torch_xla's own FSDP on, in whatever file."""
     config = root.get("fsdp_config")
     for node in (root, config.node if config is not None and config.node.kind == "map" else None):
         entry = node.get("xla") if node is not None else None

@@ -1,0 +1,212 @@
+"""Recipes by their record, and what emit-config writes for a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from accelerate_oracle import run_accelerate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdptool.cli.app import run
+from fsdptool.config import read_settings
+from fsdptool.config.fix import repair
+from fsdptool.config.model_rules import attention_kinds, inspect_model
+from fsdptool.config.presets import PRESETS
+from fsdptool.config.recipe import dump_recipe, read_recipe, recipe_schema
+from fsdptool.errors import ConfigError
+from fsdptool.records.recipe import Recipe
+from fsdptool.resources import load_schema
+
+MINIMAL = "model:\n  reference: llama3:8b\n"
+WRONG = {
+    "optimzer: {}\n": ("recipe:3:1: unknown key 'optimzer'", "did you mean optimizer?"),
+    "learning_rate: 1.0e-4\n": ("unknown key 'learning_rate'", "write it under optimizer:"),
+    "optimizer:\n  learning_rate: 1e-4\n": ("recipe:4:18", "write 0.0001"),
+    "optimizer:\n  scale_learning_rate: no\n": ("not one of none, linear, sqrt", "'none'"),
+    "mixed_precision: bf16\n": ("belongs to the accelerate YAML", "mixed_precision"),
+    "fsdp_version: 2\n": ("belongs to the accelerate YAML", "fsdp_config.fsdp_version"),
+    "sharding:\n  cpu_offload: true\n": ("sharding.cpu_offload belongs", "fsdp_offload_params"),
+    "sharding:\n  layout: natve\n": ("not one of native, accelerate", "did you mean native?"),
+    "batch:\n  micro_batch: 0\n": ("must be at least 1", None),
+    "batch:\n  accumulation: 2\n  global_batch: 8\n": ("decide each other", "keep one"),
+    "seed: 1\nseed: 2\n": ("written again on line 4", "keep one"),
+    "tracking:\n  backends: wandb\n": ("must be a list", None),
+    "steps:\n  - 1\n": ("must be a whole number", None),
+    "model2: [\n": ("not YAML", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", WRONG)
+def test_mistakes_are_one_line_with_their_place(extra: str) -> None:
+    message, advice = WRONG[extra]
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(MINIMAL + extra)
+    assert message in caught.value.message and "\n" not in caught.value.message
+    assert advice is None or advice in (caught.value.help or "")
+
+
+def test_the_model_is_required(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model is missing"):
+        read_recipe("seed: 1\n\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_recipe(tmp_path / "absent.yaml")
+
+
+def test_the_committed_schema_is_the_record() -> None:
+    assert load_schema("recipe") == json.loads(json.dumps(recipe_schema()))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.builds(
+        Recipe,
+        model=st.just(read_recipe(MINIMAL).model),
+        steps=st.none() | st.integers(1, 9),
+        seed=st.integers(0, 2**31),
+        epochs=st.none() | st.floats(0.01, 100),
+    )
+)
+def test_a_recipe_survives_its_yaml(recipe: Recipe) -> None:
+    text = dump_recipe(recipe)
+    assert read_recipe(text) == recipe
+    jsonschema.Draft202012Validator(recipe_schema()).validate(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_clean_and_run_as_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fsdp.yaml"
+    assert run(["emit-config", "--preset", name, "--wrap", "Block", "-o", str(path)]) == 0
+    reading = read_settings(path)
+    assert not [item for item in reading.diagnostics if item.severity != "info" and item.code != "FSD329"]
+    assert reading.consumer.name == ("fsdptool" if name == "cpu" else "accelerate")
+    outcome = run_accelerate(path)
+    assert outcome.error is None
+    for key, value in outcome.settings.items():
+        assert reading.facts[key] == value or (key, value) == ("gpu_ids", "all")
+    assert run(["emit-config", "--preset", name, "-o", str(path)]) == 2, "an existing file is not replaced"
+    assert "exists already" in capsys.readouterr().err
+
+
+def _tiny(folder: Path, **changes: object) -> Path:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "vocab_size": 512,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        **changes,
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_a_model_gets_its_classes_and_the_differences_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = str(_tiny(tmp_path))
+    assert run(["emit-config", reference, "--processes", "4", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(load_schema("emit-config")).validate(data)
+    assert data["settings"]["wrap_classes"] == ["LlamaDecoderLayer"]
+    assert any("gradients are reduced in bfloat16 instead of float32" in line for line in data["differences"])
+    for line in data["differences"]:
+        assert f"# - {line}" in data["text"]
+    assert "# yaml-language-server: $schema=" in data["text"].splitlines()[0]
+    assert run(["emit-config", reference, "--layout", "accelerate", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differences"] == []
+
+
+def test_settings_against_a_model(tmp_path: Path) -> None:
+    anatomy = inspect_model(str(_tiny(tmp_path)))
+    good = tmp_path / "good.yaml"
+    assert (
+        run(["emit-config", "--preset", "single-node", "--wrap", "LlamaDecoderLayer", "-o", str(good)]) == 0
+    )
+    assert not read_settings(good, model=anatomy).diagnostics
+    wrong = {
+        "LlamaDecoderLayr": "FSD401",
+        "LlamaForCausalLM": "FSD402",
+        "LlamaModel": "FSD403",
+        "LlamaMLP": "FSD408",
+    }
+    for name, code in wrong.items():
+        text = good.read_text().replace("LlamaDecoderLayer", name)
+        reading = read_settings(text, model=anatomy)
+        assert code in {item.code for item in reading.diagnostics}, name
+        fixed = repair(reading, unsafe=True, model=anatomy)
+        assert fixed.reading.facts["wrap_classes"] == ("LlamaDecoderLayer",), name
+    small = (
+        good.read_text()
+        .replace("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")
+        .replace("fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer", "fsdp_min_num_params: 1000")
+    )
+    assert "FSD409" in {item.code for item in read_settings(small, model=anatomy).diagnostics}
+    ignored = good.read_text() + ""
+    ignored = ignored.replace("  fsdp_version: 2\n", "  fsdp_version: 2\n  fsdp_ignored_modules: lm_head\n")
+    assert "FSD411" in {item.code for item in read_settings(ignored, model=anatomy).diagnostics}
+
+
+def test_context_parallelism_on_models_that_cannot(tmp_path: Path) -> None:
+    assert attention_kinds({"model_type": "mistral", "sliding_window": 4096}) == ["sliding_attention"]
+    assert attention_kinds({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}) == []
+    assert attention_kinds({"layer_types": ["full_attention", "linear_attention"]}) == ["linear_attention"]
+    assert attention_kinds({"model_type": "llama"}) == []
+    (tmp_path / "mistral").mkdir()
+    anatomy = inspect_model(
+        str(
+            _tiny(
+                tmp_path / "mistral",
+                model_type="mistral",
+                sliding_window=32,
+                architectures=["MistralForCausalLM"],
+            )
+        )
+    )
+    path = tmp_path / "long.yaml"
+    run(["emit-config", "--preset", "long-context", "--wrap", "MistralDecoderLayer", "-o", str(path)])
+    assert "FSD407" in {item.code for item in read_settings(path, model=anatomy).diagnostics}
+
+
+def test_multi_way_ties_and_empty_hints(tmp_path: Path) -> None:
+    (tmp_path / "t5").mkdir()
+    t5 = {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "d_model": 32,
+        "d_ff": 64,
+        "d_kv": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 128,
+    }
+    (tmp_path / "t5" / "config.json").write_text(json.dumps(t5))
+    anatomy = inspect_model(str(tmp_path / "t5"))
+    path = tmp_path / "fsdp.yaml"
+    run(["emit-config", "--preset", "single-node", "--wrap", "T5Block", "-o", str(path)])
+    assert "FSD405" in {item.code for item in read_settings(path, model=anatomy).diagnostics}
+    assert "FSD405" not in {
+        item.code for item in read_settings(path, model=anatomy, consumer="fsdptool").diagnostics
+    }
+
+
+def test_settings_against_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fsdp.yaml"
+    run(["emit-config", "--preset", "single-node-offload", "--wrap", "LlamaDecoderLayer", "-o", str(path)])
+    capsys.readouterr()
+    run(["validate", str(path), "--gpu", "V100", "--gpus", "4", "--format", "json"])
+    codes = {item["code"] for item in json.loads(capsys.readouterr().out)["files"][0]["findings"]}
+    assert {"FSD501", "FSD504"} <= codes
+    run(["validate", str(path), "--model", "llama3:8b", "--host-memory", "16GiB", "--format", "json"])
+    codes = {item["code"] for item in json.loads(capsys.readouterr().out)["files"][0]["findings"]}
+    assert "FSD502" in codes
