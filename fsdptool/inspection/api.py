@@ -126,7 +126,7 @@ def examine(
     if anatomy is None:
         from fsdptool.inspection.build import build
 
-        model = build(spec, dtype=dtype)
+        model = build(spec, dtype=dtype, initialise=False)
         anatomy = describe(model, spec)
         if store is not None and not any(finding.code == "CACHE001" for finding in findings):
             findings += store.put(KIND, key, encode(anatomy), about=_about(spec))

@@ -1,0 +1,210 @@
+"""What detection costs, as ratios measured in one run.
+
+- ``floor``: a bare script that imports what is needed and builds the model on meta.
+- ``cold``: the whole ``fsdptool detect`` command with an empty cache.
+- ``hit``: the same command when the cache has the answer.
+- ``real``: the method of instantiating the model for real (fp32, CPU) and walking its leaves, as tools
+  that know no meta device do; written here with plain diffusers. It is compared with what detect does
+  after the same imports.
+
+Every figure is of a fresh process; CPU seconds are the smallest of the repetitions, which are
+interleaved. CPU time is the steadier column on a shared machine.
+
+    python benchmarks/detect/cost.py -o benchmarks/results/detect_cost.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdptool.families.registry import load_registry
+from fsdptool.records.document import library_versions
+
+MIB = 2**20
+
+FLOOR = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+{imports}
+with torch.device("meta"):
+    model = {build}
+"""
+LLAMA_FLOOR = FLOOR.format(
+    imports="from transformers import LlamaConfig, LlamaForCausalLM",
+    build="LlamaForCausalLM._from_config(LlamaConfig(**json.loads(sys.argv[1])))",
+)
+REAL = """
+import json, resource, sys, time
+import torch
+from diffusers import {name}
+config = json.loads(sys.argv[1])
+started, cpu = time.perf_counter(), time.process_time()
+model = {name}.from_config(config)
+counts = {{}}
+for path, module in model.named_modules():
+    own = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
+    if path and own:
+        counts[type(module).__name__] = counts.get(type(module).__name__, 0) + own
+print(json.dumps({{"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu,
+                  "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}}))
+"""
+OURS = """
+import json, resource, sys, time
+import torch
+from diffusers import {name}
+from fsdptool.inspection import examine
+from fsdptool.source import resolve
+started, cpu = time.perf_counter(), time.process_time()
+examine(resolve(sys.argv[1]), use_cache=False)
+print(json.dumps({{"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu,
+                  "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}}))
+"""
+COMMANDS = ("llama3.1:405b", "flux.1:dev", "wan2.1:t2v-14b")
+INSTANTIATED = ("sdxl:unet", "wan2.1:t2v-1.3b")
+
+
+def flavour(reference: str) -> Any:
+    """Return a flavour's data."""
+    return load_registry().flavour(*reference.split(":"))
+
+
+def floor_script(reference: str) -> list[str]:
+    """Return the command line of the bare script for a model."""
+    found = flavour(reference)
+    if found.model_class == "LlamaForCausalLM":
+        script = LLAMA_FLOOR
+    else:
+        script = FLOOR.format(
+            imports=f"from diffusers import {found.model_class}",
+            build=f"{found.model_class}.from_config(json.loads(sys.argv[1]))",
+        )
+    return [sys.executable, "-c", script, json.dumps(plain(found.config))]
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Return a configuration without the library's own marks."""
+    marks = ("architectures", "model_type")
+    return {key: value for key, value in config.items() if not key.startswith("_") and key not in marks}
+
+
+def run(command: list[str], environment: dict[str, str]) -> tuple[dict[str, float], str]:
+    """Run a command; return its CPU and wall seconds and peak memory, and what it printed."""
+    with tempfile.TemporaryFile() as stream:
+        started = time.perf_counter()
+        child = os.posix_spawn(
+            command[0],
+            command,
+            # As installed: with compiled modules, which test machines often forbid Python to keep.
+            {**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment},
+            file_actions=[(os.POSIX_SPAWN_DUP2, stream.fileno(), 1)],
+        )
+        _, status, usage = os.wait4(child, 0)
+        wall = time.perf_counter() - started
+        stream.seek(0)
+        shown = stream.read().decode()
+    if status:
+        raise SystemExit(f"{command[:3]} ended with {status}: {shown[-500:]}")
+    return {"cpu": usage.ru_utime + usage.ru_stime, "wall": wall, "peak": usage.ru_maxrss * 1024}, shown
+
+
+def best(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Return the smallest of each figure."""
+    return {key: round(min(sample[key] for sample in samples), 4) for key in samples[0]}
+
+
+def commands(repeat: int) -> list[dict[str, Any]]:
+    """Measure floor, cold and hit."""
+    detect = [sys.executable, "-m", "fsdptool", "detect"]
+    samples: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for round_ in range(repeat):
+        for reference in COMMANDS:
+            with tempfile.TemporaryDirectory() as cache:
+                environment = {"FSDPTOOL_CACHE": cache}
+                for what, line in (
+                    ("floor", floor_script(reference)),
+                    ("cold", [*detect, reference]),
+                    ("hit", [*detect, reference]),
+                ):
+                    found, shown = run(line, environment)
+                    if what == "hit" and "(cached)" not in shown:
+                        raise SystemExit("the second detect was no hit: the sources changed meanwhile")
+                    samples.setdefault((reference, what), []).append(found)
+        sys.stderr.write(f"commands: {round_ + 1}/{repeat}\n")
+    rows = []
+    for reference in COMMANDS:
+        floor, cold, hit = (best(samples[reference, what]) for what in ("floor", "cold", "hit"))
+        rows.append(
+            {
+                "reference": reference,
+                "floor": floor,
+                "cold": cold,
+                "hit": hit,
+                "cold_over_floor_cpu": round(cold["cpu"] / floor["cpu"], 3),
+                "cold_peak_mib": round(cold["peak"] / MIB),
+                "hit_over_cold_cpu": round(hit["cpu"] / cold["cpu"], 3),
+                "hit_over_cold_wall": round(hit["wall"] / cold["wall"], 3),
+            }
+        )
+    return rows
+
+
+def instantiated(repeat: int) -> list[dict[str, Any]]:
+    """Measure real instantiation against detection, both after the same imports."""
+    rows = []
+    for reference in INSTANTIATED:
+        found = flavour(reference)
+        real, ours = [], []
+        for _ in range(repeat):
+            script = OURS.format(name=found.model_class)
+            ours.append(json.loads(run([sys.executable, "-c", script, reference], {})[1]))
+        script = REAL.format(name=found.model_class)
+        line = [sys.executable, "-c", script, json.dumps(plain(found.config))]
+        real.append(json.loads(run(line, {})[1]))
+        one, two = best(real), best(ours)
+        rows.append(
+            {
+                "reference": reference,
+                "real": one,
+                "detect": two,
+                "times_less_cpu": round(one["cpu"] / two["cpu"], 1),
+                "times_less_wall": round(one["wall"] / two["wall"], 1),
+                "times_less_memory": round(one["peak"] / two["peak"], 1),
+            }
+        )
+        sys.stderr.write(f"instantiated: {reference}\n")
+    return rows
+
+
+def main() -> None:
+    """Measure and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    document = {
+        "libraries": library_versions(),
+        "python": platform.python_version(),
+        "hardware": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "load_average": os.getloadavg(),
+        "repeat": arguments.repeat,
+        "commands": commands(arguments.repeat),
+        "instantiated": instantiated(arguments.repeat),
+    }
+    document["harness_peak_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    for row in (*document["commands"], *document["instantiated"]):  # type: ignore[misc]
+        print(json.dumps({key: value for key, value in row.items() if not isinstance(value, dict)}))
+
+
+if __name__ == "__main__":
+    main()
