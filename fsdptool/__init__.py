@@ -9,10 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdptool.config.read import read_settings as read_settings
+    from fsdptool.config.recipe import read_recipe as read_recipe
+    from fsdptool.config.write import write_settings as write_settings
     from fsdptool.inspection.api import detect as detect
     from fsdptool.planning.plan import plan as plan
 
 _PUBLIC: dict[str, str] = {
+    "read_recipe": "fsdptool.config.recipe",
+    "read_settings": "fsdptool.config.read",
+    "write_settings": "fsdptool.config.write",
     "detect": "fsdptool.inspection.api",
     "plan": "fsdptool.planning.plan",
 }

@@ -184,9 +184,23 @@ def _big(data: bytes, r: random.Random) -> bytes:
 
 
 MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [
-    _bytes, _cut, _lines(_duplicate), _lines(_indent), _lines(_value), _lines(_value), _lines(_key), _lines(_key),
-    _lines(_swap), _lines(_anchor), _encoding, _nest, _bomb, _merge, _newlines, _big,
-]  # fmt: skip
+    _bytes,
+    _cut,
+    _lines(_duplicate),
+    _lines(_indent),
+    _lines(_value),
+    _lines(_value),
+    _lines(_key),
+    _lines(_key),
+    _lines(_swap),
+    _lines(_anchor),
+    _encoding,
+    _nest,
+    _bomb,
+    _merge,
+    _newlines,
+    _big,
+]
 
 
 def examine(data: bytes, name: str, report: Report) -> Reading | None:

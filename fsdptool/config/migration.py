@@ -112,8 +112,13 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
         reading.source.text,
         final.after.text,
         encoded=final.after.encode(),
-        notes=tuple(_lost(reading)),
+        notes=(*_lost(reading), *_remaining(final.reading)),
     )
+
+
+def _remaining(reading: Reading) -> Iterable[str]:
+    for item in reading.errors:
+        yield f"{item.code} remains on line {item.line or 0}: {item.message}"
 
 
 def _lost(reading: Reading) -> Iterable[str]:
