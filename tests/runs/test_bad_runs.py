@@ -1,0 +1,142 @@
+"""Mistakes in a run: one clear line, the exit code, nothing started and nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import CONFIG, RECIPE, Work
+
+from fsdptool.cli.app import run
+from fsdptool.launch.create import lock_run
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Work:
+    return Work(tmp_path)
+
+
+def complain(place: Work, capsys: pytest.CaptureFixture[str], *options: str, code: int = 2) -> str:
+    """Run, expect the exit code, and return the one line and its help."""
+    place.folder.joinpath("model").exists()
+    before = sorted(place.folder.rglob("*"))
+    assert run(place.arguments("run", *options)) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) <= 2
+    assert sorted(place.folder.rglob("*")) == before, "nothing is written"
+    return error
+
+
+def recipe(place: Work, **changes: str) -> None:
+    text = RECIPE.replace("WORKERS", "0").replace("reference: model", f"reference: {place.folder / 'model'}")
+    text = text.replace("path: text.txt", f"path: {place.folder / 'text.txt'}")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (place.folder / "recipe.yaml").write_text(text)
+
+
+def test_a_typo_in_the_recipe_names_the_nearest_key(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place, checkpoints="checkpoint")
+    assert "checkpoints" in complain(place, capsys)
+
+
+def test_a_recipe_without_an_end(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place, **{"steps: 14\n": ""})
+    assert "neither steps nor epochs" in complain(place, capsys)
+
+
+def test_a_file_that_is_not_there(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    (place.folder / "accelerate.yaml").unlink()
+    assert "accelerate.yaml does not exist" in complain(place, capsys)
+
+
+def test_a_file_that_is_not_text(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    (place.folder / "recipe.yaml").write_bytes(b"model: \xff\xfe")
+    assert "recipe.yaml is not UTF-8" in complain(place, capsys)
+
+
+def test_a_config_for_gpus_where_there_are_none(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place)
+    (place.folder / "accelerate.yaml").write_text(CONFIG.replace("use_cpu: true\n", ""))
+    assert "is for 2 GPUs and this machine has none" in complain(place, capsys)
+
+
+def test_a_config_for_another_number_of_processes(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place)
+    assert "is for 2 processes and the launch has 4" in complain(place, capsys, "--processes", "4")
+
+
+def test_data_without_the_column(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    (place.folder / "rows.jsonl").write_text('{"body": "x"}\n')
+    recipe(place, **{"source: text": "source: jsonl", "text.txt": "rows.jsonl"})
+    assert "has no column 'text'; it has body" in complain(place, capsys)
+
+
+def test_empty_data(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    (place.folder / "text.txt").write_text("")
+    recipe(place)
+    assert "text.txt" in complain(place, capsys)
+
+
+def test_a_tokenizer_larger_than_the_model(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((place.folder / "model" / "config.json").read_text())
+    (place.folder / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    recipe(place)
+    assert "262 tokens, the model" in complain(place, capsys)
+
+
+def test_a_tokenizer_that_is_not_there(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place, **{"tokenizer: bytes": "tokenizer: auto"})
+    assert "no tokenizer can be loaded" in complain(place, capsys)
+
+
+def test_a_tracking_backend_that_is_not_installed(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place, **{"steps: 14": "steps: 14\ntracking: {backends: [trackio]}"})
+    assert "trackio is not installed" in complain(place, capsys)
+
+
+def test_a_global_batch_that_does_not_divide(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place, **{"accumulation: 2": "global_batch: 6"})
+    assert "batch.global_batch 6 is no multiple of" in complain(place, capsys)
+
+
+def test_a_run_is_never_overwritten_unasked(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    (place.folder / "run").mkdir()
+    (place.folder / "run" / "run.json").write_text("{}")
+    assert "holds a run already" in complain(place, capsys)
+    assert "exclude each other" in complain(place, capsys, "--resume", "auto", "--force")
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    (place.folder / "run").mkdir()
+    (place.folder / "run" / "thesis.tex").write_text("x")
+    assert "is not empty and holds no run" in complain(place, capsys)
+    assert "holds no run" in complain(place, capsys, "--force")
+
+
+def test_a_run_folder_that_cannot_be_made(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place)
+    (place.folder / "run").write_text("a file")
+    assert "run is a file" in complain(place, capsys)
+
+
+def test_a_checkpoint_that_is_none(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not a complete checkpoint" in complain(place, capsys, "--resume", str(place.folder / "model"))
+
+
+def test_two_runs_in_one_folder(place: Work) -> None:
+    from fsdptool.errors import ConfigError
+
+    with lock_run(place.folder / "run"), pytest.raises(ConfigError, match="another process trains in"):  # noqa: SIM117
+        with lock_run(place.folder / "run"):
+            pass
+
+
+def test_exporting_what_is_no_run(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", str(place.folder / "model")]) == 2
+    assert "error: " in capsys.readouterr().err
+    assert not (place.folder / "model" / "export").exists()

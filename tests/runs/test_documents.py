@@ -1,0 +1,101 @@
+"""What an undisturbed run leaves: documents that validate, a proof, memory near the plan's, an export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import STEPS, Run, Work
+from jsonschema import Draft202012Validator
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from fsdptool.cli.app import run as fsdptool
+from fsdptool.resources import load_schema
+from fsdptool.training.checkpoint.manifest import list_checkpoints
+from fsdptool.training.events import read_lines
+from fsdptool.training.folder import read_json
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def test_every_document_validates(undisturbed: Run) -> None:
+    for name in ("run", "summary"):
+        Draft202012Validator(load_schema(name)).validate(read_json(undisturbed.folder / f"{name}.json"))
+    lines = list(read_lines(undisturbed.folder / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        Draft202012Validator(load_schema("metrics")).validate(line)
+
+
+def test_the_closing_summary_proves_sharding_and_compares_memory(undisturbed: Run) -> None:
+    summary = undisturbed.summary()
+    assert summary["status"] == "completed"
+    proof = summary["sharding_proof"]
+    assert proof["proven"]
+    assert set(proof["placements"]) == {"[Shard(dim=0)]"}
+    assert summary["units"] == proof["units"]
+    measured = summary["measured_peak_bytes"]
+    assert len(measured) == 2
+    assert all(isinstance(value, int) for value in measured)
+    assert "CPU allocator events" in summary["instrument"]
+    assert summary["predicted_peak_bytes"] is not None
+    assert abs(summary["error_percent"]) < 10.0, summary
+    said = Path(undisturbed.answer.name).read_text()
+    for word in ("sharding", "loss", "predicted", "rank 1 measured", "instrument", "checkpoint"):
+        assert word in said
+    lines = list(read_lines(undisturbed.folder / "metrics.jsonl"))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_the_export_is_the_checkpoint_and_loads(
+    undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = tmp_path / "exported"
+    arguments = ["export", str(undisturbed.folder), "-o", str(target), "--max-shard-size", "40KB"]
+    assert fsdptool([*arguments, "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    Draft202012Validator(load_schema("export")).validate(document)
+    assert "model.safetensors.index.json" in document["files"]
+    model, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "ties are kept"
+    # torch reads the checkpoint on its own: nothing of ours between it and the file.
+    wanted = {f"model/{name}": torch.empty_like(p) for name, p in model.named_parameters()}
+    newest = list_checkpoints(undisturbed.folder / "checkpoints")[0]
+    load(wanted, storage_reader=HuggingFaceStorageReader(str(newest)), no_dist=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.data, wanted[f"model/{name}"]), name
+    text = "The 3th sentence"
+    assert AutoTokenizer.from_pretrained(target)(text)["input_ids"] == list(text.encode())
+    assert fsdptool(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_dry_run_prints_what_would_run_and_writes_nothing(
+    work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fsdptool([*work.arguments("dry"), "--dry-run", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    Draft202012Validator(load_schema("launch")).validate(document)
+    node = document["nodes"][0]
+    assert node["argv"][1:3] == ["-m", "torch.distributed.run"]
+    assert node["argv"][-2:] == ["fsdptool.training.worker", str(work.folder / "dry")]
+    assert node["environment"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert not (work.folder / "dry").exists()
+
+
+def test_a_doctor_shards_for_real(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fsdptool(["doctor", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    Draft202012Validator(load_schema("doctor")).validate(document)
+    (probe,) = document["probes"]
+    assert (probe["device"], probe["backend"]) == ("cpu", "gloo")
+    assert probe["sharded"]
+    assert probe["equal"]
+    assert {plugin["family"] for plugin in document["plugins"]} >= {"generic"}
