@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.errors import PlanError
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 Profile = Literal["cuda", "cpu-fake", "cpu-gloo"]
 Key = tuple[Any, ...]
 """What a trace depends on while a search turns the knobs."""
+
+_CONTEXT_PARALLEL = (
+    "context parallel is unverified: activations are those of a rank's share of the sequence, without the"
+    " keys and values it gathers from the others"
+)
 
 MAX_SIZE = 1 << 40
 """Samples x positions or pixels of a micro-batch beyond which byte counts no longer mean anything."""
@@ -107,7 +112,7 @@ class Estimator:
         """
         recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
         key = _trace_key(knobs)
-        trace = self._trace(key, recipe, settings)
+        trace = self._trace(key, self._share(recipe, knobs.cp), settings)
         units = self._group(knobs, recipe, settings)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
         taught = self._teach(recipe, settings)
@@ -124,9 +129,20 @@ class Estimator:
         verdict = judge(footprint, knobs, cluster, machine)
         timing = None
         if cluster.gpu is not None:
-            costs = self._module_costs(key, trace, cluster.gpu, machine)
-            timing = time_candidate(units, costs, trace, recipe, mesh, cluster, machine)
+            # Ranks share the work of the whole sequence, whose attention grows with its square.
+            whole = replace(knobs, cp=1)
+            worked = self._trace(_trace_key(whole), recipe, settings) if knobs.cp > 1 else trace
+            costs = self._module_costs(_trace_key(whole), worked, cluster.gpu, machine)
+            timing = time_candidate(units, costs, worked, recipe, mesh, cluster, machine)
         return _assemble(id, knobs, cluster, footprint, verdict, timing)
+
+    def _share(self, recipe: Recipe, cp: int) -> Recipe:
+        """Return the recipe as one context-parallel rank sees it: its share of every sequence."""
+        length = recipe.batch.sequence_length
+        if cp == 1 or length is None:
+            return recipe
+        self.notes[_CONTEXT_PARALLEL] = None
+        return replace(recipe, batch=replace(recipe.batch, sequence_length=-(-length // cp)))
 
     def states(self, knobs: Knobs, cluster: Cluster) -> dict[str, int]:
         """Return the bytes one rank keeps for the model by kind: what the rule-of-thumb tables give.

@@ -1,0 +1,102 @@
+"""How fast a search is with warm traces, and what it holds in memory.
+
+    python benchmarks/planning/search_speed.py [-o benchmarks/results/planning_search.json]
+
+Each case runs in a process of its own. The first plan there traces what the cache lacks; then the same
+search runs again in the same process, imports and traces warm. Seconds are of that second run, by the
+process's own clock (what two idle cores would need) and by the wall. Resident memory is the process's
+highest, its first run included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CASES = {
+    "llama3:8b, 2 x 8 H100": {
+        "reference": "llama3:8b",
+        "gpu": "H100-80GB-SXM",
+        "gpus": 8,
+        "nodes": 2,
+        "sequence_length": 4096,
+        "global_batch": 128,
+    },
+    "llama3:70b, 8 x 8 H100": {
+        "reference": "llama3:70b",
+        "gpu": "H100-80GB-SXM",
+        "gpus": 8,
+        "nodes": 8,
+        "sequence_length": 4096,
+        "global_batch": 512,
+    },
+}
+LIMITS = {"candidates": 500, "seconds": 10.0, "resident_mib": 800.0}
+
+
+def measure(name: str) -> dict[str, object]:
+    """Run one case in this process."""
+    from fsdptool.planning import Options, make_plan, read_request
+
+    options = Options(**CASES[name], search=True)
+    make_plan(read_request(options))
+    wall, cpu = time.perf_counter(), time.process_time()
+    plan = make_plan(read_request(options))
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    count = len(plan.candidates)
+    return {
+        "case": name,
+        "candidates": count,
+        "chosen": plan.chosen,
+        "verdict": plan.verdict,
+        "cpu_seconds": round(cpu, 2),
+        "wall_seconds": round(wall, 2),
+        "cpu_seconds_per_500": round(cpu * 500 / count, 2),
+        "resident_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    }
+
+
+def main() -> None:
+    """Run every case and print (and keep) the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--case", choices=list(CASES))
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measure(arguments.case)))
+        return
+    results = []
+    for name in CASES:
+        command = [sys.executable, __file__, "--case", name]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+        print(results[-1])
+    from fsdptool.records.document import library_versions, tool_version
+
+    document = {
+        "benchmark": "planning/search_speed",
+        "limits": LIMITS,
+        "hardware": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+        },
+        "load_average": os.getloadavg()[0],
+        "fsdptool": tool_version(),
+        "libraries": library_versions(),
+        "results": results,
+    }
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
