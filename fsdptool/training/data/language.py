@@ -16,7 +16,7 @@ from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.collate import Stack
 from fsdptool.training.data.loader import Collate, Samples
 from fsdptool.training.data.packing import fit, single, wrap
-from fsdptool.training.data.ragged import Ragged, content_hash
+from fsdptool.training.data.ragged import Ragged
 from fsdptool.training.data.text import Labelled, MaskedSequences, Packing, Pairs, Sequences
 from fsdptool.training.data.tokenise import tokenised
 from fsdptool.training.data.tokenizer import Encoder, load_tokenizer
@@ -74,9 +74,7 @@ def _part(table: Ragged, part: str, holdout: float, data: Data) -> NDArray[np.in
         return every
     if holdout >= 1.0:
         raise ConfigError(f"evaluation.holdout is {holdout}", help="give a share below 1, for example 0.05")
-    limit = int(holdout * _HASH_RANGE)
-    hashes = [content_hash([table.row(name, row) for name in table.columns]) for row in range(len(table))]
-    held_out = np.asarray(hashes, dtype=np.int64) < limit
+    held_out = table.hashes() < int(holdout * _HASH_RANGE)
     found = every[held_out] if part == "held_out" else every[~held_out]
     if len(found) == 0:
         raise ConfigError(

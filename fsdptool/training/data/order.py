@@ -45,7 +45,7 @@ def _scores(count: int, key: int) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def permutation(count: int, key: int) -> NDArray[np.int64]:
     """Return a permutation of ``range(count)`` that depends on ``key`` alone (8 bytes per sample)."""
     return np.argsort(_scores(count, key), kind="stable").astype(np.int64)

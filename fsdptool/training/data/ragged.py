@@ -1,7 +1,8 @@
 """A table of integer rows of unequal length on disk: written once, then read memory-mapped.
 
 A folder holds, per column, ``NAME.bin`` (the values end to end) and ``NAME.ends.npy`` (where each
-row ends), and ``table.json``, written last. A folder without it was never finished.
+row ends), ``hashes.npy`` (one per row), and ``table.json``, written last. A folder without it was
+never finished.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -34,6 +35,8 @@ class RaggedWriter:
         self._ends: dict[str, list[int]] = {name: [] for name in columns}
         self._lengths = dict.fromkeys(columns, 0)
         self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._row = hashlib.blake2b(digest_size=8)
+        self._hashes: list[int] = []
 
     def __enter__(self) -> RaggedWriter:
         return self
@@ -51,6 +54,7 @@ class RaggedWriter:
             data = array.tobytes()
             self._files[name].write(data)
             self._digest.update(data)
+            self._row.update(data)
             self._lengths[name] += len(array)
 
     def end(self) -> None:
@@ -58,6 +62,8 @@ class RaggedWriter:
         for name, length in self._lengths.items():
             self._ends[name].append(length)
             self._digest.update(b"%d;" % length)
+        self._hashes.append(int.from_bytes(self._row.digest(), "big") >> 1)
+        self._row = hashlib.blake2b(digest_size=8)
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Append one whole row."""
@@ -71,6 +77,7 @@ class RaggedWriter:
             os.fsync(file.fileno())
             file.close()
             np.save(self._folder / f"{name}.ends.npy", np.asarray(self._ends[name], dtype=np.int64))
+        np.save(self._folder / "hashes.npy", np.asarray(self._hashes, dtype=np.int64))
         document = {
             "columns": {name: kind.str for name, kind in self._types.items()},
             "digest": self._digest.hexdigest(),
@@ -125,6 +132,11 @@ class Ragged:
         """Return the length of each row of a column."""
         return np.diff(self.ends(name), prepend=0)
 
+    def hashes(self) -> NDArray[np.int64]:
+        """Return 63 bits of each row's content: they decide what is held out."""
+        found: NDArray[np.int64] = np.load(self.folder / "hashes.npy", mmap_mode="r")
+        return found
+
     def row(self, name: str, index: int) -> NDArray[Any]:
         """Return one row of one column (a view)."""
         ends = self.ends(name)
@@ -170,12 +182,3 @@ def made_once(folder: Path, make: Callable[[Path], None], *, finished: str) -> N
             f"{folder} cannot be written: {error.strerror or error}",
             help="free space there or set FSDPTOOL_CACHE to another folder",
         ) from error
-
-
-def content_hash(arrays: Sequence[NDArray[Any]]) -> int:
-    """Return 63 bits of the content of arrays: decides whether a sample is held out."""
-    digest = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).tobytes())
-        digest.update(b"|")
-    return int.from_bytes(digest.digest(), "big") >> 1

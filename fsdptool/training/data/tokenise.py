@@ -18,7 +18,7 @@ from fsdptool.training.data.sources import Row, Source, open_source
 from fsdptool.training.data.tokenizer import Encoder
 
 _GROUP = 512
-_VERSION = 1
+_VERSION = 2
 """Raised when the tables' meaning changes, so that old ones are made anew."""
 
 
