@@ -74,7 +74,7 @@ def _read() -> dict[str, Any]:
 
 def _keep(name: str, result: dict[str, Any]) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
-    with FileLock(RESULTS.with_suffix(".lock")):
+    with FileLock(Path(tempfile.gettempdir()) / "fsdptool-memory-measured.lock"):
         kept = _read()
         kept["measured"][name] = result
         _write(kept)

@@ -35,7 +35,7 @@ class _Complete(torch.autograd.Function):
         ctx.borders, ctx.path = inputs[0], inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         ctx.borders.complete(ctx.path)
         return (None, None, *gradients)
 
@@ -86,7 +86,7 @@ class Borders:
                 return args, kwargs
             tensors = collect_grad_tensors((args, kwargs))
             if tensors:
-                made = _Complete.apply(self, path, *tensors)
+                made = _Complete.apply(self, path, *tensors)  # type: ignore[no-untyped-call]
                 args, kwargs = replace_grad_tensors((args, kwargs), iter(made))
             return args, kwargs
 
@@ -104,7 +104,7 @@ class Borders:
             self._recorder.mark("leave", self._prefix + path)
             if torch.is_grad_enabled():
                 for tensor in collect_grad_tensors(output):
-                    tensor.register_hook(arrived)
+                    tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             if casts and self._output is not None:
                 return _to(output, self._output)
             return None

@@ -39,7 +39,7 @@ def materialise(model: nn.Module, mode: Any, conditions: Conditions) -> None:
                     )
                     made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
                     kept.append(parameter)
-                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+                module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue

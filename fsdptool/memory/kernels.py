@@ -45,9 +45,10 @@ def _attend(
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         bias = bias.expand(shape)
     needs = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs, dropout_p, is_causal, scale=scale
     )[0]
+    return out
 
 
 def _flash(
@@ -64,7 +65,7 @@ def _flash(
         # pad_last_dim in attention.cpp: flash wants multiples of 8.
         scale = scale if scale is not None else size**-0.5
         query, key, value = (torch.nn.functional.pad(t, (0, extra)) for t in (query, key, value))
-    out = torch.ops.aten._scaled_dot_product_flash_attention(
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
     )[0]
     return out[..., :size] if extra else out

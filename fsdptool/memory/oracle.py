@@ -97,7 +97,7 @@ def _watched_resizing(counter: LiveBytes) -> Iterator[None]:
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)  # type: ignore[func-returns-value]
+        result = original(storage, size)
         counter.resized(storage)
         return result
 
@@ -114,12 +114,13 @@ def _separate_propagation() -> Iterator[None]:
     # (torch 2.13, ``torch/distributed/tensor/_sharding_prop.py``).
     from torch.distributed.tensor import _sharding_prop
 
-    original = _sharding_prop.detect_fake_mode
-    _sharding_prop.detect_fake_mode = lambda *_: None
+    module: Any = _sharding_prop
+    original = module.detect_fake_mode
+    module.detect_fake_mode = lambda *_: None
     try:
         yield
     finally:
-        _sharding_prop.detect_fake_mode = original
+        module.detect_fake_mode = original
 
 
 @contextmanager
@@ -250,7 +251,7 @@ class _Runner:
 def _fill(model: nn.Module, mode: Any, counter: LiveBytes) -> None:
     """Give every meta parameter and buffer a fake tensor, ties kept, and count it."""
     made: dict[int, Any] = {}
-    kept = []
+    kept: list[torch.Tensor] = []
     with mode:
         for module in model.modules():
             for name, parameter in module._parameters.items():

@@ -22,11 +22,11 @@ from fsdptool.records.trace import KINDS, Marker, Segment, Trace
 _KIND = {name: index for index, name in enumerate(KINDS)}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records segments while it is entered; enter it above the ``FakeTensorMode``."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.sizes: list[int] = []
         self.kinds: list[int] = []

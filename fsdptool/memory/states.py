@@ -15,7 +15,7 @@ from fsdptool.memory.ledger import (
     REPLICATED,
     Block,
 )
-from fsdptool.memory.sizes import WIDTH, rounded, rounded_sum, shard_numel, stored_dtype
+from fsdptool.memory.sizes import WIDTH, rounded_sum, shard_numel, stored_dtype
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.recipe import Optimizer, Recipe
 from fsdptool.records.units import UnitPlan
@@ -59,8 +59,9 @@ def states(
         grain: Bytes the allocator rounds to.
         cuda: Whether optimizer ``auto`` means fused.
     """
+    ordered = sorted(groups, key=lambda group: _ORDER.index(group.unit.kind))
     shards = [
-        _Local(_shard_shape(w.parameter, ranks), w.stored, w.trainable) for g in groups for w in g.weights
+        _Local(_shard_shape(w.parameter, ranks), w.stored, w.trainable) for g in ordered for w in g.weights
     ]
     whole = [_Local(p.shape, WIDTH.get(stored_dtype(p, plan), 4), p.trainable) for p in plan.ignored]
     trained = [local for local in [*shards, *whole] if local.trainable]
@@ -129,24 +130,24 @@ def _update_sizes(optimizer: Optimizer, trained: Sequence[_Local], implementatio
 
     foreach AdamW holds the square roots of a parameter group's second moments (``_multi_tensor_adam``;
     matrices, which decay, are one group, everything else the other: ``training/optimizer.py``); the
-    loop two temporaries of one parameter; the fused kernel none.
+    loop two temporaries of one parameter and one of the parameter before it; the fused kernel none.
     """
     if not trained:
         return []
-    sizes = [local.numel * local.width for local in trained]
-    largest = max(sizes)
-    if optimizer.name == "adamw":
-        if implementation == "foreach":
-            groups = [
-                [t.numel * t.width for t in trained if (len(t.shape) >= 2) is wide] for wide in (True, False)
-            ]
-            return max(groups, key=sum)
-        return [] if implementation == "fused" else [largest, largest]
-    if optimizer.name == "adafactor":
-        return [largest, largest]
+    groups = [[t.numel * t.width for t in trained if (len(t.shape) >= 2) is wide] for wide in (True, False)]
+    if optimizer.name == "adamw" and implementation == "foreach":
+        return max(groups, key=sum)
+    if optimizer.name == "adamw" and implementation == "fused":
+        return []
+    if optimizer.name in ("adamw", "adafactor"):
+        # The previous parameter's denominator is still bound while the next one's is computed
+        # (``_single_tensor_adam``).
+        worst = [
+            (size, size, before) for group in groups for before, size in zip([0, *group], group, strict=False)
+        ]
+        return [size for size in max(worst, key=sum) if size]
     return []
 
 
-def rounded_total(sizes: Sequence[int], grain: int) -> int:
-    """Return the sum of sizes as the allocator counts them."""
-    return sum(rounded(size, grain) for size in sizes)
+_ORDER = ("embedding", "shared", "block", "tail", "root")
+"""Units as their parameters usually follow one another in a model."""

@@ -169,7 +169,7 @@ def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
 
     for fqn, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(watch(fqn))
+            parameter.register_post_accumulate_grad_hook(watch(fqn))  # type: ignore[no-untyped-call]
 
 
 def _name_outputs(recorder: Recorder, prediction: Mapping[str, Any]) -> None:
