@@ -169,6 +169,39 @@ def test_a_check_notices_a_changed_model(
     assert "model.config_digest" in capsys.readouterr().out
 
 
+def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsdptool.memory
+    from fsdptool.inspection import inspect
+    from fsdptool.memory.tracer import without_activations
+    from fsdptool.records.recipe import Recipe
+
+    def untraceable(spec: Any, recipe: Recipe, settings: Any, **_: Any) -> Any:
+        return without_activations(inspect(spec), recipe, "cuda", "no example inputs")
+
+    exact = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "64", "--no-search"])
+    monkeypatch.setattr(fsdptool.memory, "trace", untraceable)
+    arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--no-search"]
+    plan = document(capsys, arguments, status=5)
+    jsonschema.validate(plan, load_schema("plan"))
+    assert plan["verdict"] == "unknown"
+    assert any("no example inputs" in text for text in plan["unknowns"])
+    asked, known = plan["candidates"][0], exact["candidates"][0]
+    assert asked["device_total_bytes"] is None
+    assert asked["step_seconds"] is None
+    assert asked["rejected_by"] == "activations are unknown"
+    states = {item["name"]: item for item in asked["components"]}
+    for name in ("parameters", "optimizer"):
+        expected = next(item for item in known["components"] if item["name"] == name)
+        assert states[name] == expected
+    assert states["activations"] == {"name": "activations", "bytes": None, "basis": "unknown"}
+    assert run(arguments) == 5
+    told = capsys.readouterr().out
+    assert "cannot be told" in told
+    assert "activations\tunknown" in told
+
+
 def test_plans_on_cpu_are_judged_by_the_hosts_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", model, "--profile", "cpu-gloo", "--processes", "2", "--seq-len", "64"]
     plan = document(capsys, [*arguments, "--host-memory", "4 GiB"])
