@@ -39,7 +39,7 @@ from fsdptool.training.step import Stepper, _Agreed
 STEPS = 2
 
 
-class _Undaunted(Stepper):
+class Undaunted(Stepper):
     """Takes every step: over ``fake`` ranks gathered values are whatever memory held."""
 
     def _agree(self, total: Any, sums: Any, stop: int) -> _Agreed:
@@ -85,7 +85,7 @@ def _run(setting: Setting) -> None:
     optimizer = build_optimizer(
         recipe.optimizer, list(model.named_parameters()), rate=1e-4, device=session.device
     )
-    stepper = _Undaunted(
+    stepper = Undaunted(
         model,
         micro_loss,
         optimizer,
