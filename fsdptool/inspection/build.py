@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,7 @@ def _without_values() -> Iterator[None]:
 
     names = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
     kept = {name: getattr(init, name) for name in names}
+    known = set(sys.modules)
     try:
         for name in names:
             setattr(init, name, _untouched)
@@ -80,6 +82,22 @@ def _without_values() -> Iterator[None]:
     finally:
         for name, function in kept.items():
             setattr(init, name, function)
+        _give_back(kept, [module for key, module in list(sys.modules.items()) if key not in known])
+
+
+def _give_back(kept: dict[str, Any], modules: list[Any]) -> None:
+    """Restore the initialisers that modules imported meanwhile have taken for torch's own.
+
+    transformers.initialization keeps them in a table at import (transformers 5.23); every later
+    model of the process would start from uninitialised memory.
+    """
+    for module in modules:
+        namespace = getattr(module, "__dict__", {})
+        for name in [name for name, value in namespace.items() if value is _untouched and name in kept]:
+            setattr(module, name, kept[name])
+        table = namespace.get("TORCH_INIT_FUNCTIONS")
+        if isinstance(table, dict):
+            table.update({name: kept[name] for name in table if name in kept})
 
 
 def _untouched(tensor: Any, *_: Any, **__: Any) -> Any:

@@ -433,3 +433,26 @@ def test_recipes_that_cannot_run_say_why_in_one_line(
     for message in pool.run(refused, 2, folder, recipe):
         assert words in message
         assert "\n" not in message
+
+
+def test_detecting_first_leaves_initialisation_alone(tmp_path: Path) -> None:
+    """A fresh interpreter that inspects before anything imports transformers still draws values."""
+    import subprocess
+    import sys
+
+    from cases import LLAMA, write_model
+
+    code = (
+        "import sys; from fsdptool.source import resolve; from fsdptool.inspection import inspect;"
+        "spec = resolve(sys.argv[1]); inspect(spec, use_cache=False);"
+        "from fsdptool.training.initialisation import draw_blueprint;"
+        "from fsdptool.families.registry import family_of;"
+        "plan = draw_blueprint(lambda: family_of(spec).build(spec.config, model_class=spec.model_class),"
+        " seed=0, library=spec.library);"
+        "assert all(plan.notes.values()), [n for n, v in plan.notes.items() if not v]"
+    )
+    reference = write_model(tmp_path / "model", LLAMA)
+    done = subprocess.run(
+        [sys.executable, "-c", code, reference], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
