@@ -25,8 +25,8 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 
 def write_adapters(
     folder: Path, inputs: RunInputs, family: Family, model: nn.Module, fetch: Callable[[str], torch.Tensor]
-) -> list[str]:
-    """Write the adapters alone; returns the names of the files.
+) -> None:
+    """Write the adapters alone: peft's format, and diffusers' own beside it for its models.
 
     Args:
         folder: Existing folder.
@@ -46,15 +46,19 @@ def write_adapters(
         config["task_type"] = _task(spec.model_class)
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     named = {name: p for name, p in model.named_parameters() if is_adapter(name)}
-    _write(folder / PEFT_FILE, "base_model.model.", named, fetch, {"format": "pt"})
-    write_json(folder / "adapter_config.json", json.loads(json.dumps(plain, default=str)))
-    if spec.library != "diffusers":
-        return [PEFT_FILE, "adapter_config.json"]
+    # diffusers takes the first safetensors file it finds in a folder (0.42, lora_base.py), so for its
+    # models peft's format has a folder of its own.
+    apart = spec.library == "diffusers"
+    place = folder / "peft" if apart else folder
+    place.mkdir(exist_ok=True)
+    _write(place / PEFT_FILE, "base_model.model.", named, fetch, {"format": "pt"})
+    write_json(place / "adapter_config.json", json.loads(json.dumps(plain, default=str)))
+    if not apart:
+        return
     component = f"{spec.component or 'transformer'}."
     packed = {f"{component}{key}": value for key, value in plain.items()}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(packed, default=str, sort_keys=True)}
     _write(folder / DIFFUSERS_FILE, component, named, fetch, metadata)
-    return [PEFT_FILE, "adapter_config.json", DIFFUSERS_FILE]
 
 
 def _write(
