@@ -38,9 +38,10 @@ def _precision(native: UnitPlan, plain: UnitPlan) -> list[str]:
             f"{native.reduce_dtype or 'the parameter dtype'}"
         )
     if native.output_dtype != plain.output_dtype:
+        own = "the dtype the model computes"
         found.append(
-            f"outputs (logits and loss) come in {plain.output_dtype or 'the model computes them'} instead of "
-            f"{native.output_dtype or 'the model computes them'}"
+            f"outputs (logits and loss) come in {plain.output_dtype or own} instead of "
+            f"{native.output_dtype or own}"
         )
     if native.param_dtype != plain.param_dtype:
         found.append(

@@ -108,7 +108,12 @@ def from_plan(path: Path, *, candidate: str | None = None) -> Emission:
         component=model.component,
         trust_remote_code=model.trust_remote_code,
         overrides=model.overrides,
+        wrap=tuple(plan.inputs.get("wrap", ())),
+        exclude=tuple(plan.inputs.get("exclude", ())),
     )
+    if settings.wrap_policy == "transformer" and not settings.wrap_classes:
+        # The plan left the choice to detect; accelerate would take _no_split_modules instead.
+        settings = replace(settings, wrap_classes=anatomy.wrap.classes)
     return Emission(
         settings,
         recipe.sharding.layout,
