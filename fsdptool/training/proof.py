@@ -69,8 +69,7 @@ def _check_placements(names: dict[str, nn.Parameter], plan: UnitPlan, session: S
     for unit in plan.units:
         for listed in unit.parameters:
             parameter = names.get(listed.fqn)
-            require(parameter is not None, f"{listed.fqn} is not in the model")
-            require(isinstance(parameter, DTensor), f"{listed.fqn} is not sharded")
+            require(isinstance(parameter, DTensor), f"{listed.fqn} is not a sharded parameter of the model")
             assert isinstance(parameter, DTensor)
             require(tuple(parameter.placements) == wanted, f"{listed.fqn} is placed {parameter.placements}")
             require(
