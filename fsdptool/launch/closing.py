@@ -76,8 +76,12 @@ def exit_status(outcome: Outcome) -> int:
 
 
 def throughput(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return rates and step-time percentiles; the first step (compilation, first allocations) is left out."""
-    steps = list(lines)[1:]
+    """Return rates and step-time percentiles.
+
+    The first steps are left out: compilation, first allocations, and the CPU meter's profiler.
+    """
+    every = list(lines)
+    steps = every[3:] if len(every) > 6 else every[1:]
     seconds = [float(line["step_seconds"]) for line in steps if line.get("step_seconds")]
     total = sum(seconds)
     result: dict[str, float | None] = dict.fromkeys(
