@@ -29,9 +29,10 @@ def read_request(options: Options) -> Request:
         PlanError: The options contradict each other or name what is not there.
         ConfigError: A recipe or configuration file cannot be used.
     """
-    profile = one_of("profile", options.profile or "cuda", PROFILES)
+    wanted = one_of("profile", options.profile, PROFILES) if options.profile is not None else None
     recipe = asked_recipe(options)
-    settings, found = _settings(options, profile)
+    settings, found = _settings(options, wanted)
+    profile = wanted or _own_profile(options, settings)
     offers = _offers(options, settings, profile)
     clusters = tuple(offer.cluster for offer in offers)
     found += tuple(diagnostic for offer in offers for diagnostic in offer.diagnostics)
@@ -109,7 +110,13 @@ def _prefer(options: Options, clusters: Sequence[Cluster]) -> str:
     return str(wanted)
 
 
-def _settings(options: Options, profile: str) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
+def _own_profile(options: Options, settings: FsdpSettings) -> str:
+    """A file that says ``use_cpu`` is planned for CPU ranks unless hardware is named."""
+    named = options.gpu is not None or options.clusters
+    return "cpu-gloo" if settings.use_cpu and not named else "cuda"
+
+
+def _settings(options: Options, profile: str | None) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
     found: tuple[Diagnostic, ...] = ()
     if isinstance(options.config, FsdpSettings):
         settings = options.config
@@ -117,7 +124,7 @@ def _settings(options: Options, profile: str) -> tuple[FsdpSettings, tuple[Diagn
         settings, found = _read_config(options.config)
     else:
         # On CPU nobody gains from half precision unless they say so.
-        settings = FsdpSettings(mixed_precision="bf16" if profile == "cuda" else "no")
+        settings = FsdpSettings(mixed_precision="bf16" if profile in (None, "cuda") else "no")
     mesh = given(settings.mesh, dp_replicate=options.dp_replicate, dp_shard=options.dp_shard, cp=options.cp)
     checkpointing = None if options.checkpointing is None else options.checkpointing != "none"
     precision = {"fp32": "no", "no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}

@@ -17,6 +17,11 @@ def given(record: R, **values: Any) -> R:
 
 
 def choice(name: str, value: str | None, choices: tuple[str, ...]) -> Any:
+    """Return what :func:`one_of` returns; None stays None.
+
+    Raises:
+        PlanError: The value is none of the choices.
+    """
     return None if value is None else one_of(name, value, choices)
 
 
