@@ -117,7 +117,7 @@ def _from_flavour(text: str, options: _Options) -> ModelSpec:
         library=family.library,
         model_class=flavour.model_class,
         config=dict(flavour.config),
-        objective=family.default_objective,
+        objective=family.objective_for(flavour.config),
         component=flavour.component,
         trust_remote_code=options.trust,
     )
@@ -303,7 +303,7 @@ def _plain(
         library="diffusers" if isinstance(config.get("_class_name"), str) else family.library,
         model_class=family.model_class(config),
         config=dict(config),
-        objective=family.default_objective,
+        objective=family.objective_for(config),
         folder=str(folder) if folder is not None else None,
         weights=safetensors_in(folder) if folder is not None else (),
         trust_remote_code=options.trust,
