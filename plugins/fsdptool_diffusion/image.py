@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.families.protocol import TensorSpec
+from fsdptool.families.protocol import TensorSpec, WrapHint
 from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
 
 if TYPE_CHECKING:
@@ -80,6 +80,14 @@ class DiT(Denoiser):
     """DiT: conditioned on a class of ImageNet."""
 
     geometry = Geometry(height=256, width=256)
+
+    def wrap_hint(self, config: Mapping[str, Any]) -> WrapHint:
+        """Return the blocks and the embedding that the model calls from outside its first block."""
+        return WrapHint(
+            ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings"),
+            "the model calls the first block's timestep and label embedding from outside the block (diffusers"
+            " 0.42), where FSDP2 keeps it sharded; as a unit of its own it is gathered wherever it is called",
+        )
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
         """Return the class."""
