@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +64,7 @@ def _check_units(model: nn.Module, plan: UnitPlan) -> None:
     require(actual == expected, f"the model has {actual} parameters, the plan lists {expected}")
 
 
-def _check_placements(names: dict[str, nn.Parameter], plan: UnitPlan, session: Session) -> None:
+def _check_placements(names: Mapping[str, torch.Tensor], plan: UnitPlan, session: Session) -> None:
     hybrid = session.sizes.dp_replicate > 1
     wanted: tuple[Placement, ...] = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
     for unit in plan.units:
