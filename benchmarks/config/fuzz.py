@@ -3,7 +3,8 @@
     python benchmarks/config/fuzz.py --folder FOLDER --count 20000 [--seed 0] [-o RESULT.json]
 
 Mutations: bytes, keys, values, lines, indentation, encodings, deep nesting, anchors and alias bombs, sizes.
-Every reading is timed (CPU seconds: a busy machine is nobody's hang); every fix is applied and checked by reading the result again.
+Every reading is timed in CPU seconds (a busy machine is no hang); every fix is applied and checked by
+reading the result again.
 """
 
 from __future__ import annotations
