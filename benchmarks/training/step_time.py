@@ -219,7 +219,6 @@ def main() -> None:
             "config": CONFIG,
         },
         "median_step_seconds": {name: statistics.median(values) for name, values in times.items()},
-        "build_seconds": found["start_up"],
         "ratios": {},
     }
     for name in rivals:
