@@ -159,7 +159,12 @@ def check_parallelism(sizes: Mesh, device: torch.device) -> None:
         raise ConfigError(
             f"context parallelism (cp_size: {sizes.cp}) needs CUDA: torch has no sharding rule for the"
             " CPU attention kernel",
-            help="set cp_size to 1, or run on GPUs",
+            help="set cp_size to 1",
+        )
+    if sizes.cp > 1:
+        raise ConfigError(
+            f"cp_size: {sizes.cp} cannot be had: the trainer does not split sequences over ranks",
+            help="set cp_size to 1",
         )
 
 
