@@ -38,11 +38,15 @@ def group(
     sharding = sharding if sharding is not None else Sharding()
     chosen = layout if layout is not None else sharding.layout
     ignored = _ignored(anatomy, settings) | set(replicated)
+    # fully_shard refuses 0-dim parameters (torch 2.13, _verify_managed_param): there is nothing to cut.
+    scalars = {parameter.fqn for parameter in anatomy.parameters if not parameter.shape}
     if chosen == "accelerate":
         _refuse_extras(sharding)
+        _refuse_scalars(anatomy, scalars - ignored)
         units = accelerate_units(anatomy, settings, ignored)
         dtypes = accelerate_dtypes(settings)
     else:
+        ignored |= scalars
         units = native_units(anatomy, settings, sharding, ignored)
         dtypes = native_dtypes(anatomy, settings, sharding)
     return UnitPlan(
@@ -71,6 +75,15 @@ def _ignored(anatomy: Anatomy, settings: FsdpSettings) -> set[str]:
     paths = [module.path for module in anatomy.modules if pattern.fullmatch(module.path)]
     prefixes = tuple(f"{path}." if path else "" for path in paths)
     return {p.fqn for p in anatomy.parameters if any(name.startswith(prefixes) for name in p.names)}
+
+
+def _refuse_scalars(anatomy: Anatomy, scalars: set[str]) -> None:
+    if scalars:
+        raise ConfigError(
+            f"{anatomy.spec.model_class} has a parameter without dimensions ({min(scalars)}), which"
+            " fully_shard refuses and accelerate 1.15 hands to it",
+            help="train with fsdptool's native layout, which keeps it whole on every rank",
+        )
 
 
 def _refuse_extras(sharding: Sharding) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fsdptool.errors import ConfigError
 from fsdptool.layout.accelerate import DEFAULT_MIN_NUM_PARAMS
 from fsdptool.layout.tree import ModuleTree
-from fsdptool.records.anatomy import Anatomy, Parameter
+from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.recipe import Sharding
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import Unit, UnitKind
@@ -121,7 +121,7 @@ def _shard_shared(builder: _Builder, blocks: list[str]) -> None:
     modules that hold it directly are sharded together before the blocks around them.
     """
     groups: dict[tuple[str, ...], None] = {}
-    for parameter in _every_parameter(builder.tree):
+    for parameter in (p for p in builder.tree.parameters if p.aliases):
         owners = builder.tree.owners(parameter)
         homes = {_inside(owner, blocks) for owner in owners}
         if len(homes) > 1 and homes != {None}:
@@ -133,10 +133,6 @@ def _shard_shared(builder: _Builder, blocks: list[str]) -> None:
         merged = [group for group in merged if group not in overlapping] + [union]
     for group in merged:
         builder.shard("shared", sorted(group), reshard=builder.reshard)
-
-
-def _every_parameter(tree: ModuleTree) -> tuple[Parameter, ...]:
-    return tree.subtree("")
 
 
 def _shard_blocks(builder: _Builder, blocks: list[str], settings: FsdpSettings, sharding: Sharding) -> None:

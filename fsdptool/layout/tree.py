@@ -12,6 +12,7 @@ class ModuleTree:
     """Parents, children and directly owned parameters by module path."""
 
     def __init__(self, anatomy: Anatomy) -> None:
+        self.parameters = anatomy.parameters
         self.modules: dict[str, Module] = {module.path: module for module in anatomy.modules}
         self._canonical = {alias: m.path for m in anatomy.modules for alias in (m.path, *m.aliases)}
         self._children: dict[str, list[str]] = defaultdict(list)
