@@ -70,14 +70,7 @@ def unit_plan(anatomy: Anatomy, *, layout: str = "native") -> UnitPlan:
 
     classes = anatomy.wrap.classes
     settings = FsdpSettings(wrap_policy="transformer" if classes else "none", wrap_classes=classes)
-    # fully_shard refuses scalars (torch 2.13, ``_fsdp_init.py``): every rank keeps them whole.
-    scalars = [parameter.fqn for parameter in anatomy.parameters if not parameter.shape]
-    return group(
-        anatomy,
-        settings,
-        layout="accelerate" if layout == "accelerate" else "native",
-        replicated=scalars,
-    )
+    return group(anatomy, settings, layout="accelerate" if layout == "accelerate" else "native")
 
 
 def with_concern(anatomy: Anatomy, census: Census) -> Anatomy:

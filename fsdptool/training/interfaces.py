@@ -41,7 +41,7 @@ class Batches(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last step that was handed out: plain JSON data, equal on all ranks."""
+        """Return the position after the last step handed out: plain JSON data, equal on all ranks."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -51,6 +51,7 @@ def read_rotation(draft: Draft, value: Any, entry: Entry, parent: Node | None) -
 
 
 def read_block(draft: Draft, block: Node | None) -> None:
+    """Read the mesh block into ``draft``; without one every size is 1 and ``dp_shard`` takes the rest."""
     draft.extras["parallelism_block"] = block if (block is not None and block.entries) else None
     if not (block is not None and block.entries) or block is None:
         for name in ("dp_replicate", "cp", "tp", "sp"):
