@@ -311,7 +311,8 @@ def _answer(plan: Plan, output: Path | None, *, force: bool, format: Format, exp
 
 
 def _check(path: Path, format: Format) -> int:
-    from fsdptool.planning.document import check_plan, plan_document
+    from fsdptool.planning.document import plan_document
+    from fsdptool.planning.drift import check_plan
     from fsdptool.report.plan import print_changes
 
     after, changes = check_plan(path, progress=_progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from fsdptool.planning.document import plan_document
 from fsdptool.records.plan import Plan
 
 
@@ -13,7 +14,6 @@ class ShownPlan(Plan):
 
     def _repr_html_(self) -> str:
         """Return the page ``plan -o plan.html`` writes, in a frame of its own."""
-        from fsdptool.planning.document import plan_document
         from fsdptool.report.html import plan_fragment
 
         return plan_fragment(plan_document(self))

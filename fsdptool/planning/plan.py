@@ -11,6 +11,7 @@ from fsdptool.errors import PlanError
 from fsdptool.planning.advice import advise
 from fsdptool.planning.batches import largest_batch
 from fsdptool.planning.clusters import describe
+from fsdptool.planning.document import inputs_of
 from fsdptool.planning.judge import HEADROOM, gib
 from fsdptool.planning.knobs import Knobs, apply_knobs, knobs_from_json, read_knobs
 from fsdptool.planning.ladder import climb
@@ -134,8 +135,6 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
 
     What ``emit-config`` writes and ``train`` runs.
     """
-    from fsdptool.planning.document import inputs_of
-
     inputs = inputs_of(plan)
     candidate = chosen_candidate(plan)
     knobs = knobs_from_json(candidate.settings)
