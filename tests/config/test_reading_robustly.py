@@ -189,6 +189,12 @@ FOREIGN = {
 }
 
 
+def test_oumis_own_files_are_called_oumis() -> None:
+    """They have a section ``fsdp``, too, which alone would look like another program's."""
+    text = "model:\n  model_name: x\ntraining:\n  trainer_type: TRL_SFT\nfsdp:\n  enable_fsdp: true\n"
+    assert [item.message for item in read_settings(text).errors] == ["an oumi training configuration"]
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_formats_are_named(name: str) -> None:
     reading = read_settings(FOREIGN[name])

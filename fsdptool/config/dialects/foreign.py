@@ -10,14 +10,15 @@ XLA = "XLA FSDP settings (torch_xla on TPU), not FSDP2"
 def refuse(root: Node, path: str) -> str | None:
     """Return what the mapping is, when it is not one of the dialects; None when it is not known either."""
     keys = {str(entry.key) for entry in root.entries}
-    section = root.get("fsdp")
-    if section is not None and section.node.kind == "map":
-        return "a training description whose section fsdp is its program's own (NeMo AutoModel writes it so)"
+    # oumi's files also have a section fsdp, so they are told by model and training first.
     model, training = root.get("model"), root.get("training")
     if model is not None and training is not None and model.node.kind == "map":
         if model.node.get("model_name") is not None or "fsdp" in keys or "peft" in keys:
             return "an oumi training configuration"
         return "a training description of another program (sections model and training)"
+    section = root.get("fsdp")
+    if section is not None and section.node.kind == "map":
+        return "a training description whose section fsdp is its program's own (NeMo AutoModel writes it so)"
     if "model" in keys and any(_is_component(entry.node) for entry in root.entries):
         return "a torchtune (or other _component_) configuration"
     if "accelerate_launch_args" in keys:
