@@ -230,10 +230,13 @@ class Schedule:
             return
         group.pending = False
         sizes = group.sizes
-        if training == FORWARD and self._gathered is not None:
-            self.ledger.drop(self._gathered)
-            self._gathered = None
+        previous = self._gathered if training == FORWARD else None
         self._copy_out(group)
+        if previous is not None:
+            # ``wait_for_unshard`` lets go of the previous result before it copies out, but a local
+            # variable holds it until the function returns (torch 2.13, ``prev_all_gather_state``).
+            self.ledger.drop(previous)
+            self._gathered = None
         if sizes.gather is not None:
             if training == FORWARD:
                 self._gathered = sizes.gather
