@@ -84,7 +84,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         "secondary": not known and any(symptom in text for symptom in _PEER_SYMPTOMS),
         "timeout": not known and ("timed out" in text.lower() or "timeout" in text.lower()),
         "out_of_memory": is_exhaustion(error),
-        "traceback": traceback.format_exception(error)[-12:],
+        "traceback": _shortened(traceback.format_exception(error)),
     }
 
 
@@ -141,3 +141,8 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _shortened(lines: list[str], *, ends: int = 12) -> list[str]:
+    """Keep where the worker was and what failed; the library frames between tell least."""
+    return lines if len(lines) <= 2 * ends else [*lines[:ends], "  ...\n", *lines[-ends:]]

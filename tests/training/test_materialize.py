@@ -117,6 +117,7 @@ def materialised(folder: Path, config: dict[str, Any], wrap: tuple[str, ...], we
 @pytest.mark.parametrize("name", MODELS)
 def test_random_weights_do_not_depend_on_the_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
     config, wrap = MODELS[name]
+    _recipe(dataclasses.replace(CASES["causal"], config=config), tmp_path)
     one = pool.run(materialised, 1, tmp_path, config, wrap, "random")[0]
     three = pool.run(materialised, 3, tmp_path, config, wrap, "random")[0]
     real = plain_model(CASES["causal"], config, torch.float32)
@@ -217,6 +218,9 @@ def test_no_rank_ever_holds_the_model(pool: Pool, tmp_path: Path, weights: str) 
     total = 4 * sum(p.numel() for p in plain_model(CASES["causal"], config, torch.float32).parameters())
     if weights == "pretrained":
         _save(config, tmp_path)
+    else:
+        # Written once, before several ranks look for it.
+        _recipe(dataclasses.replace(CASES["causal"], config=config), tmp_path)
     for found in pool.run(big, 4, tmp_path, config, ("LlamaDecoderLayer",), weights):
         assert found["shards"] <= total / 4 + 2**16
         # Its quarter, one parameter in flight, and what building on meta itself needs.
