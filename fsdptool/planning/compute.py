@@ -66,6 +66,31 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
     return costs
 
 
+def model_flops(trace: Trace) -> float:
+    """Return the FLOPs a micro-batch needs at full depth, recomputation not counted.
+
+    Blocks that were not traced count as the period they repeat; a distillation's teacher counts, its
+    forward being part of what the method computes.
+    """
+    total = model_flops(trace.teacher) if trace.teacher is not None else 0.0
+    owner = ""
+    for segment in trace.segments:
+        owner = _owner(segment, owner)
+        total += (sum(segment.flops.values()) - segment.recomputed) * _copies(owner, trace.repeats)
+    return total
+
+
+def _copies(path: str, repeats: Sequence[Repeat]) -> int:
+    """Return how many modules of the real model a traced one stands for."""
+    count = 1
+    for repeat in repeats:
+        prefix = f"{repeat.path}." if repeat.path else ""
+        number = path[len(prefix) :].partition(".")[0] if path.startswith(prefix) else ""
+        if number.isdigit() and repeat.cut - repeat.period <= int(number) < repeat.cut:
+            count *= 1 + repeat.copies
+    return count
+
+
 def _owner(segment: Segment, current: str) -> str:
     """Return the module whose code runs after a border: the module itself, or who called it."""
     if segment.marker in ("enter", "grad_enter"):

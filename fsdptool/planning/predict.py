@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.errors import PlanError
 from fsdptool.layout import group
-from fsdptool.planning.compute import Cost, module_costs
+from fsdptool.planning.compute import Cost, model_flops, module_costs, peak_flops
 from fsdptool.planning.judge import Judgement, judge
 from fsdptool.planning.knobs import Knobs, apply_knobs, read_knobs, resolve_mesh
 from fsdptool.planning.machine import Machine, machine_for
@@ -83,6 +83,7 @@ class Estimator:
     profile: Profile = "cuda"
     _traces: dict[Any, Trace] = field(default_factory=dict)
     _costs: dict[Any, dict[str, Cost]] = field(default_factory=dict)
+    _flops: dict[int, float] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
     _teacher: Anatomy | None = None
     _adapted: tuple[Anatomy, tuple[str, ...]] | None = None
@@ -128,13 +129,24 @@ class Estimator:
         )
         verdict = judge(footprint, knobs, cluster, machine)
         timing = None
+        worked = trace
         if cluster.gpu is not None:
             # Ranks share the work of the whole sequence, whose attention grows with its square.
             whole = replace(knobs, cp=1)
             worked = self._trace(_trace_key(whole), recipe, settings) if knobs.cp > 1 else trace
             costs = self._module_costs(_trace_key(whole), worked, cluster.gpu, machine)
             timing = time_candidate(units, costs, worked, recipe, mesh, cluster, machine)
-        return _assemble(id, knobs, cluster, footprint, verdict, timing)
+        made = _assemble(id, knobs, cluster, footprint, verdict, timing)
+        if not worked.known or (knobs.cp > 1 and worked is trace):
+            return made
+        batches = recipe.batch.accumulation * cluster.world_size // knobs.cp
+        peak = peak_flops(cluster.gpu, worked.compute_dtype) if cluster.gpu is not None else None
+        return replace(made, step_flops=self._work(worked) * batches, peak_flops=peak)
+
+    def _work(self, trace: Trace) -> float:
+        if id(trace) not in self._flops:
+            self._flops[id(trace)] = model_flops(trace)
+        return self._flops[id(trace)]
 
     def _share(self, recipe: Recipe, cp: int) -> Recipe:
         """Return the recipe as one context-parallel rank sees it: its share of every sequence."""

@@ -72,6 +72,10 @@ class Candidate:
     price_per_million_samples: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Where the step's time goes: compute, communication, exposed_communication, optimizer, offload."""
+    step_flops: float | None = None
+    """Model FLOPs of one optimizer step over all ranks (recomputation not counted)."""
+    peak_flops: float | None = None
+    """One GPU's catalogued FLOP/s in the dtype the model computes in; None on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)

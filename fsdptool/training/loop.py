@@ -61,7 +61,7 @@ class Loop:
         validation: Validation data of this rank, or None.
         parts: Events, stop flag, checkpointer, meter.
         session: This rank.
-        flops_per_item: FLOPs of a forward and backward per item (token, sample), or None.
+        step_flops: The plan's model FLOPs of one step over all ranks, at the planned shapes, or None.
         peak_flops: The device's peak FLOP/s in the run's dtype, or None.
         sampler: Writes samples beside each evaluation, or None.
     """
@@ -75,7 +75,7 @@ class Loop:
         parts: RunParts,
         session: Session,
         *,
-        flops_per_item: float | None = None,
+        step_flops: float | None = None,
         peak_flops: float | None = None,
         sampler: Sampler | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class Loop:
         self.validation = validation
         self.parts = parts
         self.session = session
-        self.flops_per_item = flops_per_item
+        self.step_flops = step_flops
         self.peak_flops = peak_flops
         self.state = RunState(
             assembled.model,
@@ -230,6 +230,9 @@ class Loop:
             extra = {**extra, "skipped": self.state.skipped}
         if self.assembled.scaler is not None:
             extra = {**extra, "loss_scale": self.assembled.scaler.scale}
+        seconds = now - began
+        if self.step_flops is not None:
+            extra = {**extra, "flops_per_second": self.step_flops / seconds}
         self.parts.events.step(
             Metrics(
                 step=self.state.step,
@@ -240,16 +243,16 @@ class Loop:
                 lr=learning_rate,
                 tokens=tokens,
                 samples=self._samples_per_step(),
-                step_seconds=now - began,
+                step_seconds=seconds,
                 data_seconds=loaded - began,
                 memory_allocated_peak_bytes=allocated,
                 memory_reserved_peak_bytes=reserved,
-                mfu=self._mfu(outcome.weight, now - began),
+                mfu=self._mfu(seconds),
                 extra=extra,
             )
         )
 
-    def _mfu(self, items: int, seconds: float) -> float | None:
-        if self.flops_per_item is None or self.peak_flops is None:
+    def _mfu(self, seconds: float) -> float | None:
+        if self.step_flops is None or self.peak_flops is None:
             return None
-        return items * self.flops_per_item / (seconds * self.peak_flops * self.session.world_size)
+        return self.step_flops / (seconds * self.peak_flops * self.session.world_size)

@@ -31,6 +31,7 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
 
     from fsdptool.training.assemble import assemble
     from fsdptool.training.data import build_batches, build_evaluation
+    from fsdptool.training.folder import read_prediction
     from fsdptool.training.loop import Loop
     from fsdptool.training.parts import open_parts
     from fsdptool.training.run_inputs import read_inputs
@@ -57,7 +58,18 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     batches = build_batches(recipe, inputs.spec, rank=rank, world=world, pin_memory=pinned)
     validation = build_evaluation(recipe, inputs.spec, rank=rank, world=world)
     sampler = open_sampler(recipe, inputs.spec, assembled.objective, session, folder, validation or batches)
-    loop = Loop(recipe, assembled, batches, validation, parts, session, sampler=sampler)
+    prediction = read_prediction(folder)
+    loop = Loop(
+        recipe,
+        assembled,
+        batches,
+        validation,
+        parts,
+        session,
+        step_flops=prediction.step_flops if prediction is not None else None,
+        peak_flops=prediction.peak_flops if prediction is not None and pinned else None,
+        sampler=sampler,
+    )
     phase("training")
     ended = loop.run()
     batches.close()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdptool.planning.catalogue import load_gpu
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.collectives import make_ring
-from fsdptool.planning.compute import segment_seconds, traced_path
+from fsdptool.planning.compute import model_flops, segment_seconds, traced_path
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.schedule import Run, Stage, time_step
 from fsdptool.records.settings import Mesh
-from fsdptool.records.trace import Repeat, Segment
+from fsdptool.records.trace import Repeat, Segment, Trace
 
 GPU = load_gpu("H100-80GB-SXM")
 MACHINE = machine_for(GPU)
@@ -75,8 +77,6 @@ def test_keeping_units_gathered_saves_their_second_gather() -> None:
 
 def test_unsharded_accumulation_reduces_once() -> None:
     mesh = Mesh(1, 8)
-    from dataclasses import replace
-
     every = time_step(stages(8, size=4e8, forward=0.01), replace(RUN, accumulation=4), mesh, NODE, MACHINE)
     last = time_step(
         stages(8, size=4e8, forward=0.01),
@@ -110,3 +110,24 @@ def test_blocks_that_were_not_traced_take_the_times_of_those_they_repeat() -> No
     names = [traced_path(f"model.layers.{index}.mlp", (repeat,)) for index in range(12)]
     assert [name.split(".")[2] for name in names] == ["0", "1", "2", "3"] + ["2", "3"] * 3 + ["4", "5"]
     assert traced_path("model.norm", (repeat,)) == "model.norm"
+
+
+def test_model_flops_count_untraced_blocks_and_the_teacher_but_no_recomputation() -> None:
+    def segment(marker: str, path: str, flops: float, recomputed: float = 0.0) -> Segment:
+        return Segment(marker, path, flops={"bfloat16": flops}, recomputed=recomputed)  # type: ignore[arg-type]
+
+    segments = (
+        segment("start", "", 1.0),
+        segment("enter", "blocks.0", 10.0),
+        segment("enter", "blocks.1.linear", 100.0),
+        segment("leave", "blocks.1.linear", 1000.0),
+        segment("backward", "", 0.0),
+        segment("grad_enter", "blocks.1", 3e4, recomputed=1e4),
+        segment("grad_enter", "blocks.2", 1e5),
+    )
+    traced = Trace("cuda", "bfloat16", segments, (), (), (), ())
+    assert model_flops(traced) == 1.0 + 10.0 + 1100.0 + 2e4 + 1e5
+    # Traced block 1 stands for itself and seven more.
+    deep = replace(traced, repeats=(Repeat("blocks", 1, 3, 10, 2),))
+    assert model_flops(deep) == 1.0 + 10.0 + 8 * (1100.0 + 2e4) + 1e5
+    assert model_flops(replace(deep, teacher=traced)) == model_flops(deep) + model_flops(traced)

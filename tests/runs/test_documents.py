@@ -24,10 +24,15 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def test_every_document_validates(undisturbed: Run) -> None:
     for name in ("run", "summary"):
         Draft202012Validator(load_schema(name)).validate(read_json(undisturbed.folder / f"{name}.json"))
+    planned = read_json(undisturbed.folder / "prediction.json")["step_flops"]
+    assert planned > 0
     lines = list(read_lines(undisturbed.folder / "metrics.jsonl"))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
         Draft202012Validator(load_schema("metrics")).validate(line)
+        # No peak is catalogued for a CPU: what is achieved is still said, from the plan's FLOPs.
+        assert line["mfu"] is None
+        assert line["extra"]["flops_per_second"] * line["step_seconds"] == pytest.approx(planned)
 
 
 def test_the_closing_summary_proves_sharding_and_compares_memory(undisturbed: Run) -> None:

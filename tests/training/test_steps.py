@@ -280,6 +280,27 @@ def test_the_average_follows_its_formula_and_swaps_back(pool: Pool, tmp_path: Pa
         assert torch.equal(found["after"][name], found["history"][-1][name])
 
 
+def run_utilisation(folder: Path, recipe: Recipe, peak: float | None) -> list[Any]:
+    assembled, session = opened(folder, recipe)
+    log = Log()
+    loop = Loop(recipe, assembled, Data(session), None, _parts(log), session, step_flops=6e9, peak_flops=peak)
+    loop._step(10)
+    return log.steps
+
+
+@pytest.mark.parametrize("peak", [None, 2e12])
+def test_utilisation_is_the_plans_flops_over_all_devices_peak(
+    pool: Pool, tmp_path: Path, peak: float | None
+) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", optimizer=ADAM)
+    (metrics,) = pool.run(run_utilisation, 2, folder, recipe, peak)[0]
+    assert metrics.extra["flops_per_second"] == pytest.approx(6e9 / metrics.step_seconds)
+    if peak is None:
+        assert metrics.mfu is None
+    else:
+        assert metrics.mfu == pytest.approx(6e9 / (metrics.step_seconds * 2 * 2e12))
+
+
 def run_precision(folder: Path, recipe: Recipe, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     assembled, session = opened(folder, recipe, **settings)
     losses, kinds = [], set()

@@ -1,0 +1,84 @@
+"""The FLOPs a plan says a step needs, against the closed form and against torch's own counter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdptool.inspection import inspect
+from fsdptool.planning import load_gpu, predict
+from fsdptool.planning.clusters import make_cluster
+from fsdptool.records import FsdpSettings, Recipe
+from fsdptool.records.recipe import Batch, ModelChoice
+from fsdptool.source import resolve
+
+LAYERS, HIDDEN, INNER, VOCABULARY = 7, 32, 64, 262
+SAMPLES, LENGTH, ACCUMULATION, RANKS = 2, 32, 3, 2
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
+
+
+def planned(folder: Path, *, gpu: str | None = None, checkpointing: bool = False) -> tuple[float, float]:
+    """Return the step's FLOPs and one device's peak, 0 where there is none."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    spec = resolve(str(folder))
+    recipe = Recipe(
+        model=ModelChoice(str(folder), weights="random", attention="eager"),
+        batch=Batch(micro_batch=SAMPLES, sequence_length=LENGTH, accumulation=ACCUMULATION),
+        steps=1,
+    )
+    settings = FsdpSettings(
+        wrap_classes=("LlamaDecoderLayer",),
+        use_cpu=gpu is None,
+        mixed_precision="no" if gpu is None else "bf16",
+        num_processes=RANKS,
+        activation_checkpointing=checkpointing,
+    )
+    cluster = make_cluster(load_gpu(gpu), RANKS) if gpu is not None else None
+    profile = "cuda" if gpu is not None else "cpu-gloo"
+    found = predict(spec, inspect(spec), recipe, settings, cluster=cluster, profile=profile)
+    assert found.step_flops is not None
+    if found.mfu is not None:
+        assert found.step_seconds is not None
+        assert found.peak_flops is not None
+        # The plan's own utilisation is the same arithmetic over the estimated time.
+        expected = found.step_flops / (RANKS * found.peak_flops * found.step_seconds)
+        assert found.mfu == pytest.approx(expected)
+    return found.step_flops, found.peak_flops or 0.0
+
+
+def test_a_steps_flops_are_the_closed_form_and_what_torch_counts(tmp_path: Path) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{k: v for k, v in MODEL.items() if k != "architectures"})
+    config._attn_implementation = "eager"
+    tokens = torch.zeros((SAMPLES, LENGTH), dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        LlamaForCausalLM(config)(tokens, labels=tokens).loss.backward()
+    # Per token: q and o, k and v at half the width, three MLP matrices, scores and values; the head.
+    block = 3 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * LENGTH * HIDDEN
+    products = LAYERS * block + HIDDEN * VOCABULARY
+    closed = 3 * 2 * products * SAMPLES * LENGTH  # forward once, backward twice
+    steps = RANKS * ACCUMULATION
+    assert counter.get_total_flops() == closed
+    assert planned(tmp_path) == (closed * steps, 0.0)
+    assert planned(tmp_path, checkpointing=True) == (closed * steps, 0.0), "recomputation is not counted"
+
+
+def test_a_gpus_peak_is_the_catalogues_in_the_compute_dtype(tmp_path: Path) -> None:
+    flops, peak = planned(tmp_path, gpu="H100-80GB-SXM")
+    assert peak == load_gpu("H100-80GB-SXM").flops["bfloat16"]
+    assert flops == planned(tmp_path)[0]
