@@ -102,7 +102,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The optimizer. ``implementation`` auto is fused on CUDA, foreach elsewhere."""
+    """The optimizer. ``implementation`` auto is the fused kernel on every device."""
 
     name: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
     learning_rate: float = 1e-4
