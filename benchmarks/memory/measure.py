@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
 from fsdptool.training.assemble import build_sharded, objective_for
+from fsdptool.training.meter import settled_collectives
 from fsdptool.training.methods.losses import Student, Task
 from fsdptool.training.optimizer import build_optimizer
 from fsdptool.training.session import open_session
@@ -55,7 +56,10 @@ def measure(setting: Setting) -> dict[str, Any]:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.ranks)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with (
+        settled_collectives(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+    ):
         _run(setting)
     return _read(profiler)
 

@@ -115,14 +115,15 @@ def simulate(
     """
     ledger = ledger if ledger is not None else Ledger(timeline=[] if timeline else None)
     ranks = Ranks(mesh.shard_degree, mesh.dp_replicate)
-    schedule = Schedule(units, ranks, ledger, trace, grain=grain)
+    gloo = profile == "cpu-gloo"
+    schedule = Schedule(units, ranks, ledger, trace, grain=grain, gloo=gloo)
     held = states(schedule.groups, units, recipe, mesh.shard_degree, grain, cuda=profile == "cuda")
     ledger.note("between steps")
     for block in held.device:
         if not (warm and block.kind == OPTIMIZER):
             ledger.add(block)
     ledger.add(_buffers(trace.buffers, grain))
-    taught = _teacher(trace, teacher, ranks, ledger, grain)
+    taught = _teacher(trace, teacher, ranks, ledger, grain, gloo=gloo)
     if not trace.known or (trace.teacher is not None and taught is None):
         return Simulated(ledger, held.host, False)
     if warm:
@@ -201,12 +202,14 @@ class _Taught:
         return self.answer
 
 
-def _teacher(trace: Trace, plan: UnitPlan | None, ranks: Ranks, ledger: Ledger, grain: int) -> _Taught | None:
+def _teacher(
+    trace: Trace, plan: UnitPlan | None, ranks: Ranks, ledger: Ledger, grain: int, *, gloo: bool
+) -> _Taught | None:
     """Hold the teacher's shards, and return it ready to run if its forward is known."""
     taught = trace.teacher
     if taught is None or plan is None:
         return None
-    schedule = Schedule(plan, ranks, ledger, taught, grain=grain)
+    schedule = Schedule(plan, ranks, ledger, taught, grain=grain, gloo=gloo)
     for group in schedule.groups:
         sizes = tuple(w.shard * w.stored for w in group.weights)
         ledger.add(Block(TEACHER, rounded_sum(sizes, grain), sizes))

@@ -30,7 +30,7 @@ COMPONENTS = (
     "loss",
     "teacher",
     "optimizer temporaries",
-    "CPU kernel temporaries",
+    "gloo staging",
 )
 """Every kind of live bytes a footprint is made of, in the order it is shown."""
 
@@ -55,7 +55,7 @@ COMPONENTS = (
     LOSS,
     TEACHER,
     OPTIMIZER_TEMPORARIES,
-    CPU_TEMPORARIES,
+    STAGING,
 ) = range(len(COMPONENTS))
 
 OF_TRACE = (ACTIVATIONS, RECOMPUTED, TEMPORARIES, OUTPUTS, LOSS, UNSHARDED_GRADIENTS, TEACHER)

@@ -23,7 +23,7 @@ from fsdptool.memory.groups import (
     reduction,
     widened,
 )
-from fsdptool.memory.ledger import ALL_REDUCE, GATHER, REDUCE, Block, Ledger
+from fsdptool.memory.ledger import ALL_REDUCE, GATHER, REDUCE, STAGING, Block, Ledger
 from fsdptool.memory.program import Piece
 from fsdptool.memory.sizes import rounded
 from fsdptool.records.trace import Trace
@@ -47,10 +47,14 @@ class Schedule:
         ledger: Where bytes are counted.
         trace: What is played.
         grain: Bytes the allocator rounds to.
+        gloo: Whether collectives stage in host memory of their own.
     """
 
-    def __init__(self, plan: UnitPlan, ranks: Ranks, ledger: Ledger, trace: Trace, *, grain: int) -> None:
+    def __init__(
+        self, plan: UnitPlan, ranks: Ranks, ledger: Ledger, trace: Trace, *, grain: int, gloo: bool = False
+    ) -> None:
         self.plan = plan
+        self.gloo = gloo
         self.ranks = ranks
         self.ledger = ledger
         self.grain = grain
@@ -224,6 +228,18 @@ class Schedule:
         self.ledger.add(sizes.gather)
         if cast is not None:
             self.ledger.drop(cast)
+        self._stage(sizes.gather)
+
+    def _stage(self, block: Block) -> None:
+        """Let gloo hold its copy during a collective (torch 2.13, ``ProcessGroupGloo.cpp``).
+
+        An all-gather receives into a flat buffer of the output's size; a reduce-scatter is an
+        all-reduce on a clone of the input.
+        """
+        if self.gloo and self.ranks.shard > 1:
+            staging = Block(STAGING, block.total, block.sizes)
+            self.ledger.add(staging)
+            self.ledger.drop(staging)
 
     def _wait(self, group: Group, training: int) -> None:
         if not group.pending:
@@ -318,6 +334,7 @@ class Schedule:
         for block in gradients.values():
             ledger.drop(block)
         ledger.add(made.output)
+        self._stage(made.input)
         if self.ranks.shard == 1:
             # The factor is always set, and one rank divides out of place (``foreach_reduce``).
             scaled = Block(REDUCE, made.input.total, made.input.sizes)

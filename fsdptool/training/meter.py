@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 PROFILED_STEPS = 3
 """Steps of a start that the CPU meter profiles. Optimizer states are made in the first one, so the
 second is the first whole one (DESIGN decision 5); the third shows whether it repeats."""
+
+
+_SETTLE_SECONDS = 0.003
+"""Far longer than a gloo thread needs after its work is done, on a busy machine, too."""
 
 
 class CudaMeter:
@@ -52,6 +57,7 @@ class CpuMeter:
     The profiler reports every allocation and release of the CPU allocator (torch 2.13,
     c10/core/CPUAllocator.cpp), gloo's staging tensors included; what existed before it started is
     counted from the live storages. Profiling costs time, so the first steps of a start are measured.
+    Collectives are let settle, or releases by gloo's threads would be missed and add up.
     """
 
     instrument = "torch.profiler CPU allocator events on top of live storages, first steps of the start"
@@ -71,7 +77,10 @@ class CpuMeter:
         from torch.profiler import ProfilerActivity, profile
 
         before = live_bytes()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with (
+            settled_collectives(),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        ):
             yield
         self._measured += 1
         self._last = before + highest(profiler)
@@ -84,6 +93,30 @@ class CpuMeter:
     def peaks(self) -> tuple[int | None, int | None]:
         """Return the allocated peak bytes over the measured steps."""
         return self._peak, None
+
+
+@contextmanager
+def settled_collectives() -> Iterator[None]:
+    """Give gloo's threads time to let go of a collective's tensors before its waiter goes on.
+
+    The profiler sees the releases of threads that carry its state only. A gloo thread that drops
+    the last reference after its work is done does not (torch 2.13, ``ProcessGroupGloo::runLoop``),
+    so every such race would count a buffer as alive to the end.
+    """
+    from torch.distributed import Work
+
+    original = Work.wait
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(work, *args, **kwargs)
+        time.sleep(_SETTLE_SECONDS)
+        return result
+
+    Work.wait = wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Work.wait = original  # type: ignore[method-assign]
 
 
 def live_bytes() -> int:
