@@ -2,10 +2,15 @@
 
     python benchmarks/faults/soak.py --output benchmarks/results/faults-soak.json
 
-Two real gloo ranks under torchrun, one command with ``--max-restarts``: a random rank gets SIGKILL at
-a random step, or every rank gets it while a checkpoint is being written. Afterwards the final
+Two gloo ranks run the real worker (``fsdptool.training.worker``): a random rank gets SIGKILL at a
+random step, or every rank gets it while a checkpoint is being written. Afterwards the final
 checkpoint's files (parameters, optimizer states, random generators) must have the digests of the
 undisturbed run's, and ``metrics.jsonl`` the same losses.
+
+Ranks are forked from a process that has imported torch and transformers, and started anew here as
+torchrun would (SIGTERM to the survivor, then SIGKILL, the attempt counted in its variable), so that
+forty recoveries cost minutes on two cores. Under torchrun itself the same faults are in
+``tests/runs/test_faults.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import os
 import platform
 import random
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import time
@@ -27,6 +32,10 @@ from typing import Any
 from fsdptool.records.document import library_versions, tool_version
 from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
 from fsdptool.training.events import read_lines
+
+RANKS = 2
+GRACE_SECONDS = 5.0
+"""How long a survivor may take to notice that the other has gone, as the supervisor gives it."""
 
 CONFIG = """\
 compute_environment: LOCAL_MACHINE
@@ -70,26 +79,127 @@ tracking: {{log_every: 1000}}
 """
 
 
-class Run:
-    """One ``fsdptool train`` in the background."""
+def preload() -> None:
+    """Import what every rank needs, once, before the first fork; starts no thread."""
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
-    def __init__(self, work: Path, name: str, *options: str) -> None:
+    import fsdptool.training.assemble
+    import fsdptool.training.checkpoint.checkpointer
+    import fsdptool.training.data
+    import fsdptool.training.loop
+    import fsdptool.training.sampling  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def forked(body: Callable[[], int], log: Path) -> int:
+    """Run ``body`` in a child whose output goes to ``log``; returns its process id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        status = body()
+    finally:
+        os._exit(status)
+
+
+def write_folder(work: Path, folder: Path) -> int:
+    """Prepare a run as ``fsdptool train`` does, and write its folder."""
+    from fsdptool.launch.create import write_run
+    from fsdptool.launch.prepare import prepare
+
+    prepared = prepare(work / "recipe.yaml", work / "accelerate.yaml", with_prediction=False)
+    write_run(folder, prepared, resume=None, number=0, argv=[], force=False)
+    return 0
+
+
+def free_port() -> int:
+    """Return a port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Run:
+    """One run, its ranks relaunched whenever one of them dies."""
+
+    def __init__(self, work: Path, name: str, *, restarts: int = 0) -> None:
         self.folder = work / name
-        command = [sys.executable, "-m", "fsdptool", "train", str(work / "recipe.yaml")]
-        command += [
-            "--config",
-            str(work / "accelerate.yaml"),
-            "-o",
-            str(self.folder),
-            "--no-predict",
-            *options,
-        ]
-        self.log = (work / f"{name}.log").open("w")
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+        self.log = work / f"{name}.log"
+        self.restarts = restarts
+        self.number = -1
+        self.status: int | None = None
+        self.alive: dict[int, int] = {}
+        self.failed_at: float | None = None
+        _, status = os.waitpid(forked(lambda: write_folder(work, self.folder), self.log), 0)
+        if status:
+            raise RuntimeError(f"the run could not be prepared:\n{self.log.read_text()}")
+        self.launch()
+
+    def launch(self) -> None:
+        """Start every rank."""
+        self.number += 1
+        self.failed_at = None
+        port = free_port()
+        for rank in range(RANKS):
+            self.alive[forked(lambda rank=rank: self.work(rank, port), self.log)] = rank  # type: ignore[misc]
+
+    def work(self, rank: int, port: int) -> int:
+        """Be a rank."""
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(RANKS),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RESTART_COUNT=str(self.number),
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        from fsdptool.training.worker import main as worker
+
+        return worker([str(self.folder)])
+
+    def tend(self) -> bool:
+        """Bury the dead and relaunch the ranks; returns whether the run goes on."""
+        if self.status is not None:
+            return False
+        while self.alive:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            del self.alive[pid]
+            if status and self.failed_at is None:
+                self.failed_at = time.monotonic()
+                for other in self.alive:
+                    os.kill(other, signal.SIGTERM)
+        if self.failed_at is not None and time.monotonic() - self.failed_at > GRACE_SECONDS:
+            kill(list(self.alive))
+        if self.alive:
+            return True
+        if self.failed_at is None:
+            self.status = 0
+        elif self.number >= self.restarts:
+            self.status = 4
+        else:
+            self.launch()
+            return True
+        return False
+
+    def finish(self) -> int:
+        """Let the run end."""
+        while self.tend():
+            time.sleep(0.05)
+        assert self.status is not None
+        return self.status
 
     def events(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
         """Return the events of a kind so far."""
-        ranks = range(2) if rank is None else [rank]
+        ranks = range(RANKS) if rank is None else [rank]
         paths = [self.folder / "events" / f"rank-{number:05d}.jsonl" for number in ranks]
         return [event for path in paths for event in read_lines(path) if event["kind"] == kind]
 
@@ -112,12 +222,12 @@ class Run:
         current = self.attempt()
         started = [event["time"] for event in self.events("started") if event["attempt"] == current]
         lines = list(read_lines(self.folder / "metrics.jsonl"))
-        return len(started) == 2 and bool(lines) and lines[-1]["time"] > max(started)
+        return len(started) == RANKS and bool(lines) and lines[-1]["time"] > max(started)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 240.0) -> bool:
         """Wait for a condition; returns whether it came true while the run was alive."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.process.poll() is None:
+        while time.monotonic() < deadline and self.tend():
             if condition():
                 return True
             time.sleep(0.005)
@@ -186,8 +296,11 @@ def add_losses(run: Run, kills: list[dict[str, Any]]) -> None:
 
 
 def final_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the newest checkpoint's files."""
-    manifest = read_manifest(list_checkpoints(folder / "checkpoints")[0])
+    """Return the digests of the newest checkpoint's files; empty if the run left none."""
+    found = list_checkpoints(folder / "checkpoints")
+    if not found:
+        return {}
+    manifest = read_manifest(found[0])
     return {name: entry.sha256 for name, entry in manifest.files.items()}
 
 
@@ -201,7 +314,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--checkpoint-kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
@@ -209,17 +322,22 @@ def main() -> int:
     asked = options.kills + options.checkpoint_kills
     with tempfile.TemporaryDirectory(prefix="fsdptool-soak-") as name:
         work = Path(name)
+        preload()
         (work / "model").mkdir()
         (work / "model" / "config.json").write_text(json.dumps(MODEL))
         (work / "accelerate.yaml").write_text(CONFIG)
         (work / "recipe.yaml").write_text(recipe(work, options.steps, options.every))
         began = time.monotonic()
-        disturbed = Run(work, "disturbed", "--max-restarts", str(3 * asked))
+        disturbed = Run(work, "disturbed", restarts=3 * asked)
         kills = harass(disturbed, random.Random(options.seed), options.kills, options.checkpoint_kills)
-        status = disturbed.process.wait()
+        status = disturbed.finish()
         add_losses(disturbed, kills)
         plain = Run(work, "plain")
-        plain_status = plain.process.wait()
+        plain_status = plain.finish()
+        ends = final_digests(disturbed.folder), final_digests(plain.folder)
+        if status or plain_status:
+            # The folders go with the temporary directory: keep what was said.
+            print(disturbed.log.read_text()[-8000:], plain.log.read_text()[-8000:], sep="\n", file=sys.stderr)
         result = {
             "benchmark": "faults/soak",
             "tool_version": tool_version(),
@@ -229,6 +347,8 @@ def main() -> int:
                 "platform": platform.platform(),
                 "processor": platform.machine(),
             },
+            "launcher": "ranks forked by the benchmark from a process that has imported torch",
+            "load_average": [round(value, 1) for value in os.getloadavg()],
             "asked": {"kills": options.kills, "checkpoint_kills": options.checkpoint_kills},
             "steps": options.steps,
             "checkpoint_every": options.every,
@@ -239,7 +359,7 @@ def main() -> int:
                 ),
             },
             "exit_status": {"disturbed": status, "undisturbed": plain_status},
-            "final_checkpoint_equal": final_digests(disturbed.folder) == final_digests(plain.folder),
+            "final_checkpoint_equal": bool(ends[0]) and ends[0] == ends[1],
             "losses_equal": losses(disturbed.folder) == losses(plain.folder),
             "most_steps_lost": max((item["steps_lost"] for item in kills), default=None),
             "seconds": round(time.monotonic() - began, 1),
