@@ -101,8 +101,8 @@ class _Variance(_Denoising):
 
     Args:
         betas: Start and end of the schedule ``scaled_linear`` (Stable Diffusion 1 and XL:
-            0.00085 and 0.012) or ``linear`` (DiT, PixArt: 0.0001 and 0.02).
-        schedule: Its name.
+            0.00085 and 0.012) or ``linear`` (DiT, PixArt: 0.0001 and 0.02); ``cosine`` has none.
+        schedule: Its name; ``cosine`` is Nichol and Dhariwal 2021, equation 17, with betas below 0.999.
         steps: Its length.
     """
 
@@ -116,8 +116,8 @@ class _Variance(_Denoising):
         **options: Any,
     ) -> None:
         super().__init__(denoise=denoise, **options)
-        if schedule not in ("scaled_linear", "linear"):
-            raise ConfigError(f"objective {self.name}: schedule must be scaled_linear or linear")
+        if schedule not in ("scaled_linear", "linear", "cosine"):
+            raise ConfigError(f"objective {self.name}: schedule must be scaled_linear, linear or cosine")
         self.schedule, self.betas, self.steps = schedule, betas, steps
 
     def coefficients(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -129,6 +129,10 @@ class _Variance(_Denoising):
         start, end = self.betas
         if self.schedule == "scaled_linear":
             betas = torch.linspace(start**0.5, end**0.5, self.steps, dtype=torch.float64).square()
+        elif self.schedule == "cosine":
+            times = torch.linspace(0, 1, self.steps + 1, dtype=torch.float64)
+            signal = torch.cos((times + 0.008) / 1.008 * torch.pi / 2).square()
+            betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)
         else:
             betas = torch.linspace(start, end, self.steps, dtype=torch.float64)
         kept = torch.cumprod(1 - betas, 0).to(latents.device)[timestep]
