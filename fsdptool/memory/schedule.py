@@ -86,7 +86,7 @@ class Schedule:
             reduce: Whether gradients are reduced (False: kept unsharded, ``set_requires_gradient_sync``).
             last: Whether it is the step's last (``set_is_last_backward``): only then are buffers in
                 flight given back, and only then does HSDP all-reduce.
-            backward: False for a forward without gradients.
+            backward: False for a forward without gradients, after which everything is resharded.
             answer: A teacher's prediction, which the loss takes over.
         """
         self._last, self._backward = last, backward
@@ -104,6 +104,8 @@ class Schedule:
             self._visited.clear()
             for group in self.groups:
                 group.order.clear()
+                # ``Student`` reshards its teacher as soon as it has answered.
+                self._to_sharded(group)
 
     def _border(self, piece: Piece, reduce: bool) -> None:
         marker, path = piece.marker, piece.path

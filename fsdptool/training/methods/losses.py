@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fsdptool.training.shard import reshard_all
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -43,6 +45,8 @@ class Student:
                 name: value.detach()
                 for name, value in self.teacher_objective.predict(self.teacher, batch).items()
             }
+        # Its root, and all of it where units stay gathered, would wait for a backward that never comes.
+        reshard_all(self.teacher)
         prediction = self.objective.predict(model, batch)
         task = self.objective.loss(prediction, batch)
         distance = self.objective.distance(prediction, wanted, batch, self.settings.temperature)
