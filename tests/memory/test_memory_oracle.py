@@ -61,6 +61,13 @@ CASES: dict[str, Case] = {
     "selective": Case(settings=RECOMPUTE, **SELECTIVE),
     "every second": Case(settings=RECOMPUTE, **EVERY_SECOND),
     "kept after forward": Case(settings={"reshard_after_forward": False}),
+    "a peak in forward": Case(
+        "sd3:medium",
+        SD3 | {"num_attention_heads": 6, "caption_projection_dim": 384},
+        batch={"height": 64, "width": 64, "micro_batch": 1},
+        method=Method("lora", lora=Lora(rank=4)),
+        settings=RECOMPUTE | {"mixed_precision": "no"},
+    ),
     "resharded to two": Case(sharding={"reshard_after_forward": 2}),
     "two ahead": Case(sharding={"prefetch": 2}),
     "accumulation": Case(batch={"accumulation": 3}),
