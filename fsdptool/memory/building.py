@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.families.registry import family_of
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fsdptool.families.protocol import Objective, TensorSpec
+
+_BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def make_trace(
@@ -63,7 +66,7 @@ def make_trace(
         raise
     except Exception as error:
         # Whatever a model's code trips over on fake tensors: states stay exact, the rest is unknown.
-        return without_activations(anatomy, recipe, profile, _why(error, spec.model_class))
+        return without_activations(anatomy, recipe, profile, _why(error, spec))
     return replace(
         made,
         buffers=anatomy.buffers + (taught.buffers if taught is not None else ()),
@@ -75,9 +78,14 @@ def make_trace(
     )
 
 
-def _why(error: Exception, model: str) -> str:
+def _why(error: Exception, spec: ModelSpec) -> str:
+    told = "cannot be traced on fake tensors"
+    reason = family_of(spec).untraceable(spec.config)
+    if reason and isinstance(error, _BY_VALUE):
+        # torch's words name an operator deep inside the model; the family knows what it is for.
+        return f"{spec.model_class} {told}: it {reason}"
     text = " ".join(str(error).split())[:200]
-    return f"{model} cannot be traced on fake tensors ({type(error).__name__}: {text})"
+    return f"{spec.model_class} {told} ({type(error).__name__}: {text})"
 
 
 def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
@@ -121,7 +129,7 @@ def _teacher(
     except FsdptoolError:
         raise
     except Exception as error:
-        return without_activations(anatomy, recipe, profile, _why(error, spec.model_class))
+        return without_activations(anatomy, recipe, profile, _why(error, spec))
     return replace(made, buffers=anatomy.buffers, model=spec.model_class)
 
 
