@@ -112,7 +112,7 @@ def settled_collectives() -> Iterator[None]:
         time.sleep(_SETTLE_SECONDS)
         return result
 
-    Work.wait = wait  # type: ignore[method-assign]
+    Work.wait = wait  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -65,6 +65,25 @@ def test_the_peak_is_the_sum_of_its_components() -> None:
     assert made.confidence == "verified"
 
 
+def test_gloo_staging_is_a_line_of_its_own() -> None:
+    """It adds to the CPU profile over gloo and to no other."""
+    case = Case(ranks=2, settings={"mixed_precision": "no"})
+    trace, plan, mesh, recipe = case.trace(), case.plan(), Mesh().resolve(2), case.recipe()
+    over = {
+        profile: footprint(trace, plan, mesh, recipe, profile=profile, timeline=False)
+        for profile in ("cpu-fake", "cpu-gloo", "cuda")
+    }
+    staged = {
+        profile: sum(c.bytes or 0 for c in made.components if c.name == "gloo staging")
+        for profile, made in over.items()
+    }
+    assert staged["cpu-fake"] == staged["cuda"] == 0
+    assert staged["cpu-gloo"] > 0
+    fake, gloo = over["cpu-fake"].allocated_peak_bytes, over["cpu-gloo"].allocated_peak_bytes
+    assert fake is not None and gloo is not None
+    assert fake < gloo <= fake + staged["cpu-gloo"]
+
+
 def test_reserved_is_at_least_allocated() -> None:
     case = Case()
     made = footprint(case.trace(), case.plan(), Mesh().resolve(8), case.recipe())
