@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -306,3 +307,19 @@ def test_a_corrupt_cache_is_reported_and_answered(
     third = document(capsys, path)
     assert [finding["code"] for finding in third["diagnostics"] if finding["code"] == "CACHE001"]
     assert third["parameters"] == first["parameters"]
+
+
+def test_the_garbage_collector_is_back_afterwards(tmp_path: Path) -> None:
+    """It stays away while a model is built, also from a build that fails, and nobody's choice is changed."""
+    seen = config(tmp_path)
+    examine(resolve(seen), use_cache=False)
+    assert gc.isenabled()
+    with pytest.raises(ModelError):
+        examine(resolve(config(tmp_path, hidden_size=10**15)), use_cache=False)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        examine(resolve(config(tmp_path)), use_cache=False)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -27,9 +27,9 @@ FAMILIES = [family.name for family in load_registry().all() if family.flavours()
 
 def test_everything_promised_is_there() -> None:
     flavours = [flavour for name in FAMILIES for flavour in load_registry().get(name).flavours().values()]
-    assert len(FAMILIES) >= 117
-    assert len(flavours) >= 227
-    assert len({flavour.model_class for flavour in flavours}) >= 101
+    assert len(FAMILIES) >= 125
+    assert len(flavours) >= 241
+    assert len({flavour.model_class for flavour in flavours}) >= 108
     for flavour in flavours:
         assert flavour.parameters, flavour
         assert flavour.facts["source"], flavour
@@ -76,6 +76,7 @@ def test_every_flavours_own_configuration_finds_a_family_of_its_kind() -> None:
         ("llama3.1", "8b", "llama"),
         ("wan2.2", "ti2v-5b", "wan2.1"),
         ("kimi-k2", "instruct", "deepseek-v3"),
+        ("deepfloyd-if", "i-large-900m", "deepfloyd-if"),
     ],
 )
 def test_the_most_specific_family_claims_a_configuration(family: str, flavour: str, owner: str) -> None:
@@ -125,6 +126,8 @@ def _on_fakes(family: Family, flavour: Flavour) -> torch.Tensor:
         *("llama3", "gpt2", "qwen3-moe", "deepseek-v3", "mamba", "bert", "t5", "whisper", "vit", "clip"),
         *("llava", "paligemma", "gemma3-vlm", "llama4", "mllama"),
         *("flux.1", "sd3", "sdxl", "wan2.1", "qwen-image", "cosmos", "svd"),
+        *("ltx-2", "minimax-h3", "minimax-music-3", "krea-2", "ideogram-4", "flux.3"),
+        *("stable-cascade", "deepfloyd-if"),
     ],
 )
 def test_the_same_objective_runs_on_fake_tensors(name: str) -> None:
@@ -160,6 +163,9 @@ def _recipe(**sizes: Any) -> Recipe:
         ("sdxl", {"height": 1000}, "multiple of 32 pixels"),
         ("flux.1", {"width": 1025}, "multiple of 16 pixels"),
         ("wan2.1", {"frames": 80}, "multiple of 4 plus 1"),
+        ("minimax-h3", {"frames": 121}, "multiple of 17 plus 5"),
+        ("minimax-h3", {"micro_batch": 2}, "one sample at a time"),
+        ("deepfloyd-if", {"height": 60}, "multiple of 8 pixels"),
         ("llava", {"sequence_length": 128}, "an image takes 576 tokens"),
         ("wav2vec2", {"sequence_length": 100}, "too few"),
     ],

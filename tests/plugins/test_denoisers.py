@@ -1,0 +1,105 @@
+"""Denoisers against diffusers' own pipelines: layouts, signs and schedules are theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdptool.errors import ConfigError
+from fsdptool.families.objectives import Epsilon
+from fsdptool.families.registry import load_registry
+from fsdptool.families.testing import small_batch, small_model, small_spec
+from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+
+
+def test_cosine_schedule_is_that_of_diffusers() -> None:
+    from diffusers import DDPMScheduler
+
+    theirs = DDPMScheduler(beta_schedule="squaredcos_cap_v2").alphas_cumprod.double()
+    steps = torch.arange(1000)
+    batch = {"latents": torch.zeros(1000, 1, dtype=torch.float64), "timestep": steps}
+    signal, spread = Epsilon(denoise=lambda *_: steps, schedule="cosine").coefficients(batch)
+    assert torch.allclose(signal.flatten().square(), theirs, rtol=1e-3, atol=1e-7)
+    assert torch.allclose(signal.square() + spread.square(), torch.ones(1000, 1, dtype=torch.float64))
+
+
+def test_an_unknown_schedule_is_named() -> None:
+    with pytest.raises(ConfigError, match="scaled_linear, linear or cosine"):
+        Epsilon(denoise=lambda *_: torch.zeros(1), schedule="cosinus")
+
+
+@pytest.mark.parametrize(("text", "frames", "height", "width"), [(7, 7, 4, 6), (3, 12, 8, 4)])
+def test_minimax_h3_lays_its_sequence_out_as_the_pipeline_does(
+    text: int, frames: int, height: int, width: int
+) -> None:
+    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+
+    sound = 9
+    theirs = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        torch.ones(text), frames, height, width, sound, (1, 2, 2), 2, 2, 0
+    )
+    seen: dict[str, Any] = {}
+
+    def model(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.update(arguments)
+        return arguments["hidden_states"], arguments["audio_hidden_states"]
+
+    noisy, audio = torch.randn(1, 4, frames, height, width), torch.randn(1, 2 * sound, 8)
+    batch = {"audio": audio, "encoder_hidden_states": torch.randn(1, text, 16)}
+    family: Any = load_registry().get("minimax-h3")
+    video, heard = family.denoise(model, noisy, torch.tensor([0.25]), batch)
+    names = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")
+    for name, expected in zip(names, theirs, strict=False):
+        assert torch.allclose(seen[name].double(), expected.double(), rtol=1e-6, atol=1e-4), name
+    assert seen["timestep"].tolist() == [0.75]
+    assert torch.equal(video, -noisy) and torch.equal(heard, -audio), "tiles come back where they were"
+
+
+def test_ideogram_4_lays_its_sequence_out_as_the_pipeline_does() -> None:
+    from diffusers import Ideogram4Pipeline
+
+    theirs = Ideogram4Pipeline._prepare_ids([5, 5], 2, 3, 5, torch.device("cpu"))
+    seen: dict[str, Any] = {}
+
+    def model(**arguments: Any) -> tuple[torch.Tensor]:
+        seen.update(arguments)
+        return (arguments["hidden_states"],)
+
+    noisy = torch.randn(2, 4, 4, 6)
+    family: Any = load_registry().get("ideogram-4")
+    found = family.denoise(
+        model, noisy, torch.tensor([0.25, 0.5]), {"encoder_hidden_states": torch.randn(2, 5, 8)}
+    )
+    for name, expected in zip(("position_ids", "segment_ids", "indicator"), theirs, strict=True):
+        assert torch.equal(seen[name], expected), name
+    assert seen["timestep"].tolist() == [0.75, 0.5]
+    assert torch.equal(found, -noisy)
+
+
+@pytest.mark.parametrize("name", ["ltx-2", "minimax-h3"])
+def test_sound_is_trained_with_the_picture(name: str) -> None:
+    family = load_registry().get(name)
+    small = small_model(family, next(iter(family.flavours().values())))
+    prediction = small.objective.predict(small.model, small.batch)
+    assert prediction["prediction"].shape == small.batch["latents"].shape
+    assert prediction["audio"].shape == small.batch["audio_latents"].shape
+    both = small.objective.loss(prediction, small.batch)
+    silent = {**prediction, "audio": small.batch["audio_noise"] - small.batch["audio_latents"]}
+    assert both > small.objective.loss(silent, small.batch) > 0
+    assert small.objective.distance(prediction, prediction, small.batch, 1.0) == 0
+
+
+def test_the_second_stage_of_deepfloyd_is_shown_the_small_image() -> None:
+    family = load_registry().get("deepfloyd-if")
+    flavour = family.flavours()["i-medium-400m"]
+    spec = small_spec(family, flavour)
+    config = {**spec.config, "in_channels": 6, "class_embed_type": "timestep"}
+    recipe = Recipe(
+        model=ModelChoice("x"), batch=Batch(micro_batch=2, height=64, width=64, sequence_length=8)
+    )
+    specs = {item.name: item for item in family.batch_spec(config, recipe)}
+    assert specs["latents"].shape == specs["condition"].shape == (2, 3, 64, 64)
+    assert specs["class_labels"].shape == (2,)
+    assert "condition" not in {item.name for item in small_batch(family, spec)[1]}
