@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdptool.cli.output import Format, print_document
 from fsdptool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsdptool.records.rule import Rule
+
+
+def all_rules() -> dict[str, Rule]:
+    """Return the rules of every room by code: each room keeps the table of the codes it emits."""
+    from fsdptool.cache import rules as cache
+    from fsdptool.config.rules import RULES
+    from fsdptool.families import rules as families
+    from fsdptool.inspection import rules as inspection
+    from fsdptool.launch import rules as launch
+    from fsdptool.planning import rules as planning
+    from fsdptool.source import rules as source
+
+    rooms = (families.RULES, source.RULES, inspection.RULES, planning.RULES, launch.RULES, cache.RULES)
+    return RULES | {rule.code: rule for table in rooms for rule in table}
 
 
 def command(
@@ -18,25 +35,25 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
     """Explain a finding's code: what was found, why it matters, what to do, and whether a fix is safe."""
-    from fsdptool.config.rules import RULES
     from fsdptool.config.spelling import nearest
     from fsdptool.records.document import envelope
     from fsdptool.report.rules import render_list, render_rule, rule_data
 
+    table = all_rules()
     if code is None:
         if format is Format.JSON:
-            print_document(envelope("rules", {}, {"rules": [rule_data(rule) for rule in RULES.values()]}))
+            print_document(envelope("rules", {}, {"rules": [rule_data(rule) for rule in table.values()]}))
         else:
-            sys.stdout.write(render_list(RULES.values()))
+            sys.stdout.write(render_list(table.values()))
         return 0
     wanted = code.strip().upper()
-    if wanted not in RULES:
-        near = nearest(wanted, RULES, cutoff=0.6)
+    if wanted not in table:
+        near = nearest(wanted, table, cutoff=0.6)
         raise ConfigError(
             f"there is no rule {code!r}", help=f"did you mean {near}?" if near else "see `fsdptool rule`"
         )
     if format is Format.JSON:
-        print_document(envelope("rules", {"code": wanted}, {"rules": [rule_data(RULES[wanted])]}))
+        print_document(envelope("rules", {"code": wanted}, {"rules": [rule_data(table[wanted])]}))
     else:
-        sys.stdout.write(render_rule(RULES[wanted]))
+        sys.stdout.write(render_rule(table[wanted]))
     return 0

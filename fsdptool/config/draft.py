@@ -161,6 +161,9 @@ class Draft:
         stop = node.end if line_end < 0 else min(node.end, max(line_end, node.start + 1))
         return node.start, stop
 
-    def has(self, *codes: str) -> bool:
-        """Whether a finding with one of the codes was recorded."""
-        return any(finding.diagnostic.code in codes for finding in self.findings)
+    def has(self, *codes: str, severity: Severity | None = None) -> bool:
+        """Whether a finding with one of the codes (and the severity, if given) was recorded."""
+        return any(
+            finding.diagnostic.code in codes and severity in (None, finding.diagnostic.severity)
+            for finding in self.findings
+        )

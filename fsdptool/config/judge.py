@@ -259,12 +259,11 @@ def _checkpointing(draft: Draft) -> None:
             fix=f"write {entry.key}: false",
             changes={"gradient_checkpointing": False},
         )
-    if draft.extras.get("save_only_model") is not None and draft.get("state_dict_type") == "sharded":
-        draft.report(
-            "FSD340",
-            "save_only_model cannot be combined with SHARDED_STATE_DICT",
-            draft.extras["save_only_model"],
-        )
+    only, best = draft.extras.get("save_only_model", (None, False))
+    sharded = draft.get("state_dict_type") == "sharded"
+    if only is not None and (sharded or best):
+        other = "SHARDED_STATE_DICT" if sharded else "load_best_model_at_end under FSDP"
+        draft.report("FSD340", f"save_only_model cannot be combined with {other}", only)
 
 
 def _loading(draft: Draft) -> None:
@@ -323,13 +322,20 @@ def _gpu_ids(draft: Draft, processes: Any, machines: int) -> None:
 
 def _defaults(draft: Draft) -> None:
     """Write out what another program or version would fill in differently."""
-    if draft.dialect != "accelerate" or draft.get("fsdp_version") != 2:
+    if draft.dialect != "accelerate":
         return
+    if draft.consumer.name == "accelerate" and not draft.written("mixed_precision"):
+        draft.report(
+            "FSD352",
+            "mixed_precision is not written: no, by default",
+            edits=draft.editor.add(draft.root, None, {"mixed_precision": "no"}),
+            fix="write mixed_precision: 'no'",
+        )
     block = draft.root.get("fsdp_config")
-    for key, canonical in (
-        ("fsdp_state_dict_type", "state_dict_type"),
-        ("fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading"),
-    ):
+    keys = [("fsdp_state_dict_type", "state_dict_type")]
+    if draft.get("fsdp_version") == 2:
+        keys.append(("fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading"))
+    for key, canonical in keys:
         fact = draft.facts.get(canonical)
         if fact is None or fact.entry is not None or fact.origin.startswith("environment"):
             continue

@@ -82,7 +82,7 @@ def _refusal(draft: Draft) -> str | None:
         return "NO_SHARD is plain data parallelism: use distributed_type MULTI_GPU (DDP) instead of FSDP"
     if draft.get("state_dict_type") == "local":
         return "LOCAL_STATE_DICT is not supported by FSDP2: use SHARDED_STATE_DICT"
-    if draft.has("FSD336"):
+    if draft.has("FSD336", severity="error"):
         return "decide first: fsdp_reshard_after_forward names a strategy that never ran (FULL_SHARD did)"
     if strategy is not None and strategy.startswith("hybrid"):
         machines, processes = draft.get("num_machines"), draft.get("num_processes")

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdptool.config.rules import Rule
+    from fsdptool.records.rule import Rule
 
 _SAFETY = {
     "safe": "--fix (the run stays the same)",
@@ -51,9 +51,11 @@ def rules_page(rules: Iterable[Rule]) -> str:
     """Return ``docs/rules.md``; a test holds the page against the table."""
     parts = [
         "# Rules\n\n"
-        "Generated from `fsdptool/config/rules/`; `fsdptool rule CODE` prints the same. "
-        "`# fsdptool: ignore[CODE]` at the end of a line silences a finding there, on a line of its own in "
-        "the whole file. A severity is the usual one; a finding may differ where the consumer does.\n"
+        "Generated from the rooms' own tables; `fsdptool rule CODE` prints the same. Codes that begin with "
+        "FSD are findings in configuration files: `# fsdptool: ignore[CODE]` at the end of a line silences "
+        "one there, on a line of its own in the whole file. DET codes come from `detect` and whatever "
+        "inspects a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache. A severity is the usual "
+        "one; a finding may differ where the consumer does.\n"
     ]
     for family, members in groupby(rules, key=lambda rule: rule.family):
         parts.append(f"\n## {family}\n")

@@ -1,6 +1,11 @@
-"""The part of SARIF 2.1.0 that a producer like ours must keep to, written from the OASIS text.
+"""SARIF 2.1.0 as far as we emit it, after the schema of the OASIS committee specification.
 
-Strict: properties that section 3 of the standard does not define for an object are refused.
+None of the packages looked at carries that schema as a file (PyPI: check-jsonschema, sarif-om, sarif-tools,
+sarif-pydantic, jschema-to-python; npm: node-sarif-builder, @microsoft/sarif-multitool), so this page was
+written beside its text, ``sarif-schema-2.1.0.json``, definition by definition. For every property that we
+emit it asks what the official schema asks: type, enumeration, minimum, ``minItems``, ``uniqueItems``,
+``format``, required properties. Each object is closed to the properties that we emit, so it is stricter than the official
+one: a new property fails here until its definition has been added.
 """
 
 from __future__ import annotations
@@ -12,66 +17,98 @@ def _object(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "required": required, "additionalProperties": False, "properties": properties}
 
 
-_TEXT = {"type": "string", "minLength": 1}
-_MESSAGE = _object(["text"], {"text": _TEXT, "markdown": _TEXT, "id": _TEXT})
+def _array(items: dict[str, Any], *, least: int = 0, unique: bool = False) -> dict[str, Any]:
+    return {"type": "array", "minItems": least, "uniqueItems": unique, "items": items}
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/definitions/{name}"}
+
+
+_STRING = {"type": "string"}
 _LEVEL = {"enum": ["none", "note", "warning", "error"]}
-_POSITION = {"type": "integer", "minimum": 1}
-_REGION = _object(
-    ["startLine"],
-    {"startLine": _POSITION, "startColumn": _POSITION, "endLine": _POSITION, "endColumn": _POSITION},
-)
-_ARTIFACT = _object([], {"uri": {"type": "string", "format": "uri-reference"}, "uriBaseId": _TEXT})
-_PHYSICAL = _object(["artifactLocation"], {"artifactLocation": _ARTIFACT, "region": _REGION})
-_REPLACEMENT = _object(
-    ["deletedRegion"],
-    {"deletedRegion": _REGION, "insertedContent": _object([], {"text": {"type": "string"}})},
-)
-_CHANGE = _object(
-    ["artifactLocation", "replacements"],
-    {"artifactLocation": _ARTIFACT, "replacements": {"type": "array", "minItems": 1, "items": _REPLACEMENT}},
-)
-_FIX = _object(
-    ["artifactChanges"],
-    {"description": _MESSAGE, "artifactChanges": {"type": "array", "minItems": 1, "items": _CHANGE}},
-)
-_RESULT = _object(
-    ["message"],
-    {
-        "ruleId": _TEXT,
-        "ruleIndex": {"type": "integer", "minimum": -1},
-        "level": _LEVEL,
-        "message": _MESSAGE,
-        "locations": {"type": "array", "items": _object([], {"physicalLocation": _PHYSICAL})},
-        "fixes": {"type": "array", "items": _FIX},
-    },
-)
-_RULE = _object(
-    ["id"],
-    {
-        "id": _TEXT,
-        "shortDescription": _MESSAGE,
-        "fullDescription": _MESSAGE,
-        "help": _MESSAGE,
-        "defaultConfiguration": _object([], {"level": _LEVEL}),
-        "properties": {"type": "object"},
-    },
-)
-_DRIVER = _object(
-    ["name"],
-    {"name": _TEXT, "version": _TEXT, "rules": {"type": "array", "uniqueItems": True, "items": _RULE}},
-)
-_RUN = _object(
-    ["tool"],
-    {
-        "tool": _object(["driver"], {"driver": _DRIVER}),
-        "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
-        "results": {"type": "array", "items": _RESULT},
-    },
-)
+_PLACE = {"type": "integer", "minimum": 1}
+_INDEX = {"type": "integer", "minimum": -1}
+
+_DEFINITIONS: dict[str, Any] = {
+    "artifactChange": _object(
+        ["artifactLocation", "replacements"],
+        {
+            "artifactLocation": _ref("artifactLocation"),
+            "replacements": _array(_ref("replacement"), least=1),
+        },
+    ),
+    "artifactContent": _object([], {"text": _STRING}),
+    "artifactLocation": _object([], {"uri": {**_STRING, "format": "uri-reference"}}),
+    "fix": _object(
+        ["artifactChanges"],
+        {
+            "description": _ref("message"),
+            "artifactChanges": _array(_ref("artifactChange"), least=1, unique=True),
+        },
+    ),
+    "location": _object([], {"physicalLocation": _ref("physicalLocation")}),
+    # The official text asks for ``text`` or ``id``; we have no message table, so for ``text``.
+    "message": _object(["text"], {"text": _STRING}),
+    "multiformatMessageString": _object(["text"], {"text": _STRING}),
+    # The official text asks for ``address`` or ``artifactLocation``; files have no address.
+    "physicalLocation": _object(
+        ["artifactLocation"], {"artifactLocation": _ref("artifactLocation"), "region": _ref("region")}
+    ),
+    "propertyBag": {"type": "object", "properties": {"tags": _array(_STRING, unique=True)}},
+    "region": _object(
+        [], {"startLine": _PLACE, "startColumn": _PLACE, "endLine": _PLACE, "endColumn": _PLACE}
+    ),
+    "replacement": _object(
+        ["deletedRegion"],
+        {"deletedRegion": _ref("region"), "insertedContent": _ref("artifactContent")},
+    ),
+    "reportingConfiguration": _object([], {"level": _LEVEL}),
+    "reportingDescriptor": _object(
+        ["id"],
+        {
+            "id": _STRING,
+            "shortDescription": _ref("multiformatMessageString"),
+            "fullDescription": _ref("multiformatMessageString"),
+            "help": _ref("multiformatMessageString"),
+            "defaultConfiguration": _ref("reportingConfiguration"),
+            "properties": _ref("propertyBag"),
+        },
+    ),
+    "result": _object(
+        ["message"],
+        {
+            "ruleId": _STRING,
+            "ruleIndex": _INDEX,
+            "level": _LEVEL,
+            "message": _ref("message"),
+            "locations": _array(_ref("location")),
+            "fixes": _array(_ref("fix"), unique=True),
+        },
+    ),
+    "run": _object(
+        ["tool"],
+        {
+            "tool": _ref("tool"),
+            "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
+            "results": _array(_ref("result")),
+        },
+    ),
+    "tool": _object(["driver"], {"driver": _ref("toolComponent")}),
+    "toolComponent": _object(
+        ["name"],
+        {"name": _STRING, "version": _STRING, "rules": _array(_ref("reportingDescriptor"), unique=True)},
+    ),
+}
 SCHEMA: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "definitions": _DEFINITIONS,
     **_object(
         ["version", "runs"],
-        {"$schema": _TEXT, "version": {"const": "2.1.0"}, "runs": {"type": "array", "items": _RUN}},
+        {
+            "$schema": {**_STRING, "format": "uri"},
+            "version": {"enum": ["2.1.0"]},
+            "runs": _array(_ref("run")),
+        },
     ),
 }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import jsonschema
 import pytest
@@ -17,7 +18,7 @@ from sarif_subset import SCHEMA
 from test_rules_against_accelerate import GOOD
 
 from fsdptool.cli.app import run
-from fsdptool.config.rules import RULES
+from fsdptool.cli.rule import all_rules
 from fsdptool.report.rules import rules_page
 from fsdptool.resources import load_schema
 
@@ -52,7 +53,8 @@ def test_documents_keep_to_their_schemas(files: Path, capsys: pytest.CaptureFixt
     assert document(capsys, "explain", "v1.yaml")["fsdp_version"] == 1
     assert document(capsys, "migrate", "v1.yaml", "--check")["files"][0]["changed"] is True
     assert document(capsys, "rule", "FSD301")["rules"][0]["code"] == "FSD301"
-    assert len(document(capsys, "rule")["rules"]) == len(RULES)
+    assert document(capsys, "rule", "PLN001")["rules"][0]["family"] == "plan"
+    assert len(document(capsys, "rule")["rules"]) == len(all_rules())
     assert document(capsys, "emit-config", "--list-presets")["presets"]
     assert document(capsys, "emit-config", "--preset", "cpu")["settings"]["use_cpu"] is True
 
@@ -98,13 +100,58 @@ def test_github_annotations(files: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_sarif(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(["validate", "bad.yaml", "v1.yaml", "good.yaml", "--format", "sarif"])
+    (files / "with space é.yaml").write_text(BAD)
+    (files / "broken.yaml").write_text(": [\n")
+    (files / "empty.yaml").write_text("")
+    names = [
+        "bad.yaml",
+        "v1.yaml",
+        "good.yaml",
+        "with space é.yaml",
+        "broken.yaml",
+        "empty.yaml",
+        "absent.yaml",
+    ]
+    run(["validate", *names, "--format", "sarif"])
     log = json.loads(capsys.readouterr().out)
-    jsonschema.Draft202012Validator(SCHEMA).validate(log)
-    result = next(item for item in log["runs"][0]["results"] if item["ruleId"] == "FSD208")
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    jsonschema.Draft7Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate(log)
+    assert urlsplit(log["$schema"]).scheme == "https"
+    results = log["runs"][0]["results"]
     rules = log["runs"][0]["tool"]["driver"]["rules"]
-    assert rules[result["ruleIndex"]]["id"] == "FSD208"
-    assert result["fixes"][0]["artifactChanges"][0]["replacements"][0]["insertedContent"]["text"] == "'no'"
+    uris = set()
+    for result in results:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        place = result["locations"][0]["physicalLocation"]
+        uris.add(place["artifactLocation"]["uri"])
+        region = place.get("region", {"startLine": 1})
+        assert region.get("endLine", region["startLine"]) >= region["startLine"]
+    assert {unquote(uri) for uri in uris} == set(names) - {"good.yaml"}
+    assert all(uri.isascii() and " " not in uri for uri in uris)
+
+
+def test_a_sarif_fix_is_the_fix(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another program that applies the replacements by their regions gets what --fix writes."""
+    text = "# é𝄞 in front of nothing\n" + BAD.replace("bf16", "no")
+    (files / "bad.yaml").write_text(text)
+    run(["validate", "bad.yaml", "--format", "sarif"])
+    log = json.loads(capsys.readouterr().out)
+    lines = text.splitlines(keepends=True)
+    starts = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
+    edits = []
+    for result in log["runs"][0]["results"]:
+        for fix in result.get("fixes", []):
+            for change in fix["artifactChanges"]:
+                for replacement in change["replacements"]:
+                    region = replacement["deletedRegion"]
+                    start = starts[region["startLine"] - 1] + region["startColumn"] - 1
+                    end = starts[region["endLine"] - 1] + region["endColumn"] - 1
+                    edits.append((start, end, replacement.get("insertedContent", {}).get("text", "")))
+    assert edits
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new + text[end:]
+    run(["validate", "bad.yaml", "--fix"])
+    assert (files / "bad.yaml").read_text() == text
 
 
 def test_fix_and_diff(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +243,7 @@ def test_merge_shows_a_diff_and_asks(files: Path, capsys: pytest.CaptureFixture[
 
 def test_the_rules_page_is_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "rules.md"
-    assert page.read_text(encoding="utf-8") == rules_page(RULES.values())
+    assert page.read_text(encoding="utf-8") == rules_page(all_rules().values())
 
 
 def test_pre_commit_runs_the_hooks(tmp_path: Path) -> None:

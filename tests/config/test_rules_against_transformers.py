@@ -112,3 +112,41 @@ def test_both_kinds_of_checkpointing_raise() -> None:
         "  activation_checkpointing: true\n"
     )
     assert "FSD317" in {item.code for item in read_settings(text).errors}
+
+
+@pytest.mark.parametrize(
+    ("kind", "best", "said"),
+    [
+        ("SHARDED_STATE_DICT", False, "not compatible with FSDP state dict type"),
+        ("FULL_STATE_DICT", True, "along with `load_best_model_at_end`"),
+        ("FULL_STATE_DICT", False, ""),
+    ],
+)
+def test_saving_only_the_model_beside_the_trainers_own_check(
+    kind: str, best: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSD340: the Trainer's method runs for real; only its Accelerator is a stand-in."""
+    from types import SimpleNamespace
+
+    import transformers.trainer
+    from torch.distributed.fsdp import StateDictType
+
+    text = (
+        f"output_dir: o\nsave_only_model: true\nload_best_model_at_end: {str(best).lower()}\n"
+        f"fsdp: true\nfsdp_config:\n  version: 2\n  state_dict_type: {kind}\n"
+    )
+    assert ("FSD340" in {item.code for item in read_settings(text).errors}) is bool(said)
+    plugin = SimpleNamespace(state_dict_type=StateDictType[kind], activation_checkpointing=False)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin, deepspeed_plugin=None), gather_for_metrics=lambda x: x
+    )
+    monkeypatch.setattr(transformers.trainer, "Accelerator", lambda **_: accelerator)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), save_only_model=True, use_cpu=True)
+    arguments.load_best_model_at_end = best
+    trainer = SimpleNamespace(args=arguments, _build_accelerator_args=lambda **_: {})
+    try:
+        transformers.Trainer.create_accelerator_and_postprocess(trainer)
+        found = ""
+    except ValueError as error:
+        found = str(error)
+    assert said in found and bool(said) == bool(found)

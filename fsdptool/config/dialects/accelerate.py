@@ -297,28 +297,24 @@ def _unread(draft: Draft, block: Node, entry: Entry, full: str) -> None:
     if key.startswith("_"):
         draft.report("FSD220", f"{key} is a note", entry)
         return
-    if full in DEAD or key in DEAD:
+    if key not in TOP_LEVEL and (full in DEAD or key in DEAD):
         meant = DEAD.get(full, DEAD.get(key))
         values.report_dead(draft, block, entry, full, meant)
         return
     if key in TOP_LEVEL and key not in ("fsdp_config",):
         draft.ignore(entry, "belongs at top level; inside fsdp_config nobody reads it")
-        edits = None
-        if draft.root.get(key) is None and entry.node.kind == "scalar":
-            removed = draft.editor.remove(block, entry)
-            added = draft.editor.add(draft.root, None, {key: entry.node.value})
-            edits = (*removed, *added) if removed is not None and added is not None else None
-        if edits is None:
-            edits = draft.editor.remove(block, entry)
+        removed = draft.editor.remove(block, entry)
+        moves = draft.root.get(key) is None and entry.node.kind == "scalar" and removed is not None
+        added = draft.editor.add(draft.root, None, {key: entry.node.value}) if moves else None
         draft.report(
             "FSD210",
             f"{key} belongs at top level; inside fsdp_config nobody reads it",
             entry,
             severity="warning",
-            edits=edits,
-            safe=False,
-            fix=f"move {key} to the top level",
-            changes={"*": key},
+            edits=(*removed, *added) if removed is not None and added is not None else removed,
+            safe=added is None,
+            fix=f"remove {key}" if added is None else f"move {key} to the top level",
+            changes={} if added is None else {"*": key},
         )
         return
     near = spelling.nearest(full, FSDP_KEYS, cutoff=0.8)

@@ -200,15 +200,15 @@ def _reshard(draft: Draft, entry: Entry, block: Node | None, version: int) -> No
     strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
     if version == 1:
         draft.ignore(entry, "not read under version 1: fsdp_sharding_strategy decides")
-        if strategy not in (None, "full_shard") and block is not None:
-            own = block.get("fsdp_sharding_strategy") or block.get("sharding_strategy")
-            if own is None:
-                draft.report(
-                    "FSD336",
-                    f"{value} is written under {key}, which version 1 does not read: the run is FULL_SHARD",
-                    entry,
-                    value=True,
-                )
+        own = block.get("fsdp_sharding_strategy") or block.get("sharding_strategy") if block else None
+        if strategy is not None and block is not None and own is None:
+            draft.report(
+                "FSD336",
+                f"{value} is written under {key}, which version 1 does not read: the run is FULL_SHARD",
+                entry,
+                value=True,
+                severity="info" if strategy == "full_shard" else None,
+            )
         return
     read_reshard(draft, entry, block, key)
 
@@ -292,7 +292,7 @@ def _threshold(draft: Draft, key: str, entry: Entry, block: Node | None, version
     chosen = spelling.choice(policy.node.value, spelling.WRAP_POLICIES) if policy else "none"
     if chosen != "size":
         draft.ignore(entry, "read with SIZE_BASED_WRAP only")
-        if version == 2 or value not in (0, 100_000_000, None):
+        if version == 2 or value not in (0, None):
             draft.report(
                 "FSD325",
                 f"{key} is not read: the policy is not SIZE_BASED_WRAP",

@@ -44,9 +44,23 @@ def read(draft: Draft) -> None:
     block: Node | None = root
     if arguments:
         block = read_arguments(draft)
+        _alone(draft)
     if not draft.extras.get("configures", True):
         return
     read_config(draft, block)
+
+
+def _alone(draft: Draft) -> None:
+    """Nothing but ``fsdp`` and ``fsdp_config``: perhaps meant as the file that ``fsdp_config`` names."""
+    keys = {str(entry.key) for entry in draft.root.entries if not str(entry.key).startswith("_")}
+    entry = draft.root.get("fsdp_config")
+    if keys == {"fsdp", "fsdp_config"} and entry is not None and entry.node.kind == "map":
+        draft.report(
+            "FSD355",
+            "only right as TrainingArguments: given as --fsdp_config, nothing of this file is read",
+            entry,
+            help="for --fsdp_config, keep what is inside fsdp_config and pass --fsdp on the command line",
+        )
 
 
 def read_arguments(draft: Draft) -> Node | None:
@@ -57,6 +71,10 @@ def read_arguments(draft: Draft) -> Node | None:
         entry = root.get(key)
         if entry is not None and entry.node.value is True:
             draft.extras["gradient_checkpointing"] = (root, entry)
+    only = root.get("save_only_model")
+    if only is not None and only.node.value is True:
+        best = root.get("load_best_model_at_end")
+        draft.extras["save_only_model"] = (only, best is not None and best.node.value is True)
     deepspeed = root.get("deepspeed")
     if deepspeed is not None and to_python(deepspeed.node):
         draft.extras["deepspeed"] = True

@@ -156,9 +156,10 @@ MEANING = (
          "transformers 5.23 still understands `full_shard`, `shard_grad_op`, `offload` and `auto_wrap` in "
          "lower case separated by spaces, and announces the removal; anything else raises.",
          "Write `fsdp: true` and the options in `fsdp_config` (--fix).", "safe"),
-    Rule("FSD340", "save_only_model with a sharded state dict", "error",
-         "The transformers Trainer raises for save_only_model with SHARDED_STATE_DICT.",
-         "Use FULL_STATE_DICT, or save_only_model false."),
+    Rule("FSD340", "save_only_model with a sharded state dict, or with the best model", "error",
+         "transformers 5.23's Trainer raises for save_only_model with SHARDED_STATE_DICT, and under FSDP "
+         "with load_best_model_at_end.",
+         "Use FULL_STATE_DICT without load_best_model_at_end, or save_only_model false."),
     Rule("FSD341", "setting comes from the environment", "info",
          "The file does not write it, accelerate launch does not export it, and the variable is set here: it "
          "decides.",
@@ -198,10 +199,6 @@ MEANING = (
          "SimpleTuner refuses fsdp_cpu_offload with optimizer_release_gradients on optimi optimizers and "
          "with optimizer_cpu_offload_method=torchao.",
          "Use one of the two."),
-    Rule("FSD351", "setting this program keeps for itself", "error",
-         "The trainer would sort the setting out differently: a key that the accelerate YAML owns does not "
-         "belong into a recipe, and the other way round.",
-         "Write it in the file that owns it."),
     Rule("FSD352", "mixed precision left out", "info",
          "accelerate 1.15 trains in the model's own dtype when nothing is written.",
          "Write mixed_precision (--fix writes 'no').", "safe"),
@@ -213,4 +210,10 @@ MEANING = (
          "The rules were checked by running accelerate 1.15.0 and transformers 5.23.0; for other versions "
          "they are a best guess.",
          "Nothing needs to be done."),
+    Rule("FSD355", "settings one level too deep for --fsdp_config", "warning",
+         "The file holds `fsdp` and `fsdp_config` and nothing else. Parsed as TrainingArguments it "
+         "works; given as the file of --fsdp_config, transformers 5.23 looks for its keys one level "
+         "higher, finds none and "
+         "runs on defaults. (ms-swift unwraps the shape itself.)",
+         "For --fsdp_config, keep what is inside `fsdp_config` and pass --fsdp on the command line."),
 )  # fmt: skip

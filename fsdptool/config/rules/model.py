@@ -48,7 +48,4 @@ MODEL = (
          "Ignored parameters stay plain tensors that accelerate 1.15 does not synchronise: after three steps "
          "the ranks hold different weights. RAM-efficient loading silently shards them anyway.",
          "Freeze them or leave them sharded."),
-    Rule("FSD412", "model could not be inspected", "warning",
-         "The rules of this family were not judged.",
-         "See the message; `fsdptool detect REF` says more."),
 )  # fmt: skip

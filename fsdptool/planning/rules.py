@@ -1,0 +1,27 @@
+"""What the codes of planning mean."""
+
+from fsdptool.records.rule import Rule
+
+RULES = (
+    Rule("PLN001", "a GPU's name fits several", "info",
+         "The name fits several entries of the catalogue; the message says which one was taken.",
+         "Name it in full to choose another; the message lists them."),
+    Rule("PLN002", "precision without units", "warning",
+         "The GPU has no tensor cores for this precision: it is emulated, at fp32 speed or slower.",
+         "Use a precision the GPU has (FSD501 and FSD505 find it in a file)."),
+    Rule("PLN003", "fits within the estimate's error", "warning",
+         "What stays free is less than the error of the estimate.",
+         "Take a rung of --explain's ladder, or try one step before renting."),
+    Rule("PLN004", "what was asked does not fit", "info",
+         "The configuration as asked does not fit; another candidate does and was chosen.",
+         "--no-search judges exactly what was asked."),
+    Rule("PLN005", "network between nodes assumed", "info",
+         "No bandwidth was named, so a common one is assumed (docs/plan.md); step times depend on it.",
+         "Give --network, or inter_node_bandwidth in the cluster file."),
+    Rule("PLN010", "one GPU shards nothing", "info",
+         "On a single GPU FSDP adds its own copies and saves nothing.",
+         "Train without FSDP, or give two GPUs or more."),
+    Rule("PLN011", "FSDP is not needed", "info",
+         "The whole run fits one GPU, with DDP's buckets. DDP communicates a third less.",
+         "Use DDP, or FSDP for larger batches or models."),
+)  # fmt: skip
