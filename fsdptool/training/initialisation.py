@@ -192,11 +192,15 @@ def _view_step(
 
 @contextmanager
 def _parameters_on_meta(keep: Callable[[nn.Module], bool]) -> Iterator[None]:
-    """Move each parameter to meta as its module registers it, unless ``keep(module)``."""
+    """Move each parameter to meta as its module registers it, unless ``keep(module)``.
+
+    Parameters without dimensions (CLIP's temperature) stay: they weigh nothing, and transformers 5.23
+    leaves what their constructor gave them.
+    """
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta and not keep(module):
+        if parameter is not None and parameter.dim() and not parameter.is_meta and not keep(module):
             # Behind the recorder's back: its notes would keep the real tensor alive for the whole run.
             with _disable_current_modes():
                 stand_in = torch.empty_like(parameter, device="meta")
@@ -273,7 +277,8 @@ def replay(
     """
     first, last = rows
     if name in blueprint.values:
-        return blueprint.values[name][first:last].to(dtype)
+        value = blueprint.values[name]
+        return (value[first:last] if shape else value.clone()).to(dtype)
     notes = blueprint.notes.get(name)
     if not notes:
         raise ModelError(
@@ -281,7 +286,7 @@ def replay(
         )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     numel, per_row = math.prod(shape), math.prod(shape[1:])
-    if all(note.sliceable for note in notes):
+    if shape and all(note.sliceable for note in notes):
         tensor = torch.empty((last - first, *shape[1:]), dtype=wide)
         for draw, note in enumerate(notes):
             _apply(note, tensor, first * per_row, numel, (seed, key, draw))
@@ -289,7 +294,7 @@ def replay(
     whole = torch.empty(shape, dtype=wide)
     for draw, note in enumerate(notes):
         _apply(note, whole, 0, numel, (seed, key, draw))
-    return whole[first:last].to(dtype)
+    return (whole[first:last] if shape else whole).to(dtype)
 
 
 def _apply(note: Note, tensor: torch.Tensor, start: int, numel: int, key: tuple[object, ...]) -> None:

@@ -76,14 +76,16 @@ class Weights:
         source = self._sources[name]
         if source.converter is None:
             key = source.keys[0][0]
-            view = self._open(self._where[key]).get_slice(key)
+            file = self._open(self._where[key])
+            view = file.get_slice(key)
             _check(name, shape, tuple(view.get_shape()))
-            part: torch.Tensor = view[rows[0] : rows[1]] if shape else view[:]
+            # safetensors 0.8 cannot slice what has no dimensions.
+            part: torch.Tensor = view[rows[0] : rows[1]] if shape else file.get_tensor(key)
             # Slices may be views of the file's map: a parameter must own its memory.
             return part.clone(memory_format=torch.contiguous_format)
         whole = self._convert(name, source)
         _check(name, shape, tuple(whole.shape))
-        return whole[rows[0] : rows[1]].clone()
+        return (whole[rows[0] : rows[1]] if shape else whole).clone()
 
     def _convert(self, name: str, source: _Source) -> torch.Tensor:
         converter = copy.deepcopy(source.converter)
