@@ -55,14 +55,11 @@ class StableCascade(CosineEpsilon):
             specs.append(floats("clip_text", shape[0], self.tokens(recipe), full["clip_text_in_channels"]))
         if full.get("clip_image_in_channels"):
             specs.append(floats("clip_img", shape[0], 1, full["clip_image_in_channels"]))
-        if full.get("effnet_in_channels"):
-            # Stage B is shown stage C's latents, which it enlarges itself.
-            specs.append(floats("effnet", shape[0], full["effnet_in_channels"], *shape[2:]))
         return tuple(specs)
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Call with time as a fraction."""
-        names = ("clip_text_pooled", "clip_text", "clip_img", "effnet")
+        names = ("clip_text_pooled", "clip_text", "clip_img")
         result: Tensor = model(
             sample=noisy,
             timestep_ratio=((time + 1) / TRAIN_STEPS).to(noisy.dtype),

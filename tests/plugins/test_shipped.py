@@ -84,6 +84,11 @@ def test_the_most_specific_family_claims_a_configuration(family: str, flavour: s
     assert registry.match(registry.flavour(family, flavour).config).name == owner
 
 
+def test_stable_cascades_other_stage_is_left_to_the_generic_family() -> None:
+    stage_b = {"_class_name": "StableCascadeUNet", "effnet_in_channels": 16}
+    assert load_registry().match(stage_b).name == "generic"
+
+
 def _one_of_each_class(family: Family) -> list[str]:
     return list({flavour.model_class: flavour.name for flavour in family.flavours().values()}.values())
 
