@@ -1,0 +1,178 @@
+"""How long training stands still for a checkpoint: asynchronous saves against synchronous ones.
+
+Two gloo ranks train one model and save it by both ways in turn (A B B A ...), each time followed by
+the same number of steps. ``stall`` is the time until training goes on; ``window`` is save and steps
+together, so that what the writing thread takes from the steps beside it is not hidden. Figures are
+medians of paired ratios, with bootstrap bounds.
+
+    python benchmarks/training/save_stall.py --pairs 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+RANKS, LENGTH, STEPS_AFTER = 2, 64, 3
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": 512,
+}
+
+
+class Quiet:
+    """An event log nobody reads."""
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Drop an event."""
+
+    def rewind(self, step: int) -> None:
+        """Nothing was logged."""
+
+
+class Position:
+    """A data position for the checkpoint."""
+
+    epoch = 0.0
+    samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: batches are made here."""
+        return {}
+
+
+def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
+    """Save both ways in turn on one rank; rank 0 writes the times."""
+    from fsdptool.inspection import inspect
+    from fsdptool.records import FsdpSettings, Recipe
+    from fsdptool.records.recipe import Batch, Checkpoints, ModelChoice
+    from fsdptool.source import resolve
+    from fsdptool.training.assemble import assemble
+    from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
+    from fsdptool.training.run_inputs import RunInputs
+    from fsdptool.training.session import open_session
+    from fsdptool.training.state import RunState
+    from fsdptool.training.unitplan import plan_units
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS
+    )
+    spec = resolve(f"{folder}/model")
+    settings = FsdpSettings(wrap_classes=("LlamaDecoderLayer",), use_cpu=True, mixed_precision="no")
+    recipe = Recipe(
+        model=ModelChoice(f"{folder}/model", weights="random"),
+        batch=Batch(micro_batch=1, sequence_length=LENGTH),
+        steps=1,
+    )
+    units = plan_units(inspect(spec), recipe, settings)
+    made = assemble(RunInputs(Path(folder), recipe, settings, spec, units), open_session(settings))
+    state = RunState(made.model, made.optimizer, Position(), 0, rank)  # type: ignore[arg-type]
+    savers = {
+        mode: RunCheckpointer(
+            Path(folder, mode),
+            Checkpoints(every_steps=1, keep_last=1, mode=mode),  # type: ignore[arg-type]
+            kind="sharded",
+            events=Quiet(),  # type: ignore[arg-type]
+        )
+        for mode in ("async", "sync")
+    }
+    tokens = torch.randint(0, CONFIG["vocab_size"], (1, LENGTH))  # type: ignore[call-overload]
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+
+    def steps() -> None:
+        for _ in range(STEPS_AFTER):
+            made.stepper.run([batch], rate=1e-4)
+            state.step += 1
+
+    steps()
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in savers}
+    for index in range(pairs + 1):
+        for mode in ("async", "sync") if index % 2 else ("sync", "async"):
+            dist.barrier()
+            began = time.perf_counter()
+            savers[mode].save(state)
+            dist.barrier()
+            stalled = time.perf_counter()
+            steps()
+            dist.barrier()
+            ended = time.perf_counter()
+            savers[mode].close()
+            dist.barrier()
+            if index:  # the first round allocates the staging buffers
+                times[mode].append({"stall": stalled - began, "window": ended - began})
+    if rank == 0:
+        held = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
+        Path(out).write_text(json.dumps({"times": times, "bytes": held}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def bounds(ratios: list[float], rounds: int = 4000) -> dict[str, float]:
+    """Return the median of paired ratios with its bootstrap 95 % bounds."""
+    draws = torch.randint(0, len(ratios), (rounds, len(ratios)), generator=torch.Generator().manual_seed(0))
+    medians = torch.tensor(ratios).take(draws).median(dim=1).values.sort().values
+    low, high = (float(medians[int(share * rounds)]) for share in (0.025, 0.975))
+    return {"median": statistics.median(ratios), "low": low, "high": high}
+
+
+def main() -> None:
+    """Run and write the result."""
+    from fsdptool.records.document import library_versions
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_save_stall.json"))
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, "model")
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(CONFIG))
+        out = f"{folder}/out.json"
+        multiprocessing.spawn(rank_main, (folder, chosen.pairs, out), RANKS)
+        found = json.loads(Path(out).read_text())
+    times = found["times"]
+    document: dict[str, Any] = {
+        "benchmark": "checkpoint save on CPU, asynchronous over synchronous; below 1 is shorter",
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "load_average": os.getloadavg(),
+        "versions": {"python": platform.python_version(), **library_versions()},
+        "settings": {"ranks": RANKS, "pairs": chosen.pairs, "steps_after": STEPS_AFTER, "config": CONFIG},
+        "checkpoint_bytes": found["bytes"],
+        "median_seconds": {
+            mode: {key: statistics.median(item[key] for item in items) for key in ("stall", "window")}
+            for mode, items in times.items()
+        },
+        "ratios": {
+            key: bounds([a[key] / b[key] for a, b in zip(times["async"], times["sync"], strict=True)])
+            for key in ("stall", "window")
+        },
+    }
+    chosen.output.write_text(json.dumps(document, indent=2) + "\n")
+    sys.stdout.write(
+        json.dumps({key: document[key] for key in ("median_seconds", "ratios")}, indent=2) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
