@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from fsdptool.launch.create import write_run
 from fsdptool.launch.prepare import prepare
 from fsdptool.training.checkpoint.manifest import list_checkpoints
+from fsdptool.training.events import read_lines
 from fsdptool.training.export.api import export_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -192,3 +193,26 @@ def test_diffusers_loads_the_adapters_and_the_merged_denoiser(tmp_path: Path) ->
     assert merged.kind == "diffusers"
     loaded = SD3Transformer2DModel.from_pretrained(merged.folder)
     assert torch.allclose(call(loaded), adapted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_average_is_exported_and_tensorboard_reads_the_steps_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{k: v for k, v in MODEL.items() if k != "architectures"})).save_pretrained(
+        tmp_path / "base"
+    )
+    run = trained(tmp_path, tmp_path / "base", more="ema: {decay: 0.5}\ntracking: {backends: [tensorboard]}")
+    lines = list(read_lines(run / "metrics.jsonl"))
+    written = EventAccumulator(str(run / "tensorboard"))
+    written.Reload()
+    assert [event.step for event in written.Scalars("loss")] == [1, 2, 3]
+    assert [event.value for event in written.Scalars("loss")] == pytest.approx([x["loss"] for x in lines])
+    last = AutoModelForCausalLM.from_pretrained(export_run(run, tmp_path / "last").folder)
+    averaged = AutoModelForCausalLM.from_pretrained(export_run(run, tmp_path / "ema", average=True).folder)
+    wanted = {f"ema/{name}": torch.empty_like(p) for name, p in averaged.named_parameters()}
+    load(wanted, storage_reader=HuggingFaceStorageReader(str(checkpoint_of(run))), no_dist=True)
+    for name, parameter in averaged.named_parameters():
+        assert torch.equal(parameter.data, wanted[f"ema/{name}"]), name
+    assert (logits(averaged) - logits(last)).abs().max() > 1e-4
