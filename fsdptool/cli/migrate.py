@@ -32,12 +32,13 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
     """Turn FSDP1 files into FSDP2 (in place, comments kept), or one dialect into another."""
+    from fsdptool.cli.validate import read_input
     from fsdptool.config.migration import migrate_file, migration_document
     from fsdptool.report.diff import unified
 
     if output is not None and len(files) > 1:
         raise ConfigError("--output takes one file", help="migrate the files one by one")
-    results = [migrate_file(path, to=to, dialect=dialect) for path in files]
+    results = [migrate_file(path, to=to, dialect=dialect, source=read_input(path)) for path in files]
     refused = [result for result in results if result.refusal is not None]
     changed = [result for result in results if result.changed]
     if format is Format.JSON:
@@ -70,7 +71,7 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
     if output is not None:
         write_file(output, result.after, force=force)
         sys.stderr.write(f"wrote {output}\n")
-    elif to is not None and to != result.dialect:
+    elif str(result.path) == "-" or (to is not None and to != result.dialect):
         if format is Format.TEXT:
             sys.stdout.write(result.after)
     elif result.changed:

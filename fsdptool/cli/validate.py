@@ -16,6 +16,7 @@ from fsdptool.errors import ConfigError
 if TYPE_CHECKING:
     from fsdptool.config.fix import Repaired
     from fsdptool.config.reading import Reading
+    from fsdptool.config.text import SourceText
 
 
 class FindingFormat(StrEnum):
@@ -77,15 +78,25 @@ def command(
 
 def _read(path: Path, dialect: str | None, consumer: str | None, judged: dict[str, Any]) -> Reading:
     from fsdptool.config import read_settings
+
+    source = read_input(path)
+    return read_settings(path if source is None else source, dialect=dialect, consumer=consumer, **judged)
+
+
+def read_input(path: Path) -> SourceText | None:
+    """Return standard input where the path is ``-``, else None.
+
+    Raises:
+        ConfigError: It is no text, or too long.
+    """
     from fsdptool.config.text import UnreadableError, decode
 
-    given: Any = path
-    if str(path) == "-":
-        try:
-            given = decode(sys.stdin.buffer.read((1 << 20) + 1), None)
-        except UnreadableError as error:
-            raise ConfigError(f"standard input: {error.message}") from error
-    return read_settings(given, dialect=dialect, consumer=consumer, **judged)
+    if str(path) != "-":
+        return None
+    try:
+        return decode(sys.stdin.buffer.read((1 << 20) + 1), None)
+    except UnreadableError as error:
+        raise ConfigError(f"standard input: {error.message}") from error
 
 
 def _extras(

@@ -10,6 +10,7 @@ from typing import Any
 from fsdptool.config.fix import repair
 from fsdptool.config.read import read_settings
 from fsdptool.config.reading import Reading
+from fsdptool.config.text import SourceText
 from fsdptool.config.write import write_settings
 from fsdptool.errors import ConfigError
 from fsdptool.records.document import envelope
@@ -55,18 +56,21 @@ class Migrated:
         return self.after is not None and self.after != self.before
 
 
-def migrate_file(path: Path, *, to: str | None = None, dialect: str | None = None) -> Migrated:
+def migrate_file(
+    path: Path, *, to: str | None = None, dialect: str | None = None, source: SourceText | None = None
+) -> Migrated:
     """Migrate one file; writes nothing.
 
     Args:
         path: The file.
         to: Dialect to write, or None for FSDP2 in the file's own.
         dialect: Its dialect, or None to detect it.
+        source: The text, when it does not come from the file.
 
     Raises:
         ConfigError: ``to`` or ``dialect`` is not known.
     """
-    reading = read_settings(path, dialect=dialect)
+    reading = read_settings(source if source is not None else path, dialect=dialect)
     before = reading.source.text if reading.source is not None else ""
     if reading.dialect is None or reading.source is None:
         first = reading.diagnostics[0]

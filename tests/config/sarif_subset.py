@@ -4,8 +4,8 @@ None of the packages looked at carries that schema as a file (PyPI: check-jsonsc
 sarif-pydantic, jschema-to-python; npm: node-sarif-builder, @microsoft/sarif-multitool), so this page was
 written beside its text, ``sarif-schema-2.1.0.json``, definition by definition. For every property that we
 emit it asks what the official schema asks: type, enumeration, minimum, ``minItems``, ``uniqueItems``,
-``format``, required properties. Each object is closed to the properties that we emit, so it is stricter than the official
-one: a new property fails here until its definition has been added.
+``format``, required properties. Each object is closed to the properties that we emit, so it is stricter
+than the official one: a new property fails here until its definition has been added.
 """
 
 from __future__ import annotations

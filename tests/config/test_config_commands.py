@@ -229,6 +229,14 @@ def test_standard_input(files: Path) -> None:
         check=False,
     )
     assert done.returncode == 1 and "<text>:3:18: FSD208 [*]" in done.stdout
+    moved = subprocess.run(
+        [sys.executable, "-m", "fsdptool", "migrate", "-"],
+        input=V1,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    assert "  fsdp_reshard_after_forward: false  # zero 2\n" in moved.stdout and "# zero 2" in moved.stdout
 
 
 def test_merge_shows_a_diff_and_asks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
