@@ -69,6 +69,8 @@ def merge_into(path: str | Path | SourceText, settings: FsdpSettings) -> Merged:
     merging.block(
         "parallelism_config", mesh, tuple(accelerate.PARALLELISM_KEYS), prefix="parallelism_config_"
     )
+    if settings.use_cpu:
+        merging.note_consumer()
     _verify(merging, settings)
     return Merged(source, merging.source.text)
 
@@ -129,6 +131,15 @@ class _Merging:
                 help="write a new file with emit-config -o",
             )
         self.source = self.source.with_text(apply_edits(self.source.text, list(edits)))
+        self._parse()
+
+    def note_consumer(self) -> None:
+        """Say who reads a CPU file, as fresh ones do: accelerate runs FSDP on CPU unsharded (FSD314)."""
+        text = self.source.text
+        if "fsdptool: consumer=" in text or (self.source.path or "").lower().endswith(".json"):
+            return
+        newline = "\r\n" if "\r\n" in text else "\n"
+        self.source = self.source.with_text(f"# fsdptool: consumer=fsdptool{newline}{text}")
         self._parse()
 
     def put(self, where: tuple[str, ...], key: str, value: Any) -> None:

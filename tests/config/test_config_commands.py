@@ -249,6 +249,13 @@ def test_merge_shows_a_diff_and_asks(files: Path, capsys: pytest.CaptureFixture[
     assert merged["num_processes"] == 16 and merged["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
 
 
+def test_a_file_merged_for_cpu_says_who_reads_it(files: Path) -> None:
+    for _ in range(2):
+        assert run(["emit-config", "--preset", "cpu", "--into", "good.yaml", "--force"]) == 0
+        assert (files / "good.yaml").read_text().count("consumer=fsdptool") == 1
+    assert run(["validate", "good.yaml"]) == 0
+
+
 def test_the_rules_page_is_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "rules.md"
     assert page.read_text(encoding="utf-8") == rules_page(all_rules().values())
