@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import STEPS, Run, Work
+from conftest import STEPS, Run, Work, digests, losses
 from jsonschema import Draft202012Validator
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -109,3 +109,11 @@ def test_a_doctor_shards_for_real(capsys: pytest.CaptureFixture[str]) -> None:
     assert probe["sharded"]
     assert probe["equal"]
     assert {plugin["family"] for plugin in document["plugins"]} >= {"generic"}
+
+
+def test_accelerates_launcher_gives_the_same_run(work: Work, undisturbed: Run) -> None:
+    run = work.start("by-accelerate", "--launcher", "accelerate")
+    assert run.end() == 0, run.said()
+    assert run.summary()["world_size"] == 2
+    assert losses(run.folder) == losses(undisturbed.folder)
+    assert digests(run.folder) == digests(undisturbed.folder)
