@@ -97,7 +97,7 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
         )
         for mode in ("async", "sync")
     }
-    tokens = torch.randint(0, CONFIG["vocab_size"], (1, LENGTH))  # type: ignore[call-overload]
+    tokens = torch.randint(0, CONFIG["vocab_size"], (1, LENGTH))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
 
     def steps() -> None:
