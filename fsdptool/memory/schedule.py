@@ -104,8 +104,10 @@ class Schedule:
             self._visited.clear()
             for group in self.groups:
                 group.order.clear()
-                # ``Student`` reshards its teacher as soon as it has answered.
-                self._to_sharded(group)
+                # ``Student`` reshards its teacher as soon as it has answered. ``to_sharded`` keeps what
+                # an integer reshard left until it is next replaced (torch 2.13, ``_fsdp_param.py``).
+                if group.state == UNSHARDED_STATE:
+                    self._to_sharded(group)
 
     def _border(self, piece: Piece, reduce: bool) -> None:
         marker, path = piece.marker, piece.path
