@@ -1,12 +1,12 @@
 # Sourced by run.sh and test.sh: makes .venv beside this file on the first call, and puts it on PATH.
-# Give the group to install as $1 (empty or "dev"). FSDPTOOL_VENV names another place for it,
+# Set group=dev before, for the tools that the tests need. FSDPTOOL_VENV names another place for it,
 # FSDPTOOL_PYTHON another interpreter (3.11 or newer).
 
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 venv=${FSDPTOOL_VENV:-$root/.venv}
 python=${FSDPTOOL_PYTHON:-python3}
-group=${1:-}
+group=${group:-}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
     echo "error: $python is missing or older than Python 3.11" >&2

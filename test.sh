@@ -1,6 +1,7 @@
 #!/bin/sh
 # Formatting, lint, types, then the tests, in the same environment as run.sh. Arguments go to pytest.
-. "$(dirname -- "$0")/environment.sh" dev
+group=dev
+. "$(dirname -- "$0")/environment.sh"
 cd "$root"
 ruff format --check .
 ruff check .

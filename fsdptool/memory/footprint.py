@@ -16,7 +16,8 @@ from fsdptool.memory.ledger import (
     Ledger,
 )
 from fsdptool.memory.program import Piece, program
-from fsdptool.memory.schedule import Ranks, Schedule
+from fsdptool.memory.gathering import Ranks
+from fsdptool.memory.schedule import Schedule
 from fsdptool.memory.sizes import WIDTH, rounded_sum
 from fsdptool.memory.states import States, states
 from fsdptool.records.anatomy import Buffer

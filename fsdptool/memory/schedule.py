@@ -7,15 +7,15 @@ Mirrors ``_fsdp_state.py``, ``_fsdp_param_group.py`` and ``_fsdp_collectives.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from fsdptool.memory.gathering import Gathering, Ranks
 from fsdptool.memory.groups import (
     FORWARD,
     IDLE,
     POST_BACKWARD,
     POST_FORWARD,
     PRE_BACKWARD,
-    SHARDED,
     UNSHARDED_STATE,
     Group,
     gradient_block,
@@ -23,22 +23,13 @@ from fsdptool.memory.groups import (
     reduction,
     widened,
 )
-from fsdptool.memory.ledger import ALL_REDUCE, GATHER, REDUCE, STAGING, Block, Ledger
+from fsdptool.memory.ledger import ALL_REDUCE, REDUCE, Block, Ledger
 from fsdptool.memory.program import Piece
-from fsdptool.memory.sizes import rounded
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Sizes of the mesh that matter to memory."""
-
-    shard: int
-    replicate: int = 1
-
-
-class Schedule:
+class Schedule(Gathering):
     """One rank's units over a step; :meth:`micro_batch` plays the trace through them.
 
     Args:
@@ -53,17 +44,13 @@ class Schedule:
     def __init__(
         self, plan: UnitPlan, ranks: Ranks, ledger: Ledger, trace: Trace, *, grain: int, gloo: bool = False
     ) -> None:
+        super().__init__(ranks, ledger, grain=grain, gloo=gloo)
         self.plan = plan
-        self.gloo = gloo
-        self.ranks = ranks
-        self.ledger = ledger
-        self.grain = grain
         self.trace = trace
         self.groups = make_groups(plan, ranks.shard, grain)
         self.by_module = {path: group for group in self.groups for path in group.unit.modules}
         self.owner = {p.fqn: g for g in self.groups for p in g.unit.parameters}
         self.root = self.by_module.get("")
-        self._gathered: Block | None = None
         self._reducing: list[Block] = []
         self._visited: list[Group] = []
         self._replicated: dict[str, Block] = {}
@@ -210,80 +197,6 @@ class Schedule:
                 self._to_sharded(group)
         group.order.append(len(self._visited))
         self._visited.append(group)
-
-    # Gathering -------------------------------------------------------------------------------
-
-    def _unshard(self, group: Group, training: int) -> None:
-        if not group.weights or group.pending or group.state == UNSHARDED_STATE:
-            return
-        if training == PRE_BACKWARD and not group.unit.unshard_in_backward:
-            return
-        group.pending = True
-        sizes = group.sizes
-        if sizes.gather is None:
-            return
-        cast = sizes.cast
-        if group.state == POST_FORWARD:
-            cast = sizes.smaller_cast
-        elif sizes.offloaded is not None:
-            cast = sizes.offloaded
-        if cast is not None:
-            self.ledger.add(cast)
-        self.ledger.add(sizes.gather)
-        if cast is not None:
-            self.ledger.drop(cast)
-        self._stage(sizes.gather)
-
-    def _stage(self, block: Block) -> None:
-        """Let gloo hold its copy during a collective (torch 2.13, ``ProcessGroupGloo.cpp``).
-
-        An all-gather receives into a flat buffer of the output's size; a reduce-scatter is an
-        all-reduce on a clone of the input.
-        """
-        if self.gloo and self.ranks.shard > 1:
-            staging = Block(STAGING, block.total, block.sizes)
-            self.ledger.add(staging)
-            self.ledger.drop(staging)
-
-    def _wait(self, group: Group, training: int) -> None:
-        if not group.pending:
-            return
-        group.pending = False
-        sizes = group.sizes
-        previous = self._gathered if training == FORWARD else None
-        self._copy_out(group)
-        if previous is not None:
-            # ``wait_for_unshard`` lets go of the previous result before it copies out, but a local
-            # variable holds it until the function returns (torch 2.13, ``prev_all_gather_state``).
-            self.ledger.drop(previous)
-            self._gathered = None
-        if sizes.gather is not None:
-            if training == FORWARD:
-                self._gathered = sizes.gather
-            else:
-                self.ledger.drop(sizes.gather)
-        if group.state == POST_FORWARD and sizes.smaller is not None:
-            self.ledger.drop(sizes.smaller)
-        group.state = UNSHARDED_STATE
-
-    def _copy_out(self, group: Group) -> None:
-        if self.ranks.shard > 1:
-            self.ledger.add(group.sizes.whole)
-            return
-        # One rank: each shard is cast and copied by itself (``wait_for_unshard``).
-        largest = max((w.shard * w.computed for w in group.weights if w.casts), default=0)
-        self.ledger.add(group.sizes.whole)
-        if largest:
-            spike = Block(GATHER, rounded(largest, self.grain), (largest,))
-            self.ledger.add(spike)
-            self.ledger.drop(spike)
-
-    def _to_sharded(self, group: Group) -> None:
-        if group.state == UNSHARDED_STATE:
-            self.ledger.drop(group.sizes.whole)
-        elif group.state == POST_FORWARD and group.sizes.smaller is not None:
-            self.ledger.drop(group.sizes.smaller)
-        group.state = SHARDED
 
     # Backward --------------------------------------------------------------------------------
 

@@ -1,0 +1,111 @@
+"""How a unit's parameters come and go: gather, wait, copy out, free. As torch 2.13 does it.
+
+Mirrors the unsharding half of ``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` in
+``torch/distributed/fsdp/_fully_shard``; ``schedule.py`` says when each of these happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdptool.memory.groups import FORWARD, POST_FORWARD, PRE_BACKWARD, SHARDED, UNSHARDED_STATE, Group
+from fsdptool.memory.ledger import GATHER, STAGING, Block, Ledger
+from fsdptool.memory.sizes import rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Sizes of the mesh that matter to memory."""
+
+    shard: int
+    replicate: int = 1
+
+
+class Gathering:
+    """One rank's gathers, and the buffers that outlive them.
+
+    Args:
+        ranks: Mesh sizes.
+        ledger: Where bytes are counted.
+        grain: Bytes the allocator rounds to.
+        gloo: Whether collectives stage in host memory of their own.
+    """
+
+    def __init__(self, ranks: Ranks, ledger: Ledger, *, grain: int, gloo: bool) -> None:
+        self.ranks = ranks
+        self.ledger = ledger
+        self.grain = grain
+        self.gloo = gloo
+        self._gathered: Block | None = None
+
+    def _unshard(self, group: Group, training: int) -> None:
+        if not group.weights or group.pending or group.state == UNSHARDED_STATE:
+            return
+        if training == PRE_BACKWARD and not group.unit.unshard_in_backward:
+            return
+        group.pending = True
+        sizes = group.sizes
+        if sizes.gather is None:
+            return
+        cast = sizes.cast
+        if group.state == POST_FORWARD:
+            cast = sizes.smaller_cast
+        elif sizes.offloaded is not None:
+            cast = sizes.offloaded
+        if cast is not None:
+            self.ledger.add(cast)
+        self.ledger.add(sizes.gather)
+        if cast is not None:
+            self.ledger.drop(cast)
+        self._stage(sizes.gather)
+
+    def _stage(self, block: Block) -> None:
+        """Let gloo hold its copy during a collective (torch 2.13, ``ProcessGroupGloo.cpp``).
+
+        An all-gather receives into a flat buffer of the output's size; a reduce-scatter is an
+        all-reduce on a clone of the input.
+        """
+        if self.gloo and self.ranks.shard > 1:
+            staging = Block(STAGING, block.total, block.sizes)
+            self.ledger.add(staging)
+            self.ledger.drop(staging)
+
+    def _wait(self, group: Group, training: int) -> None:
+        if not group.pending:
+            return
+        group.pending = False
+        sizes = group.sizes
+        previous = self._gathered if training == FORWARD else None
+        self._copy_out(group)
+        if previous is not None:
+            # ``wait_for_unshard`` lets go of the previous result before it copies out, but a local
+            # variable holds it until the function returns (torch 2.13, ``prev_all_gather_state``).
+            self.ledger.drop(previous)
+            self._gathered = None
+        if sizes.gather is not None:
+            if training == FORWARD:
+                self._gathered = sizes.gather
+            else:
+                self.ledger.drop(sizes.gather)
+        if group.state == POST_FORWARD and sizes.smaller is not None:
+            self.ledger.drop(sizes.smaller)
+        group.state = UNSHARDED_STATE
+
+    def _copy_out(self, group: Group) -> None:
+        if self.ranks.shard > 1:
+            self.ledger.add(group.sizes.whole)
+            return
+        # One rank: each shard is cast and copied by itself (``wait_for_unshard``).
+        largest = max((w.shard * w.computed for w in group.weights if w.casts), default=0)
+        self.ledger.add(group.sizes.whole)
+        if largest:
+            spike = Block(GATHER, rounded(largest, self.grain), (largest,))
+            self.ledger.add(spike)
+            self.ledger.drop(spike)
+
+    def _to_sharded(self, group: Group) -> None:
+        if group.state == UNSHARDED_STATE:
+            self.ledger.drop(group.sizes.whole)
+        elif group.state == POST_FORWARD and group.sizes.smaller is not None:
+            self.ledger.drop(group.sizes.smaller)
+        group.state = SHARDED
