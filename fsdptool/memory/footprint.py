@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdptool.memory.gathering import Ranks
 from fsdptool.memory.ledger import (
     BUFFERS,
     COMPONENTS,
@@ -16,7 +17,6 @@ from fsdptool.memory.ledger import (
     Ledger,
 )
 from fsdptool.memory.program import Piece, program
-from fsdptool.memory.gathering import Ranks
 from fsdptool.memory.schedule import Schedule
 from fsdptool.memory.sizes import WIDTH, rounded_sum
 from fsdptool.memory.states import States, states
