@@ -214,6 +214,38 @@ def _parameters_on_meta(keep: Callable[[nn.Module], bool]) -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
+@contextmanager
+def _truncated_normals_noted() -> Iterator[None]:
+    """Draw truncated normals of meta tensors by inverting their distribution function.
+
+    torch 2.13 draws them by rejection and skips meta tensors altogether (``torch/nn/init.py``,
+    ``_no_grad_trunc_normal_``), which leaves nothing to note. The inverse is the same distribution,
+    element by element.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def draw(
+        tensor: torch.Tensor,
+        mean: float,
+        std: float,
+        a: float,
+        b: float,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if not tensor.is_meta:
+            return original(tensor, mean, std, a, b, generator)
+        low, high = (math.erf((bound - mean) / (std * math.sqrt(2.0))) for bound in (a, b))
+        with torch.no_grad():
+            tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = draw
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
 def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -> Blueprint:
     """Build a model without its parameters and return how they would have been initialised.
 
@@ -231,7 +263,7 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
     recorder = Recorder()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(derive_seed(seed, "constructors"))
-        with recorder, _parameters_on_meta(keep):
+        with recorder, _parameters_on_meta(keep), _truncated_normals_noted():
             model = build()
     blueprint = Blueprint(buffers=dict(model.named_buffers(remove_duplicate=False)))
     for name, parameter in model.named_parameters(remove_duplicate=False):

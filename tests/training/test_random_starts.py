@@ -1,0 +1,48 @@
+"""Every shipped family can start from random weights, made slice by slice from its own rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdptool.families.protocol import Family
+from fsdptool.families.registry import load_registry
+from fsdptool.families.shrink import shrink
+from fsdptool.training.initialisation import Blueprint, draw_blueprint, replay
+
+FAMILIES = {family.name: family for family in load_registry().all() if family.flavours()}
+DERIVED = {"wav2vec2": "parametrizations.weight"}
+"""Weight normalisation computes its parameters from another one: only pretrained weights will do."""
+
+
+def blueprint_of(family: Family) -> Blueprint:
+    """Return how a shrunk copy of the family's first flavour initialises itself."""
+    flavour = next(iter(family.flavours().values()))
+    config = shrink(family, flavour.config, flavour.model_class)
+
+    def build() -> torch.nn.Module:
+        return family.build(config, model_class=flavour.model_class)
+
+    return draw_blueprint(build, seed=0, library=family.library)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_has_a_start(name: str) -> None:
+    notes = blueprint_of(FAMILIES[name]).notes
+    missing = [fqn for fqn, noted in notes.items() if not noted]
+    known = DERIVED.get(name)
+    assert all(known is not None and known in fqn for fqn in missing), missing
+    assert bool(missing) == (known is not None)
+
+
+def test_truncated_normals_have_their_spread_and_do_not_depend_on_who_draws() -> None:
+    blueprint = blueprint_of(FAMILIES["vit"])
+    name, shape = "vit.embeddings.position_embeddings", torch.Size((400, 17, 64))
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        return replay(blueprint, name, shape, (first, last), dtype=torch.float32, seed=1, key=name)
+
+    whole = rows(0, 400)
+    assert float(whole.std()) == pytest.approx(0.02, rel=0.01)
+    assert float(whole.mean()) == pytest.approx(0.0, abs=1e-4)
+    assert torch.equal(rows(100, 200), whole[100:200])
