@@ -87,8 +87,15 @@ class DiffusersFamily(CatalogueFamily):
         )
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call the denoiser and return its raw prediction, in the latents' shape."""
-        raise NotImplementedError
+        """Call the denoiser and return its raw prediction, in the latents' shape.
+
+        Raises:
+            ModelError: How to call the class is not known.
+        """
+        raise ModelError(
+            f"how to call {type(model).__name__} is not known",
+            help="say so in a family of its own (docs/families.md)",
+        )
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
         """Return the library's objectives for denoisers."""

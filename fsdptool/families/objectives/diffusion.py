@@ -6,6 +6,7 @@ denoiser is called differs by family: the family passes its ``denoise``.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +67,9 @@ class _Denoising(Objective):
         """Return the squared error against the teacher's prediction; the temperature does not apply."""
         return squared_error(student["prediction"], teacher["prediction"].detach())
 
+    @abstractmethod
     def target(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what the denoiser should predict."""
-        raise NotImplementedError
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:
