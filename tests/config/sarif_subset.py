@@ -1,11 +1,10 @@
 """SARIF 2.1.0 as far as we emit it, after the schema of the OASIS committee specification.
 
-None of the packages looked at carries that schema as a file (PyPI: check-jsonschema, sarif-om, sarif-tools,
-sarif-pydantic, jschema-to-python; npm: node-sarif-builder, @microsoft/sarif-multitool), so this page was
-written beside its text, ``sarif-schema-2.1.0.json``, definition by definition. For every property that we
+No package index that this project uses carries that schema as a file, so this page was written beside
+its text, ``sarif-schema-2.1.0.json`` of errata 01, definition by definition. For every property that we
 emit it asks what the official schema asks: type, enumeration, minimum, ``minItems``, ``uniqueItems``,
-``format``, required properties. Each object is closed to the properties that we emit, so it is stricter
-than the official one: a new property fails here until its definition has been added.
+``format``, required properties and alternatives. Each object is closed to the properties that we emit,
+so it is stricter than the official one: a new property fails here until its definition has been added.
 """
 
 from __future__ import annotations
@@ -56,8 +55,9 @@ _DEFINITIONS: dict[str, Any] = {
         ["artifactLocation"], {"artifactLocation": _ref("artifactLocation"), "region": _ref("region")}
     ),
     "propertyBag": {"type": "object", "properties": {"tags": _array(_STRING, unique=True)}},
+    # The official text asks for ``startLine``, ``charOffset`` or ``byteOffset``; we write lines.
     "region": _object(
-        [], {"startLine": _PLACE, "startColumn": _PLACE, "endLine": _PLACE, "endColumn": _PLACE}
+        ["startLine"], {"startLine": _PLACE, "startColumn": _PLACE, "endLine": _PLACE, "endColumn": _PLACE}
     ),
     "replacement": _object(
         ["deletedRegion"],

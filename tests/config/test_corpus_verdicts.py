@@ -7,12 +7,15 @@ from pathlib import Path
 
 import accelerate_oracle
 import corpus
+import jsonschema
 import pytest
 import trainer_oracle
+from sarif_subset import SCHEMA
 
 from fsdptool.config import read_settings
 from fsdptool.config.fix import repair
 from fsdptool.config.migration import migrate_file
+from fsdptool.report.sarif import sarif_document
 
 FILES = corpus.files()
 EXPECTED = corpus.expected()
@@ -34,6 +37,11 @@ if corpus.folder() is not None:
     def test_verdicts_agree() -> None:
         for path in FILES:
             assert corpus.verdict(path, read_settings(path)) == EXPECTED[path.name]
+
+    def test_every_finding_can_be_said_in_sarif() -> None:
+        log = sarif_document([read_settings(path) for path in FILES])
+        jsonschema.Draft7Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate(log)
+        assert len(log["runs"][0]["results"]) > len(FILES)
 
     @pytest.mark.parametrize("mode", ["as-is", "fix", "unsafe", "migrate"])
     def test_accelerate_runs_what_explain_prints(mode: str, tmp_path: Path) -> None:
