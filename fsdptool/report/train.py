@@ -98,6 +98,9 @@ class Progress:
     def _on_checkpoint_damaged(self, event: Mapping[str, Any]) -> None:
         self.say(f"warning: {event['path']} is damaged ({event['reason']}); using the one before")
 
+    def _on_checkpoint_superseded(self, event: Mapping[str, Any]) -> None:
+        self.say(f"the run goes on from step {event['step']}; what was saved after it is now {event['path']}")
+
     def _on_resumed(self, event: Mapping[str, Any]) -> None:
         self.say(f"continuing from step {event['step']} ({event['path']})")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdptool.training.events import EventLog
-from fsdptool.training.folder import CHECKPOINTS, LOGS, Start, read_start
+from fsdptool.training.folder import CHECKPOINTS, LOGS, read_start
 from fsdptool.training.stop import SignalFlag, install_stack_dump
 
 if TYPE_CHECKING:
@@ -73,12 +73,15 @@ def open_parts(
     from fsdptool.training.meter import CpuMeter, CudaMeter
     from fsdptool.training.trackers import open_trackers
 
+    start = read_start(folder)
     checkpointer = RunCheckpointer(
         folder / CHECKPOINTS,
         recipe.checkpoints,
         kind=settings.state_dict_type,
         events=events,
-        resume=resume_choice(read_start(folder), events.attempt),
+        resume="auto" if events.attempt > 0 else start.resume,
+        # A relaunch before the first checkpoint begins where this start did.
+        origin=start.resume if events.attempt > 0 else None,
         mesh=mesh,
     )
     if events.rank == 0:
@@ -86,8 +89,3 @@ def open_parts(
             events.add_tracker(tracker)
     meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
     return Parts(events, stop, checkpointer, meter)
-
-
-def resume_choice(start: Start, attempt: int) -> str | None:
-    """Return what to resume from: a relaunch by torchrun continues from the newest good checkpoint."""
-    return "auto" if attempt > 0 else start.resume

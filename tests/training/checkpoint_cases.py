@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.records.recipe import Checkpoints
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.events import EventLog
+from fsdptool.training.guard import describe
 
 SHAPES = {
     "model/uneven": ((5, 3), torch.float32),
@@ -68,11 +71,18 @@ class State:
         )
 
 
-def checkpointer(folder: str, *, resume: str | None = None, **policy: Any) -> RunCheckpointer:
+def checkpointer(
+    folder: str, *, resume: str | None = None, origin: str | None = None, **policy: Any
+) -> RunCheckpointer:
     kind = policy.pop("kind", "sharded")
     events = EventLog(Path(folder), dist.get_rank(), 0)
     return RunCheckpointer(
-        Path(folder, "checkpoints"), Checkpoints(**policy), kind=kind, events=events, resume=resume
+        Path(folder, "checkpoints"),
+        Checkpoints(**policy),
+        kind=kind,
+        events=events,
+        resume=resume,
+        origin=origin,
     )
 
 
@@ -88,12 +98,14 @@ def save_steps(folder: str, steps: list[int], policy: dict[str, Any], replicate:
     saver.close()
 
 
-def load_newest(folder: str, resume: str = "auto", replicate: int = 1) -> dict[str, Any]:
+def load_newest(
+    folder: str, resume: str = "auto", replicate: int = 1, origin: str | None = None
+) -> dict[str, Any]:
     """Load what ``resume`` names into a state of zeros, and say what arrived."""
     state = State(0, replicate)
     for tensor in state.tensors().values():
         tensor.mul_(0)
-    step = checkpointer(folder, resume=resume).load(state)
+    step = checkpointer(folder, resume=resume, origin=origin).load(state)
     own = state.own["rng"].tolist() if state.own is not None else None
     return {"step": step, "right": step is not None and state.holds(step), "own": own}
 
@@ -124,3 +136,32 @@ def load_error(folder: str, resume: str) -> str:
     except FsdptoolError as error:
         return error.message
     return "no error"
+
+
+def continue_from(folder: str, resume: str, steps: list[int], policy: dict[str, Any]) -> None:
+    """Load a checkpoint and save further ones, as a resumed run would."""
+    saver = checkpointer(folder, resume=resume, **policy)
+    saver.load(State(0))
+    for step in steps:
+        saver.save(State(step), wait=True)
+    saver.close()
+
+
+def land_without_peer(rank: int, store: str, folder: str, answers: Any) -> None:
+    """Rank 1 dies; rank 0 saves in the background and says what landing that save raises."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    saver = checkpointer(folder)
+    state = State(1)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saver.save(state)
+    try:
+        saver.close()
+    except BaseException as error:
+        answers.put(describe(error))
+    else:
+        answers.put({"error": "none"})
+    answers.close()
+    answers.join_thread()
+    os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import checkpoint_cases as cases
 import pytest
 from pool import Pool
 
-from fsdptool.training.checkpoint.manifest import MANIFEST, folder_name, list_checkpoints, newest_good
+from fsdptool.training.checkpoint.manifest import (
+    MANIFEST,
+    SUPERSEDED,
+    folder_name,
+    list_checkpoints,
+    newest_good,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -60,10 +67,10 @@ def test_a_damaged_checkpoint_is_passed_over(pool: Pool, tmp_path: Path) -> None
     shard = checkpoint(tmp_path, 3) / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     (checkpoint(tmp_path, 2) / MANIFEST).unlink()
-    assert [item["step"] for item in pool.run(cases.load_newest, 2, str(tmp_path))] == [1, 1]
     named = pool.run(cases.load_error, 2, str(tmp_path), str(checkpoint(tmp_path, 4)))
     assert named[0] == named[1]
     assert "shard-00001.safetensors does not match its digest" in named[0]
+    assert [item["step"] for item in pool.run(cases.load_newest, 2, str(tmp_path))] == [1, 1]
 
 
 def test_every_flipped_byte_is_seen(pool: Pool, tmp_path: Path) -> None:
@@ -99,3 +106,64 @@ def test_a_manifest_holds_no_code_and_names_every_file(pool: Pool, tmp_path: Pat
     manifest = json.loads((folder / MANIFEST).read_text())
     assert {path.name for path in folder.iterdir()} == {MANIFEST, *manifest["files"]}
     assert all(name.endswith(".safetensors") for name in manifest["files"])
+
+
+def test_a_peer_that_dies_during_a_save_is_no_storage_error(tmp_path: Path) -> None:
+    """Landing the save must leave the death what it is: another start helps, and the cause is the peer."""
+    context = multiprocessing.get_context("forkserver")
+    answers = context.Queue()
+    ranks = [
+        context.Process(
+            target=cases.land_without_peer, args=(rank, str(tmp_path / "store"), str(tmp_path), answers)
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    found = answers.get(timeout=100)
+    for rank in ranks:
+        rank.join(timeout=30)
+    assert found["error"] not in ("none", "StorageError"), found
+    assert (found["retryable"], found["secondary"], found["exit_code"]) == (True, True, 4), found
+
+
+def steps_in(folder: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(folder / "checkpoints")]
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_keeps_what_it_writes(pool: Pool, tmp_path: Path) -> None:
+    pool.run(cases.save_steps, 2, str(tmp_path), [2, 4, 6], {"keep_last": 3})
+    pool.run(cases.continue_from, 2, str(tmp_path), str(checkpoint(tmp_path, 2)), [3], {"keep_last": 1})
+    assert steps_in(tmp_path) == [folder_name(3)], "neither pruned nor passed over for the old course"
+    assert [item["step"] for item in pool.run(cases.load_newest, 2, str(tmp_path))] == [3, 3]
+    left = sorted(path.name for path in (tmp_path / "checkpoints" / SUPERSEDED).iterdir())
+    assert left == [folder_name(4), folder_name(6)], "what was given up is moved, not removed"
+
+
+def test_a_damaged_checkpoint_does_not_push_good_ones_out(pool: Pool, tmp_path: Path) -> None:
+    pool.run(cases.save_steps, 2, str(tmp_path), [2, 9], {"keep_last": 2})
+    flip(checkpoint(tmp_path, 9) / "shard-00000.safetensors", -3)
+    pool.run(cases.continue_from, 2, str(tmp_path), "auto", [5, 7], {"keep_last": 1})
+    assert [item["step"] for item in pool.run(cases.load_newest, 2, str(tmp_path))] == [7, 7]
+
+
+def test_nothing_starts_anew_because_every_checkpoint_is_damaged(pool: Pool, tmp_path: Path) -> None:
+    pool.run(cases.save_steps, 2, str(tmp_path), [1, 2], {"keep_last": 2})
+    for step in (1, 2):
+        flip(checkpoint(tmp_path, step) / "shard-00001.safetensors", -5)
+    messages = pool.run(cases.load_error, 2, str(tmp_path), "auto")
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"none of the 2 checkpoints in {tmp_path / 'checkpoints'} can be used")
+    assert steps_in(tmp_path) == [folder_name(2), folder_name(1)]
+
+
+def test_a_relaunch_before_the_first_checkpoint_begins_where_the_run_did(pool: Pool, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    pool.run(cases.save_steps, 2, str(first), [4], {})
+    origin = str(checkpoint(first, 4))
+    found = pool.run(cases.load_newest, 2, str(second), "auto", 1, origin)
+    assert [item["step"] for item in found] == [4, 4]
+    pool.run(cases.save_steps, 2, str(second), [6], {})
+    found = pool.run(cases.load_newest, 2, str(second), "auto", 1, origin)
+    assert [item["step"] for item in found] == [6, 6], "its own checkpoint comes first"
+    assert steps_in(first) == [folder_name(4)]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.errors import StorageError
 from fsdptool.records.recipe import Checkpoints
 from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.manifest import (
@@ -26,6 +26,7 @@ from fsdptool.training.checkpoint.manifest import (
     folder_name,
     prune,
     publish,
+    supersede,
     sweep,
     write_manifest,
 )
@@ -55,6 +56,8 @@ class RunCheckpointer:
         kind: ``sharded`` or ``full``.
         events: Told of every save and load.
         resume: Checkpoint folder, ``auto`` or None.
+        origin: What ``auto`` falls back to while this run has no checkpoint of its own (a relaunch of a
+            run that began from another run's checkpoint).
         mesh: Mesh sizes, for the manifest.
         timeout: Seconds a checkpoint's own collectives may take.
     """
@@ -67,6 +70,7 @@ class RunCheckpointer:
         kind: Kind,
         events: Events,
         resume: str | None = None,
+        origin: str | None = None,
         mesh: Mapping[str, int] | None = None,
         timeout: float = 1800.0,
     ) -> None:
@@ -75,6 +79,7 @@ class RunCheckpointer:
         self._kind = kind
         self._events = events
         self._resume = resume
+        self._origin = origin
         self._mesh = dict(mesh or {})
         self._flight: _Flight | None = None
         self._last_saved: int | None = None
@@ -142,11 +147,14 @@ class RunCheckpointer:
         """Load what the run is to continue from; returns its step, or None for a fresh start.
 
         Raises:
-            ConfigError: The checkpoint asked for is damaged, or does not suit the model or the recipe.
+            ConfigError: The checkpoint asked for (or every one there is) is damaged, or does not suit the
+                model or the recipe.
+            StorageError: It cannot be read.
         """
         found = None
-        if self._resume is not None:
-            found = loading.choose(self._resume, self._folder, self._group, self._events)
+        for resume in (self._resume, self._origin):
+            if found is None and resume is not None:
+                found = loading.choose(resume, self._folder, self._group, self._events)
         self._clean()
         return self._restore(state, found)
 
@@ -156,13 +164,17 @@ class RunCheckpointer:
         return self._restore(state, loading.choose("auto", self._folder, self._group, self._events))
 
     def _restore(self, state: TrainState, found: tuple[Path, Manifest] | None) -> int | None:
-        self._events.rewind(found[1].step if found else 0)
         if found is None:
+            self._events.rewind(0)
             return None
         path, manifest = found
         loading.load_into(state, path, manifest, self._group)
         self._last_saved = manifest.step
+        # Only now: a checkpoint that does not load costs nothing.
+        self._events.rewind(manifest.step)
         if self.rank == 0:
+            for left in supersede(self._folder, manifest.step):
+                self._events.emit("checkpoint_superseded", path=str(left), step=manifest.step)
             self._events.emit("resumed", step=manifest.step, path=str(path), written_by=manifest.world_size)
         return manifest.step
 
@@ -258,10 +270,7 @@ class RunCheckpointer:
         if flight is None:
             return
         flight.done.wait()
-        if flight.error is None:
-            return
-        if isinstance(flight.error, FsdptoolError):
+        if flight.error is not None:
+            # As it is: a peer that has gone (RuntimeError) can be helped by another start, a full disk
+            # (StorageError) cannot.
             raise flight.error
-        if isinstance(flight.error, RuntimeError | ConfigError):
-            raise StorageError(f"the checkpoint cannot be written: {flight.error}") from flight.error
-        raise flight.error

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.training.checkpoint.manifest import (
     Manifest,
     check_file,
@@ -19,7 +19,8 @@ from fsdptool.training.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from fsdptool.training.checkpoint.saving import first_reason, own_name
+from fsdptool.training.checkpoint.saving import own_name, translated
+from fsdptool.training.exhaustion import is_exhaustion
 
 if TYPE_CHECKING:
     from fsdptool.training.interfaces import Events, TrainState
@@ -33,11 +34,13 @@ def choose(
     Each rank digests its share of the files. All ranks return the same answer.
 
     Raises:
-        ConfigError: ``resume`` names a checkpoint that is missing or damaged.
+        ConfigError: ``resume`` names a checkpoint that is missing or damaged, or there are checkpoints
+            and every one is damaged: to start anew is a decision nobody has taken.
     """
     named = None if resume == "auto" else Path(resume)
-    candidates = [str(path) for path in ([named] if named else list_checkpoints(folder))]
-    for text in _share(candidates, group):
+    candidates = _share([str(path) for path in ([named] if named else list_checkpoints(folder))], group)
+    wrong: str | None = None
+    for text in candidates:
         path = Path(text)
         manifest, wrong = _check(path, group)
         if wrong is None and manifest is not None:
@@ -49,6 +52,11 @@ def choose(
             )
         if _rank(group) == 0:
             events.emit("checkpoint_damaged", path=str(path), step=step_of(path), reason=wrong)
+    if candidates:
+        raise ConfigError(
+            f"none of the {len(candidates)} checkpoints in {folder} can be used; the oldest: {wrong}",
+            help="give one with --resume PATH, or start anew with --force",
+        )
     return None
 
 
@@ -75,6 +83,8 @@ def load_into(state: TrainState, path: Path, manifest: Manifest, group: dist.Pro
 
     Raises:
         ConfigError: A tensor is missing from the checkpoint or has another shape.
+        StorageError: A file cannot be read.
+        WorkerError: A file could not be read, and might be at another time.
     """
     rank = _rank(group)
     same_ranks = manifest.world_size == (dist.get_world_size(group) if dist.is_initialized() else 1)
@@ -91,16 +101,26 @@ def load_into(state: TrainState, path: Path, manifest: Manifest, group: dist.Pro
             no_dist=not dist.is_initialized(),
         )
     except CheckpointException as error:
-        raise ConfigError(
-            f"checkpoint {path} does not suit this run: {first_reason(error)}",
-            help="resume with the recipe and model it was written with",
-        ) from error
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"checkpoint {path} does not suit this run: {error}",
-            help="resume with the recipe and model it was written with",
-        ) from error
+        raise _unsuited(error, path) from error
     state.restore(manifest.progress, own if same_ranks else None)
+
+
+def _unsuited(error: CheckpointException, path: Path) -> FsdptoolError:
+    """Tell a checkpoint of another model from a file that cannot be read and from a lack of memory.
+
+    The planner says what is missing or of another shape with ``RuntimeError`` and ``ValueError`` (torch
+    2.13, checkpoint/default_planner.py, planner_helpers.py).
+    """
+    causes = [cause for cause, _ in error.failures.values()]
+    if any(isinstance(cause, OSError) for cause in causes):
+        return translated(error, f"checkpoint {path} cannot be read")
+    for cause in causes:
+        if is_exhaustion(cause):
+            raise cause
+    return ConfigError(
+        translated(error, f"checkpoint {path} does not suit this run").message,
+        help="resume with the recipe and model it was written with",
+    )
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:

@@ -19,6 +19,8 @@ from fsdptool.training.folder import write_json
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdptool-checkpoint-1"
+SUPERSEDED = "superseded"
+"""Folder beside the checkpoints for those of a course of training that was given up."""
 _NAME = re.compile(r"step-(\d{8})")
 
 Kind = Literal["sharded", "full"]
@@ -155,8 +157,8 @@ def publish(aside: Path, final: Path) -> None:
 def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> list[Path]:
     """Remove what the recipe does not keep; returns what was removed.
 
-    Only complete checkpoints count towards ``keep_last``, so that damaged ones never push a good
-    one out. The newest complete checkpoint always stays.
+    Only complete checkpoints count towards ``keep_last``; those that were found damaged are moved out of
+    the way by :func:`supersede`. The newest complete checkpoint always stays.
     """
     complete = [path for path in list_checkpoints(folder) if (path / MANIFEST).exists()]
     removed = []
@@ -173,6 +175,29 @@ def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> list[Path]
         shutil.rmtree(doomed, ignore_errors=True)
         removed.append(path)
     return removed
+
+
+def supersede(folder: Path, step: int) -> list[Path]:
+    """Move checkpoints after ``step`` aside; returns where they are now.
+
+    The run goes on from ``step``: what lies after it is damaged or belongs to a course that was given up.
+    Left in place, ``auto`` would return to it, and :func:`prune` would count it as newer than what is
+    being written.
+    """
+    moved = []
+    for path in list_checkpoints(folder):
+        found = step_of(path)
+        if found is None or found <= step:
+            continue
+        target = folder / SUPERSEDED / path.name
+        try:
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            path.replace(target)
+        except OSError:
+            continue
+        moved.append(target)
+    return moved
 
 
 def sweep(folder: Path) -> None:

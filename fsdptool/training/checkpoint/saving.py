@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from fsdptool.errors import StorageError
+from fsdptool.errors import FsdptoolError, StorageError, WorkerError
 from fsdptool.training.checkpoint.storage import ShardWriter, shard_name
 from fsdptool.training.checkpoint.stream import Entry, Written, write_stream
 
@@ -52,15 +53,31 @@ def save_sharded(staged: Staged, folder: Path, group: dist.ProcessGroup | None, 
     try:
         save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        raise StorageError(f"the checkpoint cannot be written: {first_reason(error)}") from error
-    except OSError as error:
-        raise StorageError(f"the checkpoint cannot be written: {error}") from error
+        raise translated(error, "the checkpoint cannot be written") from error
 
 
-def first_reason(error: CheckpointException) -> str:
-    """Return ``rank N: reason`` of the lowest failing rank."""
-    rank, (reason, _) = min(error.failures.items())
-    return f"rank {rank}: {reason}"
+_PASSING = frozenset(
+    (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET, errno.EBUSY)
+)
+"""What a file server that restarts answers with; a full disk or a missing right is none of these."""
+
+
+def translated(error: CheckpointException, what: str) -> FsdptoolError:
+    """Return DCP's exception in one line, as an error whose kind says whether another start could help.
+
+    Args:
+        error: Raised on every rank with what some of them met.
+        what: What could not be done.
+
+    Returns:
+        A ``StorageError`` if every failure is the file system's and lasting, a ``WorkerError`` (retryable)
+        otherwise.
+    """
+    rank, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
+    line = f"{what}: rank {rank}: {reason}".splitlines()[0]
+    causes = [cause for cause, _ in error.failures.values()]
+    lasting = all(isinstance(cause, OSError) and cause.errno not in _PASSING for cause in causes)
+    return StorageError(line) if lasting else WorkerError(line)
 
 
 def save_full(staged: Staged, folder: Path, group: dist.ProcessGroup | None, commit: Commit) -> None:
