@@ -39,7 +39,8 @@ class Draft:
     """Everything a dialect and the rules share while a file is read.
 
     ``facts`` holds canonical settings only (see :mod:`fsdptool.config.facts`); ``extras`` what rules
-    need besides (``gradient_checkpointing``, ``deepspeed``, ``optimizer``).
+    need besides (``gradient_checkpointing``, ``deepspeed``, ``optimizer``); ``unheeded`` what is in
+    effect instead of a fact that the file writes and the consumer never takes from it.
     """
 
     source: SourceText
@@ -51,6 +52,7 @@ class Draft:
     extras: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
+    unheeded: dict[str, Any] = field(default_factory=dict)
     runs_fsdp: bool = True
 
     @property

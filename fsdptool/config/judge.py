@@ -218,9 +218,9 @@ def _wrapping(draft: Draft) -> None:
             at(draft, "wrap_policy"),
             value=True,
         )
-    if policy == "size" and draft.written("wrap_classes"):
-        entry = at(draft, "wrap_classes")
-        draft.ignore(entry, "read with TRANSFORMER_BASED_WRAP only")
+    if policy != "transformer" and draft.written("wrap_classes"):
+        draft.ignore(at(draft, "wrap_classes"), "read with TRANSFORMER_BASED_WRAP only")
+        draft.unheeded["wrap_classes"] = []
     for class_name in draft.get("wrap_classes") or ():
         if policy != "transformer":
             break

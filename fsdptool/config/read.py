@@ -159,8 +159,10 @@ def _finish(draft: Draft, notes: _Notes) -> Reading:
         if fact is None or (not draft.runs_fsdp and key in _FSDP_ONLY):
             continue
         line = draft.line(fact.entry) if fact.entry is not None else None
-        value = list(fact.value) if isinstance(fact.value, tuple) else fact.value
-        effective.append(Setting(key, value, fact.origin, line))
+        value, origin = list(fact.value) if isinstance(fact.value, tuple) else fact.value, fact.origin
+        if key in draft.unheeded:
+            value, origin, line = draft.unheeded[key], f"default of {draft.consumer}", None
+        effective.append(Setting(key, value, origin, line))
     ordered = sorted(draft.findings, key=lambda finding: (finding.order, finding.diagnostic.code))
     kept = [finding for finding in ordered if not notes.silences(finding.diagnostic)]
     silent = [finding for finding in ordered if notes.silences(finding.diagnostic)]

@@ -72,8 +72,13 @@ def _run(path: Path, flags: tuple[str, ...]) -> Outcome:
             "num_processes": args.num_processes,
             "num_machines": args.num_machines,
             "mixed_precision": str(args.mixed_precision).lower(),
+            "machine_rank": args.machine_rank,
             "gpu_ids": args.gpu_ids,
             "main_process_ip": args.main_process_ip,
+            "main_process_port": args.main_process_port,
+            "rdzv_backend": args.rdzv_backend,
+            "use_cpu": bool(args.cpu or args.use_cpu),
+            "debug": bool(args.debug),
         }
         if not args.use_fsdp:
             return Outcome(top, fsdp=False)
@@ -100,6 +105,7 @@ def _build(parallelism: bool) -> dict[str, Any]:
     ):
         plugin = FullyShardedDataParallelPlugin()
     settings = plugin_settings(plugin)
+    settings.update(dp_replicate=1, dp_shard=None, tp=1, cp=1, sp=1)
     if parallelism:
         mesh = ParallelismConfig()
         settings.update(
@@ -133,10 +139,8 @@ def plugin_settings(plugin: Any) -> dict[str, Any]:
         "activation_checkpointing_offload": bool(plugin.activation_checkpointing_offload),
         "ignored_modules": plugin.ignored_modules,
     }
-    if policy == "transformer_auto_wrap_policy":
-        settings["wrap_classes"] = tuple(plugin.transformer_cls_names_to_wrap or ())
-    if policy == "size_based_auto_wrap_policy":
-        settings["min_num_params"] = plugin.min_num_params
+    settings["wrap_classes"] = tuple(plugin.transformer_cls_names_to_wrap or ())
+    settings["min_num_params"] = plugin.min_num_params if settings["wrap_policy"] == "size" else None
     if plugin.fsdp_version == 2:
         settings["reshard_after_forward"] = plugin.reshard_after_forward
     else:
@@ -148,10 +152,14 @@ def plugin_settings(plugin: Any) -> dict[str, Any]:
     return settings
 
 
-def check_explained(path: Path) -> bool:
-    """Assert that accelerate and our reading of ``path`` agree; False when both refuse it.
+def check_explained(path: Path) -> str | None:
+    """Assert that accelerate and our reading of ``path`` agree in every setting.
 
     A file without a process count is launched with ``--num_processes 8``, as it must be.
+
+    Returns:
+        None when all is as explained; how accelerate stopped, or the settings it took otherwise, for a
+        file in which we found an error, too.
     """
     from fsdptool.config import read_settings
 
@@ -160,16 +168,21 @@ def check_explained(path: Path) -> bool:
     outcome = run_accelerate(path, *(() if counted else ("--num_processes", "8")))
     if outcome.error is not None:
         assert reading.errors, f"{path.name}: accelerate refuses it ({outcome.error}) and we do not"
-        return False
-    explained = {item.key: item.value for item in reading.effective}
-    if outcome.fsdp:
-        for key, value in outcome.settings.items():
-            if (key, counted) == ("num_processes", False) or (key, value) == ("gpu_ids", "all"):
-                continue
-            plain = list(value) if isinstance(value, tuple) else value
-            if explained[key] != plain:
-                assert reading.errors, f"{path.name}: {key} is {plain!r}, explained as {explained[key]!r}"
-                return False
-    else:
+        return outcome.error
+    if not outcome.fsdp:
         assert reading.version is None, f"{path.name}: FSDP does not start, explained as it does"
-    return True
+        return None
+    explained = {item.key: item.value for item in reading.effective}
+    if not counted:
+        explained["num_processes"] = 8
+    explained["gpu_ids"] = explained["gpu_ids"] or "all"
+    # Rotation has no value where nothing rotates.
+    unread = {"cp_comm_strategy"} if explained["cp"] == 1 else set()
+    assert (set(explained) ^ set(outcome.settings)) <= unread, path.name
+    plain = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in outcome.settings.items()
+    }
+    different = {key: value for key, value in plain.items() if explained[key] != value}
+    if different:
+        assert reading.errors, f"{path.name}: {different}, explained otherwise"
+    return str(different) if different else None

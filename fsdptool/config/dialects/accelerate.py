@@ -93,6 +93,7 @@ def _inert(draft: Draft, entry: Entry) -> None:
         draft.report("FSD209", f"{key} has no effect in the file", entry)
     if key == "rdzv_backend" and isinstance(entry.node.value, str):
         draft.set("rdzv_backend", entry.node.value, entry=entry, parent=draft.root)
+        draft.unheeded["rdzv_backend"] = INERT["rdzv_backend"]
 
 
 def _unknown_top_level(draft: Draft, entry: Entry) -> None:
@@ -199,6 +200,8 @@ def _distributed_type(draft: Draft) -> str | None:
 
 
 def _processes(draft: Draft) -> None:
+    if "rdzv_backend" not in draft.facts:
+        draft.set("rdzv_backend", INERT["rdzv_backend"])
     for key in (
         "num_processes",
         "num_machines",

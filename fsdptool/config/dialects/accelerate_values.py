@@ -291,6 +291,7 @@ def _threshold(draft: Draft, key: str, entry: Entry, block: Node | None, version
     policy = block.get("fsdp_auto_wrap_policy") or block.get("auto_wrap_policy") if block else None
     chosen = spelling.choice(policy.node.value, spelling.WRAP_POLICIES) if policy else "none"
     if chosen != "size":
+        draft.set("min_num_params", None)
         draft.ignore(entry, "read with SIZE_BASED_WRAP only")
         if version == 2 or value not in (0, None):
             draft.report(

@@ -156,6 +156,7 @@ def _classes(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None
 def _threshold(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
     policy = draft.get("wrap_policy")
     if policy != "size":
+        draft.set("min_num_params", None)
         draft.ignore(entry, "read with SIZE_BASED_WRAP only")
         if value not in (0, None):
             draft.report(
