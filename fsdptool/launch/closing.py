@@ -54,6 +54,7 @@ def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, 
         export=None,
         restarts=outcome.restarts,
         failure=_failure(outcome),
+        measured_moments=_moments(outcome, world_size),
     )
 
 
@@ -118,6 +119,12 @@ def _failure(outcome: Outcome) -> dict[str, Any] | None:
 
 def _peak(event: Mapping[str, Any] | None) -> int | None:
     return None if event is None else (event.get("peaks") or [None])[0]
+
+
+def _moments(outcome: Outcome, world_size: int) -> dict[str, tuple[int | None, ...]]:
+    told = [(outcome.finished.get(rank) or {}).get("moments") or {} for rank in range(world_size)]
+    names = dict.fromkeys(name for moments in told for name in moments)
+    return {name: tuple(moments.get(name) for moments in told) for name in names}
 
 
 def _proof(folder: Path) -> dict[str, Any]:

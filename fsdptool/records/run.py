@@ -50,3 +50,6 @@ class Summary:
     restarts: int = 0
     failure: Mapping[str, Any] | None = None
     memory_report: str | None = None
+    measured_moments: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    """Allocated peak of every rank at each moment of the run that was measured: load, forward,
+    backward, optimizer, evaluation, save, ..."""

@@ -48,11 +48,7 @@ def evaluate(
             for micro_batches in data:
                 for batch in micro_batches:
                     moved = to_device(batch, session.device)
-                    prediction = objective.predict(model, moved)
-                    total[0] += objective.loss(prediction, moved)
-                    total[1] += objective.weight(moved)
-                    for name, value in objective.metrics(prediction, moved).items():
-                        sums[name] = sums[name] + value if name in sums else value.clone()
+                    _measure(model, objective, moved, total, sums)
     finally:
         reshard_all(model)
         model.train(was_training)
@@ -64,3 +60,18 @@ def evaluate(
         metrics[name] = per_item(found[at : at + value.numel()].view(value.shape), items)
         at += value.numel()
     return Evaluated(float(found[0]) / items, int(found[1]), metrics)
+
+
+def _measure(
+    model: nn.Module,
+    objective: Objective,
+    batch: Mapping[str, Tensor],
+    total: Tensor,
+    sums: dict[str, Tensor],
+) -> None:
+    """Add one micro-batch; its prediction dies here, before the next one's forward."""
+    prediction = objective.predict(model, batch)
+    total[0] += objective.loss(prediction, batch)
+    total[1] += objective.weight(batch)
+    for name, value in objective.metrics(prediction, batch).items():
+        sums[name] = sums[name] + value if name in sums else value.clone()

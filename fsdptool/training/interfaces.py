@@ -166,6 +166,15 @@ class Meter(Protocol):
         """Enter around an optimizer step (forward, backward, clipping, update)."""
         ...
 
+    def moment(self, name: str) -> AbstractContextManager[None]:
+        """Enter around a part of a step (forward, backward, optimizer), or around what happens between
+        steps (load, save, evaluation, sampling, average)."""
+        ...
+
+    def moments(self) -> Mapping[str, int]:
+        """Return the allocated peak bytes of every moment measured, by name."""
+        ...
+
     def last(self) -> tuple[int | None, int | None]:
         """Return allocated and reserved peak bytes of the last step; None where not measured."""
         ...

@@ -97,6 +97,7 @@ class Loop:
             assembled.scaler,
             assembled.ema,
         )
+        assembled.stepper.moment = parts.meter.moment
         self._rolled_back: dict[int, int] = {}
         self._evaluated: Evaluated | None = None
         self._last_loss: float | None = None
@@ -117,25 +118,32 @@ class Loop:
             outcome = self._step(total)
             checkpointer.poll()
             if outcome.stop:
-                checkpointer.save(self.state, wait=True)
+                self._save(wait=True)
                 checkpointer.close()
                 return Ended("stopped", self.state.step, outcome.stop, self._last_loss, self._evaluated)
             if checkpointer.due(self.state.step) and self.state.step < total:
-                checkpointer.save(self.state)
+                self._save()
             if self._evaluation_due():
                 self.evaluate()
                 self.sample()
         if self.recipe.checkpoints.at_end or checkpointer.due(self.state.step):
-            checkpointer.save(self.state, wait=True)
+            self._save(wait=True)
         checkpointer.close()
         return Ended("completed", self.state.step, 0, self._last_loss, self._evaluated)
+
+    def _save(self, *, wait: bool = False) -> None:
+        with self.parts.meter.moment("save"):
+            self.parts.checkpointer.save(self.state, wait=wait)
 
     def evaluate(self) -> Evaluated | None:
         """Measure the validation loss (of the average, where there is one) and report it."""
         if self.validation is None:
             return None
         ema = self.assembled.ema
-        with ema.swapped() if ema is not None else nullcontext():
+        with (
+            self.parts.meter.moment("evaluation"),
+            ema.swapped() if ema is not None else nullcontext(),
+        ):
             found = evaluate(
                 self.assembled.model, self.assembled.objective, iter(self.validation), self.session
             )
@@ -151,7 +159,10 @@ class Loop:
         if self.sampler is None:
             return
         ema = self.assembled.ema
-        with ema.swapped() if ema is not None else nullcontext():
+        with (
+            self.parts.meter.moment("sampling"),
+            ema.swapped() if ema is not None else nullcontext(),
+        ):
             files = self.sampler.write(self.assembled.model, self.state.step)
         if self.session.is_main:
             self.parts.events.emit("samples", step=self.state.step, files=[str(file) for file in files])
@@ -182,7 +193,8 @@ class Loop:
         state.tokens += outcome.weight
         self._last_loss = outcome.loss
         if self.assembled.ema is not None and outcome.finite:
-            self.assembled.ema.update()
+            with self.parts.meter.moment("average"):
+                self.assembled.ema.update()
         self._report(outcome, learning_rate, began, loaded)
         return outcome
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,20 +17,38 @@ PROFILED_STEPS = 3
 """Steps of a start that the CPU meter profiles. Optimizer states are made in the first one, so the
 second is the first whole one (DESIGN decision 5); the third shows whether it repeats."""
 
+STEP_MOMENTS = ("forward", "backward", "optimizer")
+"""What a step is made of; everything else that is measured happens between steps."""
+
+_SPAN = "fsdptool moment: "
+"""Begins the names of the spans a profile is cut by."""
 
 _SETTLE_SECONDS = 0.003
 """Far longer than a gloo thread needs after its work is done, on a busy machine, too."""
 
 
 class CudaMeter:
-    """The caching allocator's own counters: exact, free, reset at every step."""
+    """The caching allocator's own counters: exact, free, reset at every moment."""
 
-    instrument = "torch.cuda.max_memory_allocated and max_memory_reserved, reset every step"
+    instrument = "torch.cuda.max_memory_allocated and max_memory_reserved, reset every step and moment"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._seen = (0, 0)
         self._last: tuple[int | None, int | None] = (None, None)
         self._peaks: tuple[int | None, int | None] = (None, None)
+        self._moments: dict[str, int] = {}
+
+    def _read(self) -> int:
+        """Return the allocated peak since the last reading, and start anew."""
+        import torch
+
+        allocated = torch.cuda.max_memory_allocated(self._device)
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._seen = (max(allocated, self._seen[0]), max(reserved, self._seen[1]))
+        self._peaks = (max(allocated, self._peaks[0] or 0), max(reserved, self._peaks[1] or 0))
+        return allocated
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -36,19 +56,29 @@ class CudaMeter:
         import torch
 
         torch.cuda.reset_peak_memory_stats(self._device)
+        self._seen = (0, 0)
         yield
-        allocated = torch.cuda.max_memory_allocated(self._device)
-        reserved = torch.cuda.max_memory_reserved(self._device)
-        self._last = (allocated, reserved)
-        self._peaks = (max(allocated, self._peaks[0] or 0), max(reserved, self._peaks[1] or 0))
+        self._read()
+        self._last = self._seen
+
+    @contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """Measure a part of a step, or what happens between steps."""
+        self._read()
+        yield
+        self._moments[name] = max(self._read(), self._moments.get(name, 0))
 
     def last(self) -> tuple[int | None, int | None]:
         """Return allocated and reserved peak bytes of the last step."""
         return self._last
 
     def peaks(self) -> tuple[int | None, int | None]:
-        """Return allocated and reserved peak bytes over all steps."""
+        """Return allocated and reserved peak bytes over all steps and moments."""
         return self._peaks
+
+    def moments(self) -> dict[str, int]:
+        """Return the allocated peak bytes of every moment seen, by name."""
+        return dict(self._moments)
 
 
 class CpuMeter:
@@ -56,43 +86,81 @@ class CpuMeter:
 
     The profiler reports every allocation and release of the CPU allocator (torch 2.13,
     c10/core/CPUAllocator.cpp), gloo's staging tensors included; what existed before it started is
-    counted from the live storages. Profiling costs time, so the first steps of a start are measured.
+    counted from the live storages. Profiling costs time, so the first steps of a start are measured,
+    the one after the first save (whose host copies stay), and every other moment once.
     Collectives are let settle, or releases by gloo's threads would be missed and add up.
     """
 
-    instrument = "torch.profiler CPU allocator events on top of live storages, first steps of the start"
+    instrument = (
+        "torch.profiler CPU allocator events on top of live storages: first steps of the start, the one"
+        " after the first save, every other moment once"
+    )
 
     def __init__(self) -> None:
-        self._measured = 0
+        self._left = PROFILED_STEPS
+        self._profiling = False
         self._last: int | None = None
         self._peak: int | None = None
+        self._moments: dict[str, int] = {}
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Measure one of the first steps; later ones run untouched."""
         self._last = None
-        if self._measured >= PROFILED_STEPS:
+        if self._left <= 0:
             yield
             return
-        from torch.profiler import ProfilerActivity, profile
+        self._left -= 1
+        with self._profiled("step"):
+            yield
+        self._last = self._moments.pop("step")
+
+    @contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """Measure a part of a step that is measured; between steps, a moment that was not seen yet."""
+        from torch.profiler import record_function
+
+        if self._profiling:
+            with record_function(f"{_SPAN}{name}"):
+                yield
+        elif name in self._moments or name in STEP_MOMENTS:
+            yield
+        else:
+            with self._profiled(name):
+                yield
+            if name == "save":
+                self._left = max(self._left, 1)
+
+    @contextmanager
+    def _profiled(self, name: str) -> Iterator[None]:
+        from torch.profiler import ProfilerActivity, profile, record_function
 
         before = live_bytes()
-        with (
-            settled_collectives(),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-        ):
-            yield
-        self._measured += 1
-        self._last = before + highest(profiler)
-        self._peak = max(self._last, self._peak or 0)
+        self._profiling = True
+        try:
+            with (
+                settled_collectives(),
+                profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+                record_function(f"{_SPAN}{name}"),
+            ):
+                yield
+        finally:
+            self._profiling = False
+        for span, top in highest(profiler).items():
+            self._moments[span] = max(before + top, self._moments.get(span, 0))
+            self._peak = max(before + top, self._peak or 0)
 
     def last(self) -> tuple[int | None, int | None]:
         """Return the allocated peak bytes of the last step if it was measured; nothing is reserved."""
         return self._last, None
 
     def peaks(self) -> tuple[int | None, int | None]:
-        """Return the allocated peak bytes over the measured steps."""
+        """Return the allocated peak bytes over everything measured."""
         return self._peak, None
+
+    def moments(self) -> dict[str, int]:
+        """Return the allocated peak bytes of every moment seen, by name."""
+        return dict(self._moments)
 
 
 @contextmanager
@@ -148,12 +216,26 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [inner] if gradient is None or isinstance(gradient, DTensor) else [inner, gradient]
 
 
-def highest(profiler: Any) -> int:
-    """Return the highest running sum of the allocation events of a finished profile, in bytes."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    current = top = 0
-    for event in events:
-        current += event.nbytes()
-        top = max(top, current)
-    return top
+def highest(profiler: Any) -> dict[str, int]:
+    """Return, per span of a finished profile, the highest running sum of allocations, in bytes.
+
+    Spans of one name count as one; the sum runs from the beginning of the profile.
+    """
+    changes: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, str]] = []
+    for event in profiler.profiler.kineto_results.events():
+        name = event.name()
+        if name == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(_SPAN):
+            start = event.start_ns()
+            spans.append((start, start + event.duration_ns(), name.removeprefix(_SPAN)))
+    changes.sort(key=lambda change: change[0])
+    times = [time for time, _ in changes]
+    levels = list(itertools.accumulate((size for _, size in changes), initial=0))
+    found: dict[str, int] = {}
+    for start, end, name in spans:
+        # levels[i] is what is alive before change i: a span begins with what it finds.
+        first, last = bisect.bisect_left(times, start), bisect.bisect_right(times, end)
+        found[name] = max(*levels[first : last + 1], found.get(name, 0))
+    return found

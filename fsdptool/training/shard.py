@@ -138,9 +138,20 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free whatever a forward left gathered (the root keeps its parameters by default)."""
+    """Free whatever forwards without a backward left gathered, and forget that they ran.
+
+    The root keeps its parameters by default. FSDP also notes the order of forwards until a backward
+    ends (torch 2.13, ``post_forward_order``): the notes of an evaluation would let the next backward
+    gather a unit it does not need, and a teacher's would grow for ever.
+
+    Args:
+        model: The root, between steps.
+    """
     for module in sharded_modules(model):
         module.reshard()
+    forget = getattr(model, "reset_iter_state", None)
+    if forget is not None:
+        forget()
 
 
 def managed_names(model: nn.Module, module: FSDPModule) -> list[str]:

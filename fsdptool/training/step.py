@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,7 +70,13 @@ class Stepper:
         clip: Largest global gradient norm, or None.
         unsharded: Hold gradients unsharded between micro-batches instead of reducing each time.
         scaler: For fp16, else None.
+
+    Attributes:
+        moment: Entered around each forward, each backward and the update, with its name; what measures
+            memory puts itself here.
     """
+
+    moment: Callable[[str], AbstractContextManager[None]]
 
     def __init__(
         self,
@@ -89,6 +96,7 @@ class Stepper:
         self.clip = clip
         self.unsharded = unsharded
         self.scaler = scaler
+        self.moment = lambda name: nullcontext()
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._sharded = [p for p in trainable if isinstance(p, DTensor)]
         self._replicated = [p for p in trainable if not isinstance(p, DTensor)]
@@ -109,18 +117,21 @@ class Stepper:
         sums: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
             self._announce(last=index == len(batches) - 1)
-            loss, extra = self.micro_loss(self.model, batch)
-            (loss * (scale / weight)).backward()  # type: ignore[no-untyped-call]
+            with self.moment("forward"):
+                loss, extra = self.micro_loss(self.model, batch)
+            with self.moment("backward"):
+                (loss * (scale / weight)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             for name, value in extra.items():
                 sums[name] = sums[name] + value if name in sums else value.detach()
-        self._reduce_replicated()
-        found = self._agree(total, sums, stop)
-        norm = math.sqrt(found.squares) / scale
-        finite = math.isfinite(norm) and math.isfinite(found.loss)
-        if finite:
-            self._apply(norm, scale, rate)
-        self.optimizer.zero_grad()
+        with self.moment("optimizer"):
+            self._reduce_replicated()
+            found = self._agree(total, sums, stop)
+            norm = math.sqrt(found.squares) / scale
+            finite = math.isfinite(norm) and math.isfinite(found.loss)
+            if finite:
+                self._apply(norm, scale, rate)
+            self.optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
         items = float(weight)

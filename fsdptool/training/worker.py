@@ -50,7 +50,8 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     def phase(name: str) -> None:
         events.emit("phase", name=name)
 
-    assembled = assemble(inputs, session, phase=phase)
+    with parts.meter.moment("load"):
+        assembled = assemble(inputs, session, phase=phase)
     if session.is_main:
         events.emit("proof", **assembled.proof)
     rank, world = session.data_rank, session.data_ranks
@@ -83,6 +84,7 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
         "loss": ended.last_loss,
         "instrument": parts.meter.instrument,
         "peaks": list(parts.meter.peaks()),
+        "moments": parts.meter.moments(),
     }
 
 

@@ -87,6 +87,8 @@ def write_stream(path: Path, entries: Iterable[Entry], metadata: Mapping[str, st
             value = entry.value()
             if value is not None and entry.bytes:
                 put(_bytes_of(value))
+            # Or the next value would be gathered beside this one.
+            del value
         os.fsync(stream.fileno())
     return Written(written, digest.hexdigest())
 
