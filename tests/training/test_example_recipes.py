@@ -1,0 +1,78 @@
+"""Every recipe under examples/ trains: read, prepared, written and run as ``fsdptool train`` does it.
+
+Two steps of each on two real ranks, with a checkpoint, an evaluation and samples where the recipe asks
+for them; only torchrun is left out (tests/runs starts it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recipe_runs
+from jsonschema import Draft202012Validator
+from pool import Pool
+
+from fsdptool.launch.create import write_run
+from fsdptool.launch.prepare import prepare
+from fsdptool.records.recipe import Recipe
+from fsdptool.resources import load_schema
+from fsdptool.training.checkpoint.manifest import newest_good
+from fsdptool.training.events import event_path, read_lines
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))
+CONFIG = EXAMPLES / "configs" / "two_cpu_processes.yaml"
+STEPS = 2
+
+pytestmark = pytest.mark.distributed
+
+
+def shortened(recipe: Recipe) -> Recipe:
+    """Two steps, with everything the recipe does every few steps done at each."""
+    return dataclasses.replace(
+        recipe,
+        steps=STEPS,
+        checkpoints=dataclasses.replace(recipe.checkpoints, every_steps=1),
+        evaluation=dataclasses.replace(
+            recipe.evaluation, every_steps=1 if recipe.evaluation.every_steps else None
+        ),
+    )
+
+
+def said(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(event_path(folder, 0)) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_trains(path: Path, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # data and models beside the recipe are found from anywhere
+    folder = tmp_path / "run"
+    prepared = prepare(path, CONFIG, with_prediction=False)
+    recipe = shortened(prepared.recipe)
+    prepared = dataclasses.replace(prepared, recipe=recipe)
+    write_run(folder, prepared, resume=None, number=0, argv=[], force=False)
+    ended = pool.run(recipe_runs.work_in, 2, str(folder))
+    assert [(item["status"], item["step"]) for item in ended] == [("completed", STEPS)] * 2
+    lines = list(read_lines(folder / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        Draft202012Validator(load_schema("metrics")).validate(line)
+        assert line["loss"] is not None
+        assert line["grad_norm"] > 0
+    (proof,) = said(folder, "proof")
+    assert proof["proven"]
+    found = newest_good(folder / "checkpoints")
+    assert found is not None
+    assert found[1].step == STEPS
+    wanted = recipe.evaluation
+    steps = STEPS if wanted.every_steps else 0
+    measured = steps if wanted.holdout or wanted.data else 0
+    assert len(said(folder, "evaluation")) == measured
+    samples = said(folder, "samples")
+    assert len(samples) == (steps if wanted.samples else 0)
+    for event in samples:
+        assert len(event["files"]) == wanted.samples
+        assert all(Path(file).stat().st_size for file in event["files"])
