@@ -64,7 +64,10 @@ def program(trace: Trace, modules: Iterable[str], grain: int) -> list[Piece]:
         modules: Real module paths that are (part of) units.
         grain: Bytes the allocator rounds to.
     """
-    borders = frozenset(traced_path(path, trace.repeats) for path in modules)
+    units = {traced_path(path, trace.repeats) for path in modules}
+    # Blocks that were not traced are copies of pieces: each block is pieces of its own, a unit or not.
+    blocks = {f"{repeat.path}.{index}" for repeat in trace.repeats for index in range(repeat.traced)}
+    borders = frozenset(units | blocks)
     key = (id(trace), borders, grain)
     if key in _programs:
         _programs.move_to_end(key)

@@ -29,6 +29,10 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.forward + other.forward, self.backward + other.backward, self.flops + other.flops)
 
+    def times(self, count: int) -> Cost:
+        """Return the work of ``count`` such modules."""
+        return Cost(self.forward * count, self.backward * count, self.flops * count)
+
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
     """Return the dtype's peak; bfloat16 without tensor cores for it runs at fp32's rate.
@@ -80,11 +84,14 @@ def model_flops(trace: Trace) -> float:
     return total
 
 
-def _copies(path: str, repeats: Sequence[Repeat]) -> int:
-    """Return how many modules of the real model a traced one stands for."""
+def _copies(path: str, repeats: Sequence[Repeat], within: str = "") -> int:
+    """Return how many modules of the real model a traced one stands for, in one module ``within``."""
     count = 1
     for repeat in repeats:
         prefix = f"{repeat.path}." if repeat.path else ""
+        if within.startswith(prefix):
+            # What holds it is itself in one block of this list: each copy of it holds its own.
+            continue
         number = path[len(prefix) :].partition(".")[0] if path.startswith(prefix) else ""
         if number.isdigit() and repeat.cut - repeat.period <= int(number) < repeat.cut:
             count *= 1 + repeat.copies
@@ -115,9 +122,10 @@ def unit_costs(costs: Mapping[str, Cost], repeats: Sequence[Repeat], units: Unit
             owners.setdefault(path, index)
     sums: dict[int, Cost] = {}
     for path, cost in costs.items():
-        owner = owners.get(_holder(path, owners))
+        holder = _holder(path, owners)
+        owner = owners.get(holder)
         if owner is not None:
-            sums[owner] = sums.get(owner, Cost()) + cost
+            sums[owner] = sums.get(owner, Cost()) + cost.times(_copies(path, repeats, within=holder))
     return [sums.get(owners[paths[0]], Cost()) if paths else Cost() for paths in traced]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from memory_cases import Case
+from memory_cases import LLAMA, Case
 
 from fsdptool.records.recipe import Checkpointing, Lora, Method
 from fsdptool.records.settings import Mesh
@@ -50,11 +50,19 @@ SD3 = {
 }
 WAN = {"num_layers": 3, "num_attention_heads": 2, "ffn_dim": 256, "text_dim": 128}
 
+DEEP = LLAMA | {"num_hidden_layers": 9}
+
 CASES: dict[str, Case] = {
     "2 ranks": Case(ranks=2),
     "64 ranks": Case(ranks=64),
     "512 ranks, most shards padded": Case(ranks=512),
     "one rank": Case(ranks=1),
+    "deep enough to be shortened": Case(overrides=DEEP),
+    "deep, nothing wrapped": Case(overrides=DEEP, settings={"wrap_policy": "none"}),
+    "deep, parts of blocks wrapped": Case(
+        overrides=DEEP, settings={"wrap_classes": ("LlamaAttention", "LlamaMLP")}
+    ),
+    "deep, recomputed": Case(overrides=DEEP, settings=RECOMPUTE),
     "fp32": Case(settings={"mixed_precision": "no"}),
     "bf16 reduction": Case(sharding={"reduce_dtype": "bfloat16"}),
     "recomputed": Case(settings=RECOMPUTE),

@@ -11,6 +11,7 @@ from fsdptool.inspection import inspect
 from fsdptool.planning import load_gpu, predict
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.records import FsdpSettings, Recipe
+from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Batch, ModelChoice
 from fsdptool.source import resolve
 
@@ -29,8 +30,7 @@ MODEL = {
 }
 
 
-def planned(folder: Path, *, gpu: str | None = None, checkpointing: bool = False) -> tuple[float, float]:
-    """Return the step's FLOPs and one device's peak, 0 where there is none."""
+def candidate(folder: Path, gpu: str | None, checkpointing: bool, wrap: tuple[str, ...]) -> Candidate:
     (folder / "config.json").write_text(json.dumps(MODEL))
     spec = resolve(str(folder))
     recipe = Recipe(
@@ -39,7 +39,8 @@ def planned(folder: Path, *, gpu: str | None = None, checkpointing: bool = False
         steps=1,
     )
     settings = FsdpSettings(
-        wrap_classes=("LlamaDecoderLayer",),
+        wrap_policy="transformer" if wrap else "none",
+        wrap_classes=wrap,
         use_cpu=gpu is None,
         mixed_precision="no" if gpu is None else "bf16",
         num_processes=RANKS,
@@ -47,7 +48,12 @@ def planned(folder: Path, *, gpu: str | None = None, checkpointing: bool = False
     )
     cluster = make_cluster(load_gpu(gpu), RANKS) if gpu is not None else None
     profile = "cuda" if gpu is not None else "cpu-gloo"
-    found = predict(spec, inspect(spec), recipe, settings, cluster=cluster, profile=profile)
+    return predict(spec, inspect(spec), recipe, settings, cluster=cluster, profile=profile)
+
+
+def planned(folder: Path, *, gpu: str | None = None, checkpointing: bool = False) -> tuple[float, float]:
+    """Return the step's FLOPs and one device's peak, 0 where there is none."""
+    found = candidate(folder, gpu, checkpointing, ("LlamaDecoderLayer",))
     assert found.step_flops is not None
     if found.mfu is not None:
         assert found.step_seconds is not None
@@ -82,3 +88,11 @@ def test_a_gpus_peak_is_the_catalogues_in_the_compute_dtype(tmp_path: Path) -> N
     flops, peak = planned(tmp_path, gpu="H100-80GB-SXM")
     assert peak == load_gpu("H100-80GB-SXM").flops["bfloat16"]
     assert flops == planned(tmp_path)[0]
+
+
+def test_the_time_to_compute_does_not_depend_on_what_is_wrapped(tmp_path: Path) -> None:
+    """Blocks that were not traced count in whichever unit holds them."""
+    gpu = "H100-80GB-SXM"
+    wraps = ((), ("LlamaDecoderLayer",), ("LlamaMLP",), ("LlamaAttention", "LlamaMLP"))
+    compute = [candidate(tmp_path, gpu, False, wrap).seconds["compute"] for wrap in wraps]
+    assert compute == pytest.approx([compute[0]] * len(wraps))
