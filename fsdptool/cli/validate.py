@@ -55,13 +55,13 @@ def command(
     ] = FindingFormat.TEXT,
 ) -> int:
     """Judge configurations as the program that reads them will: errors, silent drops, defaults, fixes."""
-    from fsdptool.config.validate import Verdict, expand
+    from fsdptool.config.validate import Verdict, expand, found_by_chance
 
     judged: dict[str, Any] = {"target": target, **_extras(model, gpu, gpus, host_memory, trust_remote_code)}
-    paths = expand(files)
-    if not paths:
-        raise ConfigError("there is no YAML or JSON file in the folder", help="name the files")
-    readings = [_read(path, dialect, consumer, judged) for path in paths]
+    readings = []
+    for path, named in expand(files).items():
+        reading = _read(path, dialect, consumer, judged)
+        readings.append(reading if named else found_by_chance(reading))
     if fix or unsafe_fixes or diff:
         repaired = [_repair(reading, unsafe_fixes, judged) for reading in readings]
         if diff:

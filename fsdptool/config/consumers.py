@@ -26,6 +26,14 @@ _PACKAGE = {
     "axolotl": "axolotl",
     "fsdptool": "fsdptool",
 }
+_PROGRAMS = {
+    "accelerate": "accelerate",
+    "transformers": "trainer",
+    "fsdptool": "fsdptool",
+    "axolotl": "axolotl",
+    "simpletuner": "simpletuner",
+}
+"""Package to the consumer whose version it is; LLaMA-Factory's FSDP keys are transformers'."""
 _READ_IN_SOURCE = {"axolotl": "0.13", "simpletuner": "4.8.0", "llamafactory": "5.23.0"}
 """Programs that were read, not run: the version that was read."""
 
@@ -40,40 +48,74 @@ NATURAL = {
 }
 """The consumer of a dialect unless somebody says otherwise."""
 
+READS = {
+    "accelerate": ("accelerate", "flags", "env"),
+    "fsdptool": ("accelerate", "flags", "env"),
+    "trainer": ("trainer",),
+    "axolotl": ("axolotl",),
+    # LLaMA-Factory hands the file that its fsdp_config names to transformers.
+    "llamafactory": ("llamafactory", "trainer"),
+    "simpletuner": ("simpletuner", "flags"),
+}
+"""The dialects each consumer reads."""
 
-def resolve_consumer(name: str | None, target: str | None, dialect: str) -> Consumer:
+
+def resolve_consumer(
+    name: str | None, target: str | None, dialect: str, *, noted: str | None = None
+) -> Consumer:
     """Return the consumer a file is judged for.
 
     Args:
-        name: ``--consumer``, or None for the dialect's natural one.
+        name: ``--consumer``, or None.
         target: ``--target``, ``accelerate==1.15`` or a bare version.
-        dialect: The file's dialect.
+        dialect: The file's dialect, whose natural consumer counts where nobody says otherwise.
+        noted: What a ``# fsdptool: consumer=NAME`` comment in the file says; a target of another
+            program is then not about this file.
 
     Raises:
-        ConfigError: There is no such consumer, or the target is malformed.
+        ConfigError: There is no such consumer, the target is malformed or names no program we know, or
+            name and target are two programs.
     """
-    chosen = name or NATURAL.get(dialect, "accelerate")
-    version: str | None = None
-    if target is not None:
-        package, _, wanted = target.partition("==")
-        if not wanted:
-            package, wanted = "", package
-        if not wanted or not wanted[0].isdigit():
-            raise ConfigError(
-                f"--target {target!r} is not PACKAGE==VERSION", help="for example --target accelerate==1.15"
-            )
-        aliases = {"transformers": "trainer"}
-        package = aliases.get(package, package)
-        if package and package in CONSUMERS and name is None and package != chosen:
-            chosen = package
-        version = wanted
+    chosen = name or noted or NATURAL.get(dialect, "accelerate")
     if chosen not in CONSUMERS:
         raise ConfigError(f"unknown consumer {chosen!r}", help=f"choose one of: {', '.join(CONSUMERS)}")
+    package, version = _target(target)
+    if package is not None and package != _PACKAGE.get(chosen, chosen):
+        if name is not None:
+            raise ConfigError(
+                f"--consumer {name} is not what --target {target} is a version of",
+                help=f"give --target {_PACKAGE.get(chosen, chosen)}==VERSION, or leave one of the two out",
+            )
+        if noted is not None:
+            version = None
+        else:
+            chosen = _PROGRAMS[package]
     package_name = _PACKAGE.get(chosen, chosen)
     if version is None:
         version = _READ_IN_SOURCE.get(chosen) or _installed(package_name)
     checked = CHECKED.get(package_name)
     return Consumer(chosen, version, checked is None or _same_minor(version, checked))
+
+
+def _target(target: str | None) -> tuple[str | None, str | None]:
+    """Split ``--target`` into a package (None for a bare version) and a version."""
+    if target is None:
+        return None, None
+    package, equals, version = target.partition("==")
+    if not equals:
+        package, version = "", package
+    package = package.strip().lower()
+    version = version.strip()
+    if not version or not version[0].isdigit():
+        raise ConfigError(
+            f"--target {target!r} is not PACKAGE==VERSION", help="for example --target accelerate==1.15"
+        )
+    if package and package not in _PROGRAMS:
+        raise ConfigError(
+            f"--target {target!r} names no program whose rules are known",
+            help=f"choose one of: {', '.join(_PROGRAMS)}",
+        )
+    return package or None, version
 
 
 @cache

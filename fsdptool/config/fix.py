@@ -54,7 +54,8 @@ def repair(
     before = reading.source
     refused: set[tuple[str, str]] = set()
     applied: list[Applied] = []
-    arguments = {"dialect": reading.dialect, "consumer": reading.consumer.name, **judged}
+    judge = reading.consumer
+    arguments = {**judged, "dialect": reading.dialect, "consumer": judge.name, "target": judge.version}
     # Safe fixes first: an unsafe one (a migration) rewrites lines that they repair. And once more
     # afterwards, for what an unsafe one brought to light.
     for safe in (True, False, True) if unsafe else (True,):

@@ -87,7 +87,7 @@ def migrate_file(
 
 def _refusal(reading: Reading) -> tuple[str, str | None] | None:
     for item in reading.diagnostics:
-        if item.code in ("FSD332", "FSD333") or (item.code == "FSD301" and item.fix is None):
+        if item.code in ("FSD114", "FSD332", "FSD333") or (item.code == "FSD301" and item.fix is None):
             if item.code == "FSD301" and reading.dialect in ("flags", "env"):
                 continue
             return item.message if item.code != "FSD301" else "cannot be migrated", item.help

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fsdptool.config import judge
-from fsdptool.config.consumers import resolve_consumer
+from fsdptool.config.consumers import CONSUMERS, NATURAL, READS, resolve_consumer
 from fsdptool.config.dialects import DIALECTS, detect_dialect
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import COMMON, LEGACY, settings_from
@@ -57,20 +58,56 @@ def read_settings(
     if dialect is not None and dialect not in DIALECTS:
         raise ConfigError(f"unknown dialect {dialect!r}", help=f"choose one of: {', '.join(DIALECTS)}")
     resolve_consumer(consumer, target, dialect or "accelerate")
+    failed = partial(_failed, consumer=consumer, target=target)
     try:
         source = _source(path_or_text)
     except UnreadableError as error:
-        return _failed(error.code, error.message, str(path_or_text), None, None, consumer, target)
+        return failed(error.code, error.message, str(path_or_text), None, None)
     notes = _notes(source)
     try:
         document = _parse(source, dialect)
     except ParseError as error:
-        return _failed(error.code, error.message, source.path, source, error.index, consumer, target)
+        return failed(error.code, error.message, source.path, source, error.index)
     if document.root is None or document.root.kind != "map":
         what = "is empty" if document.root is None else "holds no `key: value` pairs"
-        return _failed("FSD107", f"the file {what}", source.path, source, 0, consumer, target)
-    return _read_document(
-        source, document, dialect, consumer or notes.consumer, target, notes, environment, model, hardware
+        return failed("FSD107", f"the file {what}", source.path, source, 0)
+    found, refusal = _dialect(document, dialect, source)
+    if found is None:
+        code, message = refusal or ("FSD109", "nothing in the file tells which program reads it")
+        return failed(code, message, source.path, source, document.root.start)
+    if consumer is None and notes.consumer is not None and notes.consumer not in CONSUMERS:
+        message = f"the file says consumer={notes.consumer}; no program of that name is known"
+        advice = f"choose one of: {', '.join(CONSUMERS)}"
+        return failed("FSD114", message, source.path, source, notes.consumer_at, dialect=found, help=advice)
+    judged_for = resolve_consumer(consumer, target, found, noted=notes.consumer)
+    if found not in READS[judged_for.name]:
+        message = f"{judged_for.name} does not read {found} files"
+        place = notes.consumer_at if consumer is None else None
+        return _failed(
+            "FSD114",
+            message,
+            source.path,
+            source,
+            place,
+            consumer=judged_for.name,
+            target=judged_for.version,
+            dialect=found,
+            help=_advice(found, judged_for.name),
+        )
+    draft = Draft(source, document, judged_for, found, environment or {})
+    _general(draft)
+    import_module(f"fsdptool.config.dialects.{DIALECTS[found]}").read(draft)
+    judge.judge(draft, model=model, hardware=hardware)
+    notes.report(draft)
+    return _finish(draft, notes)
+
+
+def _advice(dialect: str, consumer: str) -> str:
+    """Return what to do with a file that its consumer does not read."""
+    also = " (accelerate launch reads it, whatever script it starts)" if dialect == "accelerate" else ""
+    return (
+        f"judge it with --consumer {NATURAL[dialect]}{also}, or write it for {consumer}: "
+        f"fsdptool migrate --to {READS[consumer][0]} FILE"
     )
 
 
@@ -92,32 +129,6 @@ def _parse(source: SourceText, dialect: str | None) -> Document:
     if name.endswith(".json") or (dialect == "simpletuner" and source.text.lstrip()[:1] == "{"):
         return parse_json(source.text)
     return parse_yaml(source.text)
-
-
-def _read_document(
-    source: SourceText,
-    document: Document,
-    dialect: str | None,
-    consumer: str | None,
-    target: str | None,
-    notes: _Notes,
-    environment: Mapping[str, str] | None,
-    model: Any,
-    hardware: Any,
-) -> Reading:
-    root = document.root
-    assert root is not None
-    found, refusal = _dialect(document, dialect, source)
-    if found is None:
-        code, message = refusal or ("FSD109", "nothing in the file tells which program reads it")
-        return _failed(code, message, source.path, source, root.start, consumer, target)
-    judged_for = resolve_consumer(consumer, target, found)
-    draft = Draft(source, document, judged_for, found, environment or {})
-    _general(draft)
-    import_module(f"fsdptool.config.dialects.{DIALECTS[found]}").read(draft)
-    judge.judge(draft, model=model, hardware=hardware)
-    notes.report(draft)
-    return _finish(draft, notes)
 
 
 def _dialect(
@@ -199,16 +210,28 @@ def _failed(
     path: str | None,
     source: SourceText | None,
     index: int | None,
+    *,
     consumer: str | None,
     target: str | None,
+    dialect: str | None = None,
+    help: str | None = None,
 ) -> Reading:
+    """Return the reading of a file that is not judged any further, with the one finding that says why."""
     rule = RULES[code]
     line, column = source.place(index) if source is not None and index is not None else (None, None)
     diagnostic = Diagnostic(
-        code, rule.severity, message, rule.fix, path, line, column, line, column + 1 if column else None
+        code,
+        rule.severity,
+        message,
+        help or rule.fix,
+        path,
+        line,
+        column,
+        line,
+        column + 1 if column else None,
     )
-    judged_for: Consumer = resolve_consumer(consumer, target, "accelerate")
-    return Reading(None, (diagnostic,), (), (), None, judged_for, path=path, source=source, changes=({},))
+    judged_for: Consumer = resolve_consumer(consumer, target, dialect or "accelerate")
+    return Reading(None, (diagnostic,), (), (), dialect, judged_for, path=path, source=source, changes=({},))
 
 
 class _Notes:
@@ -216,6 +239,7 @@ class _Notes:
 
     def __init__(self) -> None:
         self.consumer: str | None = None
+        self.consumer_at: int | None = None
         self.file: set[str] = set()
         self.lines: dict[int, set[str]] = {}
         self.unknown: list[tuple[int, str]] = []
@@ -241,6 +265,7 @@ def _notes(source: SourceText) -> _Notes:
         own_line = not line[: match.start()].strip()
         for found in _CONSUMER.finditer(match.group(1)):
             notes.consumer = found.group(1).lower()
+            notes.consumer_at = source.line_start(number) + match.start()
         for found in _IGNORE.finditer(match.group(1)):
             codes = {code.strip() for code in (found.group(1) or "*").split(",") if code.strip()}
             for code in sorted(codes):

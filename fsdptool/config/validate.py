@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fsdptool.config.reading import Reading
-from fsdptool.errors import ExitCode
+from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import envelope
 
@@ -104,21 +104,46 @@ def _json(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
 
 
-def expand(paths: Iterable[Path]) -> list[Path]:
-    """Return the files named: a folder stands for its YAML, JSON and environment files."""
-    files: list[Path] = []
+def expand(paths: Iterable[Path]) -> dict[Path, bool]:
+    """Return the files to read, each once, and whether it was named itself (not found in a folder).
+
+    A folder stands for its YAML and JSON files; names that begin with a dot are passed over, as are
+    the folders of installed packages.
+
+    Raises:
+        ConfigError: A folder holds no such file.
+    """
+    files: dict[Path, bool] = {}
     for path in paths:
-        if path.is_dir():
-            files.extend(
-                sorted(
-                    item
-                    for item in path.rglob("*")
-                    if item.suffix in (".yaml", ".yml", ".json") and item.is_file()
-                )
-            )
-        else:
-            files.append(path)
+        if not path.is_dir():
+            files[path] = True
+            continue
+        found = sorted(item for item in path.rglob("*") if _wanted(item, path))
+        if not found:
+            raise ConfigError(f"there is no YAML or JSON file in {path}", help="name the files")
+        for item in found:
+            files.setdefault(item, False)
     return files
+
+
+def _wanted(item: Path, folder: Path) -> bool:
+    inside = item.relative_to(folder).parts
+    if any(part.startswith(".") or part in ("node_modules", "site-packages") for part in inside):
+        return False
+    return item.suffix.lower() in (".yaml", ".yml", ".json") and item.is_file()
+
+
+def found_by_chance(reading: Reading) -> Reading:
+    """Return the reading of a file that nobody named: what is no configuration of ours is a warning."""
+    if not any(item.code in _NOT_OURS for item in reading.diagnostics):
+        return reading
+    diagnostics = tuple(
+        replace(item, severity="warning") if item.code in _NOT_OURS else item for item in reading.diagnostics
+    )
+    return replace(reading, diagnostics=diagnostics)
+
+
+_NOT_OURS = ("FSD107", "FSD109", "FSD110")
 
 
 def explain_document(reading: Reading) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,13 +53,31 @@ def run_trainer(fsdp: Any, fsdp_config: Any) -> dict[str, Any] | str:
 
 def load(path: Path) -> tuple[Any, Any]:
     """Return ``fsdp`` and ``fsdp_config`` of a file in either form."""
+    data = _mapping(path)
+    if "fsdp" in data or "fsdp_config" in data:
+        return data.get("fsdp"), dict(data.get("fsdp_config") or {})
+    return True, dict(data)
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
     import yaml
 
     text = path.read_text(encoding="utf-8")
     data: Mapping[str, Any] = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    if "fsdp" in data or "fsdp_config" in data:
-        return data.get("fsdp"), dict(data.get("fsdp_config") or {})
-    return True, dict(data)
+    return data
+
+
+def _precision(path: Path) -> str:
+    """Return the precision of TrainingArguments made from the file: ``no``, ``fp16`` or ``bf16``."""
+    from transformers import TrainingArguments
+
+    data = _mapping(path)
+    chosen = {key: data[key] for key in ("bf16", "fp16") if isinstance(data.get(key), bool)}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "no"}),
+    ):
+        return str(TrainingArguments(output_dir=folder, use_cpu=True, **chosen).mixed_precision)
 
 
 def check_explained(path: Path) -> str | None:
@@ -79,9 +98,11 @@ def check_explained(path: Path) -> str | None:
     if not outcome:
         assert reading.version is None, f"{path.name}: FSDP does not start, explained as it does"
         return None
-    # What TrainingArguments have no word for is the plugin's default; the precision lies beside fsdp.
+    # What TrainingArguments have no word for is the plugin's default.
     assert not outcome.pop("activation_checkpointing_offload") and outcome.pop("ignored_modules") is None
-    assert (set(explained) ^ set(outcome)) <= {"mixed_precision"}, path.name
+    if "mixed_precision" in explained:  # not in a file that is fsdp_config alone
+        outcome["mixed_precision"] = _precision(path)
+    assert set(explained) == set(outcome), path.name
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in outcome.items()}
     different = {key: value for key, value in plain.items() if explained[key] != value}
     if different:

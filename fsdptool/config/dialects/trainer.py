@@ -147,7 +147,7 @@ def _off(draft: Draft, switch: Entry | None, block: Node | None) -> Node | None:
 
 
 def _precision(draft: Draft) -> None:
-    for key in ("bf16", "fp16"):
+    for key in ("fp16", "bf16"):  # in the order in which transformers 5.23 looks
         entry = draft.root.get(key)
         if entry is not None and spelling.boolean(entry.node.value):
             draft.set("mixed_precision", key, entry=entry, parent=draft.root)

@@ -52,4 +52,9 @@ PARSE = (
          "The file is a known kind of configuration and valid as far as it goes, but it does not configure "
          "FSDP: there is nothing here to judge.",
          "If FSDP was meant, write its settings into this file (see `fsdptool emit-config --into`)."),
+    Rule("FSD114", "file that this consumer does not read", "error",
+         "A file is judged for the program that will read it. The one that --consumer, --target or the "
+         "file's own `# fsdptool: consumer=` comment names does not read files of this kind, so none of its "
+         "rules would mean anything.",
+         "Judge it for the program that reads it, or migrate it to what this one reads."),
 )  # fmt: skip

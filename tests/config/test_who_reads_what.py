@@ -1,0 +1,133 @@
+"""Which program reads which file, what is said where it does not, and which files a folder stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from test_rules_against_accelerate import GOOD
+
+from fsdptool.cli.app import run
+from fsdptool.config import read_settings, write_settings
+from fsdptool.config.consumers import CONSUMERS, NATURAL, READS
+from fsdptool.config.fix import repair
+from fsdptool.config.migration import migrate_file
+from fsdptool.errors import ConfigError
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.resources import load_schema
+
+TEXTS = {dialect: write_settings(FsdpSettings(wrap_classes=("Block",)), dialect) for dialect in NATURAL}
+
+
+@pytest.mark.parametrize("dialect", NATURAL)
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_file_is_judged_for_its_readers_only(consumer: str, dialect: str) -> None:
+    reading = read_settings(TEXTS[dialect], consumer=consumer)
+    assert reading.consumer.name == consumer and reading.dialect == dialect
+    if dialect in READS[consumer]:
+        assert "FSD114" not in {item.code for item in reading.diagnostics} and reading.settings is not None
+        return
+    assert [item.code for item in reading.diagnostics] == ["FSD114"]
+    assert reading.status == "error" and reading.settings is None and not reading.effective
+    said = reading.diagnostics[0]
+    assert said.message == f"{consumer} does not read {dialect} files"
+    assert f"--consumer {NATURAL[dialect]}" in (said.help or "")
+    # What the advice says works: judged so there is no such finding, and the migration exists.
+    assert "FSD114" not in {
+        item.code for item in read_settings(TEXTS[dialect], consumer=NATURAL[dialect]).diagnostics
+    }
+    assert f"migrate --to {READS[consumer][0]}" in (said.help or "")
+    assert repair(reading, unsafe=True).after.text == TEXTS[dialect]
+
+
+def test_a_target_is_a_version_of_one_program() -> None:
+    accelerate = GOOD
+    assert read_settings(accelerate, target="1.12").consumer.version == "1.12"
+    assert [item.code for item in read_settings(accelerate, target="transformers==5.1").errors] == ["FSD114"]
+    assert [item.code for item in read_settings(TEXTS["axolotl"], target="accelerate==1.12").errors] == [
+        "FSD114"
+    ]
+    factory = read_settings(TEXTS["llamafactory"], target="transformers==5.1")
+    assert (factory.consumer.name, factory.consumer.version) == ("llamafactory", "5.1")
+    # The comment in the file is about another program: the target says nothing of it.
+    noted = "# fsdptool: consumer=fsdptool\n" + accelerate
+    ours = read_settings(noted, target="accelerate==1.12").consumer
+    assert ours.name == "fsdptool" and ours.version == read_settings(noted).consumer.version
+    for wrong in ("accelerate==", "accelerate==new", "torchtune==1.0", "accelerate=1.2"):
+        with pytest.raises(ConfigError, match="--target"):
+            read_settings(accelerate, target=wrong)
+    with pytest.raises(ConfigError, match="is not what --target"):
+        read_settings(accelerate, consumer="accelerate", target="transformers==5.1")
+
+
+def test_a_fix_is_judged_for_the_same_version() -> None:
+    noted = "# fsdptool: consumer=fsdptool\n" + GOOD.replace("num_processes: 8", "num_processes: '8'")
+    reading = read_settings(noted, target="accelerate==1.12")
+    fixed = repair(reading, target="accelerate==1.12")
+    assert fixed.applied and fixed.reading.consumer == reading.consumer
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("trainer", "trainer does not read accelerate files"), ("bogus", "the file says consumer=bogus;")],
+)
+def test_the_files_own_word_is_a_finding_at_its_line(name: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text(f"debug: false\n# fsdptool: consumer={name}\n{GOOD}")
+    reading = read_settings(path)
+    assert [(item.code, item.line) for item in reading.errors] == [("FSD114", 2)]
+    assert reading.errors[0].message.startswith(message)
+    refused = migrate_file(path)
+    assert refused.after is None and (refused.refusal or "").startswith(message)
+    # The command line outranks the comment.
+    assert not read_settings(path, consumer="accelerate").errors
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "configs/a.yaml": GOOD,
+        "configs/deep/b.YML": GOOD.replace("num_processes: 8", "num_processes: 1"),
+        "configs/docker.yaml": "services:\n  web: {}\n",
+        "configs/package.json": "[]",
+        "configs/notes.txt": "none of ours",
+        "configs/.git/c.yaml": ": [",
+        "configs/node_modules/d.json": "{",
+        "readme.md": "# Title\n\nSome prose: with a colon.\n",
+        "script.py": "settings = {}\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def test_a_folder_stands_for_its_configurations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "configs", "configs/a.yaml", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(load_schema("validate")).validate(data)
+    found = {
+        item["path"]: [(finding["code"], finding["severity"]) for finding in item["findings"]]
+        for item in data["files"]
+    }
+    assert found == {
+        "configs/a.yaml": [],
+        "configs/deep/b.YML": [("FSD327", "warning")],
+        "configs/docker.yaml": [("FSD109", "warning")],
+        "configs/package.json": [("FSD107", "warning")],
+    }
+    assert run(["validate", "configs", "--strict", "--quiet"]) == 1
+
+
+@pytest.mark.parametrize("name", ["configs/docker.yaml", "readme.md", "script.py", "configs/notes.txt"])
+def test_a_named_file_that_is_no_configuration_is_an_error(name: str, folder: Path) -> None:
+    assert run(["validate", name]) == 1
+
+
+def test_an_empty_folder_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "empty"]) == 2
+    assert run(["validate", "configs", "empty"]) == 2
+    assert capsys.readouterr().err.count("there is no YAML or JSON file in empty") == 2
