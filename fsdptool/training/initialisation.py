@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fsdptool.errors import ModelError
+from fsdptool.training.pulse import beat
 from fsdptool.training.random_values import derive_seed, fill_slice
 
 aten = torch.ops.aten
@@ -307,6 +308,7 @@ def replay(
     Raises:
         ModelError: The model does not say how the parameter starts.
     """
+    beat()
     first, last = rows
     if name in blueprint.values:
         value = blueprint.values[name]

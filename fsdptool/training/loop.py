@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.run import Metrics
+from fsdptool.training import pulse
 from fsdptool.training.evaluate import Evaluated, evaluate
 from fsdptool.training.schedule import rate
 from fsdptool.training.state import RunState
@@ -111,7 +112,10 @@ class Loop:
             StorageError: A checkpoint could not be written.
         """
         checkpointer = self.parts.checkpointer
+        pulse.doing(pulse.RESTORING)
         checkpointer.load(self.state)
+        # Every forward is a sign of life: of a long accumulation, an evaluation, a sample.
+        self.assembled.model.register_forward_pre_hook(pulse.beat)
         samples_per_step = self._samples_per_step()
         total = total_steps(self.recipe, self.batches, samples_per_step)
         while self.state.step < total:
@@ -128,10 +132,12 @@ class Loop:
                 self.sample()
         if self.recipe.checkpoints.at_end or checkpointer.due(self.state.step):
             self._save(wait=True)
+        pulse.doing(pulse.SAVING)
         checkpointer.close()
         return Ended("completed", self.state.step, 0, self._last_loss, self._evaluated)
 
     def _save(self, *, wait: bool = False) -> None:
+        pulse.doing(pulse.SAVING)
         with self.parts.meter.moment("save"):
             self.parts.checkpointer.save(self.state, wait=wait)
 
@@ -145,7 +151,7 @@ class Loop:
             ema.swapped() if ema is not None else nullcontext(),
         ):
             found = evaluate(
-                self.assembled.model, self.assembled.objective, iter(self.validation), self.session
+                self.assembled.model, self.assembled.objective, _fed(iter(self.validation)), self.session
             )
         if self.session.is_main:
             self.parts.events.emit(
@@ -159,6 +165,7 @@ class Loop:
         if self.sampler is None:
             return
         ema = self.assembled.ema
+        pulse.doing(pulse.SAMPLING)
         with (
             self.parts.meter.moment("sampling"),
             ema.swapped() if ema is not None else nullcontext(),
@@ -179,7 +186,9 @@ class Loop:
 
     def _step(self, total: int) -> Outcome:
         began = time.perf_counter()
+        pulse.doing(pulse.LOADING)
         micro_batches = next(self.batches)
+        pulse.doing(pulse.STEPPING)
         loaded = time.perf_counter()
         state = self.state
         learning_rate = self.assembled.rate * rate(self.recipe.schedule, state.step, total)
@@ -225,6 +234,7 @@ class Loop:
     def _roll_back(self, step: int) -> None:
         """Return to the newest checkpoint and go on with the data that follows the bad batch."""
         position = self.batches.state_dict()
+        pulse.doing(pulse.RESTORING)
         found = self.parts.checkpointer.rollback(self.state)
         times = self._rolled_back.get(step, 0) + 1
         self._rolled_back[step] = times
@@ -268,3 +278,16 @@ class Loop:
         if self.step_flops is None or self.peak_flops is None:
             return None
         return self.step_flops / (seconds * self.peak_flops * self.session.world_size)
+
+
+def _fed(batches: Iterator[Any]) -> Iterator[Any]:
+    """Pass validation data on, and say when a rank waits for it."""
+    while True:
+        pulse.doing(pulse.LOADING)
+        try:
+            step = next(batches)
+        except StopIteration:
+            return
+        finally:
+            pulse.doing(pulse.EVALUATING)
+        yield step

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.errors import ModelError, StorageError
+from fsdptool.training.pulse import beat
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,6 +75,7 @@ class Weights:
             ModelError: The checkpoint's tensor has another shape.
         """
         source = self._sources[name]
+        beat()
         if source.converter is None:
             key = source.keys[0][0]
             file = self._open(self._where[key])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.training.guard import guard
+from fsdptool.training.pulse import beat, watched
 
 if TYPE_CHECKING:
     from fsdptool.training.events import EventLog
@@ -26,6 +27,11 @@ def main(arguments: list[str]) -> int:
 
 def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     """Train what ``folder`` describes; returns the fields of the closing ``finished`` event."""
+    with watched(events):
+        return _work(folder, events, flag)
+
+
+def _work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     events.emit("phase", name="importing")
     import torch
 
@@ -48,6 +54,7 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     torch.manual_seed(recipe.seed)
 
     def phase(name: str) -> None:
+        beat()
         events.emit("phase", name=name)
 
     with parts.meter.moment("load"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 from pathlib import Path
@@ -103,6 +104,45 @@ def test_a_value_that_is_not_finite_stops_every_rank(work: Work, undisturbed: Ru
     again = work.start("poisoned", "--resume", "auto", environment=poison)
     assert again.end() == 0, again.said()
     same_end(again, undisturbed)
+
+
+def blocked(tmp_path: Path, ranks: str) -> dict[str, str]:
+    (tmp_path / "sitecustomize.py").write_text(Path(__file__).with_name("block_data.py").read_text())
+    os.mkfifo(tmp_path / "never")
+    return {
+        "PYTHONPATH": str(tmp_path),
+        "BLOCK_STEP": "6",
+        "BLOCK_FILE": str(tmp_path / "never"),
+        "BLOCK_RANKS": ranks,
+    }
+
+
+def test_a_rank_that_never_reaches_a_collective_is_named_and_the_run_goes_on(
+    work: Work, undisturbed: Run, tmp_path: Path
+) -> None:
+    environment = blocked(tmp_path, "1")
+    run = work.start("blocked", "--timeout", "10", "--max-restarts", "1", environment=environment)
+    assert run.end() == 0, run.said()
+    assert re.search(r"restart 1: rank 1: no sign of life for \d+ s while loading data", run.said()), (
+        run.said()
+    )
+    stacks = [path.read_text() for path in sorted((run.folder / "logs").glob("rank-*.stacks"))]
+    assert "in wait_for_file" in stacks[1], "the rank that hung says where"
+    assert "step.py" in stacks[0], "and so does the one that waited for it"
+    assert run.summary()["restarts"] == 1
+    same_end(run, undisturbed)
+
+
+def test_ranks_that_all_wait_for_a_file_end_within_the_bound(work: Work, tmp_path: Path) -> None:
+    run = work.start("all-blocked", "--timeout", "10", environment=blocked(tmp_path, "0,1"))
+    run.wait_for_step(5)
+    assert run.end(seconds=60.0) == 4, run.said()
+    failure = run.summary()["failure"]
+    assert "while loading data" in failure["message"]
+    assert failure["exit_code"] == 4
+    stacks = [path.read_text() for path in (run.folder / "logs").glob("rank-*.stacks")]
+    assert len(stacks) == 2
+    assert all("in wait_for_file" in text for text in stacks)
 
 
 def test_a_rank_that_hangs_leaves_the_stacks_of_all(work: Work) -> None:
