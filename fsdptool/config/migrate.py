@@ -83,7 +83,7 @@ def _refusal(draft: Draft) -> str | None:
     if draft.get("state_dict_type") == "local":
         return "LOCAL_STATE_DICT is not supported by FSDP2: use SHARDED_STATE_DICT"
     if draft.has("FSD336", severity="error"):
-        return "decide first: fsdp_reshard_after_forward names a strategy that never ran (FULL_SHARD did)"
+        return "decide first: the strategy that is written never ran (FULL_SHARD did)"
     if strategy is not None and strategy.startswith("hybrid"):
         machines, processes = draft.get("num_machines"), draft.get("num_processes")
         if draft.dialect == "trainer":

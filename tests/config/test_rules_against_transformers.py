@@ -18,6 +18,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], str | dict[str, Any]]] = {
     "FSD202": (True, {"version": 2, "cpu_offlod": True}, {"cpu_offload": False}),
     "FSD302": (True, {"version": 2, "use_orig_params": True}, {"fsdp_version": 2}),
     "FSD303": (True, {"version": 2, "sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": True}),
+    "FSD336": ("shard_grad_op", {"version": 1}, {"sharding_strategy": "full_shard"}),
+    "FSD336-key": (
+        True,
+        {"version": 1, "reshard_after_forward": "hybrid_shard"},
+        {"sharding_strategy": "full_shard"},
+    ),
+    "FSD301-state": (True, {"version": 1, "state_dict_type": None}, {"state_dict_type": "full"}),
     "FSD337": (True, {"version": 2, "cpu_offload": "false"}, {"cpu_offload": True}),
     "FSD338": (True, {"reshard_after_forward": True}, {"fsdp_version": 2}),
     "FSD339": ("full_shard auto_wrap", {"version": 2}, {"reshard_after_forward": True}),

@@ -25,7 +25,7 @@ def default(draft: Draft, name: str, version: int) -> None:
     }
     if name == "reshard_after_forward" and version == 1:
         if draft.get("sharding_strategy") is None:
-            draft.set("sharding_strategy", "full_shard")
+            strategy_under_1(draft, None)
         return
     if name == "cpu_offload" and draft.environment.get("FSDP_OFFLOAD_PARAMS") is not None:
         # The plugin falls back to the variable when TrainingArguments pass nothing.
@@ -51,7 +51,8 @@ def read_key(draft: Draft, key: str, name: str, entry: Entry, block: Node | None
         _policy(draft, entry, block, value)
     elif name == "state_dict_type":
         if value is None:
-            draft.set(name, "sharded", entry=entry, parent=block)
+            # The plugin is passed nothing and takes its own default, which depends on the version.
+            draft.set(name, "full" if version == 1 else "sharded", entry=entry, parent=block)
             return
         values.read_choice(draft, key, name, entry, block, values.STATE_DICTS, version)
     elif name == "wrap_classes":
@@ -60,10 +61,44 @@ def read_key(draft: Draft, key: str, name: str, entry: Entry, block: Node | None
         _threshold(draft, entry, block, value)
 
 
+def strategy_under_1(draft: Draft, written: str | None, entry: Entry | None = None) -> None:
+    """Record the strategy that runs under version 1, which is never the one TrainingArguments pass.
+
+    accelerate 1.15's plugin fills an unset ``sharding_strategy`` from FSDP_SHARDING_STRATEGY or with
+    FULL_SHARD, and ``Accelerator.prepare_model`` takes it before ``reshard_after_forward``, the only one
+    of the two that transformers 5.23 passes.
+
+    Args:
+        draft: The draft.
+        written: The strategy that the file asks for, or None.
+        entry: Where it does.
+    """
+    variable = draft.environment.get("FSDP_SHARDING_STRATEGY")
+    runs = spelling.choice(variable, spelling.STRATEGIES) if variable is not None else None
+    if runs is not None:
+        draft.set("sharding_strategy", runs, origin="environment variable FSDP_SHARDING_STRATEGY")
+    else:
+        runs = "full_shard"
+        draft.set("sharding_strategy", runs)
+    if entry is None or written is None:
+        return
+    draft.ignore(entry, "accelerate's plugin takes FSDP_SHARDING_STRATEGY or FULL_SHARD before it")
+    if written != runs:
+        decides = (
+            "unless FSDP_SHARDING_STRATEGY is set" if variable is None else "from FSDP_SHARDING_STRATEGY"
+        )
+        draft.report(
+            "FSD336",
+            f"{written.upper()} never runs: version 1 takes {runs.upper()} {decides}",
+            entry,
+            value=True,
+        )
+
+
 def _reshard(draft: Draft, entry: Entry, block: Node | None, value: Any, version: int) -> None:
     if version == 1:
         strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
-        draft.set("sharding_strategy", strategy or "full_shard", entry=entry, parent=block)
+        strategy_under_1(draft, strategy, entry)
         if strategy is None:
             draft.report(
                 "FSD206",

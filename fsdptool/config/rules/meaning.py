@@ -143,7 +143,9 @@ MEANING = (
     Rule("FSD336", "strategy under the wrong key for FSDP1", "error",
          "Under version 1 accelerate 1.15 always exports FSDP_SHARDING_STRATEGY (FULL_SHARD unless "
          "`fsdp_sharding_strategy` is written), which wins: a strategy written in "
-         "`fsdp_reshard_after_forward`, as `accelerate config` does, has always run as FULL_SHARD.",
+         "`fsdp_reshard_after_forward`, as `accelerate config` does, has always run as FULL_SHARD. The same "
+         "befalls the strategy that TrainingArguments pass, in `fsdp` or `reshard_after_forward`: the plugin "
+         "fills its own field from FSDP_SHARDING_STRATEGY or with FULL_SHARD first.",
          "Migrate, and decide which of the two was meant."),
     Rule("FSD337", "truth of text", "error",
          "transformers 5.23 tests this value without parsing it: `cpu_offload: \"false\"` switches offload "
