@@ -277,7 +277,8 @@ def _processes(draft: Draft) -> None:
     cpu = draft.get("use_cpu")
     if cpu and draft.consumer.name == "accelerate":
         draft.report("FSD314", "FSDP on CPU: accelerate runs this unsharded", at(draft, "use_cpu"))
-    if cpu and (draft.get("cp") or 1) > 1:
+    # Our trainer has an attention of its own for split sequences, on every device.
+    if cpu and (draft.get("cp") or 1) > 1 and draft.consumer.name != "fsdptool":
         draft.report("FSD347", "context parallelism does not work on CPU", at(draft, "cp"))
     if not accelerate_like(draft):
         return

@@ -79,7 +79,8 @@ def _combinations(draft: Draft, sizes: dict[str, int], open_shard: bool) -> bool
             value=True,
         )
         return True
-    beside = (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1
+    split = sizes["cp"] > 1 and draft.consumer.name != "fsdptool"
+    beside = (sizes["tp"] > 1 or split) and sizes["dp_replicate"] > 1
     if beside and sizes["dp_shard"] == 1 and not open_shard:
         draft.report(
             "FSD313",

@@ -226,6 +226,8 @@ def _context(draft: Draft, anatomy: Anatomy) -> None:
     if (draft.get("cp") or 1) <= 1:
         return
     kinds = attention_kinds(anatomy.spec.config)
+    if draft.consumer.name == "fsdptool":
+        kinds = [kind for kind in kinds if kind not in MASKED_KINDS]
     if kinds:
         draft.report(
             "FSD407",
@@ -233,6 +235,10 @@ def _context(draft: Draft, anatomy: Anatomy) -> None:
             _entry(draft, "cp"),
             value=True,
         )
+
+
+MASKED_KINDS = frozenset({"sliding_attention", "chunked_attention"})
+"""Kinds that a mask over the whole sequence describes: our trainer can split them."""
 
 
 def attention_kinds(config: Any) -> list[str]:

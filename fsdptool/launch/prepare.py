@@ -79,6 +79,7 @@ def prepare(
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
+    from fsdptool.training.context import check_context
     from fsdptool.training.data.places import with_places
     from fsdptool.training.unitplan import plan_units
 
@@ -96,6 +97,7 @@ def prepare(
     if recipe.steps is None and recipe.epochs is None:
         raise ConfigError(f"{recipe_path} says neither steps nor epochs", help="set one of them")
     spec = resolve_model(recipe.model, recipe_path)
+    check_context(spec, recipe, settings)
     anatomy = inspect(spec)
     units = plan_units(anatomy, recipe, settings)
     teacher_spec, teacher_units = _teacher(recipe, settings, recipe_path)

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from fsdptool.errors import ConfigError
+from fsdptool.families.objectives.context import use
 from fsdptool.families.registry import family_of
 from fsdptool.inspection.build import build
+from fsdptool.training.context import attention_of, check_context
 from fsdptool.training.ema import Ema
 from fsdptool.training.initialisation import Blueprint, draw_blueprint
 from fsdptool.training.materialize import Origins, materialize
@@ -98,6 +100,8 @@ def assemble(inputs: RunInputs, session: Session, *, phase: Phase = lambda name:
     """
     recipe, spec, plan = inputs.recipe, inputs.spec, inputs.units
     objective = objective_for(recipe, spec)
+    check_context(spec, recipe, inputs.settings)
+    use(session.context)
     made = build_sharded(
         spec, recipe.model, plan, inputs.settings, session, recipe=recipe, seed=recipe.seed, phase=phase
     )
@@ -156,7 +160,7 @@ def build_sharded(
         phase: Called with the name of each phase.
     """
     phase("building")
-    model = build(spec, dtype=choice.dtype, attention=choice.attention)
+    model = build(spec, dtype=choice.dtype, attention=attention_of(choice, session.sizes.cp))
     _no_cache(model)
     weights = open_weights(spec, choice, model)
     adapters: Blueprint | None = None
@@ -231,6 +235,7 @@ def _compile_units(model: nn.Module, plan: UnitPlan) -> None:
 def _student(inputs: RunInputs, session: Session, objective: Objective, phase: Phase) -> Student:
     settings = inputs.recipe.method.distillation
     assert settings is not None and inputs.teacher_spec is not None and inputs.teacher_units is not None
+    check_context(inputs.teacher_spec, inputs.recipe, inputs.settings)
     made = build_sharded(
         inputs.teacher_spec,
         settings.teacher,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdptool.families.objectives.context import share
 from fsdptool.training.shard import reshard_all
 from fsdptool.training.step import per_item, to_device
 
@@ -47,7 +48,7 @@ def evaluate(
         with torch.no_grad():
             for micro_batches in data:
                 for batch in micro_batches:
-                    moved = to_device(batch, session.device)
+                    moved = share(to_device(batch, session.device))
                     _measure(model, objective, moved, total, sums)
     finally:
         reshard_all(model)

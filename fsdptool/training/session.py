@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdptool.errors import ConfigError
+from fsdptool.families.objectives.context import Context, use
 from fsdptool.records.settings import FsdpSettings, Mesh
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ class Session:
     def data_ranks(self) -> int:
         """How many shares a global batch is split into."""
         return self.world_size // self.sizes.cp
+
+    @property
+    def context(self) -> Context | None:
+        """The ranks this one shares its sequences with, or None."""
+        if self.sizes.cp == 1:
+            return None
+        return Context(self.sizes.cp, self.mesh.get_local_rank("cp"), self.mesh.get_group("cp"))
 
     @property
     def is_main(self) -> bool:
@@ -94,7 +102,7 @@ def open_session(settings: FsdpSettings) -> Session:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     sizes = resolve_mesh(settings, world_size)
     device = choose_device(settings, local_rank)
-    check_parallelism(sizes, device)
+    check_parallelism(sizes)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -122,8 +130,14 @@ def _parameter_mesh(mesh: DeviceMesh, sizes: Mesh) -> DeviceMesh:
     if sizes.cp == 1:
         names = ("dp_replicate", "dp_shard") if sizes.dp_replicate > 1 else ("dp_shard",)
         return mesh[names]
-    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    return mesh["dp_replicate", "dp_shard_cp"] if sizes.dp_replicate > 1 else mesh["dp_shard_cp"]
+    # A mesh of its own: torch 2.13 deprecates slicing a flattened dimension out of the root mesh.
+    if sizes.dp_replicate == 1:
+        return init_device_mesh(mesh.device_type, (sizes.shard_degree,), mesh_dim_names=("dp_shard_cp",))
+    return init_device_mesh(
+        mesh.device_type,
+        (sizes.dp_replicate, sizes.shard_degree),
+        mesh_dim_names=("dp_replicate", "dp_shard_cp"),
+    )
 
 
 def resolve_mesh(settings: FsdpSettings, world_size: int) -> Mesh:
@@ -143,11 +157,11 @@ def resolve_mesh(settings: FsdpSettings, world_size: int) -> Mesh:
         raise ConfigError(str(error), help="change parallelism_config or num_processes") from error
 
 
-def check_parallelism(sizes: Mesh, device: torch.device) -> None:
-    """Refuse what the trainer cannot do on this device, with the reason.
+def check_parallelism(sizes: Mesh) -> None:
+    """Refuse what the trainer cannot do, with the reason.
 
     Raises:
-        ConfigError: Tensor or sequence parallelism is asked for, or context parallelism off CUDA.
+        ConfigError: Tensor or sequence parallelism is asked for.
     """
     for name, size, why in (
         ("tp_size", sizes.tp, "the trainer has no tensor-parallel plans"),
@@ -155,20 +169,10 @@ def check_parallelism(sizes: Mesh, device: torch.device) -> None:
     ):
         if size > 1:
             raise ConfigError(f"{name}: {size} cannot be had: {why}", help=f"set {name} to 1")
-    if sizes.cp > 1 and device.type != "cuda":
-        raise ConfigError(
-            f"context parallelism (cp_size: {sizes.cp}) needs CUDA: torch has no sharding rule for the"
-            " CPU attention kernel",
-            help="set cp_size to 1",
-        )
-    if sizes.cp > 1:
-        raise ConfigError(
-            f"cp_size: {sizes.cp} cannot be had: the trainer does not split sequences over ranks",
-            help="set cp_size to 1",
-        )
 
 
 def close_session() -> None:
-    """Leave the process group."""
+    """Leave the process group; sequences are whole again."""
+    use(None)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdptool.families.objectives.context import share
 from fsdptool.training.shard import local
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Stepper:
             stop: Signal number this rank was asked to stop with, or 0.
         """
         device = self.session.device
-        batches = [to_device(batch, device) for batch in micro_batches]
+        batches = [share(to_device(batch, device)) for batch in micro_batches]
         weight = self._global_weight(batches)
         scale = self.scaler.scale if self.scaler is not None else 1.0
         total = torch.zeros((), dtype=torch.float64, device=device)

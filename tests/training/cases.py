@@ -35,6 +35,13 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 TIED = {**LLAMA, "tie_word_embeddings": True}
+WINDOWS = {
+    **LLAMA,
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "head_dim": 6,
+    "sliding_window": 5,
+}
 MOE = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -127,6 +134,8 @@ class Case:
     lora_parameters: tuple[str, ...] = ()
     rate: float = 2e-3
     options: dict[str, Any] = field(default_factory=dict)
+    beside: bool = False
+    """Not one of the objectives: a model for particular tests."""
 
 
 CASES = {
@@ -160,6 +169,7 @@ CASES = {
             "v_prediction",
             ("to_q", "to_v"),
         ),
+        Case("windows", WINDOWS, ("MistralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
     )
 }
 
@@ -244,6 +254,7 @@ def inputs_for(
 
 _DEEPER = {
     "llama": ("num_hidden_layers", 3),
+    "mistral": ("num_hidden_layers", 3),
     "qwen3_moe": ("num_hidden_layers", 3),
     "t5": ("num_layers", 3),
     "bert": ("num_hidden_layers", 3),

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.distributed
 METHODS = ("full", "lora", "distillation")
 MATRIX = [
     (name, method, 4 if index % 2 else 2)
-    for index, (name, method) in enumerate((name, method) for name in CASES for method in METHODS)
+    for index, (name, method) in enumerate(
+        (name, method) for name, case in CASES.items() if not case.beside for method in METHODS
+    )
 ]
 """Every objective under every method, on two or four ranks in turn; benchmarks/training/numerics.py
 runs both for each."""

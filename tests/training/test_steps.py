@@ -416,14 +416,13 @@ def test_the_scaler_grows_after_good_steps() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (Mesh(cp=2, dp_shard=1), "needs CUDA"),
         (Mesh(tp=2, dp_shard=1), "no tensor-parallel plans"),
         (Mesh(sp=2, dp_shard=1), "DeepSpeed"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_with_the_reason(sizes: Mesh, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_parallelism(sizes, torch.device("cpu"))
+        check_parallelism(sizes)
 
 
 def test_a_file_for_another_number_of_processes_is_refused() -> None:

@@ -106,13 +106,16 @@ class CausalLM(_Tokens):
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the logits, and the routers' logits of models that balance their experts' load."""
         from fsdptool.families.objectives import routing
+        from fsdptool.families.objectives.context import documents
+        from fsdptool.families.objectives.context_attention import complete
         from fsdptool.families.objectives.masking import masks
 
         arguments: dict[str, Any] = {**self.arguments(batch), "use_cache": False}
         coefficient = routing.coefficient(unwrapped(model), self.auxiliary)
         if coefficient:
             arguments["output_router_logits"] = True
-        with masks(unwrapped(model), batch.get("position_ids") if self.document_mask else None):
+        base = unwrapped(model)
+        with complete(base), masks(base, documents(batch) if self.document_mask else None):
             outputs = model(**arguments)
         result = {"prediction": outputs.logits}
         if coefficient:

@@ -31,7 +31,7 @@ def masks(model: nn.Module, positions: Tensor | None) -> Iterator[None]:
 
     Args:
         model: What is about to run, below any PEFT wrapper.
-        positions: [batch, positions], 0 where a document begins; None: no documents.
+        positions: [batch, positions], 0 where a document begins, of the whole sequence; None: no documents.
     """
     from transformers import masking_utils
 
@@ -88,8 +88,13 @@ def _documents(position_ids: Tensor) -> Tensor:
 def _with_positions(original: Callable[..., Any], positions: Tensor | None) -> Callable[..., Any]:
     def make(*arguments: Any, **named: Any) -> Any:
         # transformers calls its mask makers by keyword throughout (5.23).
-        if not arguments and named.get("position_ids") is None:
+        if not arguments and _missing(named.get("position_ids"), positions):
             named["position_ids"] = positions
         return original(*arguments, **named)
 
     return make
+
+
+def _missing(given: Tensor | None, positions: Tensor | None) -> bool:
+    """Say whether the mask would lack positions: the model's own, or those of the whole sequence."""
+    return given is None or (positions is not None and given.shape[-1] != positions.shape[-1])

@@ -37,9 +37,13 @@ def balance(model: nn.Module, logits: Sequence[Tensor], weight: float) -> dict[s
     """
     import torch
 
+    from fsdptool.families.objectives.context_attention import everywhere
+
     config = _text(model.config)
     top = int(getattr(config, "num_experts_per_tok", 0) or getattr(config, "top_k", 0) or 1)
-    layers = torch.cat([layer for layer in logits if layer is not None and layer.dim() == 2], dim=0)
+    own = torch.cat([layer for layer in logits if layer is not None and layer.dim() == 2], dim=0)
+    # Of the whole sequence where its ranks hold parts of it; each rank then reports its share of the load.
+    layers = everywhere(own)
     probabilities = torch.softmax(layers.float(), dim=-1)
     experts = probabilities.shape[-1]
     chosen = torch.topk(probabilities, min(top, experts), dim=-1).indices
@@ -47,4 +51,7 @@ def balance(model: nn.Module, logits: Sequence[Tensor], weight: float) -> dict[s
     load = load.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float32))
     share = load / layers.shape[0]
     loss = experts * (share * probabilities.mean(dim=0)).sum() * weight
-    return {"auxiliary": loss, "expert_load": load}
+    return {
+        "auxiliary": loss,
+        "expert_load": load if layers is own else load * (own.shape[0] / layers.shape[0]),
+    }

@@ -61,12 +61,14 @@ class Sampler:
         """
         import torch
 
+        from fsdptool.families.objectives.context import using
         from fsdptool.training.shard import reshard_all
 
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad():
+            # Every rank runs the same whole sequence, those that share one included.
+            with torch.no_grad(), using(None):
                 made = [self._one(model, number) for number in range(self._recipe.evaluation.samples)]
         finally:
             # A forward without a backward leaves the root gathered; the next step would not see it.
@@ -211,7 +213,7 @@ def open_sampler(
     """Return what writes a run's samples, or None if the recipe wants none.
 
     Raises:
-        ConfigError: The objective has nothing to sample, or the ranks share sequences.
+        ConfigError: The objective has nothing to sample.
     """
     if recipe.evaluation.samples <= 0:
         return None
@@ -219,10 +221,5 @@ def open_sampler(
         raise ConfigError(
             f"evaluation.samples is {recipe.evaluation.samples}, but {objective.name} has nothing to sample",
             help=f"set it to 0; {', '.join((*_TEXT, *_DENOISERS))} can be sampled",
-        )
-    if session.world_size != session.data_ranks:
-        raise ConfigError(
-            "samples cannot be made under context parallelism: a sample is shorter than its shards",
-            help="set evaluation.samples to 0",
         )
     return Sampler(recipe, spec, objective, session, folder, loader)

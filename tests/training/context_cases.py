@@ -1,0 +1,201 @@
+"""What the pool's ranks do with sequences that are split over them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import BERT, CASES, LLAMA, MOE, SD3, T5, Case, inputs_for, micro_batch, recipe_for, write_model
+from ranks import share
+
+from fsdptool.errors import FsdptoolError
+from fsdptool.records import Mesh, Recipe
+from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Sharding
+from fsdptool.source import resolve
+from fsdptool.training.assemble import assemble
+from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
+from fsdptool.training.evaluate import evaluate
+from fsdptool.training.events import EventLog
+from fsdptool.training.sampling.sampler import open_sampler
+from fsdptool.training.session import open_session
+from fsdptool.training.state import RunState
+
+
+def _opened(folder: Path, recipe: Recipe, mesh: Mesh, name: str) -> tuple[Any, Any]:
+    torch.manual_seed(recipe.seed)
+    inputs = inputs_for(CASES[name], folder, recipe, mesh=mesh)
+    session = open_session(inputs.settings)
+    return session, assemble(inputs, session)
+
+
+def validated(folder: Path, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
+    """Return the validation loss before training, its items, the tokens of a step and experts' load."""
+    session, assembled = _opened(folder, recipe, mesh, "moe")
+    data = [share(session, step, "moe", 4, torch.float32) for step in range(2)]
+    found = evaluate(assembled.model, assembled.objective, data, session)
+    outcome = assembled.stepper.run(data[0], rate=assembled.rate)
+    return {
+        "loss": found.loss,
+        "items": found.items,
+        "weight": outcome.weight,
+        "load": outcome.metrics["expert_load"],
+    }
+
+
+class Prompts:
+    """Examples to continue, as a loader hands them out."""
+
+    samples_per_epoch = 4
+
+    def example(self, index: int) -> dict[str, torch.Tensor]:
+        """Return sample ``index`` of the causal case."""
+        return {key: value[:1] for key, value in micro_batch(CASES["causal"], 0, index).items()}
+
+
+def continued(folder: Path, recipe: Recipe, mesh: Mesh) -> str:
+    """Return what is generated after a step."""
+    session, assembled = _opened(folder, recipe, mesh, "causal")
+    assembled.stepper.run(share(session, 0, "causal", 4, torch.float32), rate=assembled.rate)
+    wanted = dataclasses.replace(
+        recipe, evaluation=Evaluation(samples=1), data=Data(source="synthetic", options={"sample_tokens": 7})
+    )
+    loader: Any = Prompts()
+    sampler = open_sampler(
+        wanted, resolve(recipe.model.reference), assembled.objective, session, folder, loader
+    )
+    assert sampler is not None
+    written = sampler.write(assembled.model, session.world_size)
+    return written[0].read_text() if session.is_main else ""
+
+
+def resumed(folder: Path, recipe: Recipe, mesh: Mesh, run: str | None, until: int) -> dict[str, Any]:
+    """Train from the newest checkpoint of ``run`` (None keeps none) to step ``until`` and save."""
+    session, assembled = _opened(folder, recipe, mesh, "causal")
+    data = Numbered(session)
+    state = RunState(
+        assembled.model, assembled.optimizer, data, recipe.seed, session.rank, assembled.scaler, assembled.ema
+    )
+    saver = None
+    if run is not None:
+        events = EventLog(Path(run), session.rank, 0)
+        saver = RunCheckpointer(
+            Path(run, "checkpoints"), Checkpoints(), kind="sharded", events=events, resume="auto"
+        )
+        saver.load(state)
+    losses = []
+    while state.step < until:
+        outcome = assembled.stepper.run(next(data), rate=assembled.rate)
+        losses.append(outcome.loss)
+        state.step += 1
+    if saver is not None:
+        saver.save(state, wait=True)
+        saver.close()
+    return {"losses": losses, "steps": len(losses)}
+
+
+class Numbered:
+    """Micro-batches of the causal case, with a position."""
+
+    samples_per_epoch = 64
+
+    def __init__(self, session: Any) -> None:
+        self.session, self.at = session, 0
+
+    @property
+    def samples(self) -> int:
+        return 8 * self.at
+
+    @property
+    def epoch(self) -> float:
+        return self.samples / self.samples_per_epoch
+
+    def __iter__(self) -> Numbered:
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        self.at += 1
+        return share(self.session, self.at - 1, "causal", 4, torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+GEMMA2 = {
+    **LLAMA,
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "head_dim": 6,
+}
+SINKS = {
+    **MOE,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
+MAMBA = {
+    "model_type": "mamba",
+    "architectures": ["MambaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "state_size": 4,
+    "num_hidden_layers": 2,
+}
+JAMBA = {**LLAMA, "model_type": "jamba", "architectures": ["JambaForCausalLM"], "use_mamba_kernels": False}
+BLOOM = {
+    "model_type": "bloom",
+    "architectures": ["BloomForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "n_layer": 2,
+    "n_head": 4,
+}
+
+UNSPLIT: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "recurrent": (MAMBA, "causal_lm", {}),
+    "mixed": (JAMBA, "causal_lm", {}),
+    "soft caps": (GEMMA2, "causal_lm", {}),
+    "sinks": (SINKS, "causal_lm", {"objective": Objective("causal_lm", {"auxiliary": 0})}),
+    "encoder": (BERT, "masked_lm", {}),
+    "seq2seq": (T5, "seq2seq", {}),
+    "denoiser": (SD3, "flow_matching", {}),
+    "eager": (LLAMA, "causal_lm", {"attention": "eager"}),
+    "compiled": (LLAMA, "causal_lm", {"sharding": Sharding(compile=True)}),
+    "long rope": ({**LLAMA, "rope_parameters": ROPE}, "causal_lm", {}),
+    "no positions": (BLOOM, "causal_lm", {}),
+    "alltoall": (LLAMA, "causal_lm", {}),
+    "experts, filled up": (MOE, "causal_lm", {"batch": Batch(micro_batch=2, sequence_length=14)}),
+}
+
+
+def refused(folder: str, what: str) -> str:
+    """Return how a run that cannot split its sequences is refused, before or in its first forward."""
+    config, objective, changes = UNSPLIT[what]
+    case = Case(what, config, (), objective, ("q_proj",))
+    changes = dict(changes)
+    attention = changes.pop("attention", None)
+    rank = dist.get_rank()
+    reference = write_model(Path(folder, f"model-{rank}"), config)
+    recipe = recipe_for(case, reference, "full", **changes)
+    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attention=attention))
+    strategy = {"cp_comm_strategy": "alltoall"} if what == "alltoall" else {}
+    try:
+        inputs = inputs_for(
+            case, Path(folder), recipe, mesh=Mesh(dp_shard=1, cp=2), wrap_policy="none", **strategy
+        )
+        session = open_session(inputs.settings)
+        assembled = assemble(inputs, session)
+        assembled.stepper.run([micro_batch(case, 0, 0)], rate=assembled.rate)
+    except FsdptoolError as error:
+        return error.message
+    return "not refused"
