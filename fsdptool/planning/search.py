@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from fsdptool.records.plan import Candidate
 
 Progress = Callable[[str], None]
 
-_FRONT, _REPLAYS = 4, 12
-"""Members of the front whose allocator is replayed, and replays in all (about a second each)."""
+_FRONT, _REPLAYS = 4, 40
+"""Members of the front whose allocator is replayed, and replays in all (about a second each): only
+where one choice after the other turns out too tight are there more than a handful."""
 
 SAME = 0.02
 """Relative difference in speed (or price) below which two configurations count as equally good."""
@@ -79,36 +80,55 @@ def _settle(
 ) -> Weighed:
     """Choose, replaying the caching allocator for what matters: the chosen one and the front.
 
-    A replay may show that the choice does not fit after all; then the next one is looked at.
+    A replay may show that the choice does not fit after all, or leaves too little free; then the next
+    one is looked at. What is chosen in the end has been replayed, and has its timeline.
     """
-    replayed = set(asked)
+    replayed, detailed = set(asked), set(asked)
     place = {candidate.id: index for index, candidate in enumerate(candidates)}
     weighed = choose(candidates, asked, prefer=inputs.prefer)
-    for _ in range(_REPLAYS):
-        wanted = [name for name in (weighed.chosen, *weighed.front[:_FRONT]) if name and name not in replayed]
-        if not wanted:
+    for left in range(_REPLAYS, -1, -1):
+        if left == 0:
+            weighed = choose(candidates, asked, prefer=inputs.prefer, among=replayed)
+        wanted = [name for name in (weighed.chosen,) if name and name not in detailed]
+        wanted += [name for name in weighed.front[:_FRONT] if name not in replayed]
+        if not wanted or (left == 0 and wanted[0] != weighed.chosen):
             break
         name = wanted[0]
-        replayed.add(name)
         knobs = knobs_from_json(candidates[place[name]].settings)
         cluster, machine = inputs.clusters[knobs.cluster], inputs.machines[knobs.cluster]
+        detail = name == weighed.chosen
         candidates[place[name]] = estimator.candidate(
-            name, knobs, cluster, machine, detail=name == weighed.chosen, replay=True
+            name, knobs, cluster, machine, detail=detail, replay=True
         )
-        weighed = choose(candidates, asked, prefer=inputs.prefer)
+        replayed.add(name)
+        detailed |= {name} if detail else set()
+        weighed = choose(candidates, asked, prefer=inputs.prefer, among=replayed if left == 0 else None)
     return weighed
 
 
-def choose(candidates: Sequence[Candidate], asked: Sequence[str], *, prefer: str = "speed") -> Weighed:
+def choose(
+    candidates: Sequence[Candidate],
+    asked: Sequence[str],
+    *,
+    prefer: str = "speed",
+    among: Collection[str] | None = None,
+) -> Weighed:
     """Choose the fastest (or cheapest) candidate that fits with headroom; deterministic.
 
     Differences below :data:`SAME` are within the time model's error: among those the least memory
     wins, then what changes the fewest knobs, then the earlier candidate. Without any that leave
     headroom, the others are eligible.
+
+    Args:
+        candidates: Everything that was weighed.
+        asked: Where the person stands on each cluster.
+        prefer: ``speed`` or ``price``.
+        among: Ids that may be chosen; None: any.
     """
     fitting = [c for c in candidates if c.rejected_by is None]
-    eligible = [c for c in fitting if roomy(c)] or fitting
     front = pareto(fitting)
+    allowed = [c for c in fitting if among is None or c.id in among]
+    eligible = [c for c in allowed if roomy(c)] or allowed
     if not eligible:
         return Weighed(tuple(candidates), None, front, tuple(asked))
     best = max(_merit(candidate, prefer) for candidate in eligible)
