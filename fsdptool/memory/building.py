@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -67,15 +67,61 @@ def make_trace(
     except Exception as error:
         # Whatever a model's code trips over on fake tensors: states stay exact, the rest is unknown.
         return without_activations(anatomy, recipe, profile, _why(error, spec))
+    evaluation, sampling = (
+        _beside(name, spec, recipe, conditions, make, anatomy) for name in ("evaluation", "sampling")
+    )
+    beside = [part for part in (evaluation, sampling) if part is not None]
     return replace(
         made,
+        evaluation=evaluation,
+        sampling=sampling,
         buffers=anatomy.buffers + (taught.buffers if taught is not None else ()),
         samples=recipe.batch.micro_batch,
         tokens=_tokens(recipe, specs),
         teacher=taught,
         model=spec.model_class,
-        unknowns=made.unknowns + (taught.unknowns if taught is not None else ()),
+        unknowns=made.unknowns
+        + (taught.unknowns if taught is not None else ())
+        + tuple(why for part in beside for why in part.unknowns),
     )
+
+
+def _beside(
+    name: Literal["evaluation", "sampling"],
+    spec: ModelSpec,
+    recipe: Recipe,
+    conditions: Conditions,
+    make: Callable[[], nn.Module],
+    anatomy: Anatomy,
+) -> Trace | None:
+    """Return a forward of validation or of sampling, or None if the recipe wants none."""
+    if not (recipe.evaluation.wanted if name == "evaluation" else recipe.evaluation.sampled):
+        return None
+    told = recipe if name == "evaluation" else sampled_recipe(recipe)
+    specs = family_of(spec).batch_spec(spec.config, told)
+    try:
+        return _traced(
+            lambda: make().eval(), objective_for(recipe, spec), specs, replace(conditions, beside=name)
+        )
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        why = f"{name}: {_why(error, spec)}"
+        return replace(without_activations(anatomy, told, conditions.profile, why), unknowns=(why,))
+
+
+def sampled_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe with the batch of one forward of sampling (``training/sampling/sampler.py``).
+
+    One sample: a window of text as long as the prompt and what is to follow (a prompt that is given
+    counts as 32 tokens), or one picture.
+    """
+    batch, data = replace(recipe.batch, micro_batch=1), recipe.data
+    if batch.sequence_length is not None:
+        prompt = 32 if data.options.get("prompts") else max(min(32, batch.sequence_length // 4), 1)
+        window = prompt + int(data.options.get("sample_tokens", 32))
+        batch = replace(batch, sequence_length=max(min(window, batch.sequence_length), 2))
+    return replace(recipe, batch=batch, data=replace(data, packing=False))
 
 
 def _why(error: Exception, spec: ModelSpec) -> str:

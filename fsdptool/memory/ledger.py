@@ -31,6 +31,8 @@ COMPONENTS = (
     "teacher",
     "optimizer temporaries",
     "gloo staging",
+    "checkpoint staging",
+    "offloaded activations",
 )
 """Every kind of live bytes a footprint is made of, in the order it is shown."""
 
@@ -56,6 +58,8 @@ COMPONENTS = (
     TEACHER,
     OPTIMIZER_TEMPORARIES,
     STAGING,
+    STAGED,
+    OFFLOADED,
 ) = range(len(COMPONENTS))
 
 OF_TRACE = (ACTIVATIONS, RECOMPUTED, TEMPORARIES, OUTPUTS, LOSS, UNSHARDED_GRADIENTS, TEACHER)
@@ -81,19 +85,59 @@ class Block:
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Top:
+    """The highest level of a phase: bytes, bytes by kind, and the moment it was reached."""
+
+    total: int
+    live: tuple[int, ...]
+    moment: str
+
+
 @dataclass(slots=True)
 class Ledger:
-    """Counts; a subclass may also write the events down (``replay``)."""
+    """Counts; a subclass may also write the events down (``replay``).
+
+    ``best``, ``at_best`` and ``peak_moment`` are those of the phase that is being played; after
+    :meth:`close` those of the highest one.
+    """
 
     live: list[int] = field(default_factory=lambda: [0] * len(COMPONENTS))
     total: int = 0
     best: int = 0
     at_best: list[int] = field(default_factory=lambda: [0] * len(COMPONENTS))
     moment: str = ""
+    prefix: str = ""
+    """Put before the name of every moment."""
     peak_moment: str = ""
     timeline: list[tuple[str, int]] | None = None
     source: Trace | None = None
     """The trace whose pieces are being played."""
+    phase: str = ""
+    whole: str | None = None
+    """While set, everything belongs to this phase: a step that is one phase to its reader."""
+    tops: dict[str, Top] = field(default_factory=dict)
+    """The peak of every phase that is over, by name."""
+
+    def begin(self, phase: str) -> None:
+        """Let the next phase begin; one that comes again keeps its higher peak."""
+        phase = self.whole or phase
+        if phase == self.phase:
+            return
+        self._end()
+        self.phase = phase
+        self.best, self.at_best, self.peak_moment = self.total, list(self.live), self.moment
+
+    def close(self) -> None:
+        """End the last phase and say what was the highest of all."""
+        self._end()
+        top = max(self.tops.values(), key=lambda top: top.total)
+        self.best, self.at_best, self.peak_moment = top.total, list(top.live), top.moment
+
+    def _end(self) -> None:
+        known = self.tops.get(self.phase)
+        if known is None or self.best > known.total:
+            self.tops[self.phase] = Top(self.best, tuple(self.at_best), self.peak_moment)
 
     def add(self, block: Block) -> None:
         """Allocate."""
@@ -126,6 +170,6 @@ class Ledger:
 
     def note(self, moment: str) -> None:
         """Say what happens next, and remember the level before it."""
-        self.moment = moment
+        self.moment = f"{self.prefix}{moment}"
         if self.timeline is not None:
             self.timeline.append((moment, self.total))

@@ -39,7 +39,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._again: list[float] = []
         self._numbers: dict[int, int] = {}
         self._phase = "temporary"
-        self.recomputing = False
         self.gradients: dict[str, int] = {}
         self._held: set[int] = set()
         for tensor in known:
@@ -97,6 +96,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             outputs = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
         fresh = False
+        if func._overloadpacket is torch.ops.aten.logsumexp:
+            # One operator here, but its kernels hold the exponentials (torch 2.13, ``logsumexp_out_impl``).
+            self._fleeting(args[0].numel() * max(args[0].itemsize, 4), "logsumexp")
         for tensor in outputs:
             if tensor.untyped_storage()._cdata not in self._seen:
                 fresh = True
@@ -108,7 +110,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for dtype, count in operations(func, args, kwargs or {}, out):
                 flops = self._flops[-1]
                 flops[dtype] = flops.get(dtype, 0.0) + count
-                # Autograd runs backward without grad mode; checkpointing enters it to run forward again.
                 if self._phase == "temporary" and torch.is_grad_enabled():
                     self._again[-1] += count
         return out
@@ -120,13 +121,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         number = len(self.sizes)
         if kind is None:
-            kind = "recomputed" if self.recomputing and self._phase == "temporary" else self._phase
+            kind = self._phase
+            # Autograd runs backward without grad mode; checkpointing enters it to run forward again.
+            if kind == "temporary" and torch.is_grad_enabled():
+                kind = "recomputed"
         self.sizes.append(storage.nbytes())
         self.kinds.append(_KIND[kind])
         self.names.append(self._word(name))
         self._seen[key] = weakref.ref(storage, self._farewell(key, number))
         self._numbers[key] = number
         self._events[-1].append(number + 1)
+
+    def _fleeting(self, size: int, name: str) -> None:
+        """Note memory inside an operator that nothing else shows."""
+        number = len(self.sizes)
+        self.sizes.append(size)
+        self.kinds.append(_KIND["temporary"])
+        self.names.append(self._word(name))
+        self._events[-1] += [number + 1, -(number + 1)]
 
     def _farewell(self, key: int, number: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:

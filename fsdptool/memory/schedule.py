@@ -73,7 +73,7 @@ class Schedule(Gathering):
             reduce: Whether gradients are reduced (False: kept unsharded, ``set_requires_gradient_sync``).
             last: Whether it is the step's last (``set_is_last_backward``): only then are buffers in
                 flight given back, and only then does HSDP all-reduce.
-            backward: False for a forward without gradients, after which everything is resharded.
+            backward: False for a forward without gradients; :meth:`reshard` ends such a pass.
             answer: A teacher's prediction, which the loss takes over.
         """
         self._last, self._backward = last, backward
@@ -91,10 +91,16 @@ class Schedule(Gathering):
             self._visited.clear()
             for group in self.groups:
                 group.order.clear()
-                # ``Student`` reshards its teacher as soon as it has answered. ``to_sharded`` keeps what
-                # an integer reshard left until it is next replaced (torch 2.13, ``_fsdp_param.py``).
-                if group.state == UNSHARDED_STATE:
-                    self._to_sharded(group)
+
+    def reshard(self) -> None:
+        """Reshard what forwards without a backward left gathered (``training/shard.py:reshard_all``).
+
+        ``to_sharded`` keeps what an integer reshard left until it is next replaced (torch 2.13,
+        ``_fsdp_param.py``).
+        """
+        for group in self.groups:
+            if group.state == UNSHARDED_STATE:
+                self._to_sharded(group)
 
     def _border(self, piece: Piece, reduce: bool) -> None:
         marker, path = piece.marker, piece.path
@@ -112,6 +118,7 @@ class Schedule(Gathering):
             self.ledger.note("loss")
         elif marker == "backward":
             self.ledger.note("backward of the loss")
+            self.ledger.begin("backward")
         elif marker == "grad_enter":
             if group is not None and group.hooked == path:
                 self.ledger.note(f"backward {group.name}")

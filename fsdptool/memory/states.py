@@ -33,6 +33,8 @@ class States:
     host: int
     update: Block | None
     """Temporaries of ``optimizer.step``, on the device."""
+    saved: tuple[int, ...] = ()
+    """Bytes of each tensor this rank adds to a checkpoint: trained parameters, optimizer, average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,13 @@ def states(
     replicated = _block(REPLICATED, [p.numel * p.width for p in whole], grain)
     optimizer = _block(OPTIMIZER, _optimizer_sizes(recipe.optimizer, trained, implementation, cuda), grain)
     ema = _block(EMA, [t.numel * 4 for t in trained] if recipe.ema.decay is not None else [], grain)
+    saved = (*(t.numel * t.width for t in trained), *optimizer.sizes, *ema.sizes)
     update = _block(OPTIMIZER_TEMPORARIES, _update_sizes(recipe.optimizer, trained, implementation), grain)
     if plan.cpu_offload:
         host = sum(sum(b.sizes) for b in (parameters, optimizer, ema))
         host += sum(s.numel * s.width for s in shards if s.trainable)
-        return States((replicated,), host + sum(update.sizes), None)
-    return States((parameters, replicated, optimizer, ema), 0, update if update.sizes else None)
+        return States((replicated,), host + sum(update.sizes), None, saved)
+    return States((parameters, replicated, optimizer, ema), 0, update if update.sizes else None, saved)
 
 
 def _shard_shape(parameter: Parameter, ranks: int) -> tuple[int, ...]:

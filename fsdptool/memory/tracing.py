@@ -10,7 +10,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -86,6 +86,8 @@ def run_trace(
             stack.enter_context(recorder)
             if conditions.teacher:
                 _forward(model, objective, batch, recorder)
+            elif conditions.beside is not None:
+                _beside(model, objective, batch, recorder, loss=conditions.beside == "evaluation")
             else:
                 _step(model, objective, batch, recorder, borders, conditions)
     finally:
@@ -109,6 +111,23 @@ def _forward(model: nn.Module, objective: Objective, batch: dict[str, Any], reco
     recorder.keep(wanted.values(), "teacher")
 
 
+def _beside(
+    model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder, *, loss: bool
+) -> None:
+    """Predict, and measure the loss as ``training/evaluate.py`` does; everything dies at the end."""
+    recorder.phase("temporary")
+    with torch.no_grad():
+        prediction = objective.predict(model, batch)
+        _name_outputs(recorder, prediction)
+        if loss:
+            recorder.mark("loss", "")
+            recorder.phase("loss")
+            found = objective.loss(prediction, batch), objective.metrics(prediction, batch)
+            del found
+        del prediction
+    recorder.mark("end", "")
+
+
 def _step(
     model: nn.Module,
     objective: Objective,
@@ -120,10 +139,11 @@ def _step(
     recorder.phase("activation")
     loss = _loss(model, objective, batch, recorder, conditions)
     recorder.mark("backward", "")
+    scaled = loss * (1.0 / torch.ones((), dtype=torch.float64))
     recorder.phase("temporary")
     borders.in_backward = True
-    weight = torch.ones((), dtype=torch.float64)
-    (loss * (1.0 / weight)).backward()  # type: ignore[no-untyped-call]
+    scaled.backward()  # type: ignore[no-untyped-call]
+    del scaled
     recorder.mark("end", "")
     recorder.release_gradients()
 

@@ -50,7 +50,10 @@ class Judgement:
 def judge(footprint: Footprint, knobs: Knobs, cluster: Cluster, machine: Machine) -> Judgement:
     """Return whether one rank of the configuration fits one GPU (CPU: its share of the host)."""
     lines = overhead(machine, cluster, groups=process_groups(knobs))
-    host = footprint.host_bytes_per_rank * cluster.gpus_per_node
+    host = max(
+        (p.host_bytes_per_rank * cluster.gpus_per_node + p.host_bytes_rank_0 for p in footprint.phases),
+        default=footprint.host_bytes_per_rank * cluster.gpus_per_node,
+    )
     inside = footprint.reserved_peak_bytes
     if inside is None and footprint.allocated_peak_bytes is not None:
         ratio = machine.reserved_ratio if cluster.gpu is not None else None

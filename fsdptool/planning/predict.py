@@ -18,7 +18,7 @@ from fsdptool.records.footprint import Footprint
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings, Mesh, StateDictType
 from fsdptool.records.units import UnitPlan
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class Estimator:
             units,
             mesh,
             recipe,
+            saves=settings.state_dict_type,
             timeline=detail,
             teacher=taught,
             reserved=self.profile == "cuda" and (detail if replay is None else replay),
@@ -225,6 +226,7 @@ class Estimator:
         mesh: Mesh,
         recipe: Recipe,
         *,
+        saves: StateDictType,
         timeline: bool,
         teacher: UnitPlan | None,
         reserved: bool,
@@ -242,6 +244,7 @@ class Estimator:
             teacher=teacher,
             reserved=reserved,
             expandable=expandable,
+            saves=saves,
         )
         self.unknowns |= dict.fromkeys(result.unknowns)
         if result.confidence != "verified":
@@ -347,4 +350,5 @@ def _assemble(
         mfu=timing.mfu if timing is not None else None,
         price_per_million_samples=price,
         seconds=step.parts() if step is not None else {},
+        phases=footprint.phases if footprint.timeline else (),
     )

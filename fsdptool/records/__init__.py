@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fsdptool.records.cluster import Cluster, Gpu
     from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, Severity
     from fsdptool.records.model import ModelSpec, Reference
-    from fsdptool.records.plan import Candidate, Component, Holding, Moment, NextStep, Peak, Plan
+    from fsdptool.records.plan import Candidate, Component, Holding, Moment, NextStep, Peak, Phase, Plan
     from fsdptool.records.recipe import Recipe
     from fsdptool.records.run import Metrics, Summary
     from fsdptool.records.settings import FsdpSettings, Mesh
@@ -48,6 +48,7 @@ _HOME = {
     "NoSplitEntry": "anatomy",
     "Parameter": "anatomy",
     "Peak": "plan",
+    "Phase": "plan",
     "Plan": "plan",
     "Recipe": "recipe",
     "Reference": "model",
@@ -81,6 +82,7 @@ __all__ = [
     "NoSplitEntry",
     "Parameter",
     "Peak",
+    "Phase",
     "Plan",
     "Recipe",
     "Reference",

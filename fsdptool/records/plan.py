@@ -47,6 +47,28 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of a run: the most a rank holds then.
+
+    Attributes:
+        name: ``load``, ``first step``, ``forward``, ``backward``, ``optimizer``, ``average``,
+            ``evaluation``, ``sampling``, ``save`` or ``export``.
+        allocated_bytes: Peak of live bytes on the device; None is unknown.
+        host_bytes_per_rank: Host memory of every rank (tensors; on the CPU it is the device's).
+        host_bytes_rank_0: What rank 0 (``export``: the one process there is) holds besides.
+        basis: How ``allocated_bytes`` is known.
+        moment: When in the phase the peak is.
+    """
+
+    name: str
+    allocated_bytes: int | None
+    host_bytes_per_rank: int
+    host_bytes_rank_0: int
+    basis: Basis
+    moment: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One configuration that was weighed. ``rejected_by`` None: it may be chosen."""
 
@@ -76,6 +98,8 @@ class Candidate:
     """Model FLOPs of one optimizer step over all ranks (recomputation not counted)."""
     peak_flops: float | None = None
     """One GPU's catalogued FLOP/s in the dtype the model computes in; None on the CPU."""
+    phases: tuple[Phase, ...] = ()
+    """Every phase of the run; the highest of them decides the verdict. Empty where searches leave it out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,16 @@ class Evaluation:
     data: Data | None = None
     samples: int = 0
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the run validates while it trains: it says when, and has something to validate on."""
+        return self.every_steps is not None and (self.data is not None or self.holdout > 0.0)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the run writes samples while it trains."""
+        return self.every_steps is not None and self.samples > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Ema:

@@ -103,6 +103,9 @@ class Trace:
         gradients: Parameter (traced path) to the number of its gradient tensor.
         buffers: The real model's buffers: every rank holds them whole.
         teacher: A distillation teacher's forward without gradients, which precedes the student's.
+        evaluation: A micro-batch of validation, where the recipe validates: forward and loss without
+            gradients.
+        sampling: A forward of sampling, where the recipe writes samples.
         tokens: What the objective's weight counts, per micro-batch at most.
         samples: Micro-batch size.
         torch: Version the trace was made with.
@@ -123,6 +126,8 @@ class Trace:
     gradients: Mapping[str, int] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     teacher: Trace | None = None
+    evaluation: Trace | None = None
+    sampling: Trace | None = None
     tokens: int | None = None
     samples: int = 1
     torch: str = ""

@@ -125,6 +125,7 @@ def _memory(candidate: Mapping[str, Any]) -> str:
     line = charts.timeline(candidate)
     moments = _moments(candidate)
     over = f'<h2>Over one step</h2><div class="chart">{line}</div>{moments}' if line else ""
+    over += _phases(candidate)
     return (
         f'<section><h2>One rank at its peak</h2>{charts.memory_bar(candidate)}<ul class="key">{key}</ul>'
         f"{table}</section><section>{over}</section>"
@@ -139,6 +140,20 @@ def _moments(candidate: Mapping[str, Any]) -> str:
     ]
     table = _table("Allocated bytes after each event", ("event", "allocated"), rows, numbers=(1,), tall=True)
     return f"<details><summary>The same as a table</summary>{table}</details>"
+
+
+def _phases(candidate: Mapping[str, Any]) -> str:
+    rows = [
+        f'<tr><th scope="row">{escape(name)}</th><td class="wide">{escape(what)}</td>'
+        f'<td class="n">{escape(device)}</td><td class="n">{escape(host)}</td><td>{escape(basis)}</td></tr>'
+        for name, what, device, host, basis in words.phases(candidate)
+    ]
+    if not rows:
+        return ""
+    heads = ("phase", "what happens", "device, allocated", "host, per rank", "basis")
+    return (
+        f"<h2>Over the run</h2>{_table('The most a rank holds in each phase', heads, rows, numbers=(2, 3))}"
+    )
 
 
 def _time(candidate: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
     _states(document)
     _peak(candidate)
     _timeline(candidate)
+    _phases(candidate)
     _host(candidate)
     if explain:
         _configuration(candidate)
@@ -98,6 +99,15 @@ def _timeline(candidate: Mapping[str, Any]) -> None:
     top = max(levels) or 1
     marks = "".join(_SPARKS[min(level * len(_SPARKS) // top, len(_SPARKS) - 1)] for level in levels)
     print_line(f"one step: {marks} (0 to {amount(top)} allocated)")
+
+
+def _phases(candidate: Mapping[str, Any]) -> None:
+    rows = words.phases(candidate)
+    if not rows:
+        return
+    print_line()
+    heads = ("phase of the run", "what happens", "device, allocated", "host, per rank", "basis")
+    print_table(heads, rows, numeric=(2,))
 
 
 def _host(candidate: Mapping[str, Any]) -> None:

@@ -79,6 +79,36 @@ def resharding(value: bool | int) -> str:
     return "no" if value is False else f"to {value} ranks"
 
 
+PHASES = {
+    "load": "weights come in, shard by shard",
+    "first step": "until the optimizer's states exist",
+    "forward": "of every later step, the loss included",
+    "backward": "of every later step",
+    "optimizer": "the update, gradients alive",
+    "average": "the moving average is updated",
+    "evaluation": "validation, without gradients",
+    "sampling": "samples are made",
+    "save": "a checkpoint is written",
+    "export": "fsdptool export, one process afterwards",
+}
+"""What happens in each phase of a run."""
+
+
+def phases(candidate: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """Return a row per phase of the run: name, what happens, device, host, basis."""
+    rows = []
+    for item in candidate.get("phases") or ():
+        host, first = item["host_bytes_per_rank"], item["host_bytes_rank_0"]
+        parts = [amount(host)] if host else []
+        parts += (
+            [f"{amount(first)} on rank 0" if item["name"] != "export" else amount(first)] if first else []
+        )
+        device = "none" if item["allocated_bytes"] == 0 else amount(item["allocated_bytes"])
+        name = item["name"]
+        rows.append((name, PHASES.get(name, ""), device, " + ".join(parts) or "none", MARKS[item["basis"]]))
+    return rows
+
+
 def batch(settings: Mapping[str, Any]) -> str:
     """Return the batch's sizes: per forward, forwards per step, in all."""
     ranks = settings["dp_replicate"] * settings["dp_shard"]

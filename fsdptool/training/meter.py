@@ -87,13 +87,14 @@ class CpuMeter:
     The profiler reports every allocation and release of the CPU allocator (torch 2.13,
     c10/core/CPUAllocator.cpp), gloo's staging tensors included; what existed before it started is
     counted from the live storages. Profiling costs time, so the first steps of a start are measured,
-    the one after the first save (whose host copies stay), and every other moment once.
+    the one after the first save, and every other moment once before and once after it: the copies a
+    save makes stay.
     Collectives are let settle, or releases by gloo's threads would be missed and add up.
     """
 
     instrument = (
-        "torch.profiler CPU allocator events on top of live storages: first steps of the start, the one"
-        " after the first save, every other moment once"
+        "torch.profiler CPU allocator events on top of live storages: first steps of the start, and the"
+        " one after the first save; every other moment once before and once after it"
     )
 
     def __init__(self) -> None:
@@ -102,6 +103,7 @@ class CpuMeter:
         self._last: int | None = None
         self._peak: int | None = None
         self._moments: dict[str, int] = {}
+        self._done = set(STEP_MOMENTS)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -123,13 +125,15 @@ class CpuMeter:
         if self._profiling:
             with record_function(f"{_SPAN}{name}"):
                 yield
-        elif name in self._moments or name in STEP_MOMENTS:
+        elif name in self._done:
             yield
         else:
             with self._profiled(name):
                 yield
+            self._done.add(name)
             if name == "save":
                 self._left = max(self._left, 1)
+                self._done = {*STEP_MOMENTS, "save"}
 
     @contextmanager
     def _profiled(self, name: str) -> Iterator[None]:

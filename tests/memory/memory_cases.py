@@ -9,9 +9,9 @@ from typing import Any
 import fsdptool.memory.building as building
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.memory.footprint import simulate
 from fsdptool.memory.ledger import COMPONENTS
 from fsdptool.memory.oracle import Observation, observe
+from fsdptool.memory.simulation import simulate
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
 from fsdptool.records.settings import FsdpSettings, Mesh
