@@ -170,11 +170,15 @@ _PER_FAMILY = 4
 
 
 def rows() -> Iterator[Setting]:
-    """Yield every setting over ``fake``, then every one over ``gloo``."""
+    """Yield every setting over ``fake``, then over ``gloo``, then quantised bases and shared sequences."""
     fake = list(_fake())
     for index, row in enumerate(fake):
         yield replace(row, kept_aside=index % 5 == 3)
     for index, row in enumerate(_gloo()):
+        yield replace(row, kept_aside=index % 5 == 3)
+    for index, row in enumerate(_quantised()):
+        yield replace(row, kept_aside=index % 5 == 3)
+    for index, row in enumerate(_context()):
         yield replace(row, kept_aside=index % 5 == 3)
 
 
@@ -249,6 +253,44 @@ def _gloo() -> Iterator[Setting]:
             yield replace(row, name=_name(row))
 
 
+def _quantised() -> Iterator[Setting]:
+    for name, base, change in (
+        ("llama", "nf4", {}),
+        ("llama", "int8", {"ranks": 2, "checkpointing": "full", "reshard": False}),
+        ("llama", "float8", {"ranks": 64, "accumulation": 2}),
+        ("qwen3", "nf4", {"ranks": 4, "checkpointing": "selective", "reshard": 2}),
+        ("qwen3", "int8", {"precision": "fp32"}),
+        ("qwen3-moe", "nf4", {"ranks": 4}),
+        ("flux", "nf4", {"checkpointing": "full"}),
+        ("flux", "int8", {"ranks": 2, "accumulation": 2, "held": "unsharded"}),
+        ("llama", "nf4", {"backend": "gloo", "ranks": 2, "checkpointing": "full"}),
+        ("llama", "int8", {"backend": "gloo", "ranks": 4}),
+        ("flux", "nf4", {"backend": "gloo", "ranks": 4, "accumulation": 2}),
+    ):
+        row = replace(_base(name), method=f"lora-{base}", **change)  # type: ignore[arg-type]
+        yield replace(row, name="quantised " + _name(row))
+
+
+def _context() -> Iterator[Setting]:
+    """Sequences shared by ranks: two and four, grouped heads, experts, windows, every method."""
+    for name, change in (
+        ("llama", {"context": 2}),
+        ("llama", {"context": 4, "checkpointing": "full", "precision": "fp32"}),
+        ("llama", {"context": 8, "checkpointing": "selective", "accumulation": 2}),
+        ("llama", {"context": 2, "batch": {"sequence_length": 1024, "micro_batch": 2}}),
+        ("qwen3", {"context": 2, "method": "lora", "checkpointing": "full"}),
+        ("qwen3", {"context": 4, "method": "distillation", "reshard": False}),
+        ("qwen3-moe", {"context": 2, "ranks": 4}),
+        ("qwen3", {"context": 2, "batch": {"sequence_length": 2048, "micro_batch": 1}}),
+        ("llama", {"backend": "gloo", "ranks": 2, "context": 2}),
+        ("llama", {"backend": "gloo", "ranks": 4, "context": 2, "checkpointing": "full"}),
+        ("qwen3", {"backend": "gloo", "ranks": 2, "context": 2, "precision": "fp32"}),
+        ("qwen3-moe", {"backend": "gloo", "ranks": 2, "context": 2, "method": "lora"}),
+    ):
+        row = replace(_base(name), **change)  # type: ignore[arg-type]
+        yield replace(row, name=f"context {_name(row)} s{row.batch['sequence_length']}")
+
+
 def _divisor(reshard: bool | int, ranks: int) -> bool | int:
     """A smaller group must be smaller, and divide the ranks."""
     return True if not isinstance(reshard, bool) and ranks <= reshard else reshard
@@ -259,6 +301,8 @@ def _name(row: Setting) -> str:
     parts += [f"n{row.ranks}", f"acc{row.accumulation}", f"{row.optimizer}-{row.implementation}"]
     if row.replicate > 1:
         parts.append(f"hsdp{row.replicate}")
+    if row.context > 1:
+        parts.append(f"cp{row.context}")
     if row.held != "sharded":
         parts.append(row.held)
     if row.prefetch > 1:

@@ -35,8 +35,9 @@ class Setting:
         family: What the row counts as in the tables.
         reference, overrides: The model, cut to what fits a small machine.
         backend: ``fake`` or ``gloo``.
-        ranks: World size; ``replicate`` of them hold copies (HSDP).
-        method: ``full``, ``lora`` or ``distillation`` (the teacher is the model at double depth).
+        ranks: World size; ``replicate`` of them hold copies (HSDP), ``context`` of them share a sequence.
+        method: ``full``, ``lora``, ``lora-replicated``, ``lora-nf4``, ``lora-int8``, ``lora-float8`` or
+            ``distillation``.
         precision: ``fp32``, ``bf16`` (fp32 reduction) or ``bf16r`` (bf16 reduction).
         checkpointing: ``none``, ``full``, ``every_n`` or ``selective``.
         reshard: True, False or a number of ranks.
@@ -55,6 +56,7 @@ class Setting:
     backend: str = "fake"
     ranks: int = 8
     replicate: int = 1
+    context: int = 1
     method: str = "full"
     precision: str = "bf16"
     checkpointing: str = "none"
@@ -82,6 +84,9 @@ def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
         method = Method("lora", lora=Lora(rank=8, adapters="sharded"))
     elif setting.method == "lora-replicated":
         method = Method("lora", lora=Lora(rank=8, adapters="replicated"))
+    elif setting.method.startswith("lora-"):
+        base: Any = setting.method.removeprefix("lora-")
+        method = Method("lora", lora=Lora(rank=8, base=base))
     elif setting.method == "distillation":
         method = Method("distillation", distillation=Distillation(choice))
     mode = setting.checkpointing
@@ -103,7 +108,7 @@ def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
         reshard_after_forward=setting.reshard is not False,
         activation_checkpointing=mode != "none",
         mixed_precision="no" if setting.precision == "fp32" else "bf16",
-        mesh=Mesh(dp_replicate=setting.replicate),
+        mesh=Mesh(dp_replicate=setting.replicate, cp=setting.context),
         num_processes=setting.ranks,
         use_cpu=True,
     )

@@ -78,6 +78,8 @@ class Progress:
 
     def _on_proof(self, event: Mapping[str, Any]) -> None:
         self.say(f"sharding proven: {proof_text(event)}")
+        if event.get("quantised"):
+            self.say(str(event["quantised"]))
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         step = int(event["step"])
@@ -154,6 +156,8 @@ def closing_text(summary: Mapping[str, Any], folder: str, losses: list[float | N
     proof = summary["sharding_proof"]
     if proof:
         lines.append(f"  sharding     {proof_text(proof)}")
+        if proof.get("quantised"):
+            lines.append(f"               {proof['quantised']}")
         for example in (proof.get("examples") or [])[:2]:
             shards = " + ".join("×".join(map(str, shape)) for shape in example["local_shapes"])
             whole = "×".join(map(str, example["shape"]))

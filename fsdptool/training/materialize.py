@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.errors import ModelError
 from fsdptool.training.initialisation import Blueprint, replay
+from fsdptool.training.methods.quantised.formats import encode
+from fsdptool.training.methods.quantised.linear import QuantisedLinear
+from fsdptool.training.methods.quantised.replace import quantised_layers
 from fsdptool.training.shard import local
 
 if TYPE_CHECKING:
@@ -58,13 +61,37 @@ def materialize(model: nn.Module, origins: Origins, session: Session, *, offload
     """
     device = torch.device("cpu") if offload else session.device
     missing: list[str] = []
+    packed = quantised_layers(model)
+    for path, layer in packed.items():
+        _pack(model, path, layer, origins, missing, session.device, device)
+    taken = {f"{path}.{part}" for path in packed for part in ("codes", "scales")}
     aliases = _aliases(model)
     for names in aliases.values():
+        if names[0] in taken:
+            continue
         parameter = model.get_parameter(names[0])
-        values = _values(parameter, names, origins, missing)
+        values = _values(tuple(parameter.shape), rows_of(parameter), parameter.dtype, names, origins, missing)
         _assign(model, names, parameter, _own(values.to(device)))
     _fill_buffers(model, origins, session.device)
     return missing
+
+
+def _pack(
+    model: nn.Module,
+    path: str,
+    layer: QuantisedLinear,
+    origins: Origins,
+    missing: list[str],
+    worker: torch.device,
+    device: torch.device,
+) -> None:
+    """Make or read this rank's rows of a weight, quantise them on ``worker`` and keep only the codes."""
+    shape = (layer.out_features, layer.in_features)
+    weight = _values(shape, rows_of(layer.codes), layer.plain_dtype, [f"{path}.weight"], origins, missing)
+    codes, scales = encode(layer.format, weight.to(worker))
+    del weight
+    _assign(model, [f"{path}.codes"], layer.codes, codes.to(device))
+    _assign(model, [f"{path}.scales"], layer.scales, scales.to(device))
 
 
 def _own(values: torch.Tensor) -> torch.Tensor:
@@ -92,19 +119,23 @@ def rows_of(parameter: torch.Tensor) -> tuple[int, int]:
     return min(position * chunk, total), min((position + 1) * chunk, total)
 
 
-def _values(parameter: torch.Tensor, names: list[str], origins: Origins, missing: list[str]) -> torch.Tensor:
-    rows = rows_of(parameter)
-    dtype = parameter.dtype
+def _values(
+    shape: tuple[int, ...],
+    rows: tuple[int, int],
+    dtype: torch.dtype,
+    names: list[str],
+    origins: Origins,
+    missing: list[str],
+) -> torch.Tensor:
+    size = torch.Size(shape)
     plain = [base_name(name) for name in names]
     if origins.adapters is not None and any(origins.adapters.notes.get(name) for name in names):
         name = next(name for name in names if origins.adapters.notes.get(name))
-        return replay(
-            origins.adapters, name, parameter.shape, rows, dtype=dtype, seed=origins.seed, key=names[0]
-        )
+        return replay(origins.adapters, name, size, rows, dtype=dtype, seed=origins.seed, key=names[0])
     if origins.weights is not None:
         for name in plain:
             if name in origins.weights:
-                return origins.weights.rows(name, tuple(parameter.shape), rows).to(dtype)
+                return origins.weights.rows(name, shape, rows).to(dtype)
         missing.append(names[0])
     known = [n for n in plain if origins.blueprint.notes.get(n) or n in origins.blueprint.values]
     if not known:
@@ -114,7 +145,7 @@ def _values(parameter: torch.Tensor, names: list[str], origins: Origins, missing
         )
     # One key for all names of a tied parameter: which name comes first differs between builds.
     key = min(plain)
-    return replay(origins.blueprint, known[0], parameter.shape, rows, dtype=dtype, seed=origins.seed, key=key)
+    return replay(origins.blueprint, known[0], size, rows, dtype=dtype, seed=origins.seed, key=key)
 
 
 def _assign(model: nn.Module, names: Iterable[str], parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -184,14 +184,14 @@ def _kernels(wanted: Optimizer, device: torch.device) -> dict[str, bool]:
 def _adamw8bit(
     wanted: Optimizer, groups: list[dict[str, Any]], rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
+    if device.type != "cuda":
+        raise ConfigError("optimizer adamw8bit needs CUDA", help="use adamw")
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError(
             "optimizer adamw8bit needs bitsandbytes, which is not installed",
-            help="pip install bitsandbytes, or use adamw",
+            help="pip install 'fsdptool[quantize]', or use adamw",
         ) from error
-    if device.type != "cuda":
-        raise ConfigError("optimizer adamw8bit needs CUDA", help="use adamw")
     made: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon)
     return made

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdptool.records.units import Unit, UnitPlan
 from fsdptool.training.materialize import rows_of
+from fsdptool.training.methods.quantised.replace import describe_base
 from fsdptool.training.shard import local, managed_names, require, sharded_modules
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def prove(model: nn.Module, plan: UnitPlan, session: Session) -> dict[str, Any]:
     _check_units(model, plan)
     _check_placements(names, plan, session)
     replicated = _check_replicas(names, plan, session)
-    return _summary(names, plan, session, replicated)
+    return _summary(model, names, plan, session, replicated)
 
 
 def _check_units(model: nn.Module, plan: UnitPlan) -> None:
@@ -127,7 +128,7 @@ def replica_hash(tensors: list[torch.Tensor]) -> str:
 
 
 def _summary(
-    names: dict[str, nn.Parameter], plan: UnitPlan, session: Session, replicated: str
+    model: nn.Module, names: dict[str, nn.Parameter], plan: UnitPlan, session: Session, replicated: str
 ) -> dict[str, Any]:
     unique = {id(parameter): parameter for parameter in names.values()}
     mine = sum(local(p).numel() * p.element_size() for p in unique.values())
@@ -147,6 +148,7 @@ def _summary(
         "placements": dict(placements),
         "replicated": len(plan.ignored),
         "replicated_hash": replicated if plan.ignored else None,
+        "quantised": describe_base(model),
         "local_bytes": gathered,
         "examples": [
             {

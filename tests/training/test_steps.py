@@ -443,7 +443,7 @@ def refused(folder: Path, recipe: Recipe) -> str:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"optimizer": Optimizer(name="adamw8bit")}, "needs bitsandbytes"),
+        ({"optimizer": Optimizer(name="adamw8bit")}, "adamw8bit needs CUDA"),
         ({"sharding": Sharding(reshard_after_forward=3)}, "does not divide the 2 ranks"),
         ({"method": Method("lora", lora=Lora(base="nf4", targets=("q_proj",)))}, "nf4"),
         ({"method": Method("lora", lora=Lora(targets=("nowhere",)))}, "LoRA targets do not suit"),

@@ -116,7 +116,9 @@ def load_class(name: str) -> Any:
     import diffusers
 
     try:
-        found = getattr(diffusers, name)
+        # diffusers loads bitsandbytes where it is installed, which remarks on CPUs' inference kernels.
+        with quiet("bitsandbytes"):
+            found = getattr(diffusers, name)
     except AttributeError:
         raise ModelError(f"diffusers {diffusers.__version__} has no class {name!r}") from None
     except Exception as error:

@@ -120,15 +120,17 @@ class _Export:
         from fsdptool.families.registry import family_of
         from fsdptool.inspection.build import build
         from fsdptool.training.export.values import Values
-        from fsdptool.training.methods.apply import prepare_model
+        from fsdptool.training.methods.apply import plain_base, prepare_model, quantised_weights
 
         choice = inputs.recipe.model
         self.inputs = inputs
         self.family = family_of(inputs.spec)
         self.base = build(inputs.spec, dtype=choice.dtype, attention=choice.attention)
         trained = build(inputs.spec, dtype=choice.dtype, attention=choice.attention)
-        self.trained = prepare_model(trained, inputs.recipe, self.family, inputs.spec.config)
-        self.values = Values(inputs, self.trained, self.base, saved, average=average)
+        recipe = plain_base(inputs.recipe)
+        self.trained = prepare_model(trained, recipe, self.family, inputs.spec.config)
+        held = quantised_weights(self.trained, inputs.recipe)
+        self.values = Values(inputs, self.trained, self.base, saved, average=average, held=held)
         self.dtype = dtype
         self.shard_bytes = shard_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from fsdptool.training.checkpoint.manifest import Manifest, check_file, newest_g
 from fsdptool.training.folder import CHECKPOINTS
 from fsdptool.training.initialisation import Blueprint, draw_blueprint, replay
 from fsdptool.training.materialize import base_name
+from fsdptool.training.methods.quantised.formats import Format, decode, encode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,14 +95,24 @@ class Values:
         base: The same before any adapter was injected, on meta.
         saved: The checkpoint.
         average: Take the moving average where there is one.
+        held: Base weights that were trained on in a quantised format: they come rounded to it, so that
+            a merged model computes what was trained.
     """
 
     def __init__(
-        self, inputs: RunInputs, model: nn.Module, base: nn.Module, saved: Saved, *, average: bool
+        self,
+        inputs: RunInputs,
+        model: nn.Module,
+        base: nn.Module,
+        saved: Saved,
+        *,
+        average: bool,
+        held: Mapping[str, Format] | None = None,
     ) -> None:
         self._inputs = inputs
         self._saved = saved
         self._average = average
+        self._held = held or {}
         self._weights = open_weights(inputs.spec, inputs.recipe.model, base)
         self._drawn: Blueprint | None = None
         self._base = base
@@ -118,7 +129,12 @@ class Values:
             for candidate in names:
                 if prefix + candidate in self._saved:
                     return self._saved.get(prefix + candidate)
-        return self._begin([base_name(candidate) for candidate in names])
+        return self._rounded([base_name(candidate) for candidate in names])
+
+    def _rounded(self, names: list[str]) -> torch.Tensor:
+        value = self._begin(names)
+        held = self._held.get(names[0])
+        return value if held is None else decode(held, *encode(held, value), value.dtype)
 
     def _begin(self, names: list[str]) -> torch.Tensor:
         like = self._like(names)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from fsdptool.families.protocol import Family
     from fsdptool.records.recipe import Recipe
+    from fsdptool.training.methods.quantised.formats import Format
 
 
 def prepare_model(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> nn.Module:
@@ -48,3 +50,27 @@ def replicated_names(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
     if recipe.method.name != "lora" or lora is None or lora.adapters != "replicated":
         return ()
     return tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def plain_base(recipe: Recipe) -> Recipe:
+    """Return the recipe with LoRA's base as it was published."""
+    lora = recipe.method.lora
+    if recipe.method.name != "lora" or lora is None or lora.base == "unchanged":
+        return recipe
+    return replace(recipe, method=replace(recipe.method, lora=replace(lora, base="unchanged")))
+
+
+def quantised_weights(model: nn.Module, recipe: Recipe) -> dict[str, Format]:
+    """Return the base weights a recipe's run held quantised, by the base model's names.
+
+    Args:
+        model: Prepared with :func:`plain_base` of the recipe.
+        recipe: The run's.
+    """
+    lora = recipe.method.lora
+    if recipe.method.name != "lora" or lora is None or lora.base == "unchanged":
+        return {}
+    from fsdptool.training.materialize import base_name
+    from fsdptool.training.methods.quantised.replace import choose_layers
+
+    return {f"{base_name(path)}.weight": lora.base for path in choose_layers(model, lora.base).layers}

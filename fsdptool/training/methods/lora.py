@@ -47,15 +47,18 @@ def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) ->
 
 
 def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
-    """Freeze ``model`` and inject adapters, on meta as the model is.
+    """Freeze ``model`` and inject adapters, on meta as the model is; quantise the base if asked to.
 
     Raises:
         ConfigError: A target is not in the model, or the base cannot be stored as asked.
     """
     import torch
+
+    from fsdptool.training.methods.quantised.formats import load_kernels
+
+    load_kernels()
     from peft import inject_adapter_in_model
 
-    _check_base((recipe.method.lora or Lora()).base)
     settings = adapter_config(recipe, family, config)
     model.requires_grad_(False)
     try:
@@ -68,6 +71,11 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
         ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+    base = (recipe.method.lora or Lora()).base
+    if base != "unchanged":
+        from fsdptool.training.methods.quantised.replace import quantise_base
+
+        quantise_base(model, base)
 
 
 def is_adapter(name: str) -> bool:
@@ -88,28 +96,6 @@ def adapter_blueprint(model: nn.Module) -> Blueprint:
 
     named = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     return note_initialisation(reset, named)
-
-
-def _check_base(base: str) -> None:
-    """Refuse a quantised base this process cannot hold.
-
-    Raises:
-        ConfigError: The library or the device is missing; the message says which.
-    """
-    if base == "unchanged":
-        return
-    library = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "float8": "torchao"}[base]
-    from importlib.util import find_spec
-
-    if find_spec(library) is None:
-        raise ConfigError(
-            f"method.lora.base: {base} needs {library}, which is not installed",
-            help=f"pip install {library}, or leave the base unchanged",
-        )
-    raise ConfigError(
-        f"method.lora.base: {base} cannot be sharded by rows without holding the whole model first",
-        help="leave the base unchanged: sharded bf16 needs 2 bytes per parameter over all ranks",
-    )
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""Formats of a frozen weight: codes and scales by row, so that any cut between rows is exact.
+
+FSDP2 cuts parameters along dimension 0. Every format here keeps the scales of a row in that row, so
+a shard's scales are its own and no block of weights straddles two ranks. Both parts are stored as
+integers: torch 2.13 casts floating parameters to the policy's dtype when it gathers them
+(``FSDPParam.init_dtype_attrs``), which would round scales, and leaves integers alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from fsdptool.errors import ConfigError
+from fsdptool.families.bases.failures import quiet
+
+Format = Literal["nf4", "int8", "float8"]
+
+BLOCK = 64
+"""Weights that share a scale in nf4 (Dettmers et al. 2023, QLoRA, section 3)."""
+
+_LARGEST = {"int8": 127.0, "float8": 448.0}
+"""Largest code: symmetric int8, and ``float8_e4m3fn``."""
+
+_AT_ONCE = 1 << 22
+"""Weights encoded at a time: encoders make several fp32 and int32 copies."""
+
+Part = tuple[tuple[int, ...], torch.dtype]
+
+
+def check_library(format: Format) -> None:
+    """Refuse a format whose kernels are not installed.
+
+    Raises:
+        ConfigError: nf4 without bitsandbytes. int8 and float8 need torch alone.
+    """
+    if format == "nf4" and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "method.lora.base: nf4 needs bitsandbytes, which is not installed",
+            help="pip install 'fsdptool[quantize]', or take int8 or float8, which need torch alone",
+        )
+
+
+def suits(format: Format, columns: int) -> bool:
+    """Return whether rows of this length can be held in the format."""
+    return columns % BLOCK == 0 if format == "nf4" else columns > 0
+
+
+def parts(format: Format, rows: int, columns: int) -> tuple[Part, Part]:
+    """Return shape and dtype of the codes and of the scales of a ``rows`` x ``columns`` weight.
+
+    nf4: two codes to a byte, one scale for each 64 weights of a row: 4.5 bits per weight. int8 and
+    float8: one byte per weight, one scale per row. Scales are the bits of fp32 numbers, as int32
+    (neither gloo nor NCCL sends 16-bit integers).
+    """
+    if format == "nf4":
+        return ((rows, columns // 2), torch.uint8), ((rows, columns // BLOCK), torch.int32)
+    return ((rows, columns), torch.int8 if format == "int8" else torch.uint8), ((rows,), torch.int32)
+
+
+def encode(format: Format, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows of a weight where they are.
+
+    Args:
+        format: A format that suits the rows' length.
+        weight: (rows, columns), floating.
+
+    Returns:
+        Codes and scales, as :func:`parts` says. nf4 rounds to the nearest of its sixteen levels times
+        the block's largest magnitude; int8 and float8 to the nearest multiple of, or float8 number
+        times, the row's largest magnitude over 127 or 448, rounded up to bf16.
+    """
+    rows, columns = weight.shape
+    (codes_shape, codes_dtype), (scales_shape, scales_dtype) = parts(format, rows, columns)
+    codes = torch.empty(codes_shape, dtype=codes_dtype, device=weight.device)
+    scales = torch.empty(scales_shape, dtype=scales_dtype, device=weight.device)
+    step = max(_AT_ONCE // max(columns, 1), 1)
+    for first in range(0, rows, step):
+        some = weight[first : first + step].float()
+        made = _encode_blocks(some) if format == "nf4" else _encode_rows(format, some)
+        codes[first : first + step] = made[0]
+        scales[first : first + step] = made[1]
+    return codes, scales
+
+
+def decode(format: Format, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of whole codes and scales in ``dtype``; the only memory it takes is the result's.
+
+    (But for fp64 from nf4, which passes through fp32: bitsandbytes 0.50 has no fp64 kernel.)
+    """
+    if format == "nf4":
+        return _decode_blocks(codes, scales, dtype)
+    numbers = codes if format == "int8" else codes.view(torch.float8_e4m3fn)
+    return numbers.to(dtype).mul_(scales.view(torch.float32).to(dtype).unsqueeze(1))
+
+
+def _encode_rows(format: Format, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = _LARGEST[format]
+    exact = weight.abs().amax(dim=1) / largest
+    # A scale is a bf16 number, exact in every dtype the product may have, and rounded up, so that no
+    # code exceeds the largest: one bit pattern further is the next larger positive number.
+    near = exact.to(torch.bfloat16).view(torch.int16)
+    scales = (near + (near.view(torch.bfloat16).float() < exact)).view(torch.bfloat16).float()
+    scaled = weight / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
+    if format == "int8":
+        return scaled.round_().to(torch.int8), scales.view(torch.int32)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales.view(torch.int32)
+
+
+def _encode_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    load_kernels()
+    rows, columns = weight.shape
+    codes, scales = torch.ops.bitsandbytes.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
+    return codes.view(rows, columns // 2), scales.view(rows, columns // BLOCK).view(torch.int32)
+
+
+def _decode_blocks(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    load_kernels()
+    shape = (codes.shape[0], codes.shape[1] * 2)
+    kernel = torch.float32 if dtype == torch.float64 else dtype
+    flat = scales.view(torch.float32).view(-1)
+    weight: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, flat, BLOCK, "nf4", shape, kernel)
+    return weight.to(dtype)
+
+
+@cache
+def load_kernels() -> None:
+    """Register bitsandbytes' operators, which importing it does; nothing where it is not installed.
+
+    Call it before peft is imported, which imports bitsandbytes, too: on CPUs 0.50 logs a line that asks
+    for another package's inference kernel, and this leaves it out.
+    """
+    if find_spec("bitsandbytes") is None:
+        return
+    with quiet("bitsandbytes"):
+        import bitsandbytes  # noqa: F401
