@@ -48,6 +48,9 @@ LEGACY = (
 )
 """Settings that exist under version 1 only."""
 
+DETAILS = ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+"""Read with ``sp`` above 1 only, which does nothing under FSDP2 (FSD312): shown, never carried over."""
+
 MESH = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
 BOOLEANS = frozenset(
     {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptool.config.edits import apply_edits
-from fsdptool.config.facts import COMMON, LEGACY
+from fsdptool.config.facts import COMMON, DETAILS, LEGACY
 from fsdptool.config.read import read_settings
 from fsdptool.config.reading import Reading
 from fsdptool.config.text import SourceText
@@ -149,7 +149,7 @@ def kept(before: Reading, after: Reading, promised: Mapping[str, Any]) -> bool:
     if after.dialect != before.dialect or len(after.errors) > len(before.errors):
         return False
     old, new = before.facts, after.facts
-    for key in (*COMMON, *LEGACY):
+    for key in (*COMMON, *DETAILS, *LEGACY):
         was, now = old.get(key), new.get(key)
         if _plain(was) == _plain(now):
             continue

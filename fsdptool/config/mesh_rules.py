@@ -103,11 +103,14 @@ def _products(draft: Draft, sizes: dict[str, int], open_shard: bool, processes: 
         entry = draft.root.get("parallelism_config")
         if block is not None and entry is not None:
             edits = draft.editor.remove(draft.root, entry)
+        refused = draft.consumer.name == "fsdptool" and known and processes > 1
         draft.report(
             "FSD343",
-            "all mesh sizes are 1: FSDP2 gets no dimension to shard across",
+            f"all mesh sizes are 1: not {processes} processes"
+            if refused
+            else "all mesh sizes are 1: accelerate builds no mesh and shards over all processes",
             entry,
-            severity="error" if known and processes > 1 else "warning",
+            severity="error" if refused else "warning",
             edits=edits,
             safe=False,
             fix="remove parallelism_config",

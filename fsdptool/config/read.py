@@ -13,7 +13,7 @@ from fsdptool.config import judge
 from fsdptool.config.consumers import CONSUMERS, NATURAL, READS, resolve_consumer
 from fsdptool.config.dialects import DIALECTS, detect_dialect
 from fsdptool.config.draft import Draft
-from fsdptool.config.facts import COMMON, LEGACY, settings_from
+from fsdptool.config.facts import COMMON, DETAILS, LEGACY, settings_from
 from fsdptool.config.json_tree import parse_json
 from fsdptool.config.line_tree import parse_env, parse_flags, sniff
 from fsdptool.config.reading import Consumer, Reading, Setting
@@ -165,7 +165,7 @@ def _general(draft: Draft) -> None:
 def _finish(draft: Draft, notes: _Notes) -> Reading:
     facts = {key: fact.value for key, fact in draft.facts.items()}
     effective = []
-    for key in (*COMMON, *LEGACY):
+    for key in (*COMMON, *DETAILS, *LEGACY):
         fact = draft.facts.get(key)
         if fact is None or (not draft.runs_fsdp and key in _FSDP_ONLY):
             continue
@@ -199,7 +199,7 @@ def _finish(draft: Draft, notes: _Notes) -> Reading:
 
 _FSDP_ONLY = (
     frozenset(COMMON[:11])
-    | frozenset(LEGACY)
+    | frozenset((*DETAILS, *LEGACY))
     | {"dp_replicate", "dp_shard", "cp", "cp_comm_strategy", "tp", "sp"}
 )
 

@@ -117,6 +117,8 @@ def _build(parallelism: bool) -> dict[str, Any]:
         )
         if mesh.cp_size > 1:
             settings["cp_comm_strategy"] = mesh.cp_handler.cp_comm_strategy
+        if mesh.sp_size > 1:
+            settings.update(vars(mesh.sp_handler))
     return settings
 
 

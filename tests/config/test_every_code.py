@@ -34,6 +34,7 @@ SMALLEST: dict[str, tuple[str, dict[str, Any]]] = {
     "FSD110": (FOREIGN["xla"], {}),
     "FSD112": ("# fsdptool: ignore[FSD999]\n" + GOOD, {}),
     "FSD113": ('{"model_family": "flux",\n "model_type": "full"}', {}),
+    "FSD114": ("# fsdptool: consumer=trainer\n" + GOOD, {}),
     "FSD304": (GOOD + "deepspeed_config:\n  zero_stage: 3\n", {}),
     "FSD316": (
         change(("TRANSFORMER_BASED_WRAP", "NO_WRAP"), add="  fsdp_activation_checkpointing: true\n"),

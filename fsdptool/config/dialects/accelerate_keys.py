@@ -76,15 +76,14 @@ PARALLELISM_KEYS = {
     "parallelism_config_cp_comm_strategy": "cp_comm_strategy",
     "parallelism_config_sp_size": "sp",
 }
-PARALLELISM_OTHER = frozenset(
-    [
-        "parallelism_config_cp_backend",
-        "parallelism_config_sp_backend",
-        "parallelism_config_sp_seq_length",
-        "parallelism_config_sp_seq_length_is_variable",
-        "parallelism_config_sp_attn_implementation",
-    ]
-)
+DETAILS = {
+    "parallelism_config_cp_backend": "cp_backend",
+    "parallelism_config_sp_backend": "sp_backend",
+    "parallelism_config_sp_seq_length": "sp_seq_length",
+    "parallelism_config_sp_seq_length_is_variable": "sp_seq_length_is_variable",
+    "parallelism_config_sp_attn_implementation": "sp_attn_implementation",
+}
+"""What else accelerate 1.15's launcher passes on to ``ParallelismConfig``."""
 DEAD = {
     "fsdp_backward_prefetch_policy": None,
     "fsdp_limit_all_gathers": None,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fsdptool.config import spelling
-from fsdptool.config.dialects.accelerate_keys import PARALLELISM_KEYS, PARALLELISM_OTHER
+from fsdptool.config.dialects.accelerate_keys import DETAILS, PARALLELISM_KEYS
 from fsdptool.config.draft import Draft
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
 
@@ -21,6 +22,18 @@ def read_parallelism(draft: Draft, name: str, entry: Entry, block: Node) -> None
         return
     meant = spelling.integer(value)
     good = meant if meant is not None and meant >= 1 else None
+    # The launcher compares cp and sp with 1 before it makes text of them; the others may be text.
+    if name not in ("cp", "sp") and isinstance(value, str) and good is not None and value.strip().isdecimal():
+        draft.set(name, good, entry=entry, parent=block)
+        draft.report(
+            "FSD217",
+            f"{entry.key} {value!r} means {good}",
+            entry,
+            value=True,
+            edits=draft.editor.replace(entry.node, good),
+            fix=f"write {good}",
+        )
+        return
     draft.set(name, good or 1, entry=entry, parent=block)
     draft.report(
         "FSD306" if name == "cp" else "FSD205",
@@ -45,6 +58,7 @@ def read_rotation(draft: Draft, value: Any, entry: Entry, parent: Node | None) -
         f"unknown rotation {value!r}: allgather or alltoall",
         entry,
         value=True,
+        severity="warning" if draft.get("cp") == 1 else None,  # nobody looks
         edits=draft.editor.replace(entry.node, meant) if meant else None,
         fix=f"write {meant}",
     )
@@ -59,7 +73,7 @@ def read_block(draft: Draft, block: Node | None) -> None:
         draft.set("dp_shard", None)
         draft.set("cp_comm_strategy", "allgather")
         return
-    known = {**PARALLELISM_KEYS, **dict.fromkeys(PARALLELISM_OTHER, "")}
+    known = {**PARALLELISM_KEYS, **DETAILS}
     chosen: dict[str, Entry] = {}
     for entry in effective_entries(block):
         key = str(entry.key)
@@ -73,6 +87,100 @@ def read_block(draft: Draft, block: Node | None) -> None:
             draft.set(name, "allgather" if name == "cp_comm_strategy" else 1)
         else:
             read_parallelism(draft, name, found, block)
+    read_details(draft, {name: chosen[key] for key, name in DETAILS.items() if key in chosen}, block)
+
+
+def read_details(draft: Draft, found: Mapping[str, Entry], parent: Node, *, written_in: str = "file") -> None:
+    """Read the backends, and what sequence parallelism takes besides its size.
+
+    Source: accelerate 1.15 ``utils/launch.py:prepare_extend_env_parallelism_config`` (all travels as
+    text; the details only with ``sp`` above 1) and ``utils/dataclasses.py:DeepSpeedSequenceParallelConfig``.
+
+    Args:
+        draft: Where ``sp`` is known already.
+        found: Entries by the names of :data:`DETAILS`.
+        parent: The mapping that holds them.
+        written_in: ``file``, ``flags`` (argparse's ``type=bool`` takes any text for true) or
+            ``environment`` (no launcher fills in ``sdpa``).
+    """
+    for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+        entry = found.get(name)
+        if entry is not None and _plain(entry) != only:
+            value = _plain(entry)
+            clear = value is None or spelling.nearest(value, (only,)) is not None
+            draft.report(
+                "FSD206",
+                f"{entry.key} {value!r} is not {only}, the only one there is",
+                entry,
+                value=True,
+                edits=draft.editor.replace(entry.node, only) if clear else None,
+                fix=f"write {only}",
+            )
+    if draft.get("sp") == 1:
+        for name in ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"):
+            if name in found:
+                draft.ignore(found[name], "read with sp_size above 1 only")
+                draft.report("FSD209", f"{found[name].key} is read with sp_size above 1 only", found[name])
+        return
+    _variable_length(draft, found.get("sp_seq_length_is_variable"), parent, written_in == "flags")
+    _sequence_length(draft, found.get("sp_seq_length"), parent)
+    default = None if written_in == "environment" else "sdpa"
+    _attention(draft, found.get("sp_attn_implementation"), parent, default)
+
+
+def _plain(entry: Entry) -> Any:
+    return entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+
+
+def _variable_length(draft: Draft, entry: Entry | None, parent: Node, any_text: bool) -> None:
+    value = True if entry is None else _plain(entry)
+    variable = bool(value) if any_text else str(value).lower() == "true"
+    draft.set("sp_seq_length_is_variable", variable, entry=entry, parent=parent)
+    if entry is None or isinstance(value, bool) or (any_text and spelling.boolean(value) is True):
+        return
+    draft.report(
+        "FSD207",
+        f"{entry.key} {value!r} is read as {str(variable).lower()}",
+        entry,
+        value=True,
+        severity="warning" if spelling.boolean(value) is not variable else None,
+        edits=draft.editor.replace(entry.node, variable),
+        fix=f"write {str(variable).lower()}",
+    )
+
+
+def _sequence_length(draft: Draft, entry: Entry | None, parent: Node) -> None:
+    draft.set("sp_seq_length", None)
+    if entry is None or _plain(entry) is None:
+        return
+    if draft.get("sp_seq_length_is_variable"):
+        draft.ignore(entry, "read with sp_seq_length_is_variable false only")
+        return
+    try:
+        draft.set("sp_seq_length", int(str(_plain(entry))), entry=entry, parent=parent)
+    except ValueError:
+        message = f"{entry.key} must be a whole number, not {_plain(entry)!r}"
+        draft.report("FSD205", message, entry, value=True)
+
+
+def _attention(draft: Draft, entry: Entry | None, parent: Node, default: str | None) -> None:
+    value = default if entry is None else _plain(entry)
+    known = ("sdpa", "flash_attention_2", "flash_attention_3")
+    text = value if isinstance(value, str) else None
+    kernel = text is not None and "/" in text and "flash-attn" in text
+    draft.set("sp_attn_implementation", text, entry=entry, parent=parent)
+    if entry is None or text in known or kernel:
+        return
+    near = "sdpa" if value is None else spelling.nearest(value, known)
+    draft.report(
+        "FSD206",
+        f"{entry.key} {value!r} is not one of {', '.join(known)} nor a flash-attn kernel of the hub",
+        entry,
+        value=True,
+        edits=draft.editor.replace(entry.node, near) if near else None,
+        fix=f"write {near}",
+        changes={"sp_attn_implementation": near},
+    )
 
 
 def _unknown_parallelism(draft: Draft, block: Node, entry: Entry, known: dict[str, str]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.dialects import accelerate_values as values
-from fsdptool.config.dialects.accelerate_mesh import read_rotation
+from fsdptool.config.dialects.accelerate_keys import DETAILS
+from fsdptool.config.dialects.accelerate_mesh import read_details, read_rotation
 from fsdptool.config.dialects.accelerate_top import read_precision
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
@@ -47,6 +48,7 @@ SIZES = {
     "PARALLELISM_CONFIG_CP_SIZE": "cp",
     "PARALLELISM_CONFIG_SP_SIZE": "sp",
 }
+_DETAILS = {key.upper(): name for key, name in DETAILS.items()}
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
 CANNOT = (
     "num_processes",
@@ -112,8 +114,7 @@ def _unknown(draft: Draft, chosen: dict[str, Entry]) -> None:
         *SIZES,
         *SWITCHES,
         "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
-        "PARALLELISM_CONFIG_CP_BACKEND",
-        "PARALLELISM_CONFIG_SP_BACKEND",
+        *_DETAILS,
         "FSDP_CPU_OFFLOAD_PIN_MEMORY",
     }
     for key, entry in chosen.items():
@@ -245,6 +246,8 @@ def _sizes(draft: Draft, chosen: dict[str, Entry], active: bool) -> None:
         read_rotation(draft, rotation.node.value, rotation, draft.root)
     if active:
         draft.extras["parallelism_block"] = draft.root
+        details = {name: chosen[key] for key, name in _DETAILS.items() if key in chosen}
+        read_details(draft, details, draft.root, written_in="environment")
 
 
 def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:

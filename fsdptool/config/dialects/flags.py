@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate, simpletuner
+from fsdptool.config.dialects.accelerate_keys import DETAILS
+from fsdptool.config.dialects.accelerate_mesh import read_details
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
 from fsdptool.config.tree import Entry, Node, to_python
@@ -31,6 +33,7 @@ _TOP = (
 KEYS: dict[str, str] = {
     **accelerate.FSDP_KEYS,
     **accelerate.PARALLELISM_KEYS,
+    **DETAILS,
     **{key: key for key in _TOP},
     "use_fsdp": "use_fsdp",
     "use_parallelism_config": "use_parallelism_config",
@@ -91,6 +94,7 @@ def read(draft: Draft) -> None:
 def _read_accelerate(draft: Draft) -> None:
     draft.extras["names"] = {canonical: key for key, canonical in KEYS.items()}
     chosen = simpletuner.collect(draft, KEYS)
+    details = {name: chosen.pop(key) for key, name in DETAILS.items() if key in chosen}
     parsed = {name: _value(draft, key, name, chosen[key]) for key, name in KEYS.items() if key in chosen}
     fsdp = any(key.startswith("fsdp_") for key in chosen)
     if parsed.get("use_deepspeed") and (parsed.get("use_fsdp") or fsdp):
@@ -123,6 +127,18 @@ def _read_accelerate(draft: Draft) -> None:
             draft.ignore(by_name[name], "read with --use_parallelism_config only")
             parsed.pop(name)
     defaults["cp_comm_strategy"] = "allgather"
+    _record(draft, parsed, by_name, version)
+    for name, value in defaults.items():
+        if name not in draft.facts:
+            draft.set(name, value)
+    draft.set("use_cpu", bool(parsed.get("cpu")))
+    if mesh:
+        read_details(draft, details, draft.root, written_in="flags")
+    for entry in () if mesh else details.values():
+        draft.ignore(entry, "read with --use_parallelism_config only")
+
+
+def _record(draft: Draft, parsed: dict[str, Any], by_name: dict[str, Entry], version: int) -> None:
     for name, value in parsed.items():
         if (name in _BOOLEAN_FLAGS and name != "debug") or name == "config_file":
             continue
@@ -133,10 +149,6 @@ def _read_accelerate(draft: Draft) -> None:
             draft.ignore(by_name[name], "read with SIZE_BASED_WRAP only")
             continue
         draft.set(name, value, entry=by_name[name], parent=draft.root)
-    for name, value in defaults.items():
-        if name not in draft.facts:
-            draft.set(name, value)
-    draft.set("use_cpu", bool(parsed.get("cpu")))
 
 
 def _defaults(parsed: dict[str, Any], version: int) -> dict[str, Any]:
