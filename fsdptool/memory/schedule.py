@@ -283,12 +283,13 @@ class Schedule(Gathering):
             if self.ranks.replicate > 1:
                 group.all_reduce = replace(made.output, kind=ALL_REDUCE)
                 ledger.add(group.all_reduce)
-        if group.sharded_gradient is None:
+        if group.sharded_gradient is None and not self.plan.cpu_offload:
             group.sharded_gradient = kept
         elif self.ranks.replicate > 1 and made.stored is None:
             # The reduced buffer itself is held until backward ends.
             group.all_reduce = kept
         else:
+            # Added to what is there or, under offload, copied to the host (``foreach_reduce``).
             ledger.drop(kept)
 
     def _final(self, reduce: bool) -> None:

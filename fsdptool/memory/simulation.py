@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdptool.memory.beside import Beside, loading, play_beside
@@ -60,6 +60,10 @@ def simulate(
         warm: Play step 1, too, which makes the optimizer's states at its end: what an allocator
             has reserved by step 2 depends on it.
     """
+    if profile != "cuda":
+        # Where the host is the device, nothing moves: ``.to("cpu")`` returns the tensor itself.
+        units = replace(units, cpu_offload=False)
+        teacher = replace(teacher, cpu_offload=False) if teacher is not None else None
     ledger = ledger if ledger is not None else Ledger(timeline=[] if timeline else None)
     ranks = Ranks(mesh.shard_degree, mesh.dp_replicate)
     gloo = profile == "cpu-gloo"

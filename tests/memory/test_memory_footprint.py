@@ -101,6 +101,22 @@ def test_gradients_join_the_peak_when_they_stay() -> None:
     assert live["gradients"] >= 4 * inspect(one.spec()).total_parameters
 
 
+def test_offloaded_gradients_leave_the_device_as_they_are_reduced() -> None:
+    """On a GPU at most one unit's are there; on CPU the device is the host, and nothing changes."""
+    kept, moved = Case(), Case(settings={"cpu_offload": True})
+    trace = kept.trace()
+    assert moved.plan().cpu_offload
+    at = {
+        (name, profile): footprint(trace, case.plan(), Mesh().resolve(8), case.recipe(), profile=profile)
+        for name, case in (("kept", kept), ("moved", moved))
+        for profile in ("cuda", "cpu-fake")
+    }
+    assert "gradients" not in {c.name for c in at["moved", "cuda"].components}
+    assert (at["moved", "cuda"].allocated_peak_bytes or 0) < (at["kept", "cuda"].allocated_peak_bytes or 0)
+    assert at["moved", "cuda"].host_bytes_per_rank > 0
+    assert at["moved", "cpu-fake"].allocated_peak_bytes == at["kept", "cpu-fake"].allocated_peak_bytes
+
+
 def test_an_unchecked_torch_is_unverified() -> None:
     case = Case()
     trace = dataclasses.replace(case.trace(), torch="9.9.0")
