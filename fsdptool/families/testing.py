@@ -35,6 +35,7 @@ SMALL_BATCHES = (
     Batch(micro_batch=2, sequence_length=32, height=128, width=128, frames=1),
     Batch(micro_batch=2),
     Batch(micro_batch=1, sequence_length=32, height=64, width=64, frames=22),
+    Batch(micro_batch=1, sequence_length=32, height=64, width=64, frames=9),
 )
 """Sizes tried for the shrunk copy, in this order; the first the family accepts is used."""
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.families.registry import family_of
@@ -16,6 +15,7 @@ from fsdptool.inspection.build import build
 from fsdptool.memory.depth import Shortened, lengthened, shorten, verified
 from fsdptool.memory.tracer import without_activations
 from fsdptool.memory.tracing import Conditions, run_trace
+from fsdptool.memory.values import BY_VALUE
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import ModelChoice, Recipe
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fsdptool.families.protocol import Objective, TensorSpec
-
-_BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def make_trace(
@@ -127,7 +125,7 @@ def sampled_recipe(recipe: Recipe) -> Recipe:
 def _why(error: Exception, spec: ModelSpec) -> str:
     told = "cannot be traced on fake tensors"
     reason = family_of(spec).untraceable(spec.config)
-    if reason and isinstance(error, _BY_VALUE):
+    if reason and isinstance(error, BY_VALUE):
         # torch's words name an operator deep inside the model; the family knows what it is for.
         return f"{spec.model_class} {told}: it {reason}"
     text = " ".join(str(error).split())[:200]
@@ -191,20 +189,37 @@ def _traced(
     specs: Sequence[TensorSpec],
     conditions: Conditions,
 ) -> Trace:
+    """Trace without values; with those the specs fix if the model decides shapes by value."""
+    try:
+        return _extrapolated(make, objective, specs, conditions, values=False)
+    except BY_VALUE:
+        return _extrapolated(make, objective, specs, conditions, values=True)
+
+
+def _extrapolated(
+    make: Callable[[], nn.Module],
+    objective: Objective,
+    specs: Sequence[TensorSpec],
+    conditions: Conditions,
+    *,
+    values: bool,
+) -> Trace:
     """Trace at two reduced depths; take the deeper one if the shallower predicts it exactly."""
 
     def attempt(periods: int | None) -> _Attempt:
         model = make()
         shortened = shorten(model, periods) if periods is not None else ()
         try:
-            return _Attempt(run_trace(model, objective, specs, conditions), shortened)
+            return _Attempt(run_trace(model, objective, specs, conditions, values=values), shortened)
         except RuntimeError as error:
             if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
                 raise
             # A module edits its input in place, which borders inside blocks forbid.
             model = make()
             shortened = shorten(model, periods) if periods is not None else ()
-            return _Attempt(run_trace(model, objective, specs, conditions, fine=False), shortened)
+            return _Attempt(
+                run_trace(model, objective, specs, conditions, fine=False, values=values), shortened
+            )
 
     probe = make()
     if not shorten(probe, 4):
@@ -212,6 +227,8 @@ def _traced(
     del probe
     try:
         shallow, deep = attempt(3), attempt(4)
+    except BY_VALUE:
+        raise
     except Exception:
         # The model counts on its depth (an index from the configuration, skips between blocks).
         return attempt(None).trace

@@ -18,6 +18,7 @@ from torch import nn
 from fsdptool.memory.borders import Borders
 from fsdptool.memory.fakes import fake_batch, materialise
 from fsdptool.memory.recorder import Recorder
+from fsdptool.memory.values import KnownValues
 from fsdptool.records.trace import Profile, Trace
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def run_trace(
     conditions: Conditions,
     *,
     fine: bool = True,
+    values: bool = False,
 ) -> Trace:
     """Trace one micro-batch of a model that was built on meta; the model is consumed.
 
@@ -64,6 +66,7 @@ def run_trace(
         specs: The micro-batch.
         conditions: Precision, kernels, method.
         fine: Whether to mark borders inside blocks, too.
+        values: Whether to follow the values that the specs fix, for models that decide shapes by them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -83,6 +86,8 @@ def run_trace(
         with ExitStack() as stack:
             stack.enter_context(kernels_of(conditions.profile))
             stack.enter_context(mode)
+            if values:
+                stack.enter_context(KnownValues(batch, specs))
             stack.enter_context(recorder)
             if conditions.teacher:
                 _forward(model, objective, batch, recorder)

@@ -203,6 +203,19 @@ class Denoiser(DiffusersFamily):
         return time * TRAIN_STEPS if time.is_floating_point() else time
 
 
+def one_sample(name: str, recipe: Recipe, why: str) -> None:
+    """Refuse micro-batches of several samples.
+
+    Raises:
+        ConfigError: The recipe wants more than one.
+    """
+    if recipe.batch.micro_batch != 1:
+        raise ConfigError(
+            f"batch.micro_batch is {recipe.batch.micro_batch}; {name} takes one sample at a time",
+            help=f"{why}; accumulate instead",
+        )
+
+
 def floats(name: str, *shape: int) -> TensorSpec:
     """Return a normal tensor that follows the compute dtype (embeddings)."""
     return TensorSpec(name, shape, "float32", "normal", compute=True)
@@ -218,4 +231,4 @@ def settings(model: nn.Module) -> Any:
     return unwrapped(model).config
 
 
-__all__ = ["Denoiser", "Geometry", "floats", "load_class", "mask", "settings"]
+__all__ = ["Denoiser", "Geometry", "floats", "load_class", "mask", "one_sample", "settings"]

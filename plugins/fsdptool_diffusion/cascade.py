@@ -1,4 +1,4 @@
-"""Cascades that predict noise on a cosine schedule: Stable Cascade's stage C and DeepFloyd IF."""
+"""Cascades that predict noise on a cosine schedule: Stable Cascade and DeepFloyd IF."""
 
 from __future__ import annotations
 
@@ -29,24 +29,38 @@ class CosineEpsilon(Denoiser):
 
 
 class StableCascade(CosineEpsilon):
-    """Stable Cascade's stage C: latents of 42.67 pixels; CLIP's text and an image's embedding."""
+    """Stable Cascade: stage C in latents of 42.67 pixels, stage B in latents of 4.
 
+    Stage C is told CLIP's text and an image's embedding, stage B pooled text and stage C's latents.
+    """
+
+    geometry = Geometry(spatial=4, patch=16)
     text_tokens = 77
     resolution = 42.67
-    side = 1024
+
+    def small(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the card's small values; stage B has its own."""
+        found: Mapping[str, Any] = self.options["small_b" if config.get("effnet_in_channels") else "small"]
+        return found
 
     def latent_shape(self, full: Mapping[str, Any], recipe: Recipe) -> tuple[int, ...]:
-        """Return channels, rows and columns; sides are rounded up, as the pipeline does.
+        """Return channels, rows and columns; stage C's sides are rounded up, as the pipeline does.
 
         Raises:
-            ConfigError: A side is not positive.
+            ConfigError: A side is not positive, or stage B cannot halve it often enough.
         """
+        if full.get("effnet_in_channels"):
+            return super().latent_shape(full, recipe)
+        return (int(full["in_channels"]), *self.coarse(recipe))
+
+    def coarse(self, recipe: Recipe) -> tuple[int, int]:
+        """Return rows and columns of stage C's latents."""
         batch = recipe.batch
-        sides = {"height": batch.height or self.side, "width": batch.width or self.side}
-        for name, given in sides.items():
+        height, width = batch.height or self.geometry.height, batch.width or self.geometry.width
+        for name, given in (("height", height), ("width", width)):
             if given <= 0:
                 raise ConfigError(f"batch.{name} is {given}; it must be positive")
-        return (int(full["in_channels"]), *(ceil(given / self.resolution) for given in sides.values()))
+        return ceil(height / self.resolution), ceil(width / self.resolution)
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
         """Return what the configuration has an input for."""
@@ -55,11 +69,13 @@ class StableCascade(CosineEpsilon):
             specs.append(floats("clip_text", shape[0], self.tokens(recipe), full["clip_text_in_channels"]))
         if full.get("clip_image_in_channels"):
             specs.append(floats("clip_img", shape[0], 1, full["clip_image_in_channels"]))
+        if full.get("effnet_in_channels"):
+            specs.append(floats("effnet", shape[0], full["effnet_in_channels"], *self.coarse(recipe)))
         return tuple(specs)
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Call with time as a fraction."""
-        names = ("clip_text_pooled", "clip_text", "clip_img")
+        names = ("clip_text_pooled", "clip_text", "clip_img", "effnet")
         result: Tensor = model(
             sample=noisy,
             timestep_ratio=((time + 1) / TRAIN_STEPS).to(noisy.dtype),

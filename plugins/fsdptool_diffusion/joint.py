@@ -11,7 +11,7 @@ from fsdptool.families.objectives.common import require
 from fsdptool.families.objectives.diffusion import FlowMatching
 from fsdptool.families.objectives.features import squared_error
 from fsdptool.families.protocol import Objective, TensorSpec
-from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
+from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, one_sample, settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -141,11 +141,7 @@ class MiniMaxH3(Joint):
         Raises:
             ConfigError: The sizes do not divide, or the micro-batch is not one sample.
         """
-        if recipe.batch.micro_batch != 1:
-            raise ConfigError(
-                f"batch.micro_batch is {recipe.batch.micro_batch}; {self.name} takes one sample at a time",
-                help="the model's noise level is one per call; accumulate instead",
-            )
+        one_sample(self.name, recipe, "the model's noise level is one per call")
         channels, _, *sides = super().latent_shape(full, recipe)
         frames = recipe.batch.frames or self.geometry.frames
         if frames < self.kept or frames % self.chunk != self.kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdptool.families.bases import CatalogueFamily
-from fsdptool_diffusion import cascade, flux, further, image, joint, recent, unet, video
+from fsdptool_diffusion import cascade, cosmos, flux, further, image, joint, recent, unet, video
 
 KINDS: Mapping[str, type[CatalogueFamily]] = {
     "acestep": further.AceStep,
@@ -14,7 +14,8 @@ KINDS: Mapping[str, type[CatalogueFamily]] = {
     "chroma": flux.Chroma,
     "cogvideox": video.CogVideoX,
     "cogview4": image.CogView4,
-    "cosmos": video.Cosmos,
+    "cosmos": cosmos.Cosmos,
+    "cosmos3": cosmos.Cosmos3,
     "deepfloyd": cascade.DeepFloyd,
     "dit": image.DiT,
     "ernie": further.ErnieImage,
@@ -38,6 +39,7 @@ KINDS: Mapping[str, type[CatalogueFamily]] = {
     "pixart": image.PixArt,
     "plainflux": flux.PlainFlux,
     "qwenimage": flux.QwenImage,
+    "qwenimage21": recent.QwenImage21,
     "sana": image.Sana,
     "sanavideo": video.SanaVideo,
     "sd3": image.StableDiffusion3,

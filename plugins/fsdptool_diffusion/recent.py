@@ -1,4 +1,4 @@
-"""Krea 2, Ideogram 4, FLUX.3 and MiniMax Music 3."""
+"""Krea 2, Qwen-Image 2.1, Ideogram 4, FLUX.3 and MiniMax Music 3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fsdptool.families.protocol import TensorSpec
-from fsdptool_diffusion.base import Denoiser, floats, mask, settings
+from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
 from fsdptool_diffusion.flux import Flux, grid, pack, unpack
 
 if TYPE_CHECKING:
@@ -49,6 +49,38 @@ class Krea2(Denoiser):
             return_dict=False,
         )[0]
         return unpack(result, height, width)
+
+
+class QwenImage21(Denoiser):
+    """Qwen-Image 2.1, text to image: latents of 16 pixels behind the text; time is a fraction."""
+
+    geometry = Geometry(spatial=16, patch=2)
+
+    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
+        """Return the text encoder's states and their mask."""
+        count = self.tokens(recipe)
+        return (
+            floats("encoder_hidden_states", shape[0], count, full["context_in_dim"]),
+            mask("encoder_hidden_states_mask", shape[0], count, dtype="bool"),
+        )
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call with one slot per two by two latents behind the text; keep the image's tokens."""
+        import torch
+
+        count, _, height, width = noisy.shape
+        text = batch["encoder_hidden_states"]
+        slots = torch.arange(text.shape[1] + height * width // 4, device=noisy.device) >= text.shape[1]
+        result: Tensor = model(
+            hidden_states=noisy.flatten(2).transpose(1, 2),
+            encoder_hidden_states=text,
+            encoder_hidden_states_mask=batch["encoder_hidden_states_mask"],
+            timestep=time,
+            img_shapes=[[(1, height, width)]] * count,
+            img_mask=slots.expand(count, -1),
+            return_dict=False,
+        )[0][:, -height * width :]
+        return result.transpose(1, 2).reshape(noisy.shape)
 
 
 class Ideogram4(Denoiser):

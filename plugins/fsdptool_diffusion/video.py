@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.families.protocol import TensorSpec
 from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
+from fsdptool_diffusion.image import Masked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -117,7 +117,14 @@ class HunyuanVideo15(Denoiser):
             mask("encoder_attention_mask", shape[0], count),
             floats("encoder_hidden_states_2", shape[0], glyphs, full["text_embed_2_dim"]),
             mask("encoder_attention_mask_2", shape[0], glyphs),
-            floats("image_embeds", shape[0], min(self.image_tokens, count), full["image_embed_dim"]),
+            # Zeros tell the model that there is no image: it is trained text to video.
+            TensorSpec(
+                "image_embeds",
+                (shape[0], min(self.image_tokens, count), full["image_embed_dim"]),
+                "float32",
+                "constant",
+                compute=True,
+            ),
         )
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -238,88 +245,7 @@ class Mochi(Denoiser):
         return -result
 
 
-class Cosmos(Denoiser):
-    """Cosmos 1 and Predict 2."""
-
-    geometry = Geometry(temporal=8, height=704, width=1280, frames=121)
-
-    def latent_channels(self, full: Mapping[str, Any]) -> int:
-        """Return what the VAE makes; video-to-world models take a mask channel besides."""
-        return int(full["out_channels"])
-
-    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
-        """Return T5 states."""
-        return (floats("encoder_hidden_states", shape[0], self.tokens(recipe), full["text_embed_dim"]),)
-
-    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call with an empty condition and no padding."""
-        config = settings(model)
-        arguments: dict[str, Any] = {}
-        if config.in_channels > noisy.shape[1]:
-            arguments["condition_mask"] = noisy.new_zeros(noisy.shape[0], 1, *noisy.shape[2:])
-        if config.concat_padding_mask:
-            arguments["padding_mask"] = noisy.new_zeros(1, 1, noisy.shape[3] * 8, noisy.shape[4] * 8)
-        with _resizing():
-            result: Tensor = model(
-                hidden_states=noisy,
-                timestep=time,
-                encoder_hidden_states=batch["encoder_hidden_states"],
-                fps=16,
-                return_dict=False,
-                **arguments,
-            )[0]
-        return result
-
-
-@contextmanager
-def _resizing() -> Iterator[None]:
-    """Give diffusers' Cosmos the one function of torchvision it calls, where torchvision is missing.
-
-    diffusers 0.42 resizes the padding mask by ``torchvision.transforms`` and fails with a NameError
-    without it; nearest-neighbour interpolation of torch gives the same mask.
-    """
-    from types import SimpleNamespace
-
-    from diffusers.models.transformers import transformer_cosmos
-    from torch.nn.functional import interpolate
-
-    if hasattr(transformer_cosmos, "transforms"):
-        yield
-        return
-
-    def resize(image: Tensor, size: list[int], **_: Any) -> Tensor:
-        return interpolate(image, size=size, mode="nearest")
-
-    transformer_cosmos.transforms = SimpleNamespace(
-        functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
-    )
-    try:
-        yield
-    finally:
-        del transformer_cosmos.transforms
-
-
-class SanaVideo(Denoiser):
+class SanaVideo(Masked):
     """Sana-Video: Wan's latents, Sana's text."""
 
     geometry = Geometry(temporal=4, height=480, width=832, frames=81)
-    text_tokens = 300
-
-    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
-        """Return the text states and their mask."""
-        count = self.tokens(recipe)
-        return (
-            floats("encoder_hidden_states", shape[0], count, full["caption_channels"]),
-            mask("encoder_attention_mask", shape[0], count),
-        )
-
-    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call with the mask."""
-        result: Tensor = model(
-            hidden_states=noisy,
-            timestep=self.steps(time),
-            encoder_hidden_states=batch["encoder_hidden_states"],
-            encoder_attention_mask=batch["encoder_attention_mask"],
-            return_dict=False,
-        )[0]
-        return result

@@ -78,6 +78,72 @@ def test_ideogram_4_lays_its_sequence_out_as_the_pipeline_does() -> None:
     assert torch.equal(found, -noisy)
 
 
+@pytest.mark.parametrize(("frames", "height", "width"), [(1, 4, 6), (3, 5, 8)])
+def test_cosmos_3_packs_its_sequence_as_the_pipeline_does(frames: int, height: int, width: int) -> None:
+    from types import SimpleNamespace
+
+    from diffusers import Cosmos3OmniPipeline
+
+    family: Any = load_registry().get("cosmos3")
+    small = small_model(family, family.flavours()["nano"])
+    config: Any = small.model.config
+    pipeline: Any = SimpleNamespace(transformer=small.model, vae_scale_factor_temporal=4)
+    noisy = torch.randn(1, config.latent_channel, frames, height, width)
+    text = Cosmos3OmniPipeline._prepare_text_segment(pipeline, [5, 9, 11], "cpu")
+    vision = Cosmos3OmniPipeline._prepare_vision_segment(
+        pipeline, noisy, False, text["vision_start_temporal_offset"], config.base_fps, text["und_len"], "cpu"
+    )
+    seen: dict[str, Any] = {}
+
+    def model(**arguments: Any) -> tuple[list[torch.Tensor]]:
+        seen.update(arguments)
+        return ([arguments["vision_tokens"][0]],)
+
+    model.config = config  # type: ignore[attr-defined]
+    found = family.denoise(model, noisy, torch.tensor([0.25]), {"input_ids": torch.tensor([[5, 9, 11]])})
+    assert torch.equal(found, noisy)
+    for name in ("input_ids", "text_indexes", "vision_sequence_indexes", "vision_mse_loss_indexes"):
+        assert torch.equal(seen[name], {**text, **vision}[name]), name
+    assert seen["und_len"] == text["und_len"] and seen["vision_token_shapes"] == vision["vision_token_shapes"]
+    assert seen["sequence_length"] == text["und_len"] + vision["num_vision_tokens"]
+    theirs = torch.cat((text["text_mrope_ids"], vision["vision_mrope_ids"]), dim=1)
+    assert torch.equal(seen["position_ids"].double(), theirs.double())
+    assert seen["vision_timesteps"].tolist() == [250.0] * vision["num_noisy_vision_tokens"]
+
+
+def test_qwen_image_2_1_puts_the_image_behind_the_text() -> None:
+    from diffusers import QwenImage21Pipeline
+
+    seen: dict[str, Any] = {}
+
+    def model(**arguments: Any) -> tuple[torch.Tensor]:
+        seen.update(arguments)
+        text = arguments["encoder_hidden_states"]
+        return (torch.cat((text[..., :4], arguments["hidden_states"]), dim=1),)
+
+    noisy = torch.randn(2, 4, 4, 6)
+    batch = {"encoder_hidden_states": torch.randn(2, 5, 8), "encoder_hidden_states_mask": torch.ones(2, 5)}
+    family: Any = load_registry().get("qwen-image-2.1")
+    found = family.denoise(model, noisy, torch.tensor([0.25, 0.5]), batch)
+    assert torch.equal(found, noisy)
+    assert torch.equal(seen["hidden_states"], QwenImage21Pipeline._pack_latents(noisy, 2, 4, 4, 6))
+    assert seen["img_mask"].tolist() == [[False] * 5 + [True] * 6] * 2
+    assert seen["img_shapes"] == [[(1, 4, 6)]] * 2
+    assert seen["timestep"].tolist() == [0.25, 0.5]
+
+
+def test_stage_b_of_stable_cascade_is_shown_stage_c_and_is_larger() -> None:
+    family = load_registry().get("stable-cascade")
+    recipe = Recipe(model=ModelChoice("x"), batch=Batch(height=1024, width=768))
+    flavours = family.flavours()
+    stage_c, stage_b = (
+        {item.name: item.shape for item in family.batch_spec(flavours[name].config, recipe)}
+        for name in ("stage-c", "stage-b")
+    )
+    assert stage_b["effnet"] == stage_c["latents"] == (1, 16, 24, 18)
+    assert stage_b["latents"] == (1, 4, 256, 192)
+
+
 @pytest.mark.parametrize("name", ["ltx-2", "minimax-h3"])
 def test_sound_is_trained_with_the_picture(name: str) -> None:
     family = load_registry().get(name)
