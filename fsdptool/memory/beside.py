@@ -23,7 +23,7 @@ from fsdptool.memory.ledger import (
 )
 from fsdptool.memory.program import program
 from fsdptool.memory.schedule import Schedule
-from fsdptool.memory.sizes import WIDTH, Weights, rounded, rounded_sum, stored_dtype
+from fsdptool.memory.sizes import WIDTH, Weights, pinned, rounded, rounded_sum, stored_dtype
 from fsdptool.memory.states import States
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import StateDictType
@@ -87,19 +87,13 @@ class Beside:
     def on_host(self) -> int:
         """Return the host bytes the copies take beside a GPU.
 
-        Host buffers are page-locked, and torch's allocator of those rounds up to powers of two (2.13,
-        ``CachingHostAllocator.h``); shards that are offloaded are copied as they are.
+        Host buffers are page-locked; shards that are offloaded are copied as they are.
         """
         if not self.staging or self.profile != "cuda":
             return 0
         if self.schedule.plan.cpu_offload:
             return sum(self.copies)
         return sum(pinned(size) for size in self.copies)
-
-
-def pinned(size: int) -> int:
-    """Return the bytes of page-locked memory behind ``size`` bytes: a power of two."""
-    return 1 << (size - 1).bit_length() if size else 0
 
 
 def loading(run: Beside, buffers: Block) -> None:
@@ -146,7 +140,7 @@ def play_beside(run: Beside) -> None:
         _spike(run, TEMPORARIES, *(4 * numel for numel, stored in _trained(run) if stored not in (4, 8)))
     trace = run.schedule.trace
     _forwards(run, "evaluation", trace.evaluation, count=2)
-    _forwards(run, "sampling", trace.sampling, count=1)
+    _forwards(run, "sampling", trace.sampling, count=2)
     if run.saving:
         ledger.note("save")
         ledger.begin("save")
@@ -211,7 +205,7 @@ def _gathered(run: Beside) -> tuple[int, ...]:
     return largest
 
 
-def host_bytes(run: Beside, phase: str, *, offloaded: int = 0) -> tuple[int, int]:
+def host_bytes(run: Beside, phase: str) -> tuple[int, int]:
     """Return the host bytes of every rank in a phase, and what rank 0 holds besides.
 
     Counted are tensors: what the interpreter, the libraries and CUDA's own state take is not.
@@ -219,8 +213,8 @@ def host_bytes(run: Beside, phase: str, *, offloaded: int = 0) -> tuple[int, int
     Args:
         run: The run.
         phase: Its name.
-        offloaded: Bytes of activations kept on the host at the worst moment of a step.
     """
+    offloaded = run.schedule.ledger.hosted
     if run.profile != "cuda":
         return 0, 0
     steady = run.held.host

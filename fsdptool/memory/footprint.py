@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdptool.memory.beside import host_bytes
-from fsdptool.memory.ledger import COMPONENTS, OF_TRACE, Ledger
+from fsdptool.memory.ledger import COMPONENTS, OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation import MemoryProfile, Simulated, simulate
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.plan import Basis, Component, Holding, Moment, Peak, Phase
@@ -129,7 +131,7 @@ def _phases(made: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
         if top is None:
             found.append(Phase(name, None, every, first, "unknown"))
             continue
-        lines = {COMPONENTS[kind] for kind, size in enumerate(top.live) if size}
+        lines = {name for name, _ in _lines(top.live)}
         basis: Basis = "exact" if lines <= set(_EXACT) else "estimated"
         found.append(Phase(name, top.total, every, first, basis, top.moment))
     if made.beside.saving:
@@ -139,7 +141,9 @@ def _phases(made: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
 
 def _states_only(ledger: Ledger, trace: Trace, host: int, phases: tuple[Phase, ...]) -> Footprint:
     components = [c for c in _components(ledger.live) if c.name in _EXACT]
-    components += [Component(COMPONENTS[kind], None, "unknown") for kind in sorted(set(OF_TRACE))]
+    components += [
+        Component(COMPONENTS[kind], None, "unknown") for kind in sorted(set(OF_TRACE) - {OFFLOADED})
+    ]
     return Footprint(
         allocated_peak_bytes=None,
         reserved_peak_bytes=None,
@@ -154,9 +158,12 @@ def _states_only(ledger: Ledger, trace: Trace, host: int, phases: tuple[Phase, .
 
 
 def _components(live: list[int]) -> tuple[Component, ...]:
-    return tuple(
-        Component(name, size, _basis(name)) for name, size in zip(COMPONENTS, live, strict=True) if size
-    )
+    return tuple(Component(name, size, _basis(name)) for name, size in _lines(live))
+
+
+def _lines(live: Sequence[int]) -> list[tuple[str, int]]:
+    """Return what is alive on the device, by name."""
+    return [(COMPONENTS[kind], size) for kind, size in enumerate(live) if size and kind != OFFLOADED]
 
 
 def _basis(name: str) -> Basis:
@@ -164,7 +171,7 @@ def _basis(name: str) -> Basis:
 
 
 def _holdings(live: list[int]) -> tuple[Holding, ...]:
-    held = [Holding(name, size) for name, size in zip(COMPONENTS, live, strict=True) if size]
+    held = [Holding(name, size) for name, size in _lines(live)]
     return tuple(sorted(held, key=lambda holding: -holding.bytes))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsdptool.memory.recorder import Recorder
 from fsdptool.records.trace import Profile
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -41,7 +42,7 @@ def _attend(
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:
-            bias = torch.where(bias, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+            bias = torch.where(bias, 0.0, torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype))
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         bias = bias.expand(shape)
     needs = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -114,6 +115,27 @@ def _replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextmanager
+def offloading(recorder: Recorder) -> Iterator[None]:
+    """Let what checkpointing offloads to the host be host memory, and come back as it does on CUDA.
+
+    ``save_on_cpu`` does nothing to tensors that are on the CPU, as fake ones are (torch 2.13,
+    ``torch/autograd/graph.py``).
+    """
+    from fsdptool.training import recompute
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty(tensor.size(), dtype=tensor.dtype)
+        recorder.relabel(copy, "offloaded")
+        return copy
+
+    def hooks(**_: Any) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(pack, torch.empty_like)
+
+    with _replaced(recompute, "save_on_cpu", hooks):
+        yield
 
 
 @contextmanager

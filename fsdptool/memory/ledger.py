@@ -62,7 +62,7 @@ COMPONENTS = (
     OFFLOADED,
 ) = range(len(COMPONENTS))
 
-OF_TRACE = (ACTIVATIONS, RECOMPUTED, TEMPORARIES, OUTPUTS, LOSS, UNSHARDED_GRADIENTS, TEACHER)
+OF_TRACE = (ACTIVATIONS, RECOMPUTED, TEMPORARIES, OUTPUTS, LOSS, UNSHARDED_GRADIENTS, TEACHER, OFFLOADED)
 """The component of each of the trace's kinds (``records.trace.KINDS``)."""
 
 
@@ -116,6 +116,8 @@ class Ledger:
     phase: str = ""
     whole: str | None = None
     """While set, everything belongs to this phase: a step that is one phase to its reader."""
+    hosted: int = 0
+    """Most bytes of activations that were in host memory at a time: no part of ``total``."""
     tops: dict[str, Top] = field(default_factory=dict)
     """The peak of every phase that is over, by name."""
 
@@ -167,6 +169,8 @@ class Ledger:
             if change:
                 live[OF_TRACE[kind]] += change
         self.total += body.total
+        if live[OFFLOADED] > self.hosted:
+            self.hosted = live[OFFLOADED]
 
     def note(self, moment: str) -> None:
         """Say what happens next, and remember the level before it."""

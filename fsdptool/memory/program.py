@@ -11,10 +11,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fsdptool.memory.sizes import rounded
+from fsdptool.memory.sizes import pinned, rounded
 from fsdptool.records.trace import KINDS, Marker, Repeat, Trace
 
 GRADIENT = KINDS.index("gradient")
+OFFLOADED = KINDS.index("offloaded")
 _ALWAYS = ("start", "loss", "backward", "end")
 _KEPT = 32
 
@@ -26,7 +27,7 @@ class Body:
     Attributes:
         first, last: Segment numbers, ``last`` excluded.
         net: Change of live bytes by kind; gradients included, never freed by the trace.
-        total: Sum of ``net``.
+        total: Sum of ``net`` but for what is in host memory.
         peak: Highest rise above the start on the way (at least 0).
         at_peak: Change by kind at that point.
         gradients: Traced parameter names whose gradient it makes, with bytes.
@@ -82,7 +83,10 @@ def program(trace: Trace, modules: Iterable[str], grain: int) -> list[Piece]:
 
 def _cut(trace: Trace, borders: frozenset[str], grain: int) -> list[Piece]:
     names = {number: fqn for fqn, number in trace.gradients.items()}
-    sizes = [rounded(size, grain) for size in trace.sizes]
+    sizes = [
+        pinned(size) if kind == OFFLOADED else rounded(size, grain)
+        for size, kind in zip(trace.sizes, trace.kinds, strict=True)
+    ]
     starts = [i for i, s in enumerate(trace.segments) if i == 0 or s.marker in _ALWAYS or s.path in borders]
     pieces = []
     for first, last in zip(starts, [*starts[1:], len(trace.segments)], strict=True):
@@ -104,6 +108,8 @@ def _body(trace: Trace, first: int, last: int, sizes: list[int], names: dict[int
                 number = event - 1
                 size = sizes[number]
                 net[kinds[number]] += size
+                if kinds[number] == OFFLOADED:
+                    continue
                 level += size
                 if level > peak:
                     peak, at_peak = level, list(net)
@@ -112,7 +118,8 @@ def _body(trace: Trace, first: int, last: int, sizes: list[int], names: dict[int
             else:
                 number = -event - 1
                 net[kinds[number]] -= sizes[number]
-                level -= sizes[number]
+                if kinds[number] != OFFLOADED:
+                    level -= sizes[number]
     return Body(first, last, tuple(net), level, peak, tuple(at_peak), tuple(gradients))
 
 

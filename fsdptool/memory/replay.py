@@ -14,6 +14,7 @@ _FIRST_OUT = (GATHER, REDUCE)
 
 _GRADIENT = KINDS.index("gradient")
 _TEACHER = KINDS.index("teacher")
+_OFFLOADED = KINDS.index("offloaded")
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class ReplayLedger(Ledger):
         assert trace is not None
         for segment in trace.segments[body.first : body.last]:
             for event in segment.events:
+                if trace.kinds[abs(event) - 1] == _OFFLOADED:
+                    continue
                 if event > 0:
                     self._allocate(trace, event - 1)
                 else:

@@ -34,6 +34,14 @@ def rounded(size: int, grain: int) -> int:
     return -(-size // grain) * grain
 
 
+def pinned(size: int) -> int:
+    """Return the page-locked host memory behind ``size`` bytes.
+
+    torch's allocator of it rounds up to powers of two (2.13, ``CachingHostAllocator.h``).
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 def rounded_sum(sizes: Iterable[int], grain: int) -> int:
     """Return the bytes of several allocations."""
     return sum(-(-size // grain) * grain for size in sizes)

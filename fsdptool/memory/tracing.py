@@ -70,7 +70,7 @@ def run_trace(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fsdptool.memory.kernels import kernels_of
+    from fsdptool.memory.kernels import kernels_of, offloading
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     materialise(model, mode, conditions)
@@ -85,6 +85,8 @@ def run_trace(
     try:
         with ExitStack() as stack:
             stack.enter_context(kernels_of(conditions.profile))
+            if conditions.profile == "cuda":
+                stack.enter_context(offloading(recorder))
             stack.enter_context(mode)
             if values:
                 stack.enter_context(KnownValues(batch, specs))
@@ -147,7 +149,9 @@ def _step(
     scaled = loss * (1.0 / torch.ones((), dtype=torch.float64))
     recorder.phase("temporary")
     borders.in_backward = True
-    scaled.backward()  # type: ignore[no-untyped-call]
+    # Without grad mode, as the engine itself runs: what has it is recomputed.
+    with torch.no_grad():
+        scaled.backward()  # type: ignore[no-untyped-call]
     del scaled
     recorder.mark("end", "")
     recorder.release_gradients()

@@ -39,7 +39,8 @@ class Comparison:
         kind: ``plans`` or ``run``.
         left, right: What the sides are called.
         rows: Figures of the whole.
-        moments: Allocated bytes moment by moment (plans) or step by step and rank by rank (a run).
+        moments: Allocated bytes moment by moment (plans); phase by phase, rank by rank, and at every step
+            that held more than those before it (a run).
         error_percent: For a run: prediction over measurement of the allocated peak, in percent.
         notes: What could not be compared, one sentence each.
     """
@@ -83,7 +84,15 @@ def _plans(a: Plan, b: Plan, left: str, right: str) -> Comparison:
         )
         for key, x, y in _different(x_data, y_data)
     ]
-    return Comparison("plans", left, right, tuple(rows), tuple(_moments(first.timeline, second.timeline)))
+    moments = (*_both(first, second), *_moments(first.timeline, second.timeline))
+    return Comparison("plans", left, right, tuple(rows), moments)
+
+
+def _both(a: Candidate, b: Candidate) -> Iterator[Row]:
+    """Pair the phases of two runs; one that only one of them has is missing on the other side."""
+    x, y = ({phase.name: phase.allocated_bytes for phase in side.phases} for side in (a, b))
+    for name in dict.fromkeys([*x, *y]):
+        yield _row(f"phase {name}", x.get(name), y.get(name), "bytes")
 
 
 def _figures(a: Candidate, b: Candidate) -> Iterator[Row]:
@@ -138,19 +147,39 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
         _row("samples per second", predicted.samples_per_second, rates.get("samples_per_second"), "rate"),
     ]
     moments = [
-        _row(f"rank {rank}", expected, value, "bytes")
-        for rank, value in enumerate(summary["measured_peak_bytes"])
-    ]
-    moments += [
-        _row(f"step {line['step']}", expected, line["memory_allocated_peak_bytes"], "bytes")
-        for line in metrics
-        if line.get("memory_allocated_peak_bytes") is not None
+        *_phases(predicted, summary.get("measured_moments", {})),
+        *(
+            _row(f"rank {rank}", expected, value, "bytes")
+            for rank, value in enumerate(summary["measured_peak_bytes"])
+        ),
+        *_rising(expected, metrics),
     ]
     notes = [f"measured with {summary.get('instrument', 'an unnamed instrument')}"]
     if summary.get("world_size") != _ranks(predicted):
         notes.append(f"the plan is for {_ranks(predicted)} ranks, the run had {summary.get('world_size')}")
     error = 100.0 * (expected - measured) / measured if expected is not None else None
     return Comparison("run", left, str(folder), tuple(rows), tuple(moments), error, tuple(notes))
+
+
+def _phases(predicted: Candidate, measured: Mapping[str, Sequence[int | None]]) -> Iterator[Row]:
+    """Hold every phase the run measured against its prediction; the fullest rank counts."""
+    expected = {phase.name: phase.allocated_bytes for phase in predicted.phases}
+    for name in [
+        *(name for name in expected if name in measured),
+        *(n for n in measured if n not in expected),
+    ]:
+        known = [value for value in measured[name] if value is not None]
+        yield _row(name, expected.get(name), max(known, default=None), "bytes")
+
+
+def _rising(expected: int | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """Name the steps that held more than every step before them."""
+    highest = -1
+    for line in metrics:
+        value = line.get("memory_allocated_peak_bytes")
+        if value is not None and value > highest:
+            highest = value
+            yield _row(f"step {line['step']}", expected, value, "bytes")
 
 
 def _ranks(candidate: Candidate) -> int:

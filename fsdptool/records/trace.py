@@ -17,10 +17,10 @@ Profile = Literal["cuda", "cpu"]
 
 Marker = Literal["start", "enter", "leave", "loss", "backward", "grad_enter", "grad_leave", "end"]
 
-KINDS = ("activation", "recomputed", "temporary", "output", "loss", "gradient", "teacher")
+KINDS = ("activation", "recomputed", "temporary", "output", "loss", "gradient", "teacher", "offloaded")
 """What a traced tensor is. ``activation``: kept from forward to backward; ``recomputed``: made again
 in backward under activation checkpointing; ``gradient``: of a parameter; ``teacher``: what a
-teacher's forward holds, its prediction included."""
+teacher's forward holds, its prediction included; ``offloaded``: kept in host memory for backward."""
 
 
 @dataclass(frozen=True, slots=True)

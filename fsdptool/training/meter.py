@@ -6,7 +6,7 @@ import bisect
 import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -176,19 +176,26 @@ def settled_collectives() -> Iterator[None]:
     so every such race would count a buffer as alive to the end.
     """
     from torch.distributed import Work
+    from torch.distributed import _functional_collectives as functional
 
-    original = Work.wait
+    def settled(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            time.sleep(_SETTLE_SECONDS)
+            return result
 
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(work, *args, **kwargs)
-        time.sleep(_SETTLE_SECONDS)
-        return result
+        return wait
 
-    Work.wait = wait  # type: ignore[method-assign, assignment]
+    # DTensors (a full checkpoint's) wait through the second.
+    places: tuple[tuple[Any, str], ...] = ((Work, "wait"), (functional, "wait_tensor"))
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), original in zip(places, originals, strict=True):
+        setattr(owner, name, settled(original))
     try:
         yield
     finally:
-        Work.wait = original  # type: ignore[method-assign]
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
 
 
 def live_bytes() -> int:

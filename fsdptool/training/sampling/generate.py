@@ -28,8 +28,10 @@ def continue_text(
     length = prompt.shape[1]
     tokens = torch.nn.functional.pad(prompt, (0, new_tokens))
     for at in range(length, length + new_tokens):
-        logits = model(input_ids=tokens, use_cache=False).logits[:, at - 1]
-        tokens[:, at] = _choose(logits, temperature, generator)
+        # Without a name for it, one position's view does not keep all logits until the next forward ends.
+        tokens[:, at] = _choose(
+            model(input_ids=tokens, use_cache=False).logits[:, at - 1], temperature, generator
+        )
     return tokens
 
 
@@ -48,8 +50,11 @@ def translate(
     source = {name: tensor for name, tensor in batch.items() if name != "labels"}
     said = torch.full((1, new_tokens + 1), start, dtype=torch.int64, device=batch["input_ids"].device)
     for at in range(new_tokens):
-        logits = model(**source, decoder_input_ids=said[:, :-1], use_cache=False).logits[:, at]
-        said[:, at + 1] = _choose(logits, temperature, generator)
+        said[:, at + 1] = _choose(
+            model(**source, decoder_input_ids=said[:, :-1], use_cache=False).logits[:, at],
+            temperature,
+            generator,
+        )
     return said[:, 1:]
 
 
