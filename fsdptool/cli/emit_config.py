@@ -119,11 +119,12 @@ def _list_presets(format: Format) -> int:
 def _merge(made: object, into: Path, force: bool, format: Format) -> int:
     from fsdptool.config import emission
     from fsdptool.config.merge import merge_into
+    from fsdptool.config.storage import replace_file
     from fsdptool.report.diff import unified
 
     assert isinstance(made, emission.Emission)
     merged = merge_into(into, made.settings)
-    difference = unified(merged.before.text, merged.after, str(into))
+    difference = unified(merged.before, merged.after)
     if format is Format.JSON:
         print_document(made.document(merged.after, into))
     else:
@@ -133,13 +134,6 @@ def _merge(made: object, into: Path, force: bool, format: Format) -> int:
     if not force and not (sys.stdin.isatty() and typer.confirm(f"write {into}?", err=True)):
         sys.stderr.write("nothing written; --force writes it\n")
         return 0
-    write_file_bytes(into, merged.before.encode(merged.after))
+    replace_file(into, merged.before.encode(merged.after), before=merged.before.encode())
     sys.stderr.write(f"wrote {into}\n")
     return 0
-
-
-def write_file_bytes(path: Path, data: bytes) -> None:
-    """Replace a file whole or not at all, keeping its mode."""
-    from fsdptool.config.storage import replace_file
-
-    replace_file(path, data)

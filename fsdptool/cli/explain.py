@@ -16,7 +16,7 @@ _VARIABLES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The configuration.")],
+    file: Annotated[Path, typer.Argument(help="The configuration; - reads standard input.")],
     consumer: Annotated[
         str | None, typer.Option(help="Who reads it: accelerate, fsdptool, trainer, ...")
     ] = None,
@@ -28,12 +28,15 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
     """Print every effective setting, its value, where it came from, and what was ignored."""
+    from fsdptool.cli.validate import read_input
     from fsdptool.config import read_settings
     from fsdptool.config.validate import explain_document
     from fsdptool.report.explain import render_explanation
 
     environment = {} if no_environment else {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
-    reading = read_settings(file, dialect=dialect, consumer=consumer, target=target, environment=environment)
+    reading = read_settings(
+        read_input(file) or file, dialect=dialect, consumer=consumer, target=target, environment=environment
+    )
     if format is Format.JSON:
         print_document(explain_document(reading))
     else:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdptool.cli.output import Format, print_document, write_file
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
     from fsdptool.config.migration import Migrated
 
 
 def command(
-    files: Annotated[list[Path], typer.Argument(help="Files to migrate.")],
+    files: Annotated[list[Path], typer.Argument(help="Files or folders; - reads standard input.")],
     to: Annotated[
         str | None, typer.Option(help="Write another dialect: accelerate, trainer, axolotl, flags, env, ...")
     ] = None,
@@ -32,42 +32,73 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
     """Turn FSDP1 files into FSDP2 (in place, comments kept), or one dialect into another."""
-    from fsdptool.cli.validate import read_input
-    from fsdptool.config.migration import migrate_file, migration_document
-    from fsdptool.report.diff import unified
+    from fsdptool.config.dialects import DIALECTS
+    from fsdptool.config.migration import migration_document
 
-    if output is not None and len(files) > 1:
+    if to is not None and to not in DIALECTS:
+        raise ConfigError(f"unknown dialect {to!r}", help=f"choose one of: {', '.join(DIALECTS)}")
+    results = _migrate(files, to, dialect)
+    if output is not None and len(results) > 1:
         raise ConfigError("--output takes one file", help="migrate the files one by one")
-    results = [migrate_file(path, to=to, dialect=dialect, source=read_input(path)) for path in files]
-    refused = [result for result in results if result.refusal is not None]
-    changed = [result for result in results if result.changed]
     if format is Format.JSON:
         print_document(migration_document(results))
+    refused = [result for result in results if result.refusal is not None]
     for result in refused:
         sys.stderr.write(f"error: {result.path}: {result.refusal}\n")
         if result.help:
             sys.stderr.write(f"help: {result.help}\n")
     if check or diff:
+        changed = [result for result in results if result.changed]
         if format is Format.TEXT:
-            for result in changed:
-                if diff:
-                    sys.stdout.write(unified(result.before, result.after or "", str(result.path)))
-                else:
-                    sys.stdout.write(f"{result.path} would change\n")
+            _show(changed, diff)
         return 1 if refused or changed else 0
-    for result in results:
-        if result.refusal is None:
-            _write(result, to, output, force, format)
-    return 1 if refused else 0
+    failed = [result for result in results if not _write(result, to, output, force, format)]
+    return int(ExitCode.USAGE) if failed else 1 if refused else 0
 
 
-def _write(result: Migrated, to: str | None, output: Path | None, force: bool, format: Format) -> None:
+def _migrate(files: list[Path], to: str | None, dialect: str | None) -> list[Migrated]:
+    """Migrate files, and what is a configuration in folders; the rest of a folder is passed over."""
+    from fsdptool.cli.validate import read_input
+    from fsdptool.config.migration import migrate_file
+    from fsdptool.config.validate import expand
+
+    results = []
+    for path, named in expand(files).items():
+        result = migrate_file(path, to=to, dialect=dialect, source=read_input(path))
+        if named or result.dialect is not None:
+            results.append(result)
+        else:
+            sys.stderr.write(f"note: {path} is passed over: {result.refusal}\n")
+    return results
+
+
+def _show(changed: list[Migrated], diff: bool) -> None:
+    from fsdptool.config.text import decode
+    from fsdptool.report.diff import unified
+
+    for result in changed:
+        if diff:
+            name = "stdin" if str(result.path) == "-" else str(result.path)
+            sys.stdout.write(unified(decode(_before(result), name), result.after or ""))
+        else:
+            sys.stdout.write(f"{result.path} would change\n")
+
+
+def _before(result: Migrated) -> bytes:
+    """Return the bytes that were read: the new ones keep the old ones' byte-order mark."""
+    mark = b"\xef\xbb\xbf" if result.encoded.startswith(b"\xef\xbb\xbf") else b""
+    return mark + result.before.encode()
+
+
+def _write(result: Migrated, to: str | None, output: Path | None, force: bool, format: Format) -> bool:
+    """Write one result to its place; return whether that was possible (a refused one has no place)."""
+    from fsdptool.cli.app import complain
     from fsdptool.config.storage import replace_file
 
     for note in result.notes:
         sys.stderr.write(f"note: {result.path}: {note}\n")
     if result.after is None:
-        return
+        return True
     if output is not None:
         write_file(output, result.after, force=force)
         sys.stderr.write(f"wrote {output}\n")
@@ -75,7 +106,12 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
         if format is Format.TEXT:
             sys.stdout.write(result.after)
     elif result.changed:
-        replace_file(result.path, result.encoded)
+        try:
+            replace_file(result.path, result.encoded, before=_before(result))
+        except StorageError as error:
+            complain(error)
+            return False
         sys.stderr.write(f"migrated {result.path}\n")
     else:
         sys.stderr.write(f"{result.path} needs nothing\n")
+    return True

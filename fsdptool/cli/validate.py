@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdptool.cli.output import print_document
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
     from fsdptool.config.fix import Repaired
@@ -56,24 +56,29 @@ def command(
 ) -> int:
     """Judge configurations as the program that reads them will: errors, silent drops, defaults, fixes."""
     from fsdptool.config.validate import Verdict, expand, found_by_chance
+    from fsdptool.report import findings
 
     judged: dict[str, Any] = {"target": target, **_extras(model, gpu, gpus, host_memory, trust_remote_code)}
     readings = []
     for path, named in expand(files).items():
         reading = _read(path, dialect, consumer, judged)
         readings.append(reading if named else found_by_chance(reading))
+    code = ExitCode.CLEAN
     if fix or unsafe_fixes or diff:
         repaired = [_repair(reading, unsafe_fixes, judged) for reading in readings]
-        if diff:
-            return _show(repaired)
-        _write(repaired)
-        readings = [
+        after = [
             result.reading if result is not None else reading
             for result, reading in zip(repaired, readings, strict=True)
         ]
+        if diff:
+            changed = _show(repaired)
+            left = Verdict(tuple(after))
+            sys.stderr.write(findings.render_concise(left.readings, quiet=True))
+            return max(int(changed), left.exit_code(strict=strict))
+        readings, code = _write(repaired, readings)
     verdict = Verdict(tuple(readings))
     _print(verdict, format, quiet)
-    return verdict.exit_code(strict=strict)
+    return max(int(code), verdict.exit_code(strict=strict))
 
 
 def _read(path: Path, dialect: str | None, consumer: str | None, judged: dict[str, Any]) -> Reading:
@@ -122,28 +127,33 @@ def _repair(reading: Reading, unsafe: bool, judged: dict[str, Any]) -> Repaired 
     return repair(reading, unsafe=unsafe, **judged)
 
 
-def _show(repaired: list[Repaired | None]) -> int:
+def _show(repaired: list[Repaired | None]) -> bool:
     from fsdptool.report.diff import unified
 
-    changed = False
-    for result in repaired:
-        if result is not None:
-            text = unified(result.before.text, result.after.text, result.before.path or "stdin")
-            changed = changed or bool(text)
-            sys.stdout.write(text)
-    return 1 if changed else 0
+    text = "".join(unified(result.before, result.after.text) for result in repaired if result is not None)
+    sys.stdout.write(text)
+    return bool(text)
 
 
-def _write(repaired: list[Repaired | None]) -> None:
+def _write(repaired: list[Repaired | None], readings: list[Reading]) -> tuple[list[Reading], ExitCode]:
+    """Write what was fixed; a file that cannot be written is said, and does not keep the others from it."""
+    from fsdptool.cli.app import complain
     from fsdptool.config.storage import replace_file
 
-    for result in repaired:
+    left, code = list(readings), ExitCode.CLEAN
+    for index, result in enumerate(repaired):
         if result is None or result.after.text == result.before.text:
             continue
         if result.before.path is None:
-            sys.stderr.write("standard input is not rewritten; use --diff\n")
+            sys.stderr.write("standard input is not rewritten; --diff shows the fixes\n")
             continue
-        replace_file(Path(result.before.path), result.after.encode())
+        try:
+            replace_file(Path(result.before.path), result.after.encode(), before=result.before.encode())
+        except StorageError as error:
+            complain(error)
+            code = error.exit_code
+            continue
+        left[index] = result.reading
         for item in result.applied:
             where = f"{result.before.path}:{item.line}" if item.line else result.before.path
             changed = "".join(
@@ -152,6 +162,7 @@ def _write(repaired: list[Repaired | None]) -> None:
                 if key != "*" and value is not None
             )
             sys.stderr.write(f"fixed {where}: {item.code} {item.description}{changed}\n")
+    return left, code
 
 
 def _print(verdict: Any, format: FindingFormat, quiet: bool) -> None:
@@ -167,7 +178,7 @@ def _print(verdict: Any, format: FindingFormat, quiet: bool) -> None:
     elif format is FindingFormat.GITHUB:
         from fsdptool.report.github import render_github
 
-        sys.stdout.write(render_github(verdict.readings))
+        sys.stdout.write(render_github(verdict.readings, quiet=quiet))
     else:
         render = findings.render_text if format is FindingFormat.TEXT else findings.render_concise
         sys.stdout.write(render(verdict.readings, colour=colour, quiet=quiet))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -16,6 +15,7 @@ from fsdptool.config.draft import Draft
 from fsdptool.config.facts import COMMON, DETAILS, LEGACY, settings_from
 from fsdptool.config.json_tree import parse_json
 from fsdptool.config.line_tree import parse_env, parse_flags, sniff
+from fsdptool.config.notes import Notes, read_notes
 from fsdptool.config.reading import Consumer, Reading, Setting
 from fsdptool.config.rules import RULES
 from fsdptool.config.text import SourceText, UnreadableError, read_source
@@ -23,10 +23,6 @@ from fsdptool.config.tree import Document, ParseError, duplicates, walk
 from fsdptool.config.yaml_tree import parse_yaml
 from fsdptool.errors import ConfigError
 from fsdptool.records.diagnostic import Diagnostic
-
-_COMMENT = re.compile(r"#\s*fsdptool:\s*(.*)")
-_IGNORE = re.compile(r"ignore(?:\[([^\]]*)\])?")
-_CONSUMER = re.compile(r"consumer\s*=\s*([A-Za-z]+)")
 
 
 def read_settings(
@@ -63,7 +59,7 @@ def read_settings(
         source = _source(path_or_text)
     except UnreadableError as error:
         return failed(error.code, error.message, str(path_or_text), None, None)
-    notes = _notes(source)
+    notes = read_notes(source)
     try:
         document = _parse(source, dialect)
     except ParseError as error:
@@ -98,7 +94,8 @@ def read_settings(
     _general(draft)
     import_module(f"fsdptool.config.dialects.{DIALECTS[found]}").read(draft)
     judge.judge(draft, model=model, hardware=hardware)
-    notes.report(draft)
+    for index, message in notes.unknown:
+        draft.report("FSD112", message, index)
     return _finish(draft, notes)
 
 
@@ -162,7 +159,7 @@ def _general(draft: Draft) -> None:
             )
 
 
-def _finish(draft: Draft, notes: _Notes) -> Reading:
+def _finish(draft: Draft, notes: Notes) -> Reading:
     facts = {key: fact.value for key, fact in draft.facts.items()}
     effective = []
     for key in (*COMMON, *DETAILS, *LEGACY):
@@ -232,50 +229,6 @@ def _failed(
     )
     judged_for: Consumer = resolve_consumer(consumer, target, dialect or "accelerate")
     return Reading(None, (diagnostic,), (), (), dialect, judged_for, path=path, source=source, changes=({},))
-
-
-class _Notes:
-    """``# fsdptool:`` comments of one file."""
-
-    def __init__(self) -> None:
-        self.consumer: str | None = None
-        self.consumer_at: int | None = None
-        self.file: set[str] = set()
-        self.lines: dict[int, set[str]] = {}
-        self.unknown: list[tuple[int, str]] = []
-
-    def silences(self, diagnostic: Diagnostic) -> bool:
-        codes = self.file | self.lines.get(diagnostic.line or -1, set())
-        return "*" in codes or diagnostic.code in codes
-
-    def report(self, draft: Draft) -> None:
-        for index, code in self.unknown:
-            draft.report("FSD112", f"{code} is no rule", index)
-
-
-def _notes(source: SourceText) -> _Notes:
-    notes = _Notes()
-    if "fsdptool:" not in source.text:
-        return notes
-    for number in range(1, source.line_count + 1):
-        line = source.line(number)
-        match = _COMMENT.search(line)
-        if match is None:
-            continue
-        own_line = not line[: match.start()].strip()
-        for found in _CONSUMER.finditer(match.group(1)):
-            notes.consumer = found.group(1).lower()
-            notes.consumer_at = source.line_start(number) + match.start()
-        for found in _IGNORE.finditer(match.group(1)):
-            codes = {code.strip() for code in (found.group(1) or "*").split(",") if code.strip()}
-            for code in sorted(codes):
-                if code != "*" and code not in RULES:
-                    notes.unknown.append((source.line_start(number) + match.start(), code))
-            if own_line:
-                notes.file |= codes
-            else:
-                notes.lines.setdefault(number, set()).update(codes)
-    return notes
 
 
 __all__ = ["read_settings"]

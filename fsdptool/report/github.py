@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 _LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
-def render_github(readings: Iterable[Reading]) -> str:
-    """Return one workflow command per finding."""
+def render_github(readings: Iterable[Reading], *, quiet: bool = False) -> str:
+    """Return one workflow command per finding; ``quiet`` leaves out those of severity ``info``."""
     lines = []
     for reading in readings:
         for item in reading.diagnostics:
+            if quiet and item.severity == "info":
+                continue
             fields = {"title": f"fsdptool {item.code}", "file": item.path or reading.path}
             if item.line is not None:
                 fields |= {"line": str(item.line), "col": str(item.column)}

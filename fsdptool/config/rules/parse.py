@@ -45,9 +45,10 @@ PARSE = (
          "The value carries a tag that SafeLoader refuses (`!!python/...`), or looks like a date or number "
          "that cannot exist; PyYAML raises a ConstructorError or ValueError.",
          "Write a plain value, in quotes if it is text."),
-    Rule("FSD112", "suppression of an unknown code", "warning",
-         "A `# fsdptool: ignore[...]` comment names a code that does not exist and silences nothing.",
-         "Use a code that `fsdptool rule` lists."),
+    Rule("FSD112", "comment that is not understood", "warning",
+         "A `# fsdptool:` comment names a code that does not exist, or is neither `ignore[CODE]` nor "
+         "`consumer=NAME`. What is not understood silences nothing.",
+         "Use a code that `fsdptool rule` lists, in brackets."),
     Rule("FSD113", "file without FSDP settings", "info",
          "The file is a known kind of configuration and valid as far as it goes, but it does not configure "
          "FSDP: there is nothing here to judge.",

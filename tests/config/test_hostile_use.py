@@ -1,0 +1,188 @@
+"""What happens to dozens of files at once: comments, links, read-only files, writers in between, pipes."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_config_commands import BAD, V1
+from test_rules_against_accelerate import GOOD
+
+from fsdptool.cli.app import run
+from fsdptool.config import read_settings
+
+ONE = GOOD.replace("num_processes: 8", "num_processes: 1")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("a.yaml", BAD), ("b.yaml", BAD), ("good.yaml", GOOD), ("v1.yaml", V1)):
+        Path(name).write_text(text)
+    return tmp_path
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    class Standard:
+        buffer = io.BytesIO(text.encode())
+
+    monkeypatch.setattr(sys, "stdin", Standard())
+
+
+@pytest.mark.parametrize(
+    ("comment", "silent", "said"),
+    [
+        ("ignore[FSD327]", True, False),
+        ("ignore[fsd327]", True, False),
+        ("ignore[FSD301, FSD327]  # a single-GPU smoke test", True, False),
+        ("ignore", True, False),
+        ("consumer=accelerate ignore[FSD327]", True, False),
+        ("ignore[FSD327], consumer=accelerate", True, False),
+        ("ignore[FSD327,]", True, False),
+        ("ignore[]", False, True),
+        ("ignore[FSD327", False, True),
+        ("ignore FSD327", True, True),  # the bare word silences the line; the rest is said
+        ("ignore[FSD3]", False, True),
+        ("ignore[FSD327]x", False, True),
+        ("ignored", False, True),
+        ("ignor[FSD327]", False, True),
+        ("noqa", False, True),
+    ],
+)
+def test_only_a_comment_that_is_understood_silences(comment: str, silent: bool, said: bool) -> None:
+    text = ONE.replace("num_processes: 1", f"num_processes: 1  # fsdptool: {comment}")
+    reading = read_settings(text)
+    found = {item.code for item in reading.diagnostics} | {
+        item.code for item in reading.suppressed if item.code == "FSD112"
+    }
+    assert ("FSD327" not in found) is silent
+    assert ("FSD112" in found) is said
+    assert not reading.errors
+
+
+def test_a_comment_on_its_own_line_is_about_the_file() -> None:
+    for place in (f"# fsdptool: ignore[FSD327]\n{ONE}", f"{ONE}# fsdptool: ignore[FSD327]\n"):
+        assert [item.code for item in read_settings(place).suppressed] == ["FSD327"]
+
+
+def test_one_file_that_cannot_be_written_does_not_keep_the_others_from_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("a.yaml").chmod(0o444)
+    assert run(["validate", "a.yaml", "absent.yaml", "b.yaml", "--fix"]) == 2
+    out, err = capsys.readouterr()
+    assert "a.yaml is read-only" in err and "fixed b.yaml:3" in err
+    assert Path("a.yaml").read_text() == BAD and Path("b.yaml").read_text() != BAD
+    # What was not written is still found, and so is what could not be read.
+    assert "a.yaml:3:18: error FSD208" in out and "absent.yaml: error FSD101" in out and "b.yaml:" not in out
+    Path("v1.yaml").chmod(0o444)
+    shutil.copy("v1.yaml", "v2.yaml")
+    Path("v2.yaml").chmod(0o644)
+    assert run(["migrate", "v1.yaml", "v2.yaml"]) == 2
+    assert Path("v1.yaml").read_text() == V1 and "fsdp_version: 2" in Path("v2.yaml").read_text()
+
+
+def test_a_file_that_changes_in_between_is_left_to_its_writer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fsdptool.config.fix as fix
+
+    honest = fix.repair
+
+    def slow(reading: object, **options: object) -> object:
+        result = honest(reading, **options)  # type: ignore[arg-type]
+        Path("a.yaml").write_text("# somebody else's\n" + BAD)
+        return result
+
+    monkeypatch.setattr(fix, "repair", slow)
+    assert run(["validate", "a.yaml", "--fix"]) == 2
+    assert Path("a.yaml").read_text() == "# somebody else's\n" + BAD
+    assert "a.yaml was changed by somebody else meanwhile" in capsys.readouterr().err
+    assert sorted(path.name for path in Path().iterdir()) == ["a.yaml", "b.yaml", "good.yaml", "v1.yaml"]
+
+
+def test_links_stay_links_and_owners_stay() -> None:
+    Path("link.yaml").symlink_to("a.yaml")
+    if os.geteuid() == 0:
+        os.chown("a.yaml", 1234, 1234)
+    owner = Path("a.yaml").stat().st_uid
+    assert run(["validate", "link.yaml", "--fix"]) == 0
+    assert Path("link.yaml").is_symlink() and Path("a.yaml").read_text() != BAD
+    assert Path("a.yaml").stat().st_uid == owner
+    Path("lost.yaml").symlink_to("nowhere.yaml")
+    assert run(["validate", "lost.yaml"]) == 1
+
+
+def test_a_diff_says_what_it_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bogus.yaml").write_text(BAD + "parallelism_config:\n  parallelism_config_sp_size: 2\n")
+    assert run(["validate", "bogus.yaml", "absent.yaml", "--diff"]) == 1
+    out, err = capsys.readouterr()
+    assert "+mixed_precision: 'no'" in out
+    assert "bogus.yaml:14:31: FSD312" in err and "absent.yaml: FSD101" in err and "FSD208" not in err
+    assert run(["validate", "absent.yaml", "--diff"]) == 1
+    assert run(["validate", "v1.yaml", "--diff"]) == 0 and "FSD301" in capsys.readouterr().err
+    assert run(["validate", "v1.yaml", "--diff", "--strict"]) == 1
+    assert run(["validate", "good.yaml", "--diff", "--strict"]) == 0
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("command", [["validate", "--unsafe-fixes"], ["migrate"]])
+def test_a_diff_is_a_patch(
+    command: list[str], last: bool, mark: bytes, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """git applies what --diff prints, to the bytes that the command itself writes."""
+    text = ("mixed_precision: no\n" + V1.replace("mixed_precision: bf16\n", "")).replace("\n", ending)
+    data = mark + (text if last else text.rstrip("\r\n")).encode()
+    Path("v1.yaml").write_bytes(data)
+    capsys.readouterr()
+    assert run([*command, "v1.yaml", "--diff"]) == 1
+    shown = capsys.readouterr().out
+    assert Path("v1.yaml").read_bytes() == data
+    subprocess.run(["git", "init", "-q", "."], check=True)
+    subprocess.run(["git", "apply", "-"], input=shown.encode(), check=True)
+    patched = Path("v1.yaml").read_bytes()
+    Path("v1.yaml").write_bytes(data)
+    assert run([*command, "v1.yaml"]) == 0
+    assert Path("v1.yaml").read_bytes() == patched != data
+
+
+def test_standard_input_is_read_by_all_and_never_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, BAD)
+    assert run(["validate", "-", "--fix"]) == 1
+    out, err = capsys.readouterr()
+    assert "FSD208" in out and "standard input is not rewritten" in err
+    pipe(monkeypatch, BAD)
+    assert run(["explain", "-"]) == 1
+    assert "accelerate file, read by accelerate" in capsys.readouterr().out
+    pipe(monkeypatch, V1)
+    assert run(["migrate", "-", "--diff"]) == 1
+    assert capsys.readouterr().out.startswith("--- a/stdin\n+++ b/stdin\n")
+
+
+def test_a_folder_is_migrated_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.json").write_text('{"name": "package"}')
+    assert run(["migrate", ".", "--check"]) == 1
+    out, err = capsys.readouterr()
+    assert "v1.yaml would change" in out and "good.yaml" not in out
+    assert "other.json is passed over" in err
+    assert run(["migrate", "."]) == 0 and "migrated v1.yaml" in capsys.readouterr().err
+    assert run(["migrate", ".", "--check"]) == 0
+    assert run(["migrate", "other.json"]) == 1
+    assert run(["migrate", "v1.yaml", "--to", "bogus"]) == 2
+
+
+def test_notes_are_no_annotations_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.yaml").write_text(GOOD + "rdzv_backend: c10d\n")
+    run(["validate", "a.yaml", "--format", "github"])
+    assert capsys.readouterr().out.startswith("::notice ")
+    run(["validate", "a.yaml", "--format", "github", "--quiet"])
+    assert capsys.readouterr().out == ""
