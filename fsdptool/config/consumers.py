@@ -34,8 +34,8 @@ _PROGRAMS = {
     "simpletuner": "simpletuner",
 }
 """Package to the consumer whose version it is; LLaMA-Factory's FSDP keys are transformers'."""
-_READ_IN_SOURCE = {"axolotl": "0.13", "simpletuner": "4.8.0", "llamafactory": "5.23.0"}
-"""Programs that were read, not run: the version that was read."""
+_READ_IN_SOURCE = {"axolotl": "0.19.0", "simpletuner": "4.8.0", "llamafactory": "5.23.0"}
+"""Programs that are not installed beside us: the version that was read, and for axolotl run."""
 
 NATURAL = {
     "accelerate": "accelerate",

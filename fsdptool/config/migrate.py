@@ -58,10 +58,10 @@ def migration(draft: Draft) -> Migration:
         return Migration(None, refusal=f"it is written anew: fsdptool migrate --to {draft.dialect} FILE")
     try:
         steps = Rewriter(draft.source)
-        module.migrate(steps, draft, target)
+        further = module.migrate(steps, draft, target) or {}
     except NotEditableError as error:
         return Migration(None, refusal=f"the file's form does not allow it: {error}")
-    changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh}
+    changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh, **further}
     for key in (
         "sharding_strategy",
         "backward_prefetch",
@@ -82,6 +82,8 @@ def _refusal(draft: Draft) -> str | None:
         return "NO_SHARD is plain data parallelism: use distributed_type MULTI_GPU (DDP) instead of FSDP"
     if draft.get("state_dict_type") == "local":
         return "LOCAL_STATE_DICT is not supported by FSDP2: use SHARDED_STATE_DICT"
+    if draft.extras.get("no_migration"):
+        return str(draft.extras["no_migration"])
     if draft.has("FSD336", severity="error"):
         return "decide first: the strategy that is written never ran (FULL_SHARD did)"
     if strategy is not None and strategy.startswith("hybrid"):

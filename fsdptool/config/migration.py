@@ -116,7 +116,7 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
         reading.source.text,
         final.after.text,
         encoded=final.after.encode(),
-        notes=(*_lost(reading), *_remaining(final.reading)),
+        notes=(*_lost(reading), *_switched(reading, final.reading), *_remaining(final.reading)),
     )
 
 
@@ -128,6 +128,11 @@ def _remaining(reading: Reading) -> Iterable[str]:
 def _lost(reading: Reading) -> Iterable[str]:
     if reading.version == 1 and reading.facts.get("forward_prefetch"):
         yield "forward prefetch is dropped: accelerate's FSDP2 has none (fsdptool train: sharding.prefetch)"
+
+
+def _switched(before: Reading, after: Reading) -> Iterable[str]:
+    if before.facts.get("cpu_ram_efficient_loading") and not after.facts.get("cpu_ram_efficient_loading"):
+        yield "RAM-efficient loading is switched off: axolotl refuses it with load_in_4bit under FSDP2"
 
 
 def _across(path: Path, reading: Reading, to: str) -> Migrated:

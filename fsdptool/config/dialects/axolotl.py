@@ -1,8 +1,8 @@
 """axolotl's YAML: ``fsdp_version`` and ``fsdp_config`` among the training settings.
 
-Source, read and not run: axolotl ``utils/schemas/fsdp.py`` and ``utils/trainer.py:setup_fsdp_envs``.
-Unknown keys of ``fsdp_config`` are dropped by its schema; the ``fsdp_`` prefix and a version inside
-the block are accepted with a warning.
+axolotl 0.19.0 was run for the rules: its own validation (``utils/schemas``), ``setup_fsdp_envs``, and the
+TrainingArguments they feed. Its schema drops the keys of ``fsdp_config`` that it does not know, strips
+the ``fsdp_`` prefix with a warning, lifts a version inside the block, and compares choices exactly.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
-from fsdptool.config.dialects.axolotl_keys import FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
+from fsdptool.config.dialects.axolotl_keys import CHOICES, FSDP1_FACTS, FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
+from fsdptool.config.dialects.axolotl_legacy import read_fsdp1, read_list, refuse
 from fsdptool.config.dialects.axolotl_write import migrate, write
+from fsdptool.config.dialects.trainer_values import read_threshold, strategy_under_1
 from fsdptool.config.draft import Draft
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
 
@@ -63,19 +65,25 @@ def read(draft: Draft) -> None:
         draft.extras["configures"] = False
         draft.report("FSD113", "the file does not configure FSDP", entry)
         if (draft.get("cp") or 1) > 1 and not draft.extras.get("deepspeed"):
-            # accelerate would refuse; axolotl sets ACCELERATE_ALLOW_CP_STANDALONE and goes on with replicas.
+            # axolotl patches accelerate for this case and sets ACCELERATE_ALLOW_CP_STANDALONE.
             draft.report(
                 "FSD305",
-                "Context parallelism requires FSDP2.",
+                "context parallelism without FSDP: axolotl runs it, and every rank holds the whole model",
                 root.get("context_parallel_size"),
-                severity="warning",
-                help="axolotl runs replicas instead; configure FSDP2 to shard",
+                severity="info",
+                help="nothing needs to be done; fsdp_version and fsdp_config would shard the model, too",
             )
         return
     version = _version(draft, block)
-    if has_legacy:
-        _legacy_list(draft, legacy, version)
-    _block(draft, block, version)
+    chosen = _chosen(draft, block)
+    _keys(draft, block, chosen, version)
+    for key in FSDP1_KEYS:
+        read_fsdp1(draft, key, chosen.get(key), block, version)
+    if legacy is not None and has_legacy:
+        read_list(draft, legacy, block, chosen, version)
+    if version == 1 and draft.get("sharding_strategy") is None:
+        strategy_under_1(draft, None)
+    refuse(draft, block, chosen, version)
 
 
 def _around(draft: Draft) -> None:
@@ -91,7 +99,10 @@ def _around(draft: Draft) -> None:
     else:
         draft.set("mixed_precision", "no")
     checkpointing = root.get("gradient_checkpointing")
-    if checkpointing is not None and checkpointing.node.value is True:
+    offloading = root.get("activation_offloading")
+    own = offloading is not None and offloading.node.value not in (None, False, "hidden_states")
+    # With activation_offloading axolotl passes gradient_checkpointing on as false and offloads by itself.
+    if checkpointing is not None and checkpointing.node.value is True and not own:
         draft.extras["gradient_checkpointing"] = (root, checkpointing)
     for key, name in SIZES.items():
         entry = root.get(key)
@@ -121,20 +132,32 @@ def _version(draft: Draft, block: Node | None) -> int:
     if entry is None:
         draft.set("fsdp_version", 1)
         return 1
-    meant = spelling.integer(entry.node.value)
-    if meant not in (1, 2):
-        draft.report("FSD206", f"fsdp_version must be 1 or 2, not {entry.node.value!r}", entry, value=True)
-        meant = 2
+    value = entry.node.value
+    meant = spelling.integer(value)
+    if meant not in (1, 2) or not (isinstance(value, int) or str(value).strip().isdigit()):
+        draft.report(
+            "FSD206",
+            f"fsdp_version must be 1 or 2, not {value!r}",
+            entry,
+            value=True,
+            edits=draft.editor.replace(entry.node, meant) if meant in (1, 2) else None,
+            fix=f"write {meant}",
+        )
+        meant = meant if meant in (1, 2) else 2
     draft.set("fsdp_version", meant, entry=entry, parent=parent)
+    both = block.get("fsdp_version") if block is not None and top is not None else None
+    if both is not None:
+        _twice(draft, block, both, meant)
     if top is None and inner is not None and block is not None:
         removed = draft.editor.remove(block, inner)
         added = draft.editor.add(root, None, {"fsdp_version": meant}) if len(block.entries) > 1 else None
         edits = (*removed, *added) if removed is not None and added is not None else None
         draft.report(
             "FSD210",
-            "fsdp_version belongs at top level; axolotl lifts it",
+            "fsdp_version stands inside fsdp_config; axolotl lifts it",
             inner,
-            severity="warning",
+            severity="info",
+            help="nothing needs to be done; axolotl's own pages write it at top level (--fix moves it)",
             edits=edits,
             safe=True,
             fix="move fsdp_version to the top level",
@@ -142,35 +165,22 @@ def _version(draft: Draft, block: Node | None) -> int:
     return meant
 
 
-def _legacy_list(draft: Draft, entry: Entry | None, version: int) -> None:
-    if entry is None:
-        return
-    value = to_python(entry.node)
-    items = (
-        value.split()
-        if isinstance(value, str)
-        else [str(item) for item in value]
-        if isinstance(value, list)
-        else []
-    )
-    for item in items:
-        strategy = spelling.choice(item, spelling.STRATEGIES)
-        if strategy is not None and version == 1:
-            draft.set("sharding_strategy", strategy, entry=entry, parent=draft.root)
-    removable = version == 2 and set(items) <= {"full_shard", "auto_wrap"}
+def _twice(draft: Draft, block: Node | None, inner: Entry, outer: int) -> None:
+    same = spelling.integer(inner.node.value) == outer
     draft.report(
-        "FSD339",
-        "fsdp: is the legacy list; axolotl reads fsdp_version and fsdp_config",
-        entry,
-        help="remove it; fsdp_config alone switches FSDP on",
-        edits=draft.editor.remove(draft.root, entry)
-        if removable and draft.root.get("fsdp_config") is not None
-        else None,
-        fix="remove fsdp",
+        "FSD215",
+        "fsdp_version is written twice"
+        + ("" if same else ": axolotl follows the one at top level, transformers the one in fsdp_config"),
+        inner,
+        severity=None if same else "error",
+        help=None if same else "keep one of them",
+        edits=draft.editor.remove(block, inner) if same and block is not None else None,
+        fix="remove the one inside fsdp_config",
     )
 
 
-def _block(draft: Draft, block: Node | None, version: int) -> None:
+def _chosen(draft: Draft, block: Node | None) -> dict[str, Entry]:
+    """Return the entries that count, by their names without prefix; report the others."""
     chosen: dict[str, Entry] = {}
     for entry in effective_entries(block) if block is not None else ():
         key = str(entry.key)
@@ -198,12 +208,7 @@ def _block(draft: Draft, block: Node | None, version: int) -> None:
                 )
         elif block is not None:
             _unknown(draft, block, entry, bare)
-    _keys(draft, block, chosen, version)
-    for key in FSDP1_KEYS:
-        if key in chosen:
-            _fsdp1(draft, key, chosen[key], block, version)
-    if version == 1 and draft.get("sharding_strategy") is None:
-        draft.set("sharding_strategy", "full_shard")
+    return chosen
 
 
 def _keys(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: int) -> None:
@@ -214,22 +219,65 @@ def _keys(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: i
         elif name == "wrap_classes":
             values.read_classes(draft, found, block)
         elif name == "min_num_params":
-            meant = spelling.integer(found.node.value)
-            draft.set(name, meant, entry=found, parent=block)
-            if meant != found.node.value:
-                draft.report(
-                    "FSD213",
-                    f"min_num_params {found.node.value!r} is not a whole number",
-                    found,
-                    value=True,
-                    edits=draft.editor.replace(found.node, meant) if meant else None,
-                    fix=f"write {meant}",
-                )
-        elif name in ("wrap_policy", "state_dict_type"):
-            table = values.POLICIES if name == "wrap_policy" else values.STATE_DICTS
-            values.read_choice(draft, key, name, found, block, table, version)
+            read_threshold(draft, found, block, to_python(found.node))
+        elif name in CHOICES:
+            _choice(draft, key, name, found, block)
+        elif name == "reshard_after_forward" and version == 1:
+            _reshard_under_1(draft, found)
         else:
             values.read_boolean(draft, key, name, found, block)
+    size = draft.get("wrap_policy") == "size"
+    if size and (draft.get("min_num_params") or 0) < 1 and not draft.has("FSD213"):
+        draft.report(
+            "FSD212",
+            "SIZE_BASED_WRAP needs min_num_params of at least 1; axolotl refuses the file",
+            chosen.get("auto_wrap_policy"),
+            help="write min_num_params, or wrap by class",
+        )
+
+
+def _choice(draft: Draft, key: str, name: str, entry: Entry, block: Node | None) -> None:
+    """A choice that axolotl's schema compares exactly."""
+    allowed = CHOICES[name]
+    value = to_python(entry.node)
+    if isinstance(value, str) and value in allowed:
+        draft.set(name, allowed[value], entry=entry, parent=block)
+        return
+    table = spelling.WRAP_POLICIES if name == "wrap_policy" else spelling.STATE_DICT_TYPES
+    meant = spelling.choice(value, table)
+    written = next((text for text, canonical in allowed.items() if canonical == meant), None)
+    draft.set(name, meant or next(iter(allowed.values())), entry=entry, parent=block)
+    draft.report(
+        "FSD206",
+        f"{key} {value!r} is not one of {', '.join(allowed)}; axolotl refuses the file",
+        entry,
+        value=True,
+        edits=draft.editor.replace(entry.node, written) if written else None,
+        fix=f"write {written}",
+    )
+
+
+def _reshard_under_1(draft: Draft, entry: Entry) -> None:
+    """A boolean that transformers hands to FSDP1 as the name of a strategy."""
+    meant = spelling.boolean(entry.node.value)
+    top = draft.root.get("fsdp_version")
+    inner = draft.facts["fsdp_version"].entry if top is None else top
+    edits = (
+        draft.editor.replace(inner.node, 2)
+        if inner is not None
+        else draft.editor.add(draft.root, None, {"fsdp_version": 2})
+    )
+    draft.set("sharding_strategy", "shard_grad_op" if meant is False else "full_shard", entry=entry)
+    draft.report(
+        "FSD206",
+        f"reshard_after_forward is FSDP2's; version 1 stops at it: KeyError '{str(meant).upper()}'",
+        entry,
+        help="write fsdp_version: 2 (--unsafe-fixes), or remove the key",
+        edits=edits,
+        safe=False,
+        fix="write fsdp_version: 2",
+        changes={"fsdp_version": 2, "*": True, **dict.fromkeys(FSDP1_FACTS)},
+    )
 
 
 def _unknown(draft: Draft, block: Node, entry: Entry, bare: str) -> None:
@@ -263,49 +311,13 @@ def _default(draft: Draft, name: str, version: int) -> None:
         "wrap_policy": "transformer",
         "wrap_classes": (),
         "min_num_params": None,
-        "state_dict_type": "full" if version == 1 else "sharded",
+        "state_dict_type": "full",  # what TrainingArguments pass when nothing is written
         "cpu_offload": False,
         "cpu_ram_efficient_loading": False,
         "activation_checkpointing": False,
     }
     if name != "reshard_after_forward" or version == 2:
         draft.set(name, defaults[name])
-
-
-def _fsdp1(draft: Draft, key: str, entry: Entry, block: Node | None, version: int) -> None:
-    remove = draft.editor.remove(block, entry) if block is not None else None
-    strategy = spelling.choice(entry.node.value, spelling.STRATEGIES) if key == "sharding_strategy" else None
-    if version == 1 and key != "backward_prefetch_policy":
-        if strategy is not None:
-            draft.set("sharding_strategy", strategy, entry=entry, parent=block)
-        elif key in ("use_orig_params", "sync_module_states", "forward_prefetch"):
-            draft.set(key, bool(spelling.boolean(entry.node.value)), entry=entry, parent=block)
-        return
-    draft.ignore(entry, "FSDP1 only; axolotl drops it under version 2")
-    if strategy == "shard_grad_op" and draft.get("reshard_after_forward") is not False:
-        draft.report(
-            "FSD303",
-            f"{entry.key} {entry.node.value!r} is dropped: parameters are freed after forward",
-            entry,
-            value=True,
-        )
-    elif strategy in ("hybrid_shard", "hybrid_shard_zero2") and draft.get("dp_replicate") == 1:
-        draft.report(
-            "FSD334",
-            f"{entry.key} {entry.node.value!r} is dropped: write dp_replicate_size and dp_shard_size",
-            entry,
-            value=True,
-        )
-    elif strategy == "no_shard":
-        draft.report("FSD332", f"{entry.key} {entry.node.value!r} has no FSDP2 equivalent", entry, value=True)
-    else:
-        draft.report(
-            "FSD302",
-            f"{entry.key} has no meaning under version 2",
-            entry,
-            edits=remove,
-            fix=f"remove {entry.key}",
-        )
 
 
 __all__ = ["NAME", "matches", "migrate", "read", "write"]

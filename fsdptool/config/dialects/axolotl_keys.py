@@ -26,6 +26,23 @@ FSDP1_KEYS = (
     "sync_module_states",
     "limit_all_gathers",
 )
+FSDP1_FACTS = (
+    "sharding_strategy",
+    "backward_prefetch",
+    "forward_prefetch",
+    "use_orig_params",
+    "sync_module_states",
+)
+CHOICES = {
+    "wrap_policy": {"TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size"},
+    "state_dict_type": {
+        "FULL_STATE_DICT": "full",
+        "SHARDED_STATE_DICT": "sharded",
+        "LOCAL_STATE_DICT": "local",
+    },
+}
+"""The texts that axolotl's schema accepts, with what they mean; the first is its default."""
+
 SIZES = {
     "dp_replicate_size": "dp_replicate",
     "dp_shard_size": "dp_shard",

@@ -52,8 +52,8 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
     return "\n".join([*(f"# {line}" if line else "#" for line in header), *block_lines(top)]) + "\n"
 
 
-def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
-    """Turn FSDP1 settings into FSDP2, in place."""
+def migrate(steps: Rewriter, draft: Draft, target: Target) -> dict[str, Any]:
+    """Turn FSDP1 settings into FSDP2, in place; return what else changes."""
     block = "fsdp_config"
     entry = steps.root.get(block)
     if entry is None or entry.node.kind != "map":
@@ -76,3 +76,8 @@ def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
     for name, size in target.mesh.items():
         steps.put(None, f"{name}_size", size)
     steps.put(None, "fsdp_version", 2)
+    if draft.extras.get("four_bit") and draft.get("cpu_ram_efficient_loading"):
+        # axolotl 0.19 refuses the pair under FSDP2: the quantised load on rank 0 deadlocks the scatter.
+        steps.put(block, "cpu_ram_efficient_loading", False)
+        return {"cpu_ram_efficient_loading": False}
+    return {}

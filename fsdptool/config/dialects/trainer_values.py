@@ -58,7 +58,7 @@ def read_key(draft: Draft, key: str, name: str, entry: Entry, block: Node | None
     elif name == "wrap_classes":
         _classes(draft, entry, block, value)
     elif name == "min_num_params":
-        _threshold(draft, entry, block, value)
+        read_threshold(draft, entry, block, value)
 
 
 def strategy_under_1(draft: Draft, written: str | None, entry: Entry | None = None) -> None:
@@ -188,7 +188,8 @@ def _classes(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None
     )
 
 
-def _threshold(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+def read_threshold(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+    """Read the size threshold, which counts with SIZE_BASED_WRAP only."""
     policy = draft.get("wrap_policy")
     if policy != "size":
         draft.set("min_num_params", None)

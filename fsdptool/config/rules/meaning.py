@@ -23,7 +23,8 @@ MEANING = (
          "Keep one of the two."),
     Rule("FSD305", "context parallelism without FSDP2", "error",
          "accelerate 1.15 shards the sequence on the mesh that FSDP2 builds; with FSDP1, DDP or no FSDP the "
-         "run stops or ignores it.",
+         "run stops or ignores it. SimpleTuner 4.8 runs replicas where its page says it refuses; axolotl "
+         "runs it without FSDP on purpose, which is a note only.",
          "Set fsdp_version to 2, or the context-parallel size to 1."),
     Rule("FSD306", "context-parallel size against process count", "error",
          "The size must be a whole number of at least 1 that divides the number of processes.",
@@ -171,8 +172,9 @@ MEANING = (
          "fails when the accelerator is built.",
          "Set fsdp_version to 2 or remove the block."),
     Rule("FSD343", "parallelism block without effect", "warning",
-         "All sizes are 1 (or no key is read): accelerate 1.15 then replicates instead of sharding, or stops "
-         "because FSDP2 has no dimension to shard across.",
+         "All sizes are 1 (or no key is read): accelerate 1.15 builds no mesh and shards over all processes, "
+         "as without the block. fsdptool's own trainer refuses a mesh that does not multiply to the process "
+         "count.",
          "Give dp_shard_size the number of processes, or remove the block (--unsafe-fixes removes it).",
          "unsafe"),
     Rule("FSD344", "FSDP2 is too new for the target", "error",
@@ -180,11 +182,15 @@ MEANING = (
          "Upgrade, or leave the setting out."),
     Rule("FSD345", "optimizer that does not work on sharded parameters", "warning",
          "SimpleTuner swaps optimi-*, bnb-* and soap optimizers for another one under FSDP2; elsewhere they "
-         "fail in the first step.",
-         "Choose an optimizer that works on DTensors (adamw)."),
+         "fail in the first step. axolotl 0.19 refuses adamw_8bit and adamw_bnb_8bit under FSDP2, and muon "
+         "under FSDP1.",
+         "Choose an optimizer that works on DTensors (adamw).", "unsafe"),
     Rule("FSD346", "precision and sharding do not combine", "error",
-         "SimpleTuner refuses quanto-quantised base models with FSDP2 (torchao int8 passes).",
-         "Choose another base_model_precision."),
+         "SimpleTuner refuses quanto-quantised base models with FSDP2 (torchao int8 passes). axolotl 0.19 "
+         "refuses RAM-efficient loading with load_in_4bit under FSDP2: only rank 0 would quantise, and the "
+         "scatter deadlocks.",
+         "SimpleTuner: another base_model_precision. axolotl: cpu_ram_efficient_loading: false "
+         "(--unsafe-fixes).", "unsafe"),
     Rule("FSD347", "context parallelism on this device", "error",
          "On CPU torch 2.13 has no sharding strategy for the attention kernel (`Operator "
          "aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy "
@@ -199,7 +205,8 @@ MEANING = (
          "Keep the moving average on the device."),
     Rule("FSD350", "offload combined with an optimizer that moves its own states", "error",
          "SimpleTuner refuses fsdp_cpu_offload with optimizer_release_gradients on optimi optimizers and "
-         "with optimizer_cpu_offload_method=torchao.",
+         "with optimizer_cpu_offload_method=torchao; axolotl 0.19 refuses offload_params with 8-bit "
+         "optimizers under FSDP1.",
          "Use one of the two."),
     Rule("FSD352", "mixed precision left out", "info",
          "accelerate 1.15 trains in the model's own dtype when nothing is written.",

@@ -53,7 +53,8 @@ SCHEMA = (
          "Remove it (--fix), or rename it to the key that is read (--unsafe-fixes: it begins to count).",
          "unsafe"),
     Rule("FSD212", "required key missing", "error",
-         "accelerate 1.15: A `distributed_type` must be specified in the config file.",
+         "accelerate 1.15: A `distributed_type` must be specified in the config file. axolotl 0.19 needs "
+         "`fsdp_config` beside its `fsdp` list, and `min_num_params` with SIZE_BASED_WRAP.",
          "Add `distributed_type: FSDP` (--unsafe-fixes, when the file has an `fsdp_config`).", "unsafe"),
     Rule("FSD213", "number that is text to YAML 1.1", "error",
          "PyYAML reads `1e8` as text and `1.0e8` as a float; accelerate 1.15 then fails with `invalid "
