@@ -10,7 +10,11 @@ from fsdptool.config.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
 
 _COMMENT = re.compile(r"#\s*fsdptool:\s*(.*)")
-_WORD = re.compile(r"(?:(ignore)(?:\[([^\[\]]*)\])?|consumer\s*=\s*([A-Za-z]+))(?=[\s,;#]|$)[\s,;]*", re.I)
+_WORD = re.compile(
+    r"(?:(ignore)(?:\[([^\[\]]*)\])?|consumer\s*=\s*([A-Za-z]+)|(?:layout|plan)=[^\s,;#]+)(?=[\s,;#]|$)[\s,;]*",
+    re.I,
+)
+"""``layout`` and ``plan`` say where an emitted file comes from."""
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ class Notes:
                 return
             if word.group(3):
                 self.consumer, self.consumer_at = word.group(3).lower(), at
-            else:
+            elif word.group(1):
                 self._silence(number, own_line, at, word.group(2))
             text = text[word.end() :]
             if text.startswith("#"):  # another comment

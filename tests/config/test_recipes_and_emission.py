@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from accelerate_oracle import run_accelerate
+from accelerate_oracle import check_explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,10 +86,7 @@ def test_presets_are_clean_and_run_as_written(
     reading = read_settings(path)
     assert not [item for item in reading.diagnostics if item.severity != "info" and item.code != "FSD329"]
     assert reading.consumer.name == ("fsdptool" if name == "cpu" else "accelerate")
-    outcome = run_accelerate(path)
-    assert outcome.error is None
-    for key, value in outcome.settings.items():
-        assert reading.facts[key] == value or (key, value) == ("gpu_ids", "all")
+    assert check_explained(path) is None
     assert run(["emit-config", "--preset", name, "-o", str(path)]) == 2, "an existing file is not replaced"
     assert "exists already" in capsys.readouterr().err
 
