@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.planning.catalogue import all_entries
@@ -41,6 +43,7 @@ def climb(estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candida
             continue
         steps.append(_step(text, rung, knobs, judged, asked))
         together = _merge(together, knobs, rung)
+    steps += _quantised(estimator, inputs, knobs, cluster, asked)
     if len(steps) > 1 and not any(step.fits for step in steps):
         judged = _try(estimator, _SEVERAL, together, cluster, inputs)
         if judged is not None:
@@ -81,7 +84,28 @@ def _rungs(knobs: Knobs, cluster: Cluster) -> Iterator[tuple[str, Knobs]]:
         yield "CPU offload", replace(knobs, cpu_offload=True, prefetch=1, reshard_after_forward=True)
 
 
+def _quantised(
+    estimator: Estimator, inputs: PlanInputs, knobs: Knobs, cluster: Cluster, asked: Candidate
+) -> list[NextStep]:
+    """Return the rung that holds LoRA's frozen base in fewer bits, which takes a trace of its own."""
+    method = inputs.recipe.method
+    if method.lora is None or method.lora.base != "unchanged":
+        return []
+    base: Any = "nf4" if find_spec("bitsandbytes") is not None else "int8"
+    recipe = replace(inputs.recipe, method=replace(method, lora=replace(method.lora, base=base)))
+    other = Estimator(
+        estimator.spec, estimator.anatomy, recipe, estimator.settings, profile=estimator.profile
+    )
+    text = f"hold the frozen base in {base} (--lora-base {base})"
+    judged = _try(other, text, knobs, cluster, inputs)
+    if judged is None or (asked.device_total_bytes or 0) <= (judged.device_total_bytes or 0):
+        return []
+    step = _step(text, knobs, knobs, judged, asked)
+    return [replace(step, settings={"lora_base": base})]
+
+
 _COSTS = (
+    ("hold the frozen base", "weights are rounded to the format"),
     ("reduce gradients", "gradients are summed in lower precision"),
     ("CPU offload", "the optimizer runs on the host"),
     ("micro-batch", "smaller matrix products"),

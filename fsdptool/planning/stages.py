@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from fsdptool.memory.sizes import WIDTH, weigh
 from fsdptool.planning.compute import Cost, peak_flops, unit_costs
 from fsdptool.planning.machine import Machine
 from fsdptool.planning.schedule import Run, Stage, StepTime, time_step
@@ -15,8 +16,6 @@ from fsdptool.records.recipe import Optimizer, Recipe
 from fsdptool.records.settings import Mesh
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import Unit, UnitPlan
-
-BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "int64": 8}
 
 _ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "tail": 4}
 """Forward order by kind: the root gathers first, the tail computes last."""
@@ -113,7 +112,7 @@ def model_states(units: UnitPlan, mesh: Mesh) -> dict[str, int]:
     sharded = [(p, mesh.shard_degree) for unit in units.units for p in unit.parameters]
     for parameter, ranks in [*sharded, *((p, 1) for p in units.ignored)]:
         stored = units.master_dtype if units.master_dtype and parameter.trainable else parameter.dtype
-        size = _padded(parameter, ranks) // ranks * BYTES.get(stored, 4)
+        size = _padded(parameter, ranks) // ranks * WIDTH.get(stored, 4)
         kept["parameters"] += size
         kept["gradients"] += size if parameter.trainable else 0
     return kept
@@ -122,9 +121,9 @@ def model_states(units: UnitPlan, mesh: Mesh) -> dict[str, int]:
 def _stage(unit: Unit, units: UnitPlan, cost: Cost, mesh: Mesh) -> Stage:
     ranks = mesh.shard_degree
     padded = [(_padded(p, ranks), p) for p in unit.parameters]
-    gather = sum(size * BYTES.get(units.param_dtype or p.dtype, 4) for size, p in padded)
+    gather = sum(size * weigh(p, units, ranks).computed for size, p in padded)
     reduce = sum(
-        size * BYTES.get(units.reduce_dtype or units.param_dtype or p.dtype, 4)
+        size * WIDTH.get(units.reduce_dtype or units.param_dtype or p.dtype, 4)
         for size, p in padded
         if p.trainable
     )
@@ -179,6 +178,6 @@ def _offloaded(units: UnitPlan, mesh: Mesh) -> float:
     if not units.cpu_offload:
         return 0.0
     shards: Sequence[Parameter] = [p for unit in units.units for p in unit.parameters]
-    weights = sum(p.numel * BYTES.get(p.dtype, 4) for p in shards)
+    weights = sum(p.numel * WIDTH.get(p.dtype, 4) for p in shards)
     gradients = sum(p.numel * 4 for p in shards if p.trainable)
     return (2 * weights + gradients) / mesh.shard_degree
