@@ -60,6 +60,8 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
 ) -> int:
     """Train RECIPE on the processes, mesh and wrapping the configuration says."""
+    from dataclasses import replace
+
     from fsdptool.errors import ConfigError
     from fsdptool.launch.command import build_command
     from fsdptool.launch.create import check_folder, lock_run, wait_for_run, write_run
@@ -82,6 +84,10 @@ def command(
         with_data=first and not dry_run,
     )
     nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
+    if rendezvous is not None:
+        # Where they meet was said here instead of in the file.
+        said = tuple(item for item in prepared.diagnostics if item.code != "FSD329")
+        prepared = replace(prepared, diagnostics=said)
     command_line = build_command(
         folder,
         prepared.settings,

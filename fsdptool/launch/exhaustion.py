@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdptool.errors import FsdptoolError
+from fsdptool.launch.failure import Failure
 from fsdptool.launch.prepare import Prepared
-from fsdptool.launch.supervise import Failure
 from fsdptool.records.codec import to_json
 from fsdptool.records.plan import Candidate, NextStep
 from fsdptool.training.folder import LOGS, write_json

@@ -103,7 +103,8 @@ def slurm_script(
     }
     head = [f"#SBATCH --{key}={_value(key, value)}" for key, value in values.items() if value]
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(job.variables.items())]
-    line = train_line(job, '"$SLURM_NODEID"', f'"$head_node:{PORT}"', '"$launch_id"')
+    # exec: Slurm signals every process of a step, and a shell in between would die of it.
+    line = "exec " + train_line(job, '"$SLURM_NODEID"', '"$head_node:$port"', '"$launch_id"')
     body = [
         "set -u",
         *setup,
@@ -111,7 +112,9 @@ def slurm_script(
         'head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         "# A requeued job keeps its number: the restart count tells its launches apart.",
         'launch_id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
-        "export head_node launch_id",
+        "# Jobs that share a node meet at ports of their own.",
+        f"port=$(({PORT} + SLURM_JOB_ID % 1000))",
+        "export head_node launch_id port",
         f"srun --kill-on-bad-exit=0 bash -c {shlex.quote(line)}",
         "status=$?",
         'if [ "$status" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',

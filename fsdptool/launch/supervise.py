@@ -17,49 +17,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from fsdptool.launch.command import LaunchCommand
+from fsdptool.launch.failure import Failure, running, signal_name, told
 from fsdptool.launch.watch import Follower
 from fsdptool.training.events import STDERR_MARK
 from fsdptool.training.folder import LOGS
-from fsdptool.training.guard import SUPERVISOR
+from fsdptool.training.parts import SUPERVISOR
 from fsdptool.training.stop import SIGNALS
 
 POLL_SECONDS = 0.1
 FAILURE_GRACE_SECONDS = 5.0
 """How long the other ranks may take to notice that one has gone before they are killed."""
 
+REMOTE_SECONDS = 30.0
+"""How long the last events of other machines may take to be seen here (NFS caches attributes)."""
+
 _TORCHRUN_FAILURE = re.compile(r"exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a start of the run ended.
-
-    Attributes:
-        rank: Who, or None if no rank had announced itself.
-        message: One line.
-        help: What to do next.
-        exit_code: Exit status the run should end with.
-        retryable: Whether another start could help.
-        fields: The failing rank's ``failure`` event, or empty.
-    """
-
-    rank: int | None
-    message: str
-    help: str | None = None
-    exit_code: int = 4
-    retryable: bool = True
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Rank:
     pid: int
     local: bool
+    node: str
     state: str = "running"
     seen_dead: float | None = None
 
@@ -142,11 +126,24 @@ class Supervisor:
             reader.join(timeout=2.0)
             self._look(process)
             self._bury()
+            if process.returncode == 0:
+                self._hear_out(process)
         finally:
             self._kill_all(process)
             for number, handler in previous.items():
                 signal.signal(number, handler)
         return self._outcome(process.returncode)
+
+    def _hear_out(self, process: subprocess.Popen[str]) -> None:
+        """Give the other machines' last events time to appear on the shared file system."""
+        deadline = time.monotonic() + REMOTE_SECONDS
+        while self._silent_elsewhere() and not self._signals and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            self._look(process)
+
+    def _silent_elsewhere(self) -> list[int]:
+        """Return the ranks on other machines that have not ended with a word."""
+        return [n for n, rank in self._ranks.items() if not rank.local and rank.state == "running"]
 
     def _take_signals(self) -> dict[signal.Signals, Any]:
         if threading.current_thread() is not threading.main_thread():
@@ -204,7 +201,9 @@ class Supervisor:
         if kind == "started" and isinstance(rank, int):
             if event["attempt"] > self._attempt:
                 self._begin_again(int(event["attempt"]))
-            self._ranks[rank] = _Rank(int(event["pid"]), event.get("node") == os.uname().nodename)
+            # By its parent, too: containers of one machine, or two nodes tried out on it, share a name.
+            local = (event.get("node"), event.get("supervisor")) == (os.uname().nodename, os.getpid())
+            self._ranks[rank] = _Rank(int(event["pid"]), local, str(event.get("node")))
             if self._signals:
                 self._ask(self._ranks[rank])
         elif kind == "failure" and isinstance(rank, int):
@@ -229,7 +228,7 @@ class Supervisor:
     def _check_pulse(self) -> None:
         now = time.monotonic()
         for number, rank in self._ranks.items():
-            if not rank.local or rank.state != "running" or _running(rank.pid):
+            if not rank.local or rank.state != "running" or running(rank.pid):
                 continue
             if rank.seen_dead is None:
                 # Its last words may still be on their way from its event file.
@@ -242,7 +241,7 @@ class Supervisor:
     def _bury(self) -> None:
         """Count who went with the launcher without a last word."""
         for number, rank in self._ranks.items():
-            if rank.local and rank.state == "running" and not _running(rank.pid):
+            if rank.local and rank.state == "running" and not running(rank.pid):
                 rank.state = "died"
                 self._deaths.append(number)
 
@@ -263,7 +262,7 @@ class Supervisor:
 
     def _kill_ranks(self) -> None:
         for rank in self._ranks.values():
-            if rank.local and rank.state == "running" and _running(rank.pid):
+            if rank.local and rank.state == "running" and running(rank.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
 
@@ -279,11 +278,21 @@ class Supervisor:
         """Return the first cause: a rank's own error before a silent death before a symptom of either."""
         primary = [event for event in self._failures if not event.get("secondary")]
         if primary:
-            return _told(min(primary, key=lambda event: (event.get("timeout", False), event["time"])))
+            return told(min(primary, key=lambda event: (event.get("timeout", False), event["time"])))
         if self._deaths:
             return self._silent(self._deaths[0])
         if self._failures:
-            return _told(min(self._failures, key=lambda event: event["time"]))
+            seen = told(min(self._failures, key=lambda event: event["time"]))
+            gone = self._silent_elsewhere()
+            if not gone:
+                return seen
+            where = ", ".join(f"rank {number} on {self._ranks[number].node}" for number in gone)
+            return replace(
+                seen,
+                rank=gone[0],
+                message=f"{where} ended without a word; {seen.message}",
+                help="look at that machine; start all machines again, with a new --launch-id",
+            )
         last = next((line for line in reversed(self._tail) if line.strip()), "no output")
         return Failure(None, f"the workers did not start: {last}", f"read {self._folder / LOGS}")
 
@@ -292,7 +301,7 @@ class Supervisor:
         code = self._exit_codes.get(pid)
         how = "died without a word"
         if code is not None:
-            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with status {code}"
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
         return Failure(
             number,
             f"rank {number} (process {pid}) {how}",
@@ -303,45 +312,12 @@ class Supervisor:
         if self._signals > 1:
             return Outcome("interrupted", None, self._attempt, self._finished)
         statuses = {event.get("status") for event in self._finished.values()}
-        complete = bool(self._finished) and len(self._finished) == len(self._ranks)
+        # torchrun leaves with 0 only after the agents of all machines have met at its exit barrier.
+        unheard = self._silent_elsewhere() if returncode == 0 else []
+        complete = bool(self._finished) and len(self._finished) + len(unheard) == len(self._ranks)
         if complete and not self._failures and not self._deaths:
             status = "stopped" if "stopped" in statuses else "completed"
             return Outcome(status, None, self._attempt, self._finished)
         if self._signals and not self._ranks:
             return Outcome("interrupted", None, self._attempt, self._finished)
         return Outcome("failed", self._cause(), self._attempt, self._finished)
-
-
-def _told(event: Mapping[str, Any]) -> Failure:
-    return Failure(
-        rank=event["rank"],
-        message=f"rank {event['rank']}: {event['message']}",
-        help=event.get("help"),
-        exit_code=int(event.get("exit_code", 4)),
-        retryable=bool(event.get("retryable", True)),
-        fields=event,
-    )
-
-
-def _running(pid: int) -> bool:
-    """Say whether a process runs; one that has ended but was not collected yet does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except FileNotFoundError:
-        if Path("/proc/self").exists():
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
-    except OSError:
-        return False
-    return state.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -17,11 +17,8 @@ from fsdptool.training import events as event_module
 from fsdptool.training.events import EventLog
 from fsdptool.training.exhaustion import describe_exhaustion, is_exhaustion
 from fsdptool.training.folder import LOGS
-from fsdptool.training.parts import open_events, open_flag
+from fsdptool.training.parts import SUPERVISOR, open_events, open_flag
 from fsdptool.training.stop import SignalFlag
-
-SUPERVISOR = "FSDPTOOL_SUPERVISOR_PID"
-"""Environment variable with the process id of the fsdptool parent on this machine."""
 
 _PEER_SYMPTOMS = (
     "Connection closed by peer",

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
     from fsdptool.training.meter import CpuMeter, CudaMeter
 
+SUPERVISOR = "FSDPTOOL_SUPERVISOR_PID"
+"""Environment variable with the process id of the fsdptool parent on this machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -54,7 +57,12 @@ def open_events(folder: Path) -> EventLog:
     logs = folder / LOGS
     logs.mkdir(exist_ok=True)
     install_stack_dump(str(logs / f"rank-{rank:05d}.stacks"))
-    events.emit("started", world_size=int(os.environ.get("WORLD_SIZE", "1")), node=os.uname().nodename)
+    events.emit(
+        "started",
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        node=os.uname().nodename,
+        supervisor=int(os.environ.get(SUPERVISOR, "0")),
+    )
     return events
 
 
@@ -81,7 +89,7 @@ def open_parts(
         events=events,
         resume="auto" if events.attempt > 0 else start.resume,
         # A relaunch before the first checkpoint begins where this start did.
-        origin=start.resume if events.attempt > 0 else None,
+        origin=start.resume if events.attempt > 0 and start.resume != "auto" else None,
         mesh=mesh,
     )
     if events.rank == 0:

@@ -15,9 +15,10 @@ import time
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-_ECHO_SECONDS = 1.0
+_ECHO_SECONDS = 5.0
 """A second signal within this time is the first one's echo: Slurm signals every process of a step,
-torchrun then forwards its own copy (torch 2.13, elastic/multiprocessing/api.py)."""
+torchrun then forwards its own copy (torch 2.13, elastic/multiprocessing/api.py), and the parent a third;
+on a busy node they are seconds apart. A person's second signal goes to the parent, which waits for none."""
 
 
 class SignalFlag:

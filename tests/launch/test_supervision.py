@@ -15,6 +15,7 @@ import pytest
 
 from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
+from fsdptool.launch.failure import running
 from fsdptool.launch.supervise import Outcome, Supervisor
 from fsdptool.training.events import event_path, read_lines
 
@@ -58,7 +59,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 def gone(stage: Stage, ranks: int) -> bool:
     pids = [event["pid"] for rank in range(ranks) for event in read_lines(event_path(stage.folder, rank))]
-    return not any(supervise._running(pid) for pid in pids)
+    return not any(running(pid) for pid in pids)
 
 
 def test_a_run_ends_when_every_rank_has_finished(stage: Stage) -> None:
@@ -131,7 +132,7 @@ def test_a_second_signal_to_the_parent_ends_everything_at_once(stage: Stage) -> 
 def test_a_second_signal_to_a_rank_ends_it(stage: Stage) -> None:
     def twice(pids: dict[int, int]) -> None:
         os.kill(pids[0], signal.SIGTERM)
-        time.sleep(1.2)
+        time.sleep(5.5)
         os.kill(pids[0], signal.SIGTERM)
 
     stage.when_training(1, twice)

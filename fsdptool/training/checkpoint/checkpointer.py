@@ -152,9 +152,12 @@ class RunCheckpointer:
             StorageError: It cannot be read.
         """
         found = None
-        for resume in (self._resume, self._origin):
-            if found is None and resume is not None:
-                found = loading.choose(resume, self._folder, self._group, self._events)
+        # Rank 0 decides: torchrun counts restarts per machine, and one may have joined anew.
+        asked = [resume for resume in (self._resume, self._origin) if resume is not None]
+        for resume in loading.share(asked, self._group):
+            found = loading.choose(resume, self._folder, self._group, self._events)
+            if found is not None:
+                break
         self._clean()
         return self._restore(state, found)
 

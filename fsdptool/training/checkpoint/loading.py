@@ -38,7 +38,7 @@ def choose(
             and every one is damaged: to start anew is a decision nobody has taken.
     """
     named = None if resume == "auto" else Path(resume)
-    candidates = _share([str(path) for path in ([named] if named else list_checkpoints(folder))], group)
+    candidates = share([str(path) for path in ([named] if named else list_checkpoints(folder))], group)
     wrong: str | None = None
     for text in candidates:
         path = Path(text)
@@ -127,7 +127,8 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _share(value: list[str], group: dist.ProcessGroup | None) -> list[str]:
+def share(value: list[str], group: dist.ProcessGroup | None) -> list[str]:
+    """Return rank 0's ``value`` on every rank."""
     if not dist.is_initialized():
         return value
     shared: list[Any] = [value]
