@@ -139,7 +139,7 @@ def _moments(candidate: Mapping[str, Any]) -> str:
         for moment in candidate["timeline"]
     ]
     table = _table("Allocated bytes after each event", ("event", "allocated"), rows, numbers=(1,), tall=True)
-    return f"<details><summary>The same as a table</summary>{table}</details>"
+    return f'<details class="screen"><summary>The same as a table</summary>{table}</details>'
 
 
 def _phases(candidate: Mapping[str, Any]) -> str:
@@ -198,15 +198,35 @@ def _candidates(document: Mapping[str, Any]) -> str:
     candidates = document["candidates"]
     if len(candidates) < 2:
         return ""
+    front = {name: place for place, name in enumerate(document["details"].get("front", ()))}
+    best = [item for item in candidates if item["id"] == document["chosen"] or item["id"] in front]
+    best.sort(key=lambda item: (item["id"] != document["chosen"], front.get(item["id"], -1)))
+    shown_ids = {item["id"] for item in best}
+    rest = [item for item in candidates if item["id"] not in shown_ids]
+    shown = _weighed("The chosen one and the front", document, best) if best else ""
+    # Thousands of rows are for looking a configuration up, not for paper.
+    others = (
+        f'<details class="screen"><summary>The other {len(rest)}, and why not</summary>'
+        f"{_weighed('Every other configuration weighed', document, rest)}</details>"
+        if rest
+        else ""
+    )
+    chart = charts.scatter(document)
+    drawn = f'<div class="chart">{chart}</div>' if chart else ""
+    title = f"{len(candidates)} configurations weighed"
+    return f'<section class="long"><h2>{title}</h2>{drawn}{shown}{others}</section>'
+
+
+def _weighed(caption: str, document: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> str:
     front = set(document["details"].get("front", ()))
-    several = len(document["details"]["clusters"]) > 1
+    clusters = document["details"]["clusters"]
     rows = []
-    for item in candidates:
+    for item in items:
         chosen = item["id"] == document["chosen"]
         mark = " (chosen)" if chosen else " (front)" if item["id"] in front else ""
         settings = words.brief(item["settings"])
-        if several:
-            settings = f"{document['details']['clusters'][item['settings']['cluster']]}; {settings}"
+        if len(clusters) > 1:
+            settings = f"{clusters[item['settings']['cluster']]}; {settings}"
         price = item.get("price_per_million_samples")
         why = (item["rejected_by"] or "") + (
             f" ({price:.4g} per million samples)" if price is not None else ""
@@ -218,10 +238,7 @@ def _candidates(document: Mapping[str, Any]) -> str:
             f'<td class="wide">{escape(settings)}</td><td class="wide">{escape(why)}</td></tr>'
         )
     heads = ("candidate", "needs", "one step", "throughput", "settings", "why not")
-    table = _table("Every configuration weighed", heads, rows, numbers=(1, 2, 3), tall=True)
-    chart = charts.scatter(document)
-    drawn = f'<div class="chart">{chart}</div>' if chart else ""
-    return f'<section class="long"><h2>{len(candidates)} configurations weighed</h2>{drawn}{table}</section>'
+    return _table(caption, heads, rows, numbers=(1, 2, 3), tall=True)
 
 
 def _findings(document: Mapping[str, Any]) -> str:
@@ -240,7 +257,7 @@ def _inputs(document: Mapping[str, Any]) -> str:
     inputs = {key: value for key, value in document["inputs"].items() if key != "machines"}
     text = escape(json.dumps(inputs, indent=2, ensure_ascii=False))
     return (
-        '<section class="long"><h2>Inputs</h2><details class="machine">'
+        '<section class="long screen"><h2>Inputs</h2><details>'
         f'<summary>What the plan was derived from</summary><pre tabindex="0">{text}</pre></details></section>'
     )
 

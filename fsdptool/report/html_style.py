@@ -61,6 +61,6 @@ svg.timeline,svg.scatter{min-width:38rem}.chart{overflow-x:auto}svg.timeline,svg
 @media print{:root{--bg:#fff;--card:#fff;--ink:#000;--soft:#444;--line:#bbb}
 main{max-width:none;padding:0}.scroll,.tall{overflow:visible;max-height:none;border:0}
 thead th{position:static}section{break-inside:avoid-page}section.long{break-inside:auto}
-details::details-content{content-visibility:visible;block-size:auto}details.machine{display:none}
+.screen{display:none}h2{break-after:avoid-page}
 tr{break-inside:avoid}body{font-size:11pt}.skip{display:none}}
 """
