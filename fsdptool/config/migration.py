@@ -76,6 +76,9 @@ def migrate_file(
         first = reading.diagnostics[0]
         return Migrated(path, None, before, None, first.message, first.help)
     if not any(item.code != "FSD113" for item in reading.diagnostics) and reading.settings is None:
+        if to is not None and to != reading.dialect:
+            nothing = f"there is nothing to write for {to}"
+            return Migrated(path, reading.dialect, before, None, "the file does not configure FSDP", nothing)
         return Migrated(path, reading.dialect, before, before, notes=("the file does not configure FSDP",))
     refusal = _refusal(reading)
     if refusal is not None:

@@ -1,0 +1,58 @@
+"""Every file of the corpus in every dialect: the same settings there, or one line that says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import corpus
+import pytest
+
+from fsdptool.config import read_settings
+from fsdptool.config.dialects import DIALECTS
+from fsdptool.config.facts import facts_from
+from fsdptool.config.migration import migrate_file
+
+FILES = corpus.files()
+LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
+ENDINGS = {"trainer": ".json", "simpletuner": ".json", "env": ".env", "flags": ".sh"}
+
+
+def test_other_dialects_are_refused_where_there_is_nothing_to_say(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_family": "flux", "model_type": "full"}')
+    assert migrate_file(path).after == path.read_text()
+    refused = migrate_file(path, to="accelerate")
+    assert refused.after is None and refused.refusal == "the file does not configure FSDP"
+
+
+if corpus.folder() is not None:
+
+    @pytest.mark.parametrize("to", DIALECTS)
+    def test_another_dialect_says_the_same(to: str, tmp_path: Path) -> None:
+        written = 0
+        for path in FILES:
+            reading = read_settings(path)
+            if reading.dialect in (None, to):
+                continue
+            made = migrate_file(path, to=to)
+            if made.after is None:
+                assert made.refusal and "\n" not in made.refusal, path.name
+                continue
+            copy = tmp_path / f"{path.stem}{ENDINGS.get(to, '.yaml')}"
+            copy.write_text(made.after)
+            again = read_settings(copy)
+            assert again.dialect == to and again.version == 2, path.name
+            assert not again.errors, (path.name, [item.message for item in again.errors])
+            assert reading.settings is not None and again.settings is not None
+            before, after = facts_from(reading.settings), facts_from(again.settings)
+            # What belongs to the launch is said, not lost in silence.
+            for name in LAUNCH:
+                same = before.pop(name) == after.pop(name)
+                assert same or any(note.startswith(f"give {name} = ") for note in made.notes), path.name
+            for name in ("rdzv_backend", "debug"):
+                before.pop(name), after.pop(name)
+            assert after == before, path.name
+            for second in (migrate_file(copy), migrate_file(copy, to=to)):
+                assert second.after == made.after, path.name
+            written += 1
+        assert written > 50
