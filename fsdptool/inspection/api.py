@@ -189,6 +189,7 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
         repeated_blocks=walked.repeated_blocks,
         fsdp_plan_unmatched=walked.fsdp_plan_unmatched,
         class_modules=walked.class_modules,
+        weights_read=walked.weights_read,
     )
     findings = (*check_keys(spec, model), *model_hazards(anatomy), *choice_hazards(anatomy, census))
     return with_concern(replace(anatomy, diagnostics=findings), census)

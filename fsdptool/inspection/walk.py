@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.inspection.reads import weights_read
 from fsdptool.records.anatomy import Buffer, Module, Parameter
 from fsdptool.records.diagnostic import Diagnostic
 
@@ -29,6 +30,7 @@ class Walked:
     repeated_blocks: tuple[str, ...]
     fsdp_plan_unmatched: tuple[str, ...]
     class_modules: dict[str, str]
+    weights_read: tuple[str, ...]
     diagnostics: tuple[Diagnostic, ...]
 
 
@@ -78,6 +80,7 @@ def walk(model: nn.Module) -> Walked:
         repeated_blocks=_names(getattr(model, "_repeated_blocks", None)),
         fsdp_plan_unmatched=_unmatched_plan(model, paths),
         class_modules={kind.__name__: kind.__module__ for kind in reversed(classes)},
+        weights_read=weights_read([item.path for item in modules if item.embedding], classes),
         diagnostics=tuple(
             Diagnostic(
                 code=CYCLE,

@@ -3,8 +3,9 @@
 Each block is a unit. Large untied embeddings outside the blocks are units of their own that
 backward never gathers again. An untied head forms the tail with the final norm and stays
 gathered between forward and backward, where freeing it would cost a gather that nothing can
-hide. Everything else, tied embeddings and heads included, belongs to the root, which torch
-keeps gathered for the whole step: correct however many modules share a tensor.
+hide. Everything else belongs to the root, which torch keeps gathered for the whole step: correct
+however many modules share a tensor. Tied embeddings and heads are there, and embeddings whose weight
+the model's code reads without calling them.
 """
 
 from __future__ import annotations
@@ -156,6 +157,8 @@ def _shard_embeddings(builder: _Builder, anatomy: Anatomy, blocks: list[str]) ->
     for path, module in builder.tree.modules.items():
         if not module.embedding or path in builder.taken or _inside(path, blocks):
             continue
+        if path in anatomy.weights_read:
+            continue  # read where nothing gathers it; the root's parameters are there all the time
         parameters = builder.tree.subtree(path)
         if any(parameter.aliases for parameter in parameters):
             continue

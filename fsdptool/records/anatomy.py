@@ -143,6 +143,8 @@ class Anatomy:
         repeated_blocks: diffusers' ``_repeated_blocks``.
         fsdp_plan_unmatched: Rules of transformers' own FSDP plan that match nothing in this model.
         class_modules: Python module that defines each class, by unqualified class name.
+        weights_read: Paths of embeddings whose weight the model's code reads without calling them:
+            they cannot be units of their own.
         diagnostics: Findings of the inspection.
     """
 
@@ -158,6 +160,7 @@ class Anatomy:
     repeated_blocks: tuple[str, ...] = ()
     fsdp_plan_unmatched: tuple[str, ...] = ()
     class_modules: Mapping[str, str] = field(default_factory=dict)
+    weights_read: tuple[str, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = ()
 
     @property

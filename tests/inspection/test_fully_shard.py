@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdptool.families.protocol import Family, Flavour
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_model, with_config
+from fsdptool.families.testing import small_model
 from fsdptool.inspection.api import describe
 from fsdptool.inspection.units import unit_plan
 
@@ -36,12 +36,6 @@ def one_of_each_class() -> list[tuple[Family, Flavour]]:
 
 CASES = one_of_each_class()
 
-STILL_SMALLER = {
-    # At its true size the relative table is 0.3 % of the model; it must not grow to a unit here, for the
-    # model reads its weight without calling it.
-    "deberta-v3": {"position_buckets": 4},
-}
-
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
@@ -53,7 +47,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.mark.parametrize(("family", "flavour"), CASES, ids=[f"{f.name}:{v.name}" for f, v in CASES])
 def test_units_shard_and_train(family: Family, flavour: Flavour, mesh: DeviceMesh) -> None:
-    small = small_model(family, with_config(flavour, STILL_SMALLER.get(family.name, {})))
+    small = small_model(family, flavour)
     anatomy = describe(small.model, small.spec)
     plan = unit_plan(anatomy)
     whole = {parameter.fqn for parameter in plan.ignored}
