@@ -32,7 +32,7 @@ BEGIN, END = "<!-- accuracy: begin (benchmarks/memory/report.py) -->", "<!-- acc
 def predict(setting: Setting) -> Footprint:
     """Return the prediction for a row."""
     made = inputs_of(setting)
-    found = trace(made.spec, made.recipe, made.settings)
+    found = trace(made.spec, made.recipe, made.settings, gloo=setting.backend == "gloo")
     return footprint(
         found,
         made.units,

@@ -23,7 +23,9 @@ from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 from fsdptool.records.units import UnitPlan
 from fsdptool.training.assemble import objective_for
+from fsdptool.training.context import attention_of, check_context
 from fsdptool.training.methods.apply import prepare_model
+from fsdptool.training.methods.quantised.replace import describe_base
 from fsdptool.training.recompute import checkpoint_units
 from fsdptool.training.unitplan import plan_teacher, plan_units
 
@@ -39,16 +41,24 @@ def make_trace(
     settings: FsdpSettings,
     profile: Profile,
     teacher: ModelSpec | None,
+    *,
+    gloo: bool = False,
 ) -> Trace:
     """Trace afresh. See :func:`fsdptool.memory.trace`."""
+    check_context(spec, recipe, settings)
     anatomy = inspect(spec)
     plan = plan_units(anatomy, recipe, settings)
     objective = objective_for(recipe, spec)
     specs = family_of(spec).batch_spec(spec.config, recipe)
-    taught = _teacher(teacher, recipe, settings, profile, specs) if teacher is not None else None
+    taught = _teacher(teacher, recipe, settings, profile, specs, gloo) if teacher is not None else None
+
+    told: list[str | None] = []
 
     def make() -> nn.Module:
-        return _student(spec, recipe, settings, plan)
+        model = _student(spec, recipe, settings, plan)
+        if not told:
+            told.append(describe_base(model))
+        return model
 
     conditions = Conditions(
         profile=profile,
@@ -57,6 +67,8 @@ def make_trace(
         uncast=frozenset(p.fqn for p in plan.ignored),
         master=_dtype(plan.master_dtype),
         distillation=recipe.method.distillation,
+        sharing=settings.mesh.cp,
+        staged=gloo,
     )
     try:
         made = _traced(make, objective, specs, conditions)
@@ -81,6 +93,7 @@ def make_trace(
         unknowns=made.unknowns
         + (taught.unknowns if taught is not None else ())
         + tuple(why for part in beside for why in part.unknowns),
+        notes=made.notes + tuple(note for note in told if note is not None),
     )
 
 
@@ -133,7 +146,7 @@ def _why(error: Exception, spec: ModelSpec) -> str:
 
 
 def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
-    model = _built(spec, recipe.model)
+    model = _built(spec, recipe.model, settings.mesh.cp)
     model = prepare_model(model, recipe, family_of(spec), spec.config).train()
     checkpoint_units(
         model, plan, recipe.sharding.checkpointing, offload=settings.activation_checkpointing_offload
@@ -141,8 +154,8 @@ def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: Unit
     return model
 
 
-def _built(spec: ModelSpec, choice: ModelChoice) -> nn.Module:
-    model = build(spec, dtype=choice.dtype, attention=choice.attention)
+def _built(spec: ModelSpec, choice: ModelChoice, sharing: int) -> nn.Module:
+    model = build(spec, dtype=choice.dtype, attention=attention_of(choice, sharing))
     config = getattr(model, "config", None)
     if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False
@@ -155,19 +168,28 @@ def _teacher(
     settings: FsdpSettings,
     profile: Profile,
     specs: Sequence[TensorSpec],
+    gloo: bool,
 ) -> Trace:
     assert recipe.method.distillation is not None
     choice = recipe.method.distillation.teacher
+    check_context(spec, recipe, settings)
     anatomy = inspect(spec)
     plan = plan_teacher(anatomy, recipe, settings)
     objective = objective_for(recipe, spec)
 
     def make() -> nn.Module:
-        model = _built(spec, choice)
+        model = _built(spec, choice, settings.mesh.cp)
         model.requires_grad_(False)
         return model.eval()
 
-    conditions = Conditions(profile, _dtype(plan.param_dtype), _dtype(plan.output_dtype), teacher=True)
+    conditions = Conditions(
+        profile,
+        _dtype(plan.param_dtype),
+        _dtype(plan.output_dtype),
+        teacher=True,
+        sharing=settings.mesh.cp,
+        staged=gloo,
+    )
     try:
         made = _traced(make, objective, specs, conditions)
     except FsdptoolError:

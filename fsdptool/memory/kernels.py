@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from fsdptool.memory.recorder import Recorder
 from fsdptool.records.trace import Profile
@@ -31,8 +32,10 @@ def _attend(
     """Route as ``sdp_utils.cpp`` does on CUDA (torch 2.13).
 
     Flash for half precision without a mask; else the memory-efficient kernel, which takes masks and
-    fp32.
+    fp32. Both compute a causal mask that has no values (``torch.nn.attention.bias``) by themselves.
     """
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = None, True
     if attn_mask is None and query.dtype in _HALF and max(query.shape[-1], value.shape[-1]) <= 256:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if enable_gqa and key.shape[1] != query.shape[1]:

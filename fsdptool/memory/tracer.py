@@ -21,7 +21,14 @@ from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 
 KIND = "trace"
-_OWN = ("memory", "training/recompute.py", "training/methods", "families", "records/trace.py")
+_OWN = (
+    "memory",
+    "training/recompute.py",
+    "training/context.py",
+    "training/methods",
+    "families",
+    "records/trace.py",
+)
 
 
 def trace(
@@ -31,6 +38,7 @@ def trace(
     *,
     profile: Profile | None = None,
     teacher: ModelSpec | None = None,
+    gloo: bool = False,
     use_cache: bool = True,
     refresh: bool = False,
 ) -> Trace:
@@ -42,6 +50,7 @@ def trace(
         settings: Precision and checkpointing as the YAML says.
         profile: Whose kernels to assume; None follows ``settings.use_cpu``.
         teacher: A distillation's teacher; None resolves the recipe's.
+        gloo: Whether ranks that share a sequence exchange it over gloo, which copies what it sends.
         use_cache: Whether to read and keep cached traces.
         refresh: Trace afresh and keep it.
 
@@ -54,14 +63,14 @@ def trace(
     if recipe.method.distillation is not None and teacher is None:
         teacher = _resolve(recipe.method.distillation.teacher)
     store = Store() if use_cache or refresh else None
-    key = store.key(_parts(spec, recipe, settings, assumed, teacher)) if store is not None else ""
+    key = store.key(_parts(spec, recipe, settings, assumed, teacher, gloo)) if store is not None else ""
     if store is not None and not refresh:
         kept, _ = store.get(KIND, key)
         if kept is not None and (found := _decode(kept)) is not None:
             return found
     from fsdptool.memory.building import make_trace
 
-    made = make_trace(spec, recipe, settings, assumed, teacher)
+    made = make_trace(spec, recipe, settings, assumed, teacher, gloo=gloo)
     if store is not None and made.known:
         store.put(KIND, key, to_json(made), about=f"{spec.model_class} of {spec.reference.id}")
     return made
@@ -92,6 +101,7 @@ def _parts(
     settings: FsdpSettings,
     profile: Profile,
     teacher: ModelSpec | None,
+    gloo: bool,
 ) -> dict[str, Any]:
     """Return everything a trace depends on, and nothing that a search turns without changing it."""
     sharding = recipe.sharding
@@ -112,7 +122,7 @@ def _parts(
         "sharding": [sharding.layout, sharding.param_dtype, sharding.output_dtype],
         "precision": settings.mixed_precision,
         "ignored": settings.ignored_modules,
-        "context": settings.mesh.cp,
+        "context": [settings.mesh.cp, gloo] if settings.mesh.cp > 1 else None,
         "profile": profile,
         "libraries": library_versions(),
         "tool": f"{tool_version()}:{_own_digest()}",

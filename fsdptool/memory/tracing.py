@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from fsdptool.families.objectives.context import Context, share, using
 from fsdptool.memory.borders import Borders
 from fsdptool.memory.fakes import fake_batch, materialise
 from fsdptool.memory.recorder import Recorder
@@ -35,6 +36,9 @@ class Conditions:
         compute: ``param_dtype`` of the sharding, or None for the tensors' own.
         output: ``output_dtype`` of the sharding.
         teacher: Forward without gradients only.
+        beside: Forward without gradients as in validation or sampling, on the model that is trained.
+        sharing: Ranks that share a sequence; rank 0 of them is traced, which sees it to its end.
+        staged: Whether collectives inside the model are gloo's, which copies what it sends.
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
         master: dtype trainable parameters are stored in.
         distillation: Its temperature and alpha; the teacher's prediction is an input then.
@@ -47,6 +51,9 @@ class Conditions:
     uncast: frozenset[str] = frozenset()
     master: torch.dtype | None = None
     distillation: Distillation | None = None
+    beside: Literal["evaluation", "sampling"] | None = None
+    sharing: int = 1
+    staged: bool = False
 
 
 def run_trace(
@@ -74,7 +81,11 @@ def run_trace(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     materialise(model, mode, conditions)
-    batch: dict[str, Any] = dict(fake_batch(specs, mode))
+    # Samples are generated from whole sequences.
+    split = conditions.sharing > 1 and conditions.beside != "sampling"
+    context = Context(conditions.sharing, 0, staged=conditions.staged) if split else None
+    with mode, using(context):
+        batch: dict[str, Any] = dict(share(fake_batch(specs, mode)))
     recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()])
     borders = Borders(recorder, cast=conditions.compute, output=conditions.output)
     borders.attach(model, fine=fine)
@@ -87,6 +98,7 @@ def run_trace(
             stack.enter_context(kernels_of(conditions.profile))
             if conditions.profile == "cuda":
                 stack.enter_context(offloading(recorder))
+            stack.enter_context(using(context))
             stack.enter_context(mode)
             if values:
                 stack.enter_context(KnownValues(batch, specs))

@@ -29,8 +29,8 @@ Key = tuple[Any, ...]
 """What a trace depends on while a search turns the knobs."""
 
 _CONTEXT_PARALLEL = (
-    "context parallel is unverified: activations are those of a rank's share of the sequence, without the"
-    " keys and values it gathers from the others"
+    "context parallel on GPUs is unverified: which attention kernel runs follows torch's rules, and what"
+    " NCCL keeps for its group is not known"
 )
 
 MAX_SIZE = 1 << 40
@@ -113,7 +113,7 @@ class Estimator:
         """
         recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
         key = _trace_key(knobs)
-        trace = self._trace(key, self._share(recipe, knobs.cp), settings)
+        trace = self._trace(key, recipe, settings)
         units = self._group(knobs, recipe, settings)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
         taught = self._teach(recipe, settings)
@@ -134,7 +134,10 @@ class Estimator:
         if cluster.gpu is not None:
             # Ranks share the work of the whole sequence, whose attention grows with its square.
             whole = replace(knobs, cp=1)
-            worked = self._trace(_trace_key(whole), recipe, settings) if knobs.cp > 1 else trace
+            if knobs.cp > 1:
+                self.notes[_CONTEXT_PARALLEL] = None
+                alone = replace(settings, mesh=replace(settings.mesh, cp=1))
+                worked = self._trace(_trace_key(whole), recipe, alone)
             costs = self._module_costs(_trace_key(whole), worked, cluster.gpu, machine)
             timing = time_candidate(units, costs, worked, recipe, mesh, cluster, machine)
         made = _assemble(id, knobs, cluster, footprint, verdict, timing)
@@ -148,14 +151,6 @@ class Estimator:
         if id(trace) not in self._flops:
             self._flops[id(trace)] = model_flops(trace)
         return self._flops[id(trace)]
-
-    def _share(self, recipe: Recipe, cp: int) -> Recipe:
-        """Return the recipe as one context-parallel rank sees it: its share of every sequence."""
-        length = recipe.batch.sequence_length
-        if cp == 1 or length is None:
-            return recipe
-        self.notes[_CONTEXT_PARALLEL] = None
-        return replace(recipe, batch=replace(recipe.batch, sequence_length=-(-length // cp)))
 
     def states(self, knobs: Knobs, cluster: Cluster) -> dict[str, int]:
         """Return the bytes one rank keeps for the model by kind: what the rule-of-thumb tables give.
@@ -171,7 +166,7 @@ class Estimator:
         if key not in self._traces:
             from fsdptool.memory import trace
 
-            made = trace(self.spec, recipe, settings)
+            made = trace(self.spec, recipe, settings, gloo=self.profile == "cpu-gloo")
             self._traces[key] = made
             self.notes |= dict.fromkeys(made.notes)
         return self._traces[key]

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.objectives.context import use
 from fsdptool.families.registry import family_of
 from fsdptool.inspection.build import build
 from fsdptool.training.context import attention_of, check_context
@@ -101,7 +100,6 @@ def assemble(inputs: RunInputs, session: Session, *, phase: Phase = lambda name:
     recipe, spec, plan = inputs.recipe, inputs.spec, inputs.units
     objective = objective_for(recipe, spec)
     check_context(spec, recipe, inputs.settings)
-    use(session.context)
     made = build_sharded(
         spec, recipe.model, plan, inputs.settings, session, recipe=recipe, seed=recipe.seed, phase=phase
     )

@@ -88,7 +88,7 @@ def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:
 
 
 def open_session(settings: FsdpSettings) -> Session:
-    """Join the process group and build the mesh.
+    """Join the process group, build the mesh, and share sequences over it where the file says so.
 
     Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` (torchrun); without them the run is a single
     process. An existing process group is used as it is.
@@ -112,7 +112,9 @@ def open_session(settings: FsdpSettings) -> Session:
         (sizes.dp_replicate, sizes.dp_shard or 1, sizes.cp),
         mesh_dim_names=("dp_replicate", "dp_shard", "cp"),
     )
-    return Session(rank, world_size, local_rank, device, sizes, mesh, _parameter_mesh(mesh, sizes))
+    session = Session(rank, world_size, local_rank, device, sizes, mesh, _parameter_mesh(mesh, sizes))
+    use(session.context)
+    return session
 
 
 def _join(rank: int, world_size: int, device: torch.device) -> None:

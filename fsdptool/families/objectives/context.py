@@ -32,11 +32,13 @@ class Context:
         size: How many they are.
         rank: Which of them this is.
         group: Their process group; None exchanges nothing, though buffers are made (a trace).
+        staged: Whether a trace makes the buffers, too, that gloo copies a collective into.
     """
 
     size: int
     rank: int
     group: Any = None
+    staged: bool = False
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -63,6 +65,8 @@ class Context:
             _collective("all_gather_single", "all_gather_into_tensor")(
                 received.view(-1), mine.view(-1), group=self.group
             )
+        elif self.staged:
+            received.new_empty(received.shape)
         return received
 
     def reduce(self, whole: Tensor) -> Tensor:
@@ -72,6 +76,8 @@ class Context:
             _collective("reduce_scatter_single", "reduce_scatter_tensor")(
                 mine.view(-1), whole.view(-1), group=self.group
             )
+        elif self.staged:
+            whole.new_empty(whole.shape)
         return mine
 
 
