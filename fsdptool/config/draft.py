@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdptool.config.edits import Editor
@@ -12,6 +12,15 @@ from fsdptool.config.rules import RULES
 from fsdptool.config.text import SourceText
 from fsdptool.config.tree import Document, Entry, Node
 from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, Severity
+
+_MISWRITTEN = frozenset({"FSD201", "FSD202", "FSD203", "FSD210", "FSD211", "FSD216"})
+"""Findings about keys that do not count, for their spelling or their place."""
+
+_RESTING = {
+    "wrap_policy": ("FSD315", "FSD325"),
+    "fsdp_version": ("FSD301", "FSD302", "FSD303", "FSD338"),
+}
+"""Fixes that are right only while a setting stays as it runs now."""
 
 
 @dataclass(slots=True)
@@ -162,6 +171,29 @@ class Draft:
         line_end = self.source.text.find("\n", node.start)
         stop = node.end if line_end < 0 else min(node.end, max(line_end, node.start + 1))
         return node.start, stop
+
+    def pending(self) -> frozenset[str]:
+        """Return the settings that unsafe fixes found so far would let begin to count.
+
+        A misspelt key, or one in the wrong place: a default that is written out before would stand in
+        its way, and what the author wrote would be lost.
+        """
+        names: set[str] = set()
+        for finding in self.findings:
+            fix = finding.diagnostic.fix
+            if finding.diagnostic.code in _MISWRITTEN and fix is not None and not fix.safe:
+                names.update(finding.changes)
+                names.add(str(finding.changes.get("*")))
+        return frozenset(names)
+
+    def withhold(self) -> None:
+        """Take back the fixes that rest on a setting which is itself about to begin to count."""
+        pending = self.pending()
+        codes = {code for name, codes in _RESTING.items() if name in pending for code in codes}
+        for index, finding in enumerate(self.findings):
+            if finding.diagnostic.code in codes:
+                bare = replace(finding.diagnostic, fix=None)
+                self.findings[index] = replace(finding, diagnostic=bare, changes={})
 
     def has(self, *codes: str, severity: Severity | None = None) -> bool:
         """Whether a finding with one of the codes (and the severity, if given) was recorded."""

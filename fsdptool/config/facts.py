@@ -7,6 +7,19 @@ from typing import Any
 
 from fsdptool.records.settings import FsdpSettings, Mesh
 
+LAUNCH = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "rdzv_backend",
+    "use_cpu",
+    "gpu_ids",
+    "debug",
+)
+"""Settings of the launch rather than of sharding."""
+
 COMMON = (
     "fsdp_version",
     "reshard_after_forward",
@@ -26,15 +39,7 @@ COMMON = (
     "cp_comm_strategy",
     "tp",
     "sp",
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "use_cpu",
-    "gpu_ids",
-    "debug",
+    *LAUNCH,
 )
 """Settings of FSDP2, in the order they are shown and written."""
 
@@ -77,6 +82,16 @@ WRITTEN = {
     },
 }
 """How accelerate and TrainingArguments write the canonical values."""
+
+
+def begins(name: str, value: Any) -> dict[str, Any]:
+    """Return what changes when a setting begins to count, with what begins and ends to count with it."""
+    if name == "wrap_policy":
+        return {name: value, "*": name}
+    if name != "fsdp_version":
+        return {name: value}
+    return {name: value, "*": name, "reshard_after_forward": None, **dict.fromkeys(LEGACY)}
+
 
 RESHARD_OF_STRATEGY = {
     "full_shard": True,

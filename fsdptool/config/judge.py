@@ -64,6 +64,7 @@ def judge(draft: Draft, *, model: Any = None, hardware: Any = None) -> None:
     _loading(draft)
     _processes(draft)
     _defaults(draft)
+    draft.withhold()
     if model is not None:
         from fsdptool.config.model_rules import judge_model
 
@@ -325,7 +326,9 @@ def _defaults(draft: Draft) -> None:
     """Write out what another program or version would fill in differently."""
     if draft.dialect != "accelerate":
         return
-    if draft.consumer.name == "accelerate" and not draft.written("mixed_precision"):
+    pending = draft.pending()
+    unwritten = not draft.written("mixed_precision") and "mixed_precision" not in pending
+    if draft.consumer.name == "accelerate" and unwritten:
         draft.report(
             "FSD352",
             "mixed_precision is not written: no, by default",
@@ -339,6 +342,8 @@ def _defaults(draft: Draft) -> None:
     for key, canonical in keys:
         fact = draft.facts.get(canonical)
         if fact is None or fact.entry is not None or fact.origin.startswith("environment"):
+            continue
+        if canonical in pending:
             continue
         value = WRITTEN.get(canonical, {}).get(fact.value, fact.value)
         edits = Editor(draft.source, draft.document).add(block.node if block else None, block, {key: value})

@@ -163,3 +163,12 @@ def nearest(word: object, known: Iterable[str], *, cutoff: float = 0.72) -> str 
         return pool[target]
     close = difflib.get_close_matches(target, list(pool), n=1, cutoff=cutoff)
     return pool[close[0]] if close else None
+
+
+def same_ends(word: object, known: Iterable[str]) -> str | None:
+    """Return the one known key that begins and ends with the same words (``main_..._port``), or None."""
+    parts = normal(word).split("_")
+    if len(parts) < 2:
+        return None
+    alike = [item for item in known if item.split("_")[0] == parts[0] and item.split("_")[-1] == parts[-1]]
+    return alike[0] if len(alike) == 1 else None

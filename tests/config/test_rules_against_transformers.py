@@ -93,6 +93,14 @@ def test_the_bare_form_is_read_alike(tmp_path: Path) -> None:
             check_explained(path)
 
 
+def test_a_misspelt_version_is_not_lost_to_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    path.write_text('{"output_dir": "o",\n "fsdp": true,\n "fsdp_config": {"versoin": 1}}')
+    path.write_text(repair(read_settings(path), unsafe=True, only=frozenset({"FSD202", "FSD338"})).after.text)
+    outcome = run_trainer(True, json.loads(path.read_text())["fsdp_config"])
+    assert isinstance(outcome, dict) and outcome["fsdp_version"] == 1
+
+
 def test_a_switch_that_is_off_leaves_fsdp_off(tmp_path: Path) -> None:
     path = tmp_path / "args.json"
     path.write_text('{"output_dir": "o", "fsdp": false, "fsdp_config": {"version": 2}}')

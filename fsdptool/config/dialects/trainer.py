@@ -14,6 +14,7 @@ from fsdptool.config.dialects.trainer_switch import read_switch
 from fsdptool.config.dialects.trainer_values import default, read_fsdp1_key, read_key, read_strategy
 from fsdptool.config.dialects.trainer_write import mapping, migrate, write
 from fsdptool.config.draft import Draft
+from fsdptool.config.facts import begins
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
 
 
@@ -253,7 +254,7 @@ def _unread(draft: Draft, block: Node, entry: Entry, bare: str) -> None:
             edits=draft.editor.rename(entry, near),
             safe=False,
             fix=f"rename {key} to {near}",
-            changes={KEYS[near]: entry.node.value},
+            changes=begins(KEYS[near], entry.node.value),
         )
         return
     draft.report(
