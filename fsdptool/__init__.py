@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdptool.config.api import emit_config as emit_config
+    from fsdptool.config.api import validate as validate
     from fsdptool.config.read import read_settings as read_settings
     from fsdptool.config.recipe import read_recipe as read_recipe
     from fsdptool.config.write import write_settings as write_settings
@@ -21,6 +23,8 @@ _PUBLIC: dict[str, str] = {
     "write_settings": "fsdptool.config.write",
     "detect": "fsdptool.inspection.api",
     "plan": "fsdptool.planning.plan",
+    "emit_config": "fsdptool.config.api",
+    "validate": "fsdptool.config.api",
 }
 """Public name to the module that defines it."""
 

@@ -58,23 +58,18 @@ def command(
 
     if list_presets:
         return _list_presets(format)
-    if sum(item is not None for item in (reference, plan)) > 1:
-        raise ConfigError("give a model or --plan, not both", help="a plan names its model")
-    if reference is None and plan is None and preset is None:
-        raise ConfigError("nothing to emit", help="give a model, --plan FILE or --preset NAME")
-    if plan is not None:
-        made = emission.from_plan(plan, candidate=candidate)
-    else:
-        made = emission.from_reference(
-            reference,
-            preset=preset,
-            layout=layout,
-            wrap=tuple(wrap or ()),
-            exclude=tuple(exclude or ()),
-            revision=revision,
-            component=component,
-            trust_remote_code=trust_remote_code,
-        )
+    made = emission.start(
+        reference,
+        plan=plan,
+        candidate=candidate,
+        preset=preset,
+        layout=layout,
+        wrap=tuple(wrap or ()),
+        exclude=tuple(exclude or ()),
+        revision=revision,
+        component=component,
+        trust_remote_code=trust_remote_code,
+    )
     settings = emission.adjust(made.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
     made = replace(made, settings=settings)
     if recipe_output is not None:

@@ -55,10 +55,12 @@ def command(
     ] = FindingFormat.TEXT,
 ) -> int:
     """Judge configurations as the program that reads them will: errors, silent drops, defaults, fixes."""
+    from fsdptool.config.api import conditions
     from fsdptool.config.validate import Verdict, expand, found_by_chance
     from fsdptool.report import findings
 
-    judged: dict[str, Any] = {"target": target, **_extras(model, gpu, gpus, host_memory, trust_remote_code)}
+    judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
+    judged["target"] = target
     readings = []
     for path, named in expand(files).items():
         reading = _read(path, dialect, consumer, judged)
@@ -102,21 +104,6 @@ def read_input(path: Path) -> SourceText | None:
         return decode(sys.stdin.buffer.read((1 << 20) + 1), None)
     except UnreadableError as error:
         raise ConfigError(f"standard input: {error.message}") from error
-
-
-def _extras(
-    model: str | None, gpu: str | None, gpus: int | None, host_memory: str | None, trust_remote_code: bool
-) -> dict[str, Any]:
-    extras: dict[str, Any] = {}
-    if model is not None:
-        from fsdptool.config.model_rules import inspect_model
-
-        extras["model"] = inspect_model(model, trust_remote_code=trust_remote_code)
-    if gpu is not None or gpus is not None or host_memory is not None:
-        from fsdptool.config.hardware_rules import read_hardware
-
-        extras["hardware"] = read_hardware(gpu, gpus, host_memory, model, trust_remote_code=trust_remote_code)
-    return extras
 
 
 def _repair(reading: Reading, unsafe: bool, judged: dict[str, Any]) -> Repaired | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from fsdptool.records.settings import FsdpSettings, Mesh
 
 if TYPE_CHECKING:
     from fsdptool.records.anatomy import Anatomy
+    from fsdptool.records.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +81,52 @@ class Emission:
         return envelope("emit-config", to_json(self.settings), body)
 
 
-def from_plan(path: Path, *, candidate: str | None = None) -> Emission:
-    """Return what a plan document chose.
+def start(
+    reference: str | None,
+    *,
+    plan: str | PathLike[str] | Plan | None = None,
+    candidate: str | None = None,
+    preset: str | None = None,
+    **model: Any,
+) -> Emission:
+    """Return what a plan chose, or a preset's settings for a model.
+
+    Args:
+        reference, preset, model: As for :func:`from_reference`.
+        plan, candidate: As for :func:`from_plan`.
+
+    Raises:
+        ConfigError: Nothing or too much is given; else as those.
+    """
+    if reference is not None and plan is not None:
+        raise ConfigError("give a model or a plan, not both", help="a plan names its model")
+    if plan is not None:
+        return from_plan(plan, candidate=candidate)
+    if reference is None and preset is None:
+        raise ConfigError("nothing to emit", help="give a model, --plan FILE or --preset NAME")
+    return from_reference(reference, preset=preset, **model)
+
+
+def from_plan(plan: str | PathLike[str] | Plan, *, candidate: str | None = None) -> Emission:
+    """Return what a plan (the record, or the path of its document) chose.
 
     Raises:
         ConfigError: The file is no plan, or has no such candidate, or chose none.
     """
     from fsdptool.planning import chosen_candidate, chosen_run, read_plan
 
-    plan = read_plan(path)
+    where = "the plan"
+    if isinstance(plan, str | PathLike):
+        where = str(plan)
+        plan = read_plan(Path(plan))
     ids = [item.id for item in plan.candidates]
     if candidate is not None and candidate not in ids:
         raise ConfigError(
-            f"{path}: there is no candidate {candidate!r}", help=f"choose one of: {', '.join(ids)}"
+            f"{where}: there is no candidate {candidate!r}", help=f"choose one of: {', '.join(ids)}"
         )
     if candidate is None and plan.chosen is None:
         raise ConfigError(
-            f"{path}: the plan chose nothing (verdict: {plan.verdict})",
+            f"{where}: nothing was chosen (verdict: {plan.verdict})",
             help=f"name one with --candidate ({', '.join(ids[:4])}), or follow the plan's next steps",
         )
     plan = replace(plan, chosen=candidate or plan.chosen)
