@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdptool.config.facts import LAUNCH
 from fsdptool.config.fix import repair
 from fsdptool.config.read import read_settings
 from fsdptool.config.reading import Reading
@@ -16,17 +17,8 @@ from fsdptool.errors import ConfigError
 from fsdptool.records.document import envelope
 from fsdptool.records.settings import FsdpSettings
 
-_LAUNCH = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "gpu_ids",
-    "debug",
-)
-"""Settings of the launch rather than of sharding: a dialect without words for them leaves them to it."""
+_LAUNCH = tuple(name for name in LAUNCH if name != "use_cpu")
+"""What a dialect without words for it leaves to the launch."""
 
 _CODES = frozenset({"FSD301"})
 

@@ -36,6 +36,13 @@ def read_boolean(draft: Draft, key: str, name: str, entry: Entry, parent: Node |
             fix=f"write {str(meant).lower()}",
         )
         return
+    accept_truth(draft, key, name, entry, parent, value, truth)
+
+
+def accept_truth(
+    draft: Draft, key: str, name: str, entry: Entry, parent: Node | None, value: Any, truth: bool
+) -> None:
+    """Record what a value is read as; that it is no boolean itself is a note."""
     draft.set(name, truth, entry=entry, parent=parent)
     if not isinstance(value, bool):
         draft.report(

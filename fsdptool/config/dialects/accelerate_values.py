@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool.config import spelling
-from fsdptool.config.dialects.accelerate_legacy import read_legacy, report_dead
-from fsdptool.config.dialects.accelerate_scalars import read_boolean, replace_any, word_of_truth
+from fsdptool.config.dialects.accelerate_legacy import read_legacy
+from fsdptool.config.dialects.accelerate_scalars import (
+    accept_truth,
+    read_boolean,
+    replace_any,
+    word_of_truth,
+)
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import BOOLEANS, WRITTEN
 from fsdptool.config.tree import Entry, Node, to_python
@@ -219,16 +224,7 @@ def read_reshard(draft: Draft, entry: Entry, parent: Node | None, key: str) -> N
     strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
     truth = word_of_truth(value)
     if truth is not None:
-        draft.set("reshard_after_forward", truth, entry=entry, parent=parent)
-        if not isinstance(value, bool):
-            draft.report(
-                "FSD207",
-                f"{key} is {type(value).__name__} {value!r}, read as {str(truth).lower()}",
-                entry,
-                value=True,
-                edits=draft.editor.replace(entry.node, truth),
-                fix=f"write {str(truth).lower()}",
-            )
+        accept_truth(draft, key, "reshard_after_forward", entry, parent, value, truth)
         return
     meant = {"full_shard": True, "shard_grad_op": False}.get(strategy or "")
     if meant is None:
@@ -331,6 +327,5 @@ __all__ = [
     "read_reshard",
     "read_version",
     "replace_any",
-    "report_dead",
     "word_of_truth",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fsdptool.config.facts import LAUNCH
+
 NAME = "axolotl"
 
 KEYS = {
@@ -49,18 +51,4 @@ SIZES = {
     "tensor_parallel_size": "tp",
     "context_parallel_size": "cp",
 }
-CANNOT = (
-    "activation_checkpointing_offload",
-    "ignored_modules",
-    "cp_comm_strategy",
-    "sp",
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "use_cpu",
-    "gpu_ids",
-    "debug",
-)
+CANNOT = ("activation_checkpointing_offload", "ignored_modules", "cp_comm_strategy", "sp", *LAUNCH)

@@ -10,7 +10,7 @@ from fsdptool.config.dialects.accelerate_mesh import read_details, read_rotation
 from fsdptool.config.dialects.accelerate_top import read_precision
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
-from fsdptool.config.facts import BOOLEANS, WRITTEN
+from fsdptool.config.facts import BOOLEANS, LAUNCH, WRITTEN
 from fsdptool.config.tree import Entry, Node, effective_entries
 from fsdptool.errors import ConfigError
 from fsdptool.records.settings import FsdpSettings, Mesh
@@ -50,15 +50,7 @@ SIZES = {
 }
 _DETAILS = {key.upper(): name for key, name in DETAILS.items()}
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
-CANNOT = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "gpu_ids",
-)
+CANNOT = tuple(name for name in LAUNCH if name not in ("use_cpu", "debug"))
 _FSDP1 = (
     "sharding_strategy",
     "backward_prefetch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool.config import spelling
+from fsdptool.config.facts import LAUNCH
 
 NAME = "simpletuner"
 
@@ -45,15 +46,8 @@ CANNOT = (
     "ignored_modules",
     "tp",
     "sp",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "use_cpu",
-    "gpu_ids",
-    "debug",
     "min_num_params",
-    "num_machines",
+    *(name for name in LAUNCH if name != "num_processes"),
 )
 
 _TABLES = {

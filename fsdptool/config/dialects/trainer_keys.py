@@ -1,5 +1,7 @@
 """The keys of TrainingArguments' ``fsdp_config`` (transformers 5.23), and what became of others."""
 
+from fsdptool.config.facts import LAUNCH, MESH
+
 NAME = "trainer"
 
 KEYS = {
@@ -51,22 +53,4 @@ ARGUMENTS = frozenset(
         "activation_checkpointing",
     ]
 )
-CANNOT = (
-    "activation_checkpointing_offload",
-    "ignored_modules",
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "cp_comm_strategy",
-    "tp",
-    "sp",
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "use_cpu",
-    "gpu_ids",
-    "debug",
-)
+CANNOT = ("activation_checkpointing_offload", "ignored_modules", *MESH, "cp_comm_strategy", *LAUNCH)

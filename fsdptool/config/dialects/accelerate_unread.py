@@ -1,0 +1,134 @@
+"""Keys of accelerate's files that nobody reads, or in a place where nobody reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config import spelling
+from fsdptool.config.dialects.accelerate_keys import (
+    DEAD,
+    FSDP_KEYS,
+    PARALLELISM_KEYS,
+    TOP_LEVEL,
+    WHOLE_NUMBERS,
+)
+from fsdptool.config.dialects.accelerate_legacy import report_dead
+from fsdptool.config.draft import Draft
+from fsdptool.config.facts import begins
+from fsdptool.config.tree import Entry, Node
+
+
+def report_inside(draft: Draft, block: Node, entry: Entry, full: str) -> None:
+    """Report a key of ``fsdp_config`` that nobody reads; ``full`` is the key with its prefix."""
+    key = str(entry.key)
+    if key.startswith("_"):
+        draft.report("FSD220", f"{key} is a note", entry)
+        return
+    if key not in TOP_LEVEL and (full in DEAD or key in DEAD):
+        meant = DEAD.get(full, DEAD.get(key))
+        report_dead(draft, block, entry, full, meant)
+        return
+    if key in TOP_LEVEL and key not in ("fsdp_config",):
+        draft.ignore(entry, "belongs at top level; inside fsdp_config nobody reads it")
+        removed = draft.editor.remove(block, entry)
+        moves = draft.root.get(key) is None and entry.node.kind == "scalar" and removed is not None
+        added = draft.editor.add(draft.root, None, {key: entry.node.value}) if moves else None
+        draft.report(
+            "FSD210",
+            f"{key} belongs at top level; inside fsdp_config nobody reads it",
+            entry,
+            severity="warning",
+            edits=(*removed, *added) if removed is not None and added is not None else removed,
+            safe=added is None,
+            fix=f"remove {key}" if added is None else f"move {key} to the top level",
+            changes={} if added is None else {"*": key},
+        )
+        return
+    near = spelling.nearest(full, FSDP_KEYS, cutoff=0.8)
+    if near is not None and block.get(near) is None:
+        draft.ignore(entry, f"unknown; {near} was meant?")
+        draft.report(
+            "FSD202",
+            f"{key} is not read: did you mean {near}?",
+            entry,
+            help=f"rename it to {near}; it then begins to count",
+            edits=draft.editor.rename(entry, near),
+            safe=False,
+            fix=f"rename {key} to {near}",
+            changes=begins(FSDP_KEYS[near], entry.node.value),
+        )
+        return
+    draft.ignore(entry, "unknown inside fsdp_config")
+    draft.report(
+        "FSD202",
+        f"{key} is not read by anyone",
+        entry,
+        help="remove it",
+        edits=draft.editor.remove(block, entry),
+        safe=True,
+        fix=f"remove {key}",
+    )
+
+
+def report_top_level(draft: Draft, entry: Entry) -> None:
+    """Report a key that the loader does not know at top level: it refuses the file."""
+    key = str(entry.key)
+    draft.ignore(entry, "unknown at top level: the file is refused")
+    inner = key if key.startswith("fsdp_") else f"fsdp_{key}"
+    if inner in FSDP_KEYS or inner in DEAD or f"parallelism_config_{key}" in PARALLELISM_KEYS:
+        home = "parallelism_config" if f"parallelism_config_{key}" in PARALLELISM_KEYS else "fsdp_config"
+        draft.report(
+            "FSD210",
+            f"{key} belongs inside {home}; accelerate refuses it at top level",
+            entry,
+            edits=_move(draft, entry, home, inner),
+            safe=False,
+            fix=f"move {key} into {home}",
+            changes=_moved(entry, inner),
+        )
+        return
+    whole = isinstance(entry.node.value, int) and not isinstance(entry.node.value, bool)
+    near = (
+        spelling.nearest(key, WHOLE_NUMBERS, cutoff=0.65) or spelling.same_ends(key, WHOLE_NUMBERS)
+        if whole
+        else spelling.nearest(key, TOP_LEVEL, cutoff=0.75)
+    )
+    if near is not None and draft.root.get(near) is None:
+        draft.report(
+            "FSD201",
+            f"unknown key {key!r}: did you mean {near!r}?",
+            entry,
+            help=f"rename it to {near}",
+            edits=draft.editor.rename(entry, near),
+            safe=False,
+            fix=f"rename {key} to {near}",
+            changes={"*": near},
+        )
+    else:
+        draft.report(
+            "FSD201",
+            f"unknown key {key!r}",
+            entry,
+            help="remove it; accelerate refuses the file",
+            edits=draft.editor.remove(draft.root, entry),
+            safe=False,
+            fix=f"remove {key}",
+            changes={},
+        )
+
+
+def _move(draft: Draft, entry: Entry, home: str, key: str) -> Any:
+    target = draft.root.get(home)
+    removed = draft.editor.remove(draft.root, entry)
+    if target is None or entry.node.kind != "scalar" or removed is None:
+        return None
+    twin = target.node.get(key)
+    if twin is not None:
+        # Written where it belongs as well: the stray one may go if it says the same.
+        return removed if twin.node.value == entry.node.value else None
+    added = draft.editor.add(target.node, target, {key: entry.node.value})
+    return None if added is None else (*removed, *added)
+
+
+def _moved(entry: Entry, key: str) -> dict[str, Any]:
+    return {FSDP_KEYS.get(key, key): entry.node.value}
