@@ -32,6 +32,9 @@ from fsdptool.records.trace import Trace
 _RANDOM_STATES = 5056
 """Bytes of a rank's generator state, copied for every save (torch 2.13, Mersenne Twister)."""
 
+_BLOCK = 1 << 16
+"""Elements drawn at a time where a shard cuts a block (``training/random_values.py``)."""
+
 _CONVERTED = 3
 """Whole tensors held while experts of a checkpoint are fused: the parts, their stack, the result."""
 
@@ -121,7 +124,8 @@ def loading_temporaries(run: Beside) -> int:
     for weights in _weights(run.schedule):
         rows, wide = weights.shard, 8 if weights.stored == 8 else 4
         if random:
-            most = max(most, rows * wide if weights.stored != wide else 0)
+            block = min(_BLOCK, weights.parameter.numel) * wide
+            most = max(most, block + (rows * wide if weights.stored != wide else 0))
         elif len(weights.parameter.shape) >= 3 and ".experts." in weights.parameter.fqn:
             most = max(most, weights.parameter.numel * weights.stored * _CONVERTED)
         else:

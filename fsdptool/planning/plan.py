@@ -19,6 +19,7 @@ from fsdptool.planning.notebook import ShownPlan, shown
 from fsdptool.planning.options import Options, PlanInputs, Request
 from fsdptool.planning.predict import Estimator, check_sizes
 from fsdptool.planning.request import read_request
+from fsdptool.planning.routing import routing, routing_note
 from fsdptool.planning.search import Weighed, roomy, weigh
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster
@@ -240,6 +241,10 @@ def _conclude(
     diagnostics += _remarks(inputs, first, chosen)
     diagnostics += advise(estimator, inputs, asked[0], first, chosen)
     shown_knobs = knobs_from_json((chosen or first).settings)
+    experts = routing(estimator.anatomy.parameters, chosen or first)
+    if experts is not None:
+        estimator.notes[routing_note(experts)] = None
+        extra = {**extra, "routing": experts}
     details = {
         "asked": list(weighed.asked),
         "front": list(weighed.front),
