@@ -17,7 +17,8 @@ from fsdptool.config import read_settings
 from fsdptool.config.fix import repair
 from fsdptool.config.model_rules import attention_kinds, inspect_model
 from fsdptool.config.presets import PRESETS
-from fsdptool.config.recipe import dump_recipe, read_recipe, recipe_schema
+from fsdptool.config.recipe import dump_recipe, read_recipe
+from fsdptool.config.recipe_schema import recipe_schema
 from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Recipe
 from fsdptool.resources import load_schema
