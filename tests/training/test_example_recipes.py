@@ -24,7 +24,8 @@ from fsdptool.training.events import event_path, read_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))
-CONFIG = EXAMPLES / "configs" / "two_cpu_processes.yaml"
+CONFIGS = {"decoder_long_full": "two_cpu_processes_one_sequence.yaml"}
+"""What a recipe is run with; the others take two processes with sequences of their own."""
 STEPS = 2
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +51,8 @@ def said(folder: Path, kind: str) -> list[dict[str, Any]]:
 def test_a_recipe_trains(path: Path, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # data and models beside the recipe are found from anywhere
     folder = tmp_path / "run"
-    prepared = prepare(path, CONFIG, with_prediction=False)
+    config = EXAMPLES / "configs" / CONFIGS.get(path.stem, "two_cpu_processes.yaml")
+    prepared = prepare(path, config, with_prediction=False)
     recipe = shortened(prepared.recipe)
     prepared = dataclasses.replace(prepared, recipe=recipe)
     write_run(folder, prepared, resume=None, number=0, argv=[], force=False)
