@@ -91,6 +91,20 @@ CASES: dict[str, Case] = {
     "adapters": Case(method=Method("lora", lora=Lora(rank=4))),
     "adapters, recomputed": Case(method=Method("lora", lora=Lora(rank=4)), settings=RECOMPUTE),
     "adapters, replicated": Case(method=Method("lora", lora=Lora(rank=4, adapters="replicated"))),
+    "base in nf4": Case(method=Method("lora", lora=Lora(rank=4, base="nf4"))),
+    "base in nf4, resharded to two": Case(
+        method=Method("lora", lora=Lora(rank=4, base="nf4")), sharding={"reshard_after_forward": 2}
+    ),
+    "base in nf4, recomputed, uneven": Case(
+        ranks=3, method=Method("lora", lora=Lora(rank=4, base="nf4")), settings=RECOMPUTE
+    ),
+    "base in int8, selective": Case(
+        method=Method("lora", lora=Lora(rank=4, base="int8")), settings=RECOMPUTE, **SELECTIVE
+    ),
+    "base in int8, one rank": Case(ranks=1, method=Method("lora", lora=Lora(rank=4, base="int8"))),
+    "base in float8, fp32": Case(
+        method=Method("lora", lora=Lora(rank=4, base="float8")), settings={"mixed_precision": "no"}
+    ),
     "optimizer, fused": Case(ranks=1, step=True),
     "optimizer, foreach": Case(ranks=1, step=True, optimizer={"implementation": "foreach"}),
     "optimizer, loop": Case(ranks=1, step=True, optimizer={"implementation": "for_loop"}),
