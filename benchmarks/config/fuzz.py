@@ -4,7 +4,7 @@
 
 Mutations: bytes, keys, values, lines, indentation, encodings, deep nesting, anchors and alias bombs, sizes.
 Every reading is timed in CPU seconds (a busy machine is no hang); every fix is applied and checked by
-reading the result again.
+reading the result again, and so is the migration in place and to one other dialect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.config import read_settings
+from fsdptool.config.dialects import DIALECTS
 from fsdptool.config.fix import fulfils, kept, repair
+from fsdptool.config.migration import migrate_file
 from fsdptool.config.reading import Reading
 from fsdptool.config.text import UnreadableError, decode
 from fsdptool.config.validate import Verdict
@@ -92,6 +94,7 @@ class Report:
     readings: int = 0
     refused: int = 0
     fixed: int = 0
+    migrated: int = 0
     slowest: float = 0.0
     codes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -222,6 +225,7 @@ def examine(data: bytes, name: str, report: Report) -> Reading | None:
         report.refused += 1
     else:
         _fix(reading, report, name)
+        _migrate(reading, report, name)
     report.slowest = max(report.slowest, time.process_time() - started)
     return reading
 
@@ -244,6 +248,24 @@ def _fix(reading: Reading, report: Report, name: str) -> None:
                 promised[key] = value
     if unsafe.after.text != unsafe.before.text and not kept(reading, unsafe.reading, promised):
         report.failures.append(f"{name}: a fix changed more than it said: {[i.code for i in unsafe.applied]}")
+
+
+def _migrate(reading: Reading, report: Report, name: str) -> None:
+    assert reading.source is not None
+    others = sorted(DIALECTS)
+    for to in (None, others[len(reading.source.text) % len(others)]):
+        made = migrate_file(Path(name), to=to, source=reading.source)
+        if made.after is None:
+            if not made.refusal or "\n" in made.refusal:
+                report.failures.append(f"{name}: refused to migrate to {to} without one clear line")
+            continue
+        report.migrated += made.changed
+        dialect = to or reading.dialect
+        plain = dialect in ("trainer", "simpletuner") and dialect != reading.dialect
+        again = decode(made.after.encode(), "made.json" if plain else name if to is None else "made.yaml")
+        second = migrate_file(Path(name), to=to, dialect=dialect, source=again)
+        if second.after != made.after:
+            report.failures.append(f"{name}: migrating to {to} again is not the same: {second.refusal}")
 
 
 def fuzz(files: list[tuple[str, bytes]], count: int, seed: int) -> Report:
@@ -295,6 +317,7 @@ def main() -> int:
         "read": report.readings,
         "refused": report.refused,
         "fixed": report.fixed,
+        "migrated": report.migrated,
         "slowest_cpu_seconds": round(report.slowest, 3),
         "limit_seconds": LIMIT_SECONDS,
         "peak_resident_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
