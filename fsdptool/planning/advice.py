@@ -5,15 +5,43 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdptool.errors import FsdptoolError
+from fsdptool.families.registry import family_of
 from fsdptool.planning.judge import HEADROOM, gib
 from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.predict import Estimator
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
+from fsdptool.records.recipe import Recipe
 
 
 def advise(
+    estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candidate, chosen: Candidate | None
+) -> list[Diagnostic]:
+    """Return what the trainer would refuse of the data, and whether sharding is needed at all."""
+    return [*_packing(estimator.spec, inputs.recipe), *_needless(estimator, inputs, knobs, asked, chosen)]
+
+
+def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
+    data = recipe.data
+    kind = recipe.objective.name or spec.objective
+    if kind != "causal_lm" or data.source == "synthetic" or not (data.packing and data.document_mask):
+        return []
+    names = {item.name for item in family_of(spec).batch_spec(spec.config, recipe)}
+    if "position_ids" in names or "pixel_values" in names:
+        return []
+    return [
+        Diagnostic(
+            "PLN012",
+            "warning",
+            f"{spec.model_class} cannot keep packed documents apart: training refuses data.document_mask",
+            help="let documents run into one another (document_mask: false), or set data.packing: false",
+        )
+    ]
+
+
+def _needless(
     estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candidate, chosen: Candidate | None
 ) -> list[Diagnostic]:
     """Return advice on whether sharding is needed at all.

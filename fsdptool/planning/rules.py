@@ -24,4 +24,8 @@ RULES = (
     Rule("PLN011", "FSDP is not needed", "info",
          "The whole run fits one GPU, with DDP's buckets. DDP communicates a third less.",
          "Use DDP, or FSDP for larger batches or models."),
+    Rule("PLN012", "packed documents cannot be kept apart", "warning",
+         "Recurrent and convolutional layers carry a state over the border between packed documents, whatever"
+         " the attention mask says; some models take no positions to find the border by.",
+         "Set data.document_mask: false to accept it, or data.packing: false."),
 )  # fmt: skip

@@ -100,24 +100,40 @@ def causal(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-_NO_POSITIONS = frozenset(
+_NO_POSITIONS = frozenset(("cpmant", "mpt", "reformer", "transfo-xl", "xlm", "xlnet"))
+
+_RECURRENT = frozenset(
     {
-        *("bamba", "cpmant", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "mpt"),
-        *("recurrent_gemma", "reformer", "rwkv", "transfo-xl", "xlm", "xlnet", "zamba", "zamba2"),
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
+        *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba"),
+        *("zamba2",),
     }
 )
+"""Model types with layers that hand a state on from token to token (transformers 5.23). Their kernels on
+CUDA could reset it (``seq_idx``); the code that runs elsewhere cannot."""
+
+_STATEFUL_LAYERS = frozenset(
+    {
+        *("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid"),
+        *("compressed_sparse_attention", "heavily_compressed_attention"),
+    }
+)
+"""Kinds of layers, as configurations list them, that mix tokens whatever the attention mask says."""
+
+
+def separates(config: Any) -> bool:
+    """Say whether the model can keep packed documents apart, told by ``position_ids``."""
+    text = text_config(config)
+    if getattr(text, "model_type", "") in _NO_POSITIONS | _RECURRENT:
+        return False
+    lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type", "block_types"))
+    return not any(_STATEFUL_LAYERS.intersection(kinds) for kinds in lists if isinstance(kinds, list | tuple))
 
 
 def packs(config: Any, recipe: Recipe) -> bool:
-    """Say whether the batch carries ``position_ids`` that tell packed documents apart.
-
-    Recurrent state crosses documents whatever the mask: their documents run into one another.
-    """
-    return (
-        recipe.data.packing
-        and recipe.data.document_mask
-        and getattr(text_config(config), "model_type", "") not in _NO_POSITIONS
-    )
+    """Say whether the batch carries ``position_ids`` that tell packed documents apart."""
+    return recipe.data.packing and recipe.data.document_mask and separates(config)
 
 
 def masked(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:

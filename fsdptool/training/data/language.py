@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,18 @@ LANGUAGE = ("causal_lm", "masked_lm", "seq2seq", "classification")
 """Objectives whose samples are made of text."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Material:
+    """What samples are made of: a tokenised table, its rows of one part, and what a batch holds."""
+
+    table: Ragged
+    rows: NDArray[np.int64]
+    encoder: Encoder
+    recipe: Recipe
+    data: Data
+    wanted: Wanted
+
+
 def open_language(
     kind: str, recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str
 ) -> tuple[Samples, Collate]:
@@ -50,7 +63,7 @@ def open_language(
     rows = _part(table, part, recipe.evaluation.holdout, data)
     if kind == "classification":
         _check_labels(table, wanted, spec)
-    samples = _MAKERS[kind](table, rows, encoder, recipe, data, wanted)
+    samples = _MAKERS[kind](_Material(table, rows, encoder, recipe, data, wanted))
     if len(samples) == 0:
         raise ConfigError(
             f"data {table.facts['source']} has no tokens", help="check data.path and the files' content"
@@ -85,76 +98,59 @@ def _part(table: Ragged, part: str, holdout: float, data: Data) -> NDArray[np.in
     return found
 
 
-def _sequences(
-    table: Ragged,
-    rows: NDArray[np.int64],
-    encoder: Encoder,
-    recipe: Recipe,
-    data: Data,
-    wanted: Wanted,
-) -> Sequences:
-    lengths = table.lengths("input_ids")
-    rows = rows[lengths[rows] > 0]
-    length = wanted["input_ids"].shape[-1]
-    strategy = data.options.get("packing", "fit" if data.assistant_only_loss else "wrap")
+def _sequences(of: _Material) -> Sequences:
+    lengths = of.table.lengths("input_ids")
+    rows = of.rows[lengths[of.rows] > 0]
+    length = of.wanted["input_ids"].shape[-1]
+    strategy = of.data.options.get("packing", "fit" if of.data.assistant_only_loss else "wrap")
     if strategy not in ("wrap", "fit"):
         raise ConfigError(f"data.options.packing {strategy!r} is neither wrap nor fit")
     packing: Packing
-    if not data.packing:
+    if not of.data.packing:
         packing = single(lengths, rows, length=length)
     elif strategy == "wrap":
-        packing = wrap(lengths, rows, length=length, seed=recipe.seed)
+        packing = wrap(lengths, rows, length=length, seed=of.recipe.seed)
     else:
         packing = fit(lengths, rows, length=length)
     # The family knows whether the model can tell documents apart by their positions.
-    return Sequences(table, packing, length=length, pad=encoder.pad, document_mask="position_ids" in wanted)
+    known = "position_ids" in of.wanted
+    return Sequences(of.table, packing, length=length, pad=of.encoder.pad, document_mask=known)
 
 
-def _make_masked(
-    table: Ragged,
-    rows: NDArray[np.int64],
-    encoder: Encoder,
-    recipe: Recipe,
-    data: Data,
-    wanted: Wanted,
-) -> Samples:
-    assert encoder.mask is not None  # the table could not have been made without
-    specials = np.union1d(np.asarray(encoder.tokenizer.all_special_ids, dtype=np.int64), [encoder.pad])
+def _make_causal(of: _Material) -> Samples:
+    if of.data.packing and of.data.document_mask and "position_ids" not in of.wanted:
+        raise ConfigError(
+            "data.document_mask cannot be had: this model cannot keep documents apart that share a sequence"
+            " (its layers carry a state from token to token, or take no positions)",
+            help="let documents run into one another (data.document_mask: false), or set data.packing: false",
+        )
+    return _sequences(of)
+
+
+def _make_masked(of: _Material) -> Samples:
+    assert of.encoder.mask is not None  # the table could not have been made without
+    known = np.asarray(of.encoder.tokenizer.all_special_ids, dtype=np.int64)
     return MaskedSequences(
-        _sequences(table, rows, encoder, recipe, data, wanted),
-        specials=specials,
-        mask=encoder.mask,
-        vocabulary=encoder.vocabulary,
-        share=float(data.options.get("mask_share", 0.15)),
-        seed=recipe.seed,
+        _sequences(of),
+        specials=np.union1d(known, [of.encoder.pad]),
+        mask=of.encoder.mask,
+        vocabulary=of.encoder.vocabulary,
+        share=float(of.data.options.get("mask_share", 0.15)),
+        seed=of.recipe.seed,
     )
 
 
-def _make_pairs(
-    table: Ragged,
-    rows: NDArray[np.int64],
-    encoder: Encoder,
-    recipe: Recipe,
-    data: Data,
-    wanted: Wanted,
-) -> Samples:
-    length, target_length = wanted["input_ids"].shape[-1], wanted["labels"].shape[-1]
-    return Pairs(table, rows, length=length, target_length=target_length, pad=encoder.pad)
+def _make_pairs(of: _Material) -> Samples:
+    length, target_length = of.wanted["input_ids"].shape[-1], of.wanted["labels"].shape[-1]
+    return Pairs(of.table, of.rows, length=length, target_length=target_length, pad=of.encoder.pad)
 
 
-def _make_labelled(
-    table: Ragged,
-    rows: NDArray[np.int64],
-    encoder: Encoder,
-    recipe: Recipe,
-    data: Data,
-    wanted: Wanted,
-) -> Samples:
-    return Labelled(table, rows, length=wanted["input_ids"].shape[-1], pad=encoder.pad)
+def _make_labelled(of: _Material) -> Samples:
+    return Labelled(of.table, of.rows, length=of.wanted["input_ids"].shape[-1], pad=of.encoder.pad)
 
 
-_MAKERS: dict[str, Callable[[Ragged, NDArray[np.int64], Encoder, Recipe, Data, Wanted], Samples]] = {
-    "causal_lm": _sequences,
+_MAKERS: dict[str, Callable[[_Material], Samples]] = {
+    "causal_lm": _make_causal,
     "masked_lm": _make_masked,
     "seq2seq": _make_pairs,
     "classification": _make_labelled,
