@@ -213,11 +213,15 @@ def _wrapping(draft: Draft) -> None:
                 changes={"wrap_policy": "transformer"},
             )
     if policy == "size":
+        # torch's FSDP1 policy passes containers by; accelerate's FSDP2 policy counts parameters only.
+        first = draft.get("fsdp_version") == 1
         draft.report(
             "FSD324",
-            "size-based wrapping fails on models whose layer list exceeds the threshold",
+            f"size-based wrapping fails {'under version 2 ' if first else ''}on models whose layer list "
+            "exceeds the threshold",
             at(draft, "wrap_policy"),
             value=True,
+            severity="info" if first else None,
         )
     if policy != "transformer" and draft.written("wrap_classes"):
         draft.ignore(at(draft, "wrap_classes"), "read with TRANSFORMER_BASED_WRAP only")
@@ -285,7 +289,8 @@ def _processes(draft: Draft) -> None:
         return
     if processes is None:
         # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
-        draft.report("FSD326", "num_processes is not written", at(draft, "num_processes"))
+        if draft.dialect != "env":  # which has no word for it
+            draft.report("FSD326", "num_processes is not written", at(draft, "num_processes"))
     elif isinstance(processes, int):
         if processes == 1:
             draft.report("FSD327", "FSDP over a single process", at(draft, "num_processes"), value=True)

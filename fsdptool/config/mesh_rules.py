@@ -39,7 +39,15 @@ def judge_mesh(draft: Draft) -> None:
         return
     if _combinations(draft, sizes, open_shard):
         return
+    before = len(draft.findings)
     _products(draft, sizes, open_shard, processes, block)
+    if sizes["tp"] > 1 and draft.consumer.name == "accelerate" and len(draft.findings) == before:
+        draft.report(
+            "FSD356",
+            f"tp {sizes['tp']}: accelerate 1.15 cannot prepare it with transformers 5.23",
+            _at(draft, "tp"),
+            value=True,
+        )
 
 
 def _context_size(draft: Draft, size: int, processes: int) -> bool:

@@ -123,6 +123,8 @@ def _remaining(reading: Reading) -> Iterable[str]:
 def _lost(reading: Reading) -> Iterable[str]:
     if reading.version == 1 and reading.facts.get("forward_prefetch"):
         yield "forward prefetch is dropped: accelerate's FSDP2 has none (fsdptool train: sharding.prefetch)"
+    if reading.version == 1 and reading.facts.get("wrap_policy") == "size":
+        yield "size-based wrapping stays: FSDP2 refuses layer lists above the threshold, see FSD324"
 
 
 def _switched(before: Reading, after: Reading) -> Iterable[str]:

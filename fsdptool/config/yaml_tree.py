@@ -51,9 +51,9 @@ class _Composer:
                 parser.dispose()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            raise ParseError(
-                "FSD104", f"not YAML: {_explain(error)}", mark.index if mark else None
-            ) from error
+            magic = self.text.startswith("%%")
+            why = "line 1 is a notebook's cell magic; remove it" if magic else _explain(error)
+            raise ParseError("FSD104", f"not YAML: {why}", mark.index if mark else None) from error
         except yaml.YAMLError as error:
             position = getattr(error, "position", None)
             raise ParseError("FSD104", f"not YAML: {_plain(error)}", position) from error

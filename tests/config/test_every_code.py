@@ -58,6 +58,11 @@ SMALLEST: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "FSD352": (change(("mixed_precision: bf16\n", "")), {}),
     "FSD354": (GOOD, {"target": "accelerate==1.14"}),
+    "FSD356": (
+        GOOD
+        + "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n",
+        {},
+    ),
     "FSD355": ('{"fsdp": true,\n "fsdp_config": {"version": 2}}', {}),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from accelerate_oracle import Outcome, run_accelerate
 
 from fsdptool.config import Reading, read_settings
 from fsdptool.config.fix import repair
+from fsdptool.config.migration import migrate_file
 
 GOOD = """\
 compute_environment: LOCAL_MACHINE
@@ -392,3 +393,79 @@ def test_no_default_is_written_in_the_place_of_what_was_meant(case: str, tmp_pat
         assert outcome.error is None
         assert {key: outcome.settings[key] for key in wanted} == wanted  # type: ignore[attr-defined]
         path.write_text(text)
+
+
+def test_containers_stop_size_based_wrapping_under_version_2_only(tmp_path: Path) -> None:
+    """FSD324: torch's FSDP1 policy passes a ModuleList by; accelerate's FSDP2 policy takes it."""
+    import torch
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    by_size = change(
+        ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"),
+        ("fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer", "fsdp_min_num_params: 5"),
+    )
+    first = by_size.replace("version: 2", "version: 1").replace("  fsdp_reshard_after_forward: true\n", "")
+    said = {
+        text: {item.code: item.severity for item in read_settings(text).diagnostics}["FSD324"]
+        for text in (by_size, first)
+    }
+    assert said == {by_size: "warning", first: "info"}
+    path = tmp_path / "f.yaml"
+    path.write_text(first)
+    assert any("FSD324" in note for note in migrate_file(path).notes)
+
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    assert not size_based_auto_wrap_policy(layers, False, 40, min_num_params=5)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=5
+    )
+    model = torch.nn.Sequential(layers)
+    plugin.set_auto_wrap_policy(model)
+    policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert callable(policy) and policy(layers)
+
+
+def test_tensor_parallelism_does_not_start_with_this_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSD356: a model with DTensors, given to accelerate's own preparation."""
+    import logging
+    from types import SimpleNamespace
+
+    import torch
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    text = GOOD + (
+        "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n"
+    )
+    assert [item.code for item in read_settings(text).diagnostics] == ["FSD356"]
+    assert not read_settings(text.replace("tp_size: 2", "tp_size: 1").replace("4", "8")).diagnostics
+
+    def prepare(model: torch.nn.Module) -> object:
+        accelerator = SimpleNamespace(
+            is_fsdp2=True, torch_device_mesh=mesh, _get_named_parameters=lambda *_, **__: {}
+        )
+        return Accelerator._prepare_tp(accelerator, model)
+
+    # accelerate's own logger wants a started Accelerator.
+    monkeypatch.setattr("accelerate.accelerator.logger", logging.getLogger("accelerate"))
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        model = torch.nn.Linear(4, 4)
+        assert prepare(model) == [model], "skipped, with a warning"
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        with pytest.raises(ImportError, match="ReplicateParallel"):
+            prepare(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_hybrid_strategy_without_counts_says_what_is_missing() -> None:
+    text = change(("num_processes: 8\n", ""), ("num_machines: 1\n", ""), add="  fsdp_sharding_strategy: 4\n")
+    found = {item.code: item for item in read_settings(text).errors}
+    assert found["FSD334"].help is not None and "write num_processes and num_machines" in found["FSD334"].help

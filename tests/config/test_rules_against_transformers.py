@@ -101,6 +101,16 @@ def test_a_misspelt_version_is_not_lost_to_the_default(tmp_path: Path) -> None:
     assert isinstance(outcome, dict) and outcome["fsdp_version"] == 1
 
 
+def test_a_version_is_missing_without_fsdp_config_too() -> None:
+    text = "output_dir: o\nfsdp: full_shard\n"
+    reading = read_settings(text)
+    assert "FSD338" in {item.code for item in reading.diagnostics}
+    assert read_settings(repair(reading).after.text).status == "ok"
+    assert "FSD338" not in {
+        item.code for item in read_settings(text + "fsdp_config: other.json\n").diagnostics
+    }
+
+
 def test_a_switch_that_is_off_leaves_fsdp_off(tmp_path: Path) -> None:
     path = tmp_path / "args.json"
     path.write_text('{"output_dir": "o", "fsdp": false, "fsdp_config": {"version": 2}}')

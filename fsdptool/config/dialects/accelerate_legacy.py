@@ -158,11 +158,16 @@ def _hybrid_under_2(
         )
         edits = (*remove, *added) if added is not None else None
         changes = dict(mesh)
+    counted = isinstance(draft.get("num_processes"), int) and draft.written("num_machines")
     draft.report(
         "FSD334",
         f"{key} {value!r} is ignored under version 2: the run shards over all ranks",
         entry,
         value=True,
+        help=None
+        if counted
+        else "write num_processes and num_machines: the mesh follows from them "
+        "(replicate over machines, shard within; --unsafe-fixes)",
         edits=edits,
         safe=False,
         fix="write the mesh in parallelism_config",

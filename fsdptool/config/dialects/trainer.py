@@ -257,11 +257,12 @@ def _unread(draft: Draft, block: Node, entry: Entry, bare: str) -> None:
             changes=begins(KEYS[near], entry.node.value),
         )
         return
+    precision = bare in ("mixed_precision", "mixed_precision_policy", "bf16", "fp16")
     draft.report(
         "FSD202",
         f"{key} is not read by TrainingArguments",
         entry,
-        help="remove it",
+        help="remove it; the precision is their argument bf16 or fp16" if precision else "remove it",
         edits=draft.editor.remove(block, entry),
         safe=True,
         fix=f"remove {key}",
@@ -275,11 +276,13 @@ def _version(draft: Draft, entry: Entry | None, block: Node | None) -> int:
         draft.set("fsdp_version", fallback)
         holder = draft.root.get("fsdp_config") if block is not draft.root else None
         edits = draft.editor.add(block, holder, {"version": fallback}) if block is not None else None
-        if block is not None:
+        if block is None and not draft.extras.get("elsewhere"):
+            edits = draft.editor.add(draft.root, None, {"fsdp_config": {"version": fallback}})
+        if edits is not None or block is not None:
             draft.report(
                 "FSD338",
-                f"no version is written: {draft.consumer} runs FSDP{fallback}",
-                holder or 0,
+                f"no version is written: transformers {draft.consumer.version} runs FSDP{fallback}",
+                holder or draft.root.get("fsdp") or 0,
                 edits=edits,
                 fix=f'write "version": {fallback}',
             )

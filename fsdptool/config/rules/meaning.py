@@ -41,9 +41,7 @@ MEANING = (
          "config has no dimension for FSDP to shard across`.",
          "Give dp_shard a size above 1, or use MULTI_GPU for plain data parallelism."),
     Rule("FSD310", "tensor parallelism over all processes", "error",
-         "tp_size equal to the process count leaves FSDP2 no dimension; accelerate 1.15 stops. With "
-         "transformers 5.23 tensor parallelism under accelerate fails anyway (`cannot import name "
-         "'ReplicateParallel'`).",
+         "tp_size equal to the process count leaves FSDP2 no dimension; accelerate 1.15 stops.",
          "Lower tp_size, or launch without FSDP."),
     Rule("FSD311", "context and sequence parallelism together", "error",
          "accelerate 1.15: Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive.",
@@ -100,8 +98,9 @@ MEANING = (
          "_HYBRID_SHARD_ZERO2. `accelerate to-fsdp2` copies them as they are, and 2 then fails.",
          "Write the name, or migrate."),
     Rule("FSD324", "size-based wrapping", "warning",
-         "fully_shard refuses containers (ModuleList) above the threshold in accelerate 1.15, and which "
-         "modules are wrapped changes with the model's size.",
+         "Under FSDP2 accelerate 1.15 hands every module above the threshold to fully_shard, which refuses "
+         "containers (ModuleList); torch's FSDP1 policy passes them by. Which modules are wrapped changes "
+         "with the model's size.",
          "Wrap by class (`fsdptool detect` names the classes)."),
     Rule("FSD325", "size threshold that is not read", "warning",
          "`fsdp_min_num_params` counts with SIZE_BASED_WRAP only.",
@@ -137,7 +136,8 @@ MEANING = (
     Rule("FSD334", "hybrid sharding without a mesh", "error",
          "Under FSDP2 hybrid sharding is a mesh of dp_replicate x dp_shard, written in `parallelism_config`; "
          "the strategy name alone shards over all ranks.",
-         "`fsdptool migrate` writes the mesh: replicate over machines, shard within."),
+         "--unsafe-fixes writes the mesh (replicate over machines, shard within) where num_processes and "
+         "num_machines are written; `fsdptool migrate` does for FSDP1.", "unsafe"),
     Rule("FSD335", "suspicious wrap class", "warning",
          "The name is a leaf layer, an embedding or a whole model: units become far too many, or one.",
          "Name the repeated block (`fsdptool detect REF` finds it)."),
@@ -225,4 +225,9 @@ MEANING = (
          "higher, finds none and "
          "runs on defaults. (ms-swift unwraps the shape itself.)",
          "For --fsdp_config, keep what is inside `fsdp_config` and pass --fsdp on the command line."),
+    Rule("FSD356", "tensor parallelism that does not start", "warning",
+         "accelerate 1.15 skips the preparation of a model without DTensors, so that the ranks of the tp "
+         "dimension repeat each other's work; for a model that transformers has made parallel it imports a "
+         "class that transformers 5.23 no longer has (`cannot import name 'ReplicateParallel'`).",
+         "Set tp_size to 1 and give the processes to dp_shard_size, or use an older transformers."),
 )  # fmt: skip
