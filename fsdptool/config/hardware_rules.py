@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import settings_from
+from fsdptool.errors import PlanError
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Gpu
 
@@ -35,12 +36,14 @@ def read_hardware(
     """Look up what the options name.
 
     Raises:
-        PlanError: The GPU is not in the catalogue, or a size cannot be read.
+        PlanError: The GPU is not in the catalogue, the count is not positive, or a size cannot be read.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
     from fsdptool.planning.catalogue import load_gpu
     from fsdptool.planning.clusters import parse_size
 
+    if gpus is not None and gpus < 1:
+        raise PlanError(f"{gpus} GPUs cannot train", help="give the number of GPUs in all, 1 or more")
     anatomy = None
     if model is not None:
         from fsdptool.config.model_rules import inspect_model

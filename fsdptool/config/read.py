@@ -65,8 +65,7 @@ def read_settings(
     except ParseError as error:
         return failed(error.code, error.message, source.path, source, error.index)
     if document.root is None or document.root.kind != "map":
-        what = "is empty" if document.root is None else "holds no `key: value` pairs"
-        return failed("FSD107", f"the file {what}", source.path, source, 0)
+        return failed("FSD107", f"the file {_lack(source, document)}", source.path, source, 0)
     found, refusal = _dialect(document, dialect, source)
     if found is None:
         code, message = refusal or ("FSD109", "nothing in the file tells which program reads it")
@@ -97,6 +96,14 @@ def read_settings(
     for index, message in notes.unknown:
         draft.report("FSD112", message, index)
     return _finish(draft, notes)
+
+
+def _lack(source: SourceText, document: Document) -> str:
+    if document.root is None and not source.text.strip():
+        return "is empty"
+    if document.language in ("env", "flags"):
+        return "holds no `NAME=value` lines" if document.language == "env" else "holds no `--flag`"
+    return "holds comments only" if document.root is None else "holds no `key: value` pairs"
 
 
 def _advice(dialect: str, consumer: str) -> str:

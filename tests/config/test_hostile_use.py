@@ -186,3 +186,31 @@ def test_notes_are_no_annotations_when_quiet(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("::notice ")
     run(["validate", "a.yaml", "--format", "github", "--quiet"])
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("", {}, "is empty"),
+        (" \n\n", {}, "is empty"),
+        ("# nothing\n---\n", {}, "holds comments only"),
+        ("- a\n- b\n", {}, "holds no `key: value` pairs"),
+        (GOOD, {"dialect": "env"}, "holds no `NAME=value` lines"),
+        (GOOD, {"dialect": "flags"}, "holds no `--flag`"),
+    ],
+)
+def test_a_file_without_settings_says_what_it_lacks(text: str, options: dict[str, str], said: str) -> None:
+    Path("f.yaml").write_text(text)
+    reading = read_settings(Path("f.yaml"), **options)  # type: ignore[arg-type]
+    assert [(item.code, item.message) for item in reading.diagnostics] == [("FSD107", f"the file {said}")]
+
+
+def test_an_environment_is_not_asked_for_what_it_cannot_say() -> None:
+    text = "ACCELERATE_USE_FSDP=true\nFSDP_VERSION=2\nFSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP\n"
+    assert not read_settings(text).diagnostics
+
+
+@pytest.mark.parametrize("count", ["0", "-3"])
+def test_no_gpus_are_a_mistake_of_the_caller(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "good.yaml", "--gpus", count]) == 2
+    assert f"{count} GPUs cannot train" in capsys.readouterr().err
