@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import corpus
+import jsonschema
 import pytest
+import yaml
 
 from fsdptool.config import read_settings
 from fsdptool.config.dialects import DIALECTS
 from fsdptool.config.facts import facts_from
+from fsdptool.config.fix import repair
 from fsdptool.config.migration import migrate_file
+from fsdptool.resources import load_schema
 
 FILES = corpus.files()
 LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
@@ -56,3 +60,23 @@ if corpus.folder() is not None:
                 assert second.after == made.after, path.name
             written += 1
         assert written > 50
+
+    def test_the_schema_alone_accepts_every_good_file() -> None:
+        """Good: FSDP2 without a finding, as it is or after all fixes. What was FSDP1 it rejects."""
+        schema = jsonschema.Draft202012Validator(load_schema("accelerate-fsdp2"))
+        good = rejected = 0
+        for path in FILES:
+            reading = read_settings(path)
+            if reading.dialect != "accelerate":
+                continue
+            for judged in (reading, repair(reading, unsafe=True).reading):
+                assert judged.source is not None
+                accepted = schema.is_valid(yaml.safe_load(judged.source.text))
+                worst = {item.severity for item in judged.diagnostics}
+                if judged.version == 2 and worst <= {"info"}:
+                    assert accepted, path.name
+                    good += 1
+                elif judged.version == 1:
+                    assert not accepted, path.name
+                    rejected += 1
+        assert good > 100 and rejected > 50
