@@ -222,7 +222,6 @@ def host_bytes(run: Beside, phase: str) -> tuple[int, int]:
     if run.profile != "cuda":
         return 0, 0
     steady = run.held.host
-    largest = max((w.parameter.numel * w.stored for w in _weights(run.schedule)), default=0)
     if phase == "load":
         rows = max((w.shard * w.stored for w in _weights(run.schedule)), default=0)
         return steady + rows + loading_temporaries(run), 0
@@ -234,6 +233,7 @@ def host_bytes(run: Beside, phase: str) -> tuple[int, int]:
     if phase != "save":
         return steady, 0
     if run.saves == "full":
+        largest = max((w.parameter.numel * w.stored for w in _weights(run.schedule)), default=0)
         return steady + (largest if run.schedule.plan.cpu_offload else 0), largest
     # Without staging each tensor is read to the host when it is its turn.
     return steady + (0 if run.staging else max(run.held.saved, default=0)), 0

@@ -158,7 +158,8 @@ def _step(
     recorder.phase("activation")
     loss = _loss(model, objective, batch, recorder, conditions)
     recorder.mark("backward", "")
-    scaled = loss * (1.0 / torch.ones((), dtype=torch.float64))
+    weight = torch.ones((), dtype=torch.float64)
+    scaled = loss * (1.0 / weight)
     recorder.phase("temporary")
     borders.in_backward = True
     # Without grad mode, as the engine itself runs: what has it is recomputed.

@@ -58,11 +58,39 @@ def test_a_plan_is_a_valid_document_and_says_what_it_knows(
     assert asked["usable_bytes"] < 24 * 10**9 * 1.08
     assert asked["peak"]["live"] == sorted(asked["peak"]["live"], key=lambda item: -item["bytes"])
     assert max(moment["allocated_bytes"] for moment in asked["timeline"]) <= asked["allocated_peak_bytes"]
+    # The highest phase of the run is the peak.
+    assert asked["allocated_peak_bytes"] == max(phase["allocated_bytes"] for phase in asked["phases"])
+    assert {"load", "forward", "backward", "optimizer", "save"} <= {p["name"] for p in asked["phases"]}
 
 
 def test_a_small_model_is_told_that_it_needs_no_fsdp(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "128", "--no-search"])
     assert "PLN011" in {item["code"] for item in plan["diagnostics"]}
+
+
+def test_experts_are_said_to_need_the_same_however_they_are_hit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = document(capsys, ["plan", str(tmp_path), *HARDWARE, "--seq-len", "64", "--no-search"])
+    told = plan["details"]["routing"]
+    peak = plan["candidates"][0]["allocated_peak_bytes"]
+    assert (told["experts"], told["balanced_bytes"], told["worst_case_bytes"]) == (6, peak, peak)
+    assert any(note.startswith("6 experts: ") for note in plan["details"]["notes"])
 
 
 def test_what_does_not_fit_gets_a_ladder(

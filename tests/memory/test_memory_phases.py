@@ -1,0 +1,138 @@
+"""What the simulation says of phases that no CPU can show, by their arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from memory_cases import Case
+
+from fsdptool.inspection import inspect
+from fsdptool.memory import footprint
+from fsdptool.memory.building import sampled_recipe
+from fsdptool.records.footprint import Footprint
+from fsdptool.records.plan import Phase
+from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Recipe
+from fsdptool.records.settings import Mesh, StateDictType
+from fsdptool.records.trace import KINDS, Trace
+
+PARAMETERS = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 352 + 2 * 128) + 2 * 1000 * 128 + 128
+"""Of ``memory_cases.LLAMA``."""
+
+
+def foot(
+    case: Case, trace: Trace, recipe: Recipe | None = None, saves: StateDictType = "sharded"
+) -> Footprint:
+    mesh = Mesh().resolve(case.ranks)
+    return footprint(trace, case.plan(), mesh, recipe or case.recipe(), saves=saves, reserved=False)
+
+
+def phases(made: Footprint) -> dict[str, Phase]:
+    return {phase.name: phase for phase in made.phases}
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return Case().trace()
+
+
+def test_offloaded_checkpoints_move_from_the_device_to_the_host() -> None:
+    """Four blocks keep one input each: 4 x 4 x 512 tokens x 128 x 2 bytes."""
+    settings = {"activation_checkpointing": True}
+    kept = Case(settings=settings, batch={"sequence_length": 512, "micro_batch": 4})
+    gone = dataclasses.replace(kept, settings={**settings, "activation_checkpointing_offload": True})
+    device, host = foot(kept, kept.trace()), foot(gone, gone.trace())
+    inputs = 4 * 4 * 512 * 128 * 2
+    assert device.allocated_peak_bytes is not None and host.allocated_peak_bytes is not None
+    assert device.allocated_peak_bytes - host.allocated_peak_bytes == inputs
+    assert phases(host)["backward"].host_bytes_per_rank == inputs
+    assert phases(device)["backward"].host_bytes_per_rank == 0
+    assert sum(c.bytes or 0 for c in host.components) == host.allocated_peak_bytes
+
+
+def test_only_checkpointed_blocks_recompute() -> None:
+    plain = Case().trace()
+    again = Case(settings={"activation_checkpointing": True}).trace()
+    assert "recomputed" not in {KINDS[kind] for kind in plain.kinds}
+    recomputed = sum(
+        size for size, kind in zip(again.sizes, again.kinds, strict=True) if KINDS[kind] == "recomputed"
+    )
+    # At least the four projections into and the two out of each block's feed-forward.
+    assert recomputed > len(again.repeats or (1,)) * 64 * 352 * 2 * 2
+
+
+def test_an_asynchronous_save_is_page_locked_memory(trace: Trace) -> None:
+    """Each tensor takes a power of two: at least the shards of parameters and two states, at most twice."""
+    case = Case()
+    recipe = dataclasses.replace(case.recipe(), checkpoints=Checkpoints(every_steps=10), steps=100)
+    made = phases(foot(case, trace, recipe))
+    shards = 3 * 4 * PARAMETERS // 8
+    assert inspect(case.spec()).total_parameters == PARAMETERS
+    assert shards <= made["save"].host_bytes_per_rank < 2.02 * shards
+    assert made["forward"].host_bytes_per_rank == made["save"].host_bytes_per_rank, "kept for the next save"
+    last = dataclasses.replace(recipe, steps=10)
+    assert phases(foot(case, trace, last))["forward"].host_bytes_per_rank == 0, "the last save is waited for"
+
+
+def test_a_full_checkpoint_gathers_the_largest_tensor(trace: Trace) -> None:
+    case = Case()
+    sharded, full = (phases(foot(case, trace, saves=kind))["save"] for kind in ("sharded", "full"))
+    largest = 1000 * 128 * 4
+    assert sharded.allocated_bytes is not None and full.allocated_bytes is not None
+    assert full.allocated_bytes - sharded.allocated_bytes == largest
+    assert full.host_bytes_rank_0 == largest
+    assert sharded.basis == "exact" and full.basis == "estimated"
+
+
+def test_an_average_of_half_precision_parameters_is_cast_at_once() -> None:
+    case = Case()
+    recipe = case.recipe()
+    half = dataclasses.replace(
+        recipe, model=dataclasses.replace(recipe.model, dtype="bfloat16"), ema=Ema(decay=0.99)
+    )
+    plan = case.plan()
+    stored = dataclasses.replace(plan, master_dtype="bfloat16")
+    made = phases(footprint(case.trace(), stored, Mesh().resolve(8), half, reserved=False))
+    average, save = made["average"].allocated_bytes, made["save"].allocated_bytes
+    assert average is not None and save is not None
+    cast = average - save
+    assert 4 * PARAMETERS // 8 <= cast < 1.05 * 4 * PARAMETERS // 8
+
+
+def test_validation_keeps_no_gradients_and_all_that_is_not_resharded() -> None:
+    """Without resharding the second batch finds every unit gathered; with it, two at a time."""
+    seen = {}
+    for reshard in (True, False):
+        case = Case(settings={"reshard_after_forward": reshard})
+        recipe = dataclasses.replace(case.recipe(), evaluation=Evaluation(every_steps=5, holdout=0.1))
+        from fsdptool.memory.building import make_trace
+
+        made = make_trace(case.spec(), recipe, case.yaml(), "cuda", None)
+        assert made.evaluation is not None and not made.evaluation.gradients
+        seen[reshard] = phases(foot(case, made, recipe))
+        evaluation, backward = (seen[reshard][n].allocated_bytes for n in ("evaluation", "backward"))
+        assert evaluation is not None and backward is not None and evaluation < backward
+        assert seen[reshard]["evaluation"].moment.startswith("evaluation: ")
+    gathered, freed = (seen[r]["evaluation"].allocated_bytes for r in (False, True))
+    assert gathered is not None and freed is not None
+    blocks = 2 * (PARAMETERS - 2 * 1000 * 128 - 128)
+    assert gathered - freed > blocks // 2
+
+
+def test_a_run_that_validates_nothing_has_no_such_phase(trace: Trace) -> None:
+    names = set(phases(foot(Case(), trace)))
+    assert names == {"load", "first step", "forward", "backward", "optimizer", "save", "export"}
+
+
+def test_the_highest_phase_decides(trace: Trace) -> None:
+    made = foot(Case(), trace)
+    assert made.allocated_peak_bytes == max(phase.allocated_bytes or 0 for phase in made.phases)
+
+
+def test_a_sample_is_a_short_window() -> None:
+    recipe = dataclasses.replace(
+        Case(batch={"sequence_length": 4096, "micro_batch": 8}).recipe(),
+        data=Data(options={"sample_tokens": 100}),
+    )
+    batch = sampled_recipe(recipe).batch
+    assert (batch.micro_batch, batch.sequence_length) == (1, 132)
