@@ -29,13 +29,20 @@ def operations(
     packet = func._overloadpacket
     name = packet.__name__
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
-        yield _dtype(args[0]), 2.0 * out.numel() * args[0].shape[-1]
+        yield _dtype(args[0]), _grouped(args[0], args[1], out)
     elif name == "_scaled_dot_product_flash_attention_for_cpu":
         yield _dtype(args[0]), _attention(args[0], args[1], args[2])
     elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         yield _dtype(args[0]), 2.5 * _attention(args[1], args[2], args[3])
     elif (formula := _formulas().get(packet)) is not None:
         yield _dtype(args[0]), float(formula(*args, **kwargs, out_val=out))
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+    """Every row meets one group's matrix; of two matrices (weight gradients) the rows are summed over."""
+    if left.dim() == right.dim() == 2:
+        return 2.0 * left.numel() * right.shape[-1]
+    return 2.0 * out.numel() * left.shape[-1]
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:

@@ -96,3 +96,31 @@ def test_the_time_to_compute_does_not_depend_on_what_is_wrapped(tmp_path: Path) 
     wraps = ((), ("LlamaDecoderLayer",), ("LlamaMLP",), ("LlamaAttention", "LlamaMLP"))
     compute = [candidate(tmp_path, gpu, False, wrap).seconds["compute"] for wrap in wraps]
     assert compute == pytest.approx([compute[0]] * len(wraps))
+
+
+def test_experts_count_the_tokens_that_were_routed_to_them(tmp_path: Path) -> None:
+    """Forward, and twice in backward: the gradient of grouped weights, too, sums over tokens once."""
+    experts, chosen, inner, tokens = 8, 2, 16, SAMPLES * LENGTH
+    model = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": inner,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    } | {key: MODEL[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    model |= {"num_key_value_heads": 4, "vocab_size": VOCABULARY, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    spec = resolve(str(tmp_path))
+    recipe = Recipe(
+        model=ModelChoice(str(tmp_path), weights="random", attention="eager"),
+        batch=Batch(micro_batch=SAMPLES, sequence_length=LENGTH),
+        steps=1,
+    )
+    settings = FsdpSettings(wrap_classes=("Qwen3MoeDecoderLayer",), use_cpu=True, num_processes=1)
+    found = predict(spec, inspect(spec), recipe, settings, cluster=None, profile="cpu-gloo")
+    block = 4 * HIDDEN * HIDDEN + HIDDEN * experts + 2 * LENGTH * HIDDEN + 3 * chosen * HIDDEN * inner
+    closed = 3 * 2 * (2 * block + HIDDEN * VOCABULARY) * tokens
+    # Balancing the load counts one-hot choices by a product or two of its own.
+    assert found.step_flops == pytest.approx(closed, rel=0.02)
