@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document, write_file
-from fsdptool.errors import ExitCode, PlanError
-
-if TYPE_CHECKING:
-    from fsdptool.records.plan import Plan
+from fsdptool.cli.output import Format
+from fsdptool.cli.plan_answer import answer, check_output, check_saved, exit_code, progress
+from fsdptool.cli.plan_values import hsdp_shape, override_values, reshard_value
 
 _HARDWARE, _MODEL, _RECIPE, _BATCH, _SHARDING, _ANSWER = (
     "Hardware",
@@ -218,12 +215,12 @@ def command(
       fsdptool plan --check plan.json
     """
     if check is not None:
-        return _check(check, format)
-    _check_output(output, force)
+        return check_saved(check, format)
+    check_output(output, force)
     from fsdptool.planning.plan import make_plan
     from fsdptool.planning.request import Options, read_request
 
-    replicate, shard = _hsdp(hsdp)
+    replicate, shard = hsdp_shape(hsdp)
     options = Options(
         reference=reference,
         recipe=recipe,
@@ -231,7 +228,7 @@ def command(
         revision=revision,
         component=component,
         trust_remote_code=True if trust_remote_code else None,
-        overrides=_overrides(override or []),
+        overrides=override_values(override or []),
         wrap=tuple(wrap or ()),
         exclude=tuple(exclude or ()),
         gpu=gpu,
@@ -266,7 +263,7 @@ def command(
         frames=frames,
         checkpointing=checkpointing,
         layout=layout,
-        reshard=_reshard(reshard),
+        reshard=reshard_value(reshard),
         offload=offload,
         dp_replicate=replicate,
         dp_shard=shard,
@@ -278,100 +275,6 @@ def command(
         max_batch=max_batch,
         prefer=prefer,
     )
-    made = make_plan(read_request(options), progress=_progress)
-    _answer(made, output, force=force, format=format, explain=explain)
+    made = make_plan(read_request(options), progress=progress)
+    answer(made, output, force=force, format=format, explain=explain)
     return int(exit_code(made))
-
-
-def exit_code(plan: Plan) -> ExitCode:
-    """Return the status a verdict leaves with."""
-    codes = {"fits": ExitCode.CLEAN, "does_not_fit": ExitCode.FINDINGS, "unknown": ExitCode.INCOMPLETE}
-    return codes[plan.verdict]
-
-
-def _answer(plan: Plan, output: Path | None, *, force: bool, format: Format, explain: bool) -> None:
-    import json
-
-    from fsdptool.planning.document import plan_document
-    from fsdptool.report.plan import print_plan
-
-    document = plan_document(plan)
-    if output is not None and output.suffix == ".html":
-        from fsdptool.report.html import plan_page
-
-        write_file(output, plan_page(document), force=force)
-    elif output is not None:
-        write_file(output, json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
-    if format is Format.JSON:
-        print_document(document)
-    else:
-        print_plan(document, explain=explain)
-    if output is not None:
-        sys.stderr.write(f"wrote {output}\n")
-
-
-def _check(path: Path, format: Format) -> int:
-    from fsdptool.planning.document import plan_document
-    from fsdptool.planning.drift import check_plan
-    from fsdptool.report.plan import print_changes
-
-    after, changes = check_plan(path, progress=_progress)
-    if format is Format.JSON:
-        document = plan_document(after)
-        document["details"]["changes"] = [
-            {"what": change.what, "before": change.before, "after": change.after} for change in changes
-        ]
-        print_document(document)
-    else:
-        print_changes(str(path), [(c.what, c.before, c.after) for c in changes])
-    return int(ExitCode.FINDINGS if changes else exit_code(after))
-
-
-def _check_output(output: Path | None, force: bool) -> None:
-    """Refuse before the work, not after it."""
-    if output is None:
-        return
-    if output.suffix not in (".json", ".html"):
-        raise PlanError(
-            f"{output}: a plan is written as .json or .html", help="choose one of the two suffixes"
-        )
-    if output.exists() and not force:
-        from fsdptool.errors import StorageError
-
-        raise StorageError(f"{output} exists already", help="give --force to replace it, or another path")
-
-
-def _progress(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
-def _hsdp(text: str | None) -> tuple[int | None, int | None]:
-    if text is None:
-        return None, None
-    left, _, right = text.lower().replace(" ", "").partition("x")
-    if not left.isdigit() or not right.isdigit():
-        raise PlanError(f"--hsdp {text!r} is no shape", help="write replicate x shard, for example 2x8")
-    return int(left), int(right)
-
-
-def _reshard(text: str | None) -> bool | int | None:
-    if text is None:
-        return None
-    words = {"true": True, "yes": True, "false": False, "no": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    if text.isdigit() and int(text) > 1:
-        return int(text)
-    raise PlanError(f"--reshard {text!r} is not known", help="write true, false or a number of ranks above 1")
-
-
-def _overrides(items: list[str]) -> dict[str, Any]:
-    import yaml
-
-    result: dict[str, Any] = {}
-    for item in items:
-        key, sign, value = item.partition("=")
-        if not sign or not key:
-            raise PlanError(f"--override {item!r} changes nothing", help="write KEY=VALUE")
-        result[key.strip()] = yaml.safe_load(value)
-    return result
