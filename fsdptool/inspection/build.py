@@ -47,6 +47,11 @@ def build(
                 folder=spec.folder,
                 trust_remote_code=spec.trust_remote_code,
             )
+    except ModelError as error:
+        # The family knows the class and the value, not where the configuration lies.
+        where = "" if spec.reference.id in error.message else f"{spec.reference.id}: "
+        usual = "repair that value, or take the one of a published configuration"
+        raise ModelError(f"{where}{error.message}", help=error.help or usual) from error
     except FsdptoolError:
         raise
     except RecursionError as error:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 
 _LARGEST = 16 * 1024 * 1024
+_DESCRIPTORS = Path("/dev/fd")
+"""Where a shell puts what it substitutes for ``<(command)``."""
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -20,12 +23,18 @@ def read_json(path: Path) -> Mapping[str, Any]:
             configuration; the message names the file and, for bad JSON, the line.
     """
     try:
-        if path.stat().st_size > _LARGEST:
+        found = path.stat()
+        if not S_ISREG(found.st_mode) and path.parent != _DESCRIPTORS:
+            # A pipe without a writer and a device without an end are never read to their end.
+            raise ReferenceError(f"{path} is not a file", help="give the model's config.json or its folder")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            size = f"{found.st_size:,}" if S_ISREG(found.st_mode) else f"more than {_LARGEST:,}"
             raise ReferenceError(
-                f"{path} is {path.stat().st_size:,} bytes: that is no configuration file",
+                f"{path} is {size} bytes: that is no configuration file",
                 help="give the model's config.json or its folder",
             )
-        content = path.read_bytes()
     except OSError as error:
         raise ReferenceError(
             f"{path} cannot be read: {error.strerror or error}", help="check the path and its permissions"

@@ -8,12 +8,15 @@ from pathlib import Path
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
+_LONGEST = 96
+"""Characters of the longest id that huggingface_hub takes (1.x); it raises on longer ones."""
 _METADATA_SECONDS = 5.0
 
 
 def looks_like_id(text: str) -> bool:
     """Whether ``text`` could be a Hub id (``organisation/name`` or an old one-part name)."""
-    return bool(_ID.fullmatch(text)) and ".." not in text and not text.startswith((".", "-"))
+    short = len(text) <= _LONGEST
+    return short and bool(_ID.fullmatch(text)) and ".." not in text and not text.startswith((".", "-"))
 
 
 class HubFiles:
@@ -106,9 +109,9 @@ class HubFiles:
 
         at = f" at revision {self.revision}" if self.revision else ""
         supply = (
-            f"where there is a network run `hf download {self.repo_id} --include '*.json'`"
+            f"where there is a network run `hf download {self.repo_id} --include '*.json'"
             + (f" --revision {self.revision}" if self.revision else "")
-            + ", or give a local folder or config.json"
+            + "`, or give a local folder or config.json"
         )
         return ReferenceError(
             f"{self.repo_id}{at} has no configuration in the local cache"

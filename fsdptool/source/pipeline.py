@@ -62,7 +62,8 @@ def pick(
     present = [name for name in _DENOISERS if name in have]
     if not present:
         raise ReferenceError(
-            f"{where} has no transformer or unet among its components", help=f"give --component: {listed}"
+            f"{where} has no transformer or unet among its components",
+            help=f"give --component: {listed}" if have else "give a pipeline folder that names its models",
         )
     diagnostics: tuple[Diagnostic, ...] = ()
     if len(present) > 1:

@@ -15,9 +15,16 @@ from fsdptool.records.model import ModelSpec, Reference, ReferenceKind
 from fsdptool.source import pipeline
 from fsdptool.source.files import read_json, safetensors_in
 from fsdptool.source.hub import HubFiles, looks_like_id
+from fsdptool.source.names import exists, expanded, refuse_pages, short
 from fsdptool.source.sanity import check_known, check_quantization, check_sizes, transformers_model_types
 
+_DEEPEST = 4
+"""Adapters of adapters that are followed."""
 _CONFIG, _INDEX, _ADAPTER = "config.json", "model_index.json", "adapter_config.json"
+
+
+class _CircleError(Exception):
+    """Adapters that lead back to one another; says where it was noticed."""
 
 
 class _Files(Protocol):
@@ -71,8 +78,9 @@ def resolve(
             "the reference is empty", help="give family:flavour, a path or a Hugging Face id"
         )
     options = _Options(revision, component, trust_remote_code)
-    path = Path(text).expanduser()
-    if _exists(path) or text.startswith(("./", "../", "/", "~")):
+    refuse_pages(text)
+    path = expanded(text)
+    if exists(path) or text.startswith(("./", "../", "/", "~")):
         spec = _from_path(text, path, options)
     elif ":" in text:
         spec = _from_flavour(text, options)
@@ -88,13 +96,6 @@ class _Options:
         self.trust = trust
         self.depth = depth
         """How many adapters led here: an adapter of an adapter of itself must end."""
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 def _from_flavour(text: str, options: _Options) -> ModelSpec:
@@ -126,7 +127,7 @@ def _from_flavour(text: str, options: _Options) -> ModelSpec:
 def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
     if options.revision is not None:
         raise ReferenceError(f"{text} is a path and has no revisions", help="--revision goes with a Hub id")
-    if not _exists(path):
+    if not exists(path):
         raise ReferenceError(f"there is no file or folder {text}", help="check the path")
     if path.is_dir():
         return _from_files(text, _Folder(path), path, options)
@@ -153,7 +154,7 @@ def _from_hub(text: str, options: _Options) -> ModelSpec:
         raise ReferenceError(f"{text!r} is a family, not a model", help=f"give {example}")
     if not looks_like_id(text):
         raise ReferenceError(
-            f"{text!r} is neither a path, a registered family:flavour nor a Hugging Face id",
+            f"{short(text)!r} is neither a path, a registered family:flavour nor a Hugging Face id",
             help="`fsdptool families` lists what ships",
         )
     files = HubFiles(text, options.revision, _hint(text))
@@ -259,20 +260,26 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
             f"{text}: {_ADAPTER} names no base_model_name_or_path",
             help="write the base model's id or path into it",
         )
-    if options.depth >= 4:
-        raise ReferenceError(f"{text}: adapters name one another in a circle", help="name a real base model")
-    base_path = Path(base).expanduser()
+    if options.depth >= _DEEPEST:
+        raise _CircleError(text)
+    base_path = expanded(base)
     beside = folder / base
     inner = _Options(adapter.get("revision"), options.component, options.trust, options.depth + 1)
     try:
-        if _exists(base_path):
+        if exists(base_path):
             spec = _from_path(base, base_path, replace_revision(inner, None))
-        elif not base_path.is_absolute() and _exists(beside):
+        elif not base_path.is_absolute() and exists(beside):
             spec = _from_path(str(beside), beside, replace_revision(inner, None))
         elif ":" in base and not looks_like_id(base):
             spec = _from_flavour(base, replace_revision(inner, None))
         else:
             spec = _from_hub(base, inner)
+    except _CircleError as error:
+        if options.depth:
+            raise
+        raise ReferenceError(
+            f"{text}: adapters name one another in a circle, by {error}", help="name a real base model"
+        ) from None
     except ReferenceError as error:
         raise ReferenceError(f"{text} adapts {base}: {error.message}", help=error.help) from error
     return replace(spec, reference=Reference("adapter", text, spec.reference.revision), adapter=dict(adapter))

@@ -25,6 +25,7 @@ _SIZE = re.compile(
 _DEPTH = re.compile(r"(^|_)(layers?|blocks?|depths?|heads?|groups)$")
 _MAX_SIZE = 2**36
 _MAX_DEPTH = 100_000
+_NEVER_ZERO = ("hidden_size", "d_model", "n_embd", "num_attention_heads", "num_key_value_heads", "n_head")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 
 
@@ -34,7 +35,8 @@ def check_sizes(config: Mapping[str, Any], where: str) -> tuple[Diagnostic, ...]
     Building is what they would break: 10^18 layers never end, 10^18 columns overflow.
 
     Raises:
-        ModelError: A size is negative (other than the usual -1 for "unset") or absurdly large.
+        ModelError: A size is negative (other than the usual -1 for "unset"), absurdly large, or a width
+            or number of heads is 0.
     """
     findings = []
     for path, key, value in _integers(config):
@@ -43,6 +45,8 @@ def check_sizes(config: Mapping[str, Any], where: str) -> tuple[Diagnostic, ...]
             problem = f"{path} is {value}: a size cannot be negative"
         elif value == -1 and key in (*_LAYERS, "hidden_size", "vocab_size", "d_model", "num_attention_heads"):
             problem = f"{path} is -1: a size cannot be negative"
+        elif value == 0 and path in _NEVER_ZERO:
+            problem = f"{path} is 0: nothing can be built of that"
         elif abs(value) > _MAX_SIZE and _SIZE.search(key):
             problem = f"{path} is {value:,}: no model is that large"
         elif abs(value) > _MAX_DEPTH and _DEPTH.search(key):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint
@@ -152,6 +153,34 @@ def test_remote_code_never_asks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     assert run(["detect", str(tmp_path)]) == 2
     assert "--trust-remote-code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": "64"}, "expected int, got str"),
+        ({"hidden_act": "nonsense"}, "nonsense"),
+        ({"pad_token_id": 10**6}, "Padding_idx"),
+        ({"quantization_config": "x"}, "LlamaForCausalLM"),
+        ({"architectures": ["pipeline"]}, "pipeline is not the class of a model"),
+        ({"architectures": ["AutoModel"]}, "AutoModel is not the class of a model"),
+        ({"architectures": ["os.system"]}, "has no class 'os.system'"),
+        ({"_class_name": "DDPMScheduler"}, "DDPMScheduler is not the class of a model"),
+        ({"_class_name": "FluxTransformer2DModel", "num_layers": "many"}, "FluxTransformer2DModel"),
+    ],
+)
+def test_a_refused_value_is_told_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "config.json"
+    base = {} if "_class_name" in change else {"model_type": "llama", "hidden_size": 64}
+    path.write_text(json.dumps({**base, **change}))
+    assert run(["detect", str(path), "--no-cache"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    error, advice = shown.err.splitlines()
+    assert error.startswith(f"error: {path}: ") and words in error
+    assert advice.startswith("help: ")
 
 
 def test_zero_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,8 +201,24 @@ def test_unset_sizes_are_fine(tmp_path: Path) -> None:
         ('{"_class_name": "FluxTransformer3DModel"}', "is not in diffusers"),
         ("[" * 100_000, "nested too deeply"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "not JSON that can be used"),
+        ('{"model_type": "llama", "hidden_size": 0}', "hidden_size is 0: nothing can be built of that"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads is 0"),
     ],
-    ids=["open", "line", "list", "empty", "nothing", "type", "class", "deep", "digits"],
+    ids=[
+        *(
+            "open",
+            "line",
+            "list",
+            "empty",
+            "nothing",
+            "type",
+            "class",
+            "deep",
+            "digits",
+            "narrow",
+            "headless",
+        ),
+    ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, content: str, words: str) -> None:
     write(tmp_path, "config.json", content)
@@ -226,6 +242,32 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         resolve(str(path))
 
 
+def test_devices_and_pipes_are_not_read(tmp_path: Path) -> None:
+    """``/dev/zero`` has no end, and nobody writes to this pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", str(tmp_path / "pipe")):
+        with pytest.raises(BadReference, match="is not a file"):
+            resolve(path)
+
+
+def test_what_a_command_prints_can_be_given() -> None:
+    """``fsdptool detect <(command)``: the shell gives the path of a pipe."""
+    reader, writer = os.pipe()
+    os.write(writer, json.dumps(LLAMA).encode())
+    os.close(writer)
+    assert resolve(f"/dev/fd/{reader}").model_class == "LlamaForCausalLM"
+
+
+def test_adapters_in_a_circle(tmp_path: Path) -> None:
+    for name, base in (("one", "two"), ("two", "one")):
+        adapter = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / base)}
+        write(tmp_path, f"{name}/adapter_config.json", adapter)
+    with pytest.raises(BadReference) as caught:
+        resolve(str(tmp_path / "one"))
+    assert caught.value.message.startswith(f"{tmp_path / 'one'}: adapters name one another in a circle")
+    assert len(caught.value.message) < 400
+
+
 def test_folders_without_a_configuration_name_what_is_near(tmp_path: Path) -> None:
     write(tmp_path, "checkpoint-5/config.json", LLAMA)
     with pytest.raises(BadReference) as caught:
@@ -247,6 +289,10 @@ def test_folders_without_a_configuration_name_what_is_near(tmp_path: Path) -> No
         ("", "empty", "family:flavour"),
         ("a b c", "neither a path", "fsdptool families"),
         ("../../etc/passwd-not", "no file or folder", "path"),
+        ("~nobody-of-that-name/model", "no file or folder", "path"),
+        ("a" * 5000, "neither a path", "fsdptool families"),
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "is a page", "Qwen/Qwen3-8B"),
+        ("https://example.org", "is a page", "organisation/name"),
     ],
 )
 def test_names_that_are_nothing(reference: str, words: str, help: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
 from fsdptool.families.bases.catalogue import CatalogueFamily
-from fsdptool.families.bases.failures import one_line, quiet
+from fsdptool.families.bases.failures import a_model, one_line, quiet
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def load_class(name: str) -> Any:
         raise ModelError(f"diffusers {diffusers.__version__} has no class {name!r}") from None
     except Exception as error:
         raise ModelError(f"{name}: {one_line(error)}") from error
-    return found
+    return a_model(name, found)
 
 
 def plain(value: Any) -> Any:

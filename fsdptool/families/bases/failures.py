@@ -7,6 +7,9 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from fsdptool.errors import ModelError
 
 _SPACE = re.compile(r"\s+")
 _LIMIT = 300
@@ -25,6 +28,24 @@ def one_line(error: BaseException) -> str:
     elif isinstance(cause, MemoryError):
         text = f"too large to build: {text}"
     return text if len(text) <= _LIMIT else text[: _LIMIT - 1] + "…"
+
+
+def a_model(name: str, found: Any) -> Any:
+    """Return what a library has under the name of a model's class.
+
+    Raises:
+        ModelError: It is something else: a pipeline, a configuration, an automatic class.
+    """
+    from torch import nn
+
+    # Stand-ins for classes whose packages are missing say so themselves when they are built.
+    stand_in = ".dummy_" in getattr(found, "__module__", "")
+    if not stand_in and not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ModelError(
+            f"{name} is not the class of a model",
+            help="name the class that is trained under 'architectures' or '_class_name'",
+        )
+    return found
 
 
 @contextmanager
