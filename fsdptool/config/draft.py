@@ -86,6 +86,16 @@ class Draft:
         fact = self.facts.get(key)
         return fact is not None and fact.entry is not None
 
+    def at(self, *keys: str) -> Entry | None:
+        """Return the entry of the first setting of ``keys`` that the file writes, or None."""
+        entries = (fact.entry for fact in map(self.facts.get, keys) if fact is not None)
+        return next((entry for entry in entries if entry is not None), None)
+
+    def name(self, key: str) -> str:
+        """Return what the dialect calls a canonical setting."""
+        names: dict[str, str] = self.extras.get("names", {})
+        return names.get(key, key)
+
     def set(
         self,
         key: str,

@@ -63,14 +63,9 @@ def judge_hardware(draft: Draft, hardware: Hardware) -> None:
         _fit(draft, hardware, hardware.gpu, hardware.anatomy)
 
 
-def _entry(draft: Draft, key: str) -> Any:
-    fact = draft.facts.get(key)
-    return fact.entry if fact is not None else None
-
-
 def _precision(draft: Draft, gpu: Gpu) -> None:
     precision = draft.get("mixed_precision")
-    entry = _entry(draft, "mixed_precision")
+    entry = draft.at("mixed_precision")
     if precision == "bf16" and not gpu.native_bf16:
         edits = draft.editor.replace(entry.node, "fp16") if entry is not None else None
         draft.report(
@@ -93,7 +88,7 @@ def _count(draft: Draft, hardware: Hardware) -> None:
         draft.report(
             "FSD504",
             f"{processes} processes for {hardware.gpus} GPUs",
-            _entry(draft, "num_processes"),
+            draft.at("num_processes"),
             value=True,
         )
 
@@ -110,7 +105,7 @@ def _offload(draft: Draft, hardware: Hardware) -> None:
             "FSD502",
             f"offload needs about {needed:,} bytes of host memory per machine, there are "
             f"{hardware.host_memory:,} (AdamW, fp32 masters)",
-            _entry(draft, "cpu_offload"),
+            draft.at("cpu_offload"),
         )
 
 

@@ -11,6 +11,7 @@ from fsdptool.config import mesh_rules
 from fsdptool.config.draft import Draft
 from fsdptool.config.edits import Editor
 from fsdptool.config.facts import WRITTEN
+from fsdptool.config.process_rules import judge_processes, launched_by_accelerate
 from fsdptool.config.tree import Node
 
 _LEAVES = frozenset(
@@ -62,7 +63,7 @@ def judge(draft: Draft, *, model: Any = None, hardware: Any = None) -> None:
     _wrapping(draft)
     _checkpointing(draft)
     _loading(draft)
-    _processes(draft)
+    judge_processes(draft)
     _defaults(draft)
     draft.withhold()
     if model is not None:
@@ -73,26 +74,6 @@ def judge(draft: Draft, *, model: Any = None, hardware: Any = None) -> None:
         from fsdptool.config.hardware_rules import judge_hardware
 
         judge_hardware(draft, hardware)
-
-
-def accelerate_like(draft: Draft) -> bool:
-    """Whether accelerate's own launcher and plugin will read the settings."""
-    return draft.consumer.name in ("accelerate", "fsdptool")
-
-
-def at(draft: Draft, *keys: str) -> Any:
-    """Return the entry of the first written setting of ``keys``, or None."""
-    for key in keys:
-        fact = draft.facts.get(key)
-        if fact is not None and fact.entry is not None:
-            return fact.entry
-    return None
-
-
-def name(draft: Draft, key: str) -> str:
-    """Return what the dialect calls a canonical setting."""
-    names: dict[str, str] = draft.extras.get("names", {})
-    return names.get(key, key)
 
 
 def _conflicts(draft: Draft) -> None:
@@ -129,7 +110,7 @@ def _target(draft: Draft) -> None:
         # accelerate release notes: FSDP2 in 1.6.0, ParallelismConfig in 1.10.0; activation offload is
         # newer than 1.14 (absent from its plugin, present in 1.15.0's).
         if draft.get("fsdp_version") == 2 and consumer.before(1, 6):
-            draft.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", at(draft, "fsdp_version"))
+            draft.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", draft.at("fsdp_version"))
         if draft.extras.get("parallelism_block") is not None and consumer.before(1, 10):
             draft.report(
                 "FSD344",
@@ -140,7 +121,7 @@ def _target(draft: Draft) -> None:
             draft.report(
                 "FSD344",
                 f"activation offload does not exist in {consumer}",
-                at(draft, "activation_checkpointing_offload"),
+                draft.at("activation_checkpointing_offload"),
             )
 
 
@@ -150,7 +131,7 @@ def _version(draft: Draft) -> None:
             draft.report(
                 "FSD333",
                 "LOCAL_STATE_DICT is not supported by FSDP2",
-                at(draft, "state_dict_type"),
+                draft.at("state_dict_type"),
                 value=True,
             )
         return
@@ -158,13 +139,11 @@ def _version(draft: Draft) -> None:
 
     made = migration(draft)
     written = draft.written("fsdp_version")
-    what = (
-        f"{name(draft, 'fsdp_version')} is 1" if written else f"{name(draft, 'fsdp_version')} is not written"
-    )
+    what = f"{draft.name('fsdp_version')} is 1" if written else f"{draft.name('fsdp_version')} is not written"
     severity: Any = "error" if draft.consumer.name in ("fsdptool", "simpletuner") else "warning"
     if draft.consumer.name == "fsdptool":
         what += "; fsdptool runs FSDP2 only"
-    place = at(draft, "fsdp_version") or draft.extras.get("fsdp_entry") or draft.root.get("fsdp_config")
+    place = draft.at("fsdp_version") or draft.extras.get("fsdp_entry") or draft.root.get("fsdp_config")
     draft.report(
         "FSD301",
         f"{what}: FSDP1 runs",
@@ -180,7 +159,7 @@ def _version(draft: Draft) -> None:
         draft.report(
             "FSD332",
             "NO_SHARD has no FSDP2 equivalent",
-            at(draft, "sharding_strategy"),
+            draft.at("sharding_strategy"),
             value=True,
             severity="warning",
         )
@@ -188,7 +167,7 @@ def _version(draft: Draft) -> None:
         draft.report(
             "FSD333",
             "LOCAL_STATE_DICT is not supported by FSDP2",
-            at(draft, "state_dict_type"),
+            draft.at("state_dict_type"),
             value=True,
             severity="warning",
         )
@@ -196,7 +175,7 @@ def _version(draft: Draft) -> None:
 
 def _wrapping(draft: Draft) -> None:
     policy = draft.get("wrap_policy")
-    if policy == "none" and not draft.written("wrap_policy") and accelerate_like(draft):
+    if policy == "none" and not draft.written("wrap_policy") and launched_by_accelerate(draft):
         origin = draft.facts["wrap_policy"].origin if "wrap_policy" in draft.facts else ""
         if not origin.startswith("environment"):
             block = draft.root.get("fsdp_config")
@@ -219,12 +198,13 @@ def _wrapping(draft: Draft) -> None:
             "FSD324",
             f"size-based wrapping fails {'under version 2 ' if first else ''}on models whose layer list "
             "exceeds the threshold",
-            at(draft, "wrap_policy"),
+            draft.at("wrap_policy"),
             value=True,
             severity="info" if first else None,
         )
-    if policy != "transformer" and draft.written("wrap_classes"):
-        draft.ignore(at(draft, "wrap_classes"), "read with TRANSFORMER_BASED_WRAP only")
+    classes = draft.at("wrap_classes")
+    if policy != "transformer" and classes is not None:
+        draft.ignore(classes, "read with TRANSFORMER_BASED_WRAP only")
         draft.unheeded["wrap_classes"] = []
     for class_name in draft.get("wrap_classes") or ():
         if policy != "transformer":
@@ -235,7 +215,7 @@ def _wrapping(draft: Draft) -> None:
         elif class_name.endswith(_WHOLE) or (class_name.endswith("Model") and len(class_name) > 5):
             what = "a whole model, by its name"
         if what is not None:
-            draft.report("FSD335", f"{class_name} is {what}", at(draft, "wrap_classes"), value=True)
+            draft.report("FSD335", f"{class_name} is {what}", draft.at("wrap_classes"), value=True)
 
 
 def _checkpointing(draft: Draft) -> None:
@@ -245,12 +225,12 @@ def _checkpointing(draft: Draft) -> None:
         draft.report(
             "FSD316",
             "activation checkpointing without wrapped blocks crashes",
-            at(draft, "activation_checkpointing"),
+            draft.at("activation_checkpointing"),
         )
     if offload and (not on or draft.get("fsdp_version") != 2):
         need = "activation checkpointing" if not on else "fsdp_version 2"
         draft.report(
-            "FSD318", f"activation offload needs {need}", at(draft, "activation_checkpointing_offload")
+            "FSD318", f"activation offload needs {need}", draft.at("activation_checkpointing_offload")
         )
     both = draft.extras.get("gradient_checkpointing")
     if on and both is not None:
@@ -272,59 +252,9 @@ def _checkpointing(draft: Draft) -> None:
 
 
 def _loading(draft: Draft) -> None:
-    entry = at(draft, "cpu_ram_efficient_loading")
+    entry = draft.at("cpu_ram_efficient_loading")
     if entry is not None and draft.get("cpu_ram_efficient_loading") and draft.get("wrap_policy") == "none":
         draft.report("FSD319", "RAM-efficient loading with nothing wrapped", entry)
-
-
-def _processes(draft: Draft) -> None:
-    processes, machines = draft.get("num_processes"), draft.get("num_machines") or 1
-    cpu = draft.get("use_cpu")
-    if cpu and draft.consumer.name == "accelerate":
-        draft.report("FSD314", "FSDP on CPU: accelerate runs this unsharded", at(draft, "use_cpu"))
-    # Our trainer has an attention of its own for split sequences, on every device.
-    if cpu and (draft.get("cp") or 1) > 1 and draft.consumer.name != "fsdptool":
-        draft.report("FSD347", "context parallelism does not work on CPU", at(draft, "cp"))
-    if not accelerate_like(draft):
-        return
-    if processes is None:
-        # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
-        if draft.dialect != "env":  # which has no word for it
-            draft.report("FSD326", "num_processes is not written", at(draft, "num_processes"))
-    elif isinstance(processes, int):
-        if processes == 1:
-            draft.report("FSD327", "FSDP over a single process", at(draft, "num_processes"), value=True)
-        elif processes % machines:
-            draft.report(
-                "FSD328",
-                f"{processes} processes do not divide over {machines} machines",
-                at(draft, "num_processes"),
-                value=True,
-            )
-    elif machines > 1:
-        draft.report(
-            "FSD205",
-            f"num_processes {processes!r} cannot be divided over {machines} machines",
-            at(draft, "num_processes"),
-            value=True,
-        )
-    if machines > 1 and not draft.get("main_process_ip"):
-        draft.report("FSD329", "several machines and no main_process_ip", at(draft, "num_machines"))
-    _gpu_ids(draft, processes, machines)
-
-
-def _gpu_ids(draft: Draft, processes: Any, machines: int) -> None:
-    ids = draft.get("gpu_ids")
-    if not isinstance(ids, str) or ids in ("all", "") or not isinstance(processes, int):
-        return
-    count = len([part for part in ids.split(",") if part.strip()])
-    if count != processes // max(machines, 1):
-        draft.report(
-            "FSD331",
-            f"{count} GPU ids for {processes // max(machines, 1)} processes per machine",
-            at(draft, "gpu_ids"),
-            value=True,
-        )
 
 
 def _defaults(draft: Draft) -> None:

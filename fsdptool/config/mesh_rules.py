@@ -7,14 +7,6 @@ from typing import Any
 from fsdptool.config.draft import Draft
 
 
-def _at(draft: Draft, *keys: str) -> Any:
-    for key in keys:
-        fact = draft.facts.get(key)
-        if fact is not None and fact.entry is not None:
-            return fact.entry
-    return None
-
-
 def judge_mesh(draft: Draft) -> None:
     """Report what accelerate 1.15's ``ParallelismConfig`` would refuse, ignore or run differently.
 
@@ -23,7 +15,7 @@ def judge_mesh(draft: Draft) -> None:
     """
     sizes = {key: draft.get(key) or 1 for key in ("dp_replicate", "dp_shard", "cp", "tp", "sp")}
     if sizes["cp"] > 1 and draft.get("fsdp_version") == 1:
-        draft.report("FSD305", "Context parallelism requires FSDP2.", _at(draft, "cp"))
+        draft.report("FSD305", "Context parallelism requires FSDP2.", draft.at("cp"))
         return
     block = draft.extras.get("parallelism_block")
     if block is not None and draft.get("fsdp_version") == 1:
@@ -45,7 +37,7 @@ def judge_mesh(draft: Draft) -> None:
         draft.report(
             "FSD356",
             f"tp {sizes['tp']}: accelerate 1.15 cannot prepare it with transformers 5.23",
-            _at(draft, "tp"),
+            draft.at("tp"),
             value=True,
         )
 
@@ -55,7 +47,7 @@ def _context_size(draft: Draft, size: int, processes: int) -> bool:
         draft.report(
             "FSD306",
             f"Context parallel size ({size}) cannot exceed process count ({processes}).",
-            _at(draft, "cp"),
+            draft.at("cp"),
             value=True,
         )
         return True
@@ -63,7 +55,7 @@ def _context_size(draft: Draft, size: int, processes: int) -> bool:
         draft.report(
             "FSD306",
             f"Context parallel size ({size}) must evenly divide process count ({processes}).",
-            _at(draft, "cp"),
+            draft.at("cp"),
             value=True,
         )
         return True
@@ -75,7 +67,7 @@ def _combinations(draft: Draft, sizes: dict[str, int], open_shard: bool) -> bool
         draft.report(
             "FSD311",
             f"cp {sizes['cp']} and sp {sizes['sp']} exclude each other",
-            _at(draft, "sp", "cp"),
+            draft.at("sp", "cp"),
             value=True,
         )
         return True
@@ -83,7 +75,7 @@ def _combinations(draft: Draft, sizes: dict[str, int], open_shard: bool) -> bool
         draft.report(
             "FSD312",
             f"sp {sizes['sp']} does nothing under FSDP2: the sequence is not split",
-            _at(draft, "sp"),
+            draft.at("sp"),
             value=True,
         )
         return True
@@ -93,7 +85,7 @@ def _combinations(draft: Draft, sizes: dict[str, int], open_shard: bool) -> bool
         draft.report(
             "FSD313",
             "tp or cp with dp_replicate above 1 and dp_shard 1 is refused",
-            _at(draft, "dp_replicate"),
+            draft.at("dp_replicate"),
             value=True,
         )
         return True
@@ -104,7 +96,7 @@ def _products(draft: Draft, sizes: dict[str, int], open_shard: bool, processes: 
     total = 1
     for size in sizes.values():
         total *= size
-    place = _at(draft, "dp_shard", "dp_replicate", "tp", "cp") or draft.root.get("parallelism_config")
+    place = draft.at("dp_shard", "dp_replicate", "tp", "cp") or draft.root.get("parallelism_config")
     known = isinstance(processes, int)
     if total == 1 and not open_shard:
         edits = None
@@ -144,13 +136,13 @@ def _products(draft: Draft, sizes: dict[str, int], open_shard: bool, processes: 
             draft.report(
                 "FSD310",
                 f"tp {sizes['tp']} takes all processes: nothing is left to shard across",
-                _at(draft, "tp"),
+                draft.at("tp"),
                 value=True,
             )
         else:
             draft.report(
                 "FSD309",
                 "the mesh only replicates: nothing is sharded",
-                _at(draft, "dp_replicate"),
+                draft.at("dp_replicate"),
                 value=True,
             )

@@ -38,11 +38,6 @@ def judge_model(draft: Draft, anatomy: Anatomy) -> None:
     _ignored(draft, anatomy)
 
 
-def _entry(draft: Draft, key: str) -> Any:
-    fact = draft.facts.get(key)
-    return fact.entry if fact is not None else None
-
-
 def _choice(draft: Draft, anatomy: Anatomy) -> tuple[tuple[Edit, ...] | None, dict[str, Any], str]:
     """Return the fix that writes detect's classes, what it changes, and its words."""
     classes = anatomy.wrap.classes
@@ -62,7 +57,7 @@ def _classes(draft: Draft, anatomy: Anatomy) -> None:
     named = draft.get("wrap_classes") or ()
     present = {module.class_name for module in anatomy.modules}
     edits, changes, words = _choice(draft, anatomy)
-    place = _entry(draft, "wrap_classes")
+    place = draft.at("wrap_classes")
     if not named:
         _hints(draft, anatomy, edits, changes, words)
         return
@@ -108,7 +103,7 @@ def _classes(draft: Draft, anatomy: Anatomy) -> None:
 
 def _hints(draft: Draft, anatomy: Anatomy, edits: Any, changes: dict[str, Any], words: str) -> None:
     """No class is named: accelerate takes ``_no_split_modules`` of the built instance."""
-    place = _entry(draft, "wrap_policy") or draft.root.get("fsdp_config")
+    place = draft.at("wrap_policy") or draft.root.get("fsdp_config")
     absent = [entry.name for entry in anatomy.wrap.no_split_modules if entry.status == "absent"]
     if not anatomy.no_split_modules:
         draft.report(
@@ -162,7 +157,7 @@ def _coverage(
             "FSD408",
             f"{','.join(named)} cover {covered:,} of {anatomy.total_parameters:,} parameters; "
             f"{','.join(anatomy.wrap.classes)} would cover {possible:,}",
-            _entry(draft, "wrap_classes"),
+            draft.at("wrap_classes"),
             value=True,
             edits=edits,
             safe=False,
@@ -182,7 +177,7 @@ def _containers(draft: Draft, anatomy: Anatomy) -> None:
             draft.report(
                 "FSD409",
                 f"{module.path} ({module.class_name}) holds {size:,} parameters, over the {threshold:,}",
-                _entry(draft, "wrap_policy"),
+                draft.at("wrap_policy"),
                 value=True,
             )
             return
@@ -192,7 +187,7 @@ def _buffers(draft: Draft, anatomy: Anatomy) -> None:
     persistent = [buffer.fqn for buffer in anatomy.buffers if buffer.persistent]
     if not draft.get("cpu_ram_efficient_loading") or not persistent or draft.consumer.name == "fsdptool":
         return
-    entry = _entry(draft, "cpu_ram_efficient_loading")
+    entry = draft.at("cpu_ram_efficient_loading")
     if entry is not None:
         edits = draft.editor.replace(entry.node, False)
     else:
@@ -232,7 +227,7 @@ def _context(draft: Draft, anatomy: Anatomy) -> None:
         draft.report(
             "FSD407",
             f"{anatomy.spec.model_class} has attention layers of type {', '.join(kinds)}",
-            _entry(draft, "cp"),
+            draft.at("cp"),
             value=True,
         )
 
@@ -267,7 +262,7 @@ def _ignored(draft: Draft, anatomy: Anatomy) -> None:
         draft.report(
             "FSD206",
             f"fsdp_ignored_modules is no regular expression: {error}",
-            _entry(draft, "ignored_modules"),
+            draft.at("ignored_modules"),
             value=True,
         )
         return
@@ -277,6 +272,6 @@ def _ignored(draft: Draft, anatomy: Anatomy) -> None:
         draft.report(
             "FSD411",
             f"{len(trainable)} trainable parameters are ignored ({trainable[0]}, ...)",
-            _entry(draft, "ignored_modules"),
+            draft.at("ignored_modules"),
             value=True,
         )
