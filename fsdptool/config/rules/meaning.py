@@ -76,8 +76,8 @@ MEANING = (
          "and `fsdp_version=2`.",
          "Switch activation checkpointing on, or its offload off."),
     Rule("FSD319", "RAM-efficient loading without wrap units", "warning",
-         "The weights of the whole model, one unit, are broadcast and gathered at once; what the option "
-         "saves is lost again.",
+         "With nothing wrapped one unit holds the whole model: every step gathers it whole, and FSDP1 builds "
+         "it whole on every GPU before it is sharded. The option saves host memory, and GPU memory runs out.",
          "Wrap the blocks, or set fsdp_cpu_ram_efficient_loading to false."),
     Rule("FSD320", "setting left to a default that differs", "info",
          "The default depends on the FSDP version or on the program: FULL_STATE_DICT under version 1 and in "
