@@ -12,9 +12,10 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.inspection.build import build
+from fsdptool.memory.conditions import Conditions
 from fsdptool.memory.depth import Shortened, lengthened, shorten, verified
-from fsdptool.memory.tracer import without_activations
-from fsdptool.memory.tracing import Conditions, run_trace
+from fsdptool.memory.tracing import run_trace
+from fsdptool.memory.untraced import without_activations
 from fsdptool.memory.values import BY_VALUE
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.model import ModelSpec

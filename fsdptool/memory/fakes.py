@@ -10,7 +10,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from fsdptool.families.protocol import TensorSpec
-    from fsdptool.memory.tracing import Conditions
+    from fsdptool.memory.conditions import Conditions
 
 
 def materialise(model: nn.Module, mode: Any, conditions: Conditions) -> None:

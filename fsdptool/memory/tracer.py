@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fsdptool.cache import Store
-from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_digest
-from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import library_versions, tool_version
 from fsdptool.records.model import ModelSpec
@@ -161,24 +159,3 @@ def _own_digest() -> str:
             digest.update(str(file.relative_to(package)).encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def without_activations(anatomy: Anatomy, recipe: Recipe, profile: Profile, why: str) -> Trace:
-    """Return a trace that only knows the states."""
-    return Trace(
-        profile=profile,
-        compute_dtype=recipe.sharding.param_dtype or recipe.model.dtype,
-        segments=(),
-        sizes=(),
-        kinds=(),
-        names=(),
-        vocabulary=(),
-        buffers=anatomy.buffers,
-        samples=recipe.batch.micro_batch,
-        torch=library_versions().get("torch", "").split("+")[0],
-        model=anatomy.spec.model_class,
-        unknowns=(f"activations: {why}",),
-    )
-
-
-__all__ = ["FsdptoolError", "Mapping", "trace", "without_activations"]

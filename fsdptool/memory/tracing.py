@@ -9,51 +9,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdptool.families.objectives.context import Context, share, using
 from fsdptool.memory.borders import Borders
+from fsdptool.memory.conditions import Conditions
 from fsdptool.memory.fakes import fake_batch, materialise
 from fsdptool.memory.recorder import Recorder
 from fsdptool.memory.values import KnownValues
-from fsdptool.records.trace import Profile, Trace
+from fsdptool.records.trace import Trace
 
 if TYPE_CHECKING:
     from fsdptool.families.protocol import Objective, TensorSpec
-    from fsdptool.records.recipe import Distillation
-
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """How a micro-batch is computed.
-
-    Attributes:
-        profile: Whose kernels to assume.
-        compute: ``param_dtype`` of the sharding, or None for the tensors' own.
-        output: ``output_dtype`` of the sharding.
-        teacher: Forward without gradients only.
-        beside: Forward without gradients as in validation or sampling, on the model that is trained.
-        sharing: Ranks that share a sequence; rank 0 of them is traced, which sees it to its end.
-        staged: Whether collectives inside the model are gloo's, which copies what it sends.
-        uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
-        master: dtype trainable parameters are stored in.
-        distillation: Its temperature and alpha; the teacher's prediction is an input then.
-    """
-
-    profile: Profile
-    compute: torch.dtype | None
-    output: torch.dtype | None = None
-    teacher: bool = False
-    uncast: frozenset[str] = frozenset()
-    master: torch.dtype | None = None
-    distillation: Distillation | None = None
-    beside: Literal["evaluation", "sampling"] | None = None
-    sharing: int = 1
-    staged: bool = False
 
 
 def run_trace(

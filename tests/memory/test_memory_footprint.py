@@ -13,7 +13,7 @@ from memory_cases import LLAMA, Case
 
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
-from fsdptool.memory.tracer import without_activations
+from fsdptool.memory.untraced import without_activations
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
