@@ -70,6 +70,25 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
     return costs
 
 
+def exchanged_bytes(trace: Trace) -> dict[str, Cost]:
+    """Return what every traced module gathers in forward from the ranks that share its sequence.
+
+    Bytes, under ``forward``: :func:`unit_costs` then sums them per unit. A collective's output is the
+    one thing in a forward that is made by ``new_empty`` (``families.objectives.context``).
+    """
+    found: dict[str, Cost] = {}
+    owner = ""
+    for segment in trace.segments:
+        if segment.marker == "backward":
+            break
+        owner = _owner(segment, owner)
+        made = [event - 1 for event in segment.events if event > 0]
+        size = sum(trace.sizes[n] for n in made if trace.vocabulary[trace.names[n]] == "new_empty")
+        if size:
+            found[owner] = found.get(owner, Cost()) + Cost(forward=float(size))
+    return found
+
+
 def model_flops(trace: Trace) -> float:
     """Return the FLOPs a micro-batch needs at full depth, recomputation not counted.
 

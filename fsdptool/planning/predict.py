@@ -139,7 +139,8 @@ class Estimator:
                 alone = replace(settings, mesh=replace(settings.mesh, cp=1))
                 worked = self._trace(_trace_key(whole), recipe, alone)
             costs = self._module_costs(_trace_key(whole), worked, cluster.gpu, machine)
-            timing = time_candidate(units, costs, worked, recipe, mesh, cluster, machine)
+            shared = trace if knobs.cp > 1 and trace.known else None
+            timing = time_candidate(units, costs, worked, recipe, mesh, cluster, machine, shared=shared)
         made = _assemble(id, knobs, cluster, footprint, verdict, timing)
         if not worked.known or (knobs.cp > 1 and worked is trace):
             return made

@@ -33,6 +33,8 @@ class Stage:
         backward_ranks: Ranks backward gathers the unit over: the shard group, fewer after an integer
             reshard, 1 if forward's gather is kept or backward needs no parameters.
         forward, backward: Seconds of compute for one micro-batch; backward includes recomputation.
+        exchanged: Bytes of keys and values gathered from the ranks that share a sequence, per forward.
+        exchanges: How often backward moves as many: their gradients, and again where it recomputes.
     """
 
     gather_bytes: float
@@ -41,6 +43,8 @@ class Stage:
     backward_ranks: int
     forward: float
     backward: float
+    exchanged: float = 0.0
+    exchanges: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,6 @@ class Run:
         optimizer_bytes: Bytes one rank's update moves through memory.
         optimizer_operators: Kernels of the update.
         offloaded_bytes: Shard bytes that cross to the host and back in a step.
-        cp_bytes: Bytes of keys and values one unit gathers over the context-parallel group.
     """
 
     accumulation: int
@@ -83,7 +86,6 @@ class Run:
     optimizer_bytes: float
     optimizer_operators: int
     offloaded_bytes: float = 0.0
-    cp_bytes: float = 0.0
 
 
 def time_step(
@@ -104,9 +106,12 @@ def time_step(
     shard = make_ring(cluster, machine, ranks=mesh.shard_degree)
     replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.shard_degree)
     context = make_ring(cluster, machine, ranks=mesh.cp)
-    rotate = context.gather(run.cp_bytes)
-    forward = [stage.forward + rotate for stage in stages]
-    backward = [stage.backward + 2 * rotate for stage in stages]
+    # Attention waits for what it exchanges: nothing hides it.
+    moved = [context.gather(stage.exchanged) for stage in stages]
+    forward = [stage.forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
+    backward = [
+        stage.backward + stage.exchanges * seconds for stage, seconds in zip(stages, moved, strict=True)
+    ]
     gathers = [shard.gather(stage.gather_bytes) for stage in stages]
     again = [
         make_ring(cluster, machine, ranks=stage.backward_ranks).gather(stage.gather_bytes) for stage in stages
@@ -121,7 +126,10 @@ def time_step(
         play = _play(forward, backward, gathers, again, reduced, run.prefetch)
         total += play[0]
         communication += play[1]
-        compute += sum(forward) + sum(backward)
+        compute += sum(stage.forward + stage.backward for stage in stages)
+        communication += sum(
+            seconds * (1 + stage.exchanges) for stage, seconds in zip(stages, moved, strict=True)
+        )
     update = max(
         run.optimizer_bytes / (gpu.memory_bandwidth * machine.memory_efficiency),
         run.optimizer_operators * machine.kernel_latency,

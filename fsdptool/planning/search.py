@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdptool.errors import ConfigError
 from fsdptool.planning.judge import HEADROOM, gib
 from fsdptool.planning.knobs import Knobs, knobs_from_json
 from fsdptool.planning.options import PlanInputs
@@ -67,11 +68,20 @@ def weigh(
                     hardware=cluster.gpu is not None,
                 )
             )
+        whole = False
         for point in space:
+            if whole and point.cp != knobs.cp:
+                continue
             label = name if point == knobs else f"c{len(candidates):04d}"
             if progress is not None and len(candidates) % 100 == 99:
                 progress(f"weighed {len(candidates) + 1} configurations")
-            candidates.append(estimator.candidate(label, point, cluster, machine, detail=label == name))
+            try:
+                candidates.append(estimator.candidate(label, point, cluster, machine, detail=label == name))
+            except ConfigError:
+                # Sequences that cannot be split over ranks are no candidates; asked for, they are an error.
+                if point.cp == knobs.cp:
+                    raise
+                whole = True
     return _settle(estimator, inputs, candidates, asked_ids)
 
 

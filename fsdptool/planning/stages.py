@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdptool.memory.sizes import WIDTH, weigh
-from fsdptool.planning.compute import Cost, peak_flops, unit_costs
+from fsdptool.planning.compute import Cost, exchanged_bytes, peak_flops, unit_costs
 from fsdptool.planning.machine import Machine
 from fsdptool.planning.schedule import Run, Stage, StepTime, time_step
 from fsdptool.records.anatomy import Parameter
@@ -54,6 +54,7 @@ def time_candidate(
     machine: Machine,
     *,
     teacher: Cost | None = None,
+    shared: Trace | None = None,
 ) -> Timing | None:
     """Return the time of one optimizer step of ``recipe`` (sizes resolved); None without GPUs.
 
@@ -65,6 +66,7 @@ def time_candidate(
         mesh: Resolved mesh.
         cluster, machine: The hardware.
         teacher: Compute of a distillation teacher's forward.
+        shared: The trace of one of several ranks that share a sequence: says what they exchange.
     """
     if cluster.gpu is None or not trace.known:
         return None
@@ -72,7 +74,10 @@ def time_candidate(
     if teacher is not None:
         work[-1] = work[-1] + teacher
     order = sorted(range(len(units.units)), key=lambda index: _ORDER.get(units.units[index].kind, 3))
-    stages = [_stage(units.units[index], units, work[index], mesh) for index in order]
+    exchanged = [0.0] * len(work)
+    if shared is not None:
+        exchanged = [cost.forward for cost in unit_costs(exchanged_bytes(shared), shared.repeats, units)]
+    stages = [_stage(units.units[index], units, work[index], mesh, exchanged[index]) for index in order]
     implementation = _implementation(recipe.optimizer)
     local = local_trained(units, mesh)
     run = Run(
@@ -82,7 +87,6 @@ def time_candidate(
         optimizer_bytes=local * _update_bytes(recipe.optimizer.name, implementation) + local * _ema(recipe),
         optimizer_operators=_kernels(recipe.optimizer.name, implementation, units),
         offloaded_bytes=_offloaded(units, mesh),
-        cp_bytes=0.0,
     )
     step = time_step(stages, run, mesh, cluster, machine)
     if step is None or step.seconds <= 0:
@@ -118,7 +122,7 @@ def model_states(units: UnitPlan, mesh: Mesh) -> dict[str, int]:
     return kept
 
 
-def _stage(unit: Unit, units: UnitPlan, cost: Cost, mesh: Mesh) -> Stage:
+def _stage(unit: Unit, units: UnitPlan, cost: Cost, mesh: Mesh, exchanged: float) -> Stage:
     ranks = mesh.shard_degree
     padded = [(_padded(p, ranks), p) for p in unit.parameters]
     gather = sum(size * weigh(p, units, ranks).computed for size, p in padded)
@@ -134,6 +138,8 @@ def _stage(unit: Unit, units: UnitPlan, cost: Cost, mesh: Mesh) -> Stage:
         backward_ranks=_backward_ranks(unit, ranks),
         forward=cost.forward / mesh.cp,
         backward=cost.backward / mesh.cp,
+        exchanged=exchanged,
+        exchanges=2 if unit.checkpointed else 1,
     )
 
 

@@ -368,6 +368,44 @@ def test_what_a_plan_holds_is_enough_to_run_it(
     assert recipe.batch.micro_batch * recipe.batch.accumulation * ranks == 8
 
 
+def test_ranks_that_share_a_sequence_hold_less_and_talk_more(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", model, *HARDWARE, "--seq-len", "512", "--micro-batch", "2", "--no-search"]
+    alone, shared = (document(capsys, [*arguments, "--cp", size]) for size in ("1", "2"))
+    before, after = alone["candidates"][0], shared["candidates"][0]
+    assert shared["unknowns"] == []
+    assert after["settings"]["cp"] == 2
+    held = [{part["name"]: part["bytes"] for part in one["components"]} for one in (before, after)]
+    assert held[0]["parameters"] == held[1]["parameters"]
+    assert held[0]["activations"] > held[1]["activations"] > held[0]["activations"] // 2
+    assert after["seconds"]["communication"] > before["seconds"]["communication"]
+    assert any("context parallel on GPUs is unverified" in note for note in shared["details"]["notes"])
+
+
+def test_sequences_that_cannot_be_split_are_no_candidates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 16384,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["plan", str(tmp_path), "--gpu", "H100-80GB-SXM", "--gpus", "4", "--seq-len", "16384"]
+    plan = document(capsys, arguments)
+    assert {candidate["settings"]["cp"] for candidate in plan["candidates"]} == {1}
+    assert run([*arguments, "--cp", "2"]) == 2
+    assert "cannot split Gemma2Attention: it caps its attention scores" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -19,6 +19,7 @@ from fsdptool.training.assemble import assemble
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.evaluate import evaluate
 from fsdptool.training.events import EventLog
+from fsdptool.training.meter import CpuMeter
 from fsdptool.training.sampling.sampler import open_sampler
 from fsdptool.training.session import open_session
 from fsdptool.training.state import RunState
@@ -43,6 +44,18 @@ def validated(folder: Path, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
         "weight": outcome.weight,
         "load": outcome.metrics["expert_load"],
     }
+
+
+def measured(folder: Path, recipe: Recipe, mesh: Mesh) -> int:
+    """Return the bytes alive at the peak of the second step."""
+    session, assembled = _opened(folder, recipe, mesh, "causal")
+    meter = CpuMeter()
+    for step in range(2):
+        with meter.step(step + 1):
+            assembled.stepper.run(share(session, step, "causal", 2, torch.float32), rate=assembled.rate)
+    peak, _ = meter.last()
+    assert peak is not None
+    return peak
 
 
 class Prompts:

@@ -9,11 +9,12 @@ from typing import Any
 
 import context_cases as cases
 import pytest
-from cases import CASES, prepare_case
+from cases import CASES, LLAMA, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
 from test_numerics import CHECKPOINTED, CLIPPED, hold
 
+from fsdptool.memory import footprint, trace
 from fsdptool.records import Mesh
 from fsdptool.records.recipe import Checkpointing, Sharding
 
@@ -104,6 +105,20 @@ def test_validation_and_tokens_count_a_sequence_once(pool: Pool, tmp_path: Path)
         assert found[0]["items"] == whole["items"]
         assert found[0]["weight"] == whole["weight"]
         assert found[0]["load"] == whole["load"]
+
+
+def test_memory_is_what_was_predicted(pool: Pool, tmp_path: Path) -> None:
+    wide = dataclasses.replace(
+        CASES["causal"],
+        config={**LLAMA, "hidden_size": 192, "intermediate_size": 320, "max_position_embeddings": 512},
+    )
+    recipe, folder = prepare_case(wide, tmp_path, "full")
+    recipe = dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, accumulation=2))
+    inputs = inputs_for(wide, folder, recipe, mesh=SPLIT, num_processes=2)
+    settings = inputs.settings
+    found = trace(inputs.spec, recipe, settings, gloo=True, use_cache=False)
+    expected = footprint(found, inputs.units, settings.mesh, recipe, profile="cpu-gloo").allocated_peak_bytes
+    assert pool.run(cases.measured, 2, folder, recipe, SPLIT)[0] == pytest.approx(expected, rel=0.01)
 
 
 def test_samples_are_those_of_whole_sequences(pool: Pool, tmp_path: Path) -> None:
