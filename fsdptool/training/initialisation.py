@@ -16,61 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdptool.errors import ModelError
 from fsdptool.training.pulse import beat
 from fsdptool.training.random_values import derive_seed, fill_slice
-
-aten = torch.ops.aten
-_OVERWRITES = {
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.copy_.default,
-}
-_DRAWS = {aten.normal_.default, aten.uniform_.default}
-_ELEMENTWISE = {
-    *_OVERWRITES,
-    aten.erfinv_.default,
-    aten.mul_.Tensor,
-    aten.mul_.Scalar,
-    aten.add_.Tensor,
-    aten.add_.Scalar,
-    aten.div_.Tensor,
-    aten.clamp_.default,
-} - {aten.copy_.default}
-_VIEWS = {
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.view.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.split.Tensor,
-    aten.chunk.default,
-    aten._unsafe_view.default,
-}
-
-
-@dataclass(slots=True)
-class Note:
-    """One in-place operation on a parameter, or on a view of it (``views``: how to get there)."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
-    recorder: Recorder | None = None
-
-    @property
-    def sliceable(self) -> bool:
-        """Whether it acts on every element alone."""
-        plain = not any(isinstance(a, torch.Tensor) and a.dim() > 0 for a in self.args)
-        return self.func in _ELEMENTWISE and not self.views and plain
+from fsdptool.training.recording import DRAWS, Note, Recorder
 
 
 @dataclass(slots=True)
@@ -83,112 +34,6 @@ class Blueprint:
     notes: dict[str, list[Note]] = field(default_factory=dict)
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in-place operations on meta tensors, following views back to the tensor they show."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._notes: dict[int, list[Note]] = {}
-        self._views: dict[int, tuple[int, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = {}
-        self._made: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any], int | None]] = {}
-        # Keys are ids, so nothing that was seen may die while the recorder lives.
-        self._alive: list[Any] = []
-
-    def notes_of(self, tensor: torch.Tensor) -> list[Note]:
-        """Return what was done to ``tensor``, oldest first."""
-        return self._notes.get(self._key(tensor)[0], [])
-
-    def _key(self, tensor: torch.Tensor) -> tuple[int, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]:
-        return self._views.get(id(tensor), (id(tensor), ()))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if target is None or not target.is_meta:
-            self._remember(func, args, kwargs, out)
-            return out
-        if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
-            self._note(target, func, args, kwargs)
-        elif func in _VIEWS:
-            self._follow(target, func, args, kwargs, out)
-        else:
-            self._remember(func, args, kwargs, out)
-        return out
-
-    def _remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        outputs = out if isinstance(out, list | tuple) else [out]
-        for index, output in enumerate(outputs):
-            if isinstance(output, torch.Tensor) and output.is_meta:
-                self._made[id(output)] = (func, args, kwargs, index if output is not out else None)
-                self._alive.append((args, output))
-
-    def value_of(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
-        """Compute a meta tensor that constructors derived from constants, on the CPU.
-
-        Raises:
-            ModelError: It depends on a parameter.
-        """
-        if not tensor.is_meta:
-            return tensor
-        key, views = self._key(tensor)
-        if key not in self._made:
-            raise ModelError(
-                "the model initialises a parameter from another one, which cannot be done shard by shard",
-                help="train from pretrained weights (model.weights)",
-            )
-        func, args, kwargs, index = self._made[key]
-        real = [self.value_of(a, seed) if isinstance(a, torch.Tensor) else a for a in args]
-        named = {n: self.value_of(a, seed) if isinstance(a, torch.Tensor) else a for n, a in kwargs.items()}
-        if "device" in named:
-            named["device"] = torch.device("cpu")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, key == id(tensor), func))
-            made = func(*real, **named)
-        value = made if index is None else made[index]
-        for note in self._notes.get(key, []):
-            target = value
-            for view in note.views:
-                target = view(target)
-            operands = [self.value_of(a, seed) if isinstance(a, torch.Tensor) else a for a in note.args]
-            note.func(target, *operands, **note.kwargs)
-        for view in views:
-            value = view(value)
-        return value  # type: ignore[no-any-return]
-
-    def _note(self, target: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key, views = self._key(target)
-        kept = {name: value for name, value in kwargs.items() if name != "generator"}
-        note = Note(func, tuple(args[1:]), kept, views, self)
-        self._alive.append(target)
-        if func in _OVERWRITES and not views:
-            self._notes[key] = [note]
-        else:
-            self._notes.setdefault(key, []).append(note)
-
-    def _follow(
-        self, target: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> None:
-        key, views = self._key(target)
-        outputs = out if isinstance(out, list | tuple) else [out]
-        for index, output in enumerate(outputs):
-            step = _view_step(func, args[1:], kwargs, index if isinstance(out, list | tuple) else None)
-            self._views[id(output)] = (key, (*views, step))
-            self._alive.append((target, output))
-
-
-def _view_step(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def step(tensor: torch.Tensor) -> torch.Tensor:
-        out = func(tensor, *args, **kwargs)
-        return out if index is None else out[index]  # type: ignore[no-any-return]
-
-    return step
 
 
 @contextmanager
@@ -270,6 +115,9 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
             blueprint.notes[name] = recorder.notes_of(parameter)
+            twin = None if blueprint.notes[name] else recorder.twin(parameter)
+            if twin is not None:
+                blueprint.values[name] = recorder.value_of(twin, seed)
         else:
             blueprint.values[name] = parameter.detach()
     return blueprint
@@ -332,7 +180,7 @@ def replay(
 
 
 def _apply(note: Note, tensor: torch.Tensor, start: int, numel: int, key: tuple[object, ...]) -> None:
-    if note.func in _DRAWS and not note.views:
+    if note.func in DRAWS and not note.views:
 
         def draw(block: torch.Tensor, generator: torch.Generator) -> None:
             note.func(block, *note.args, **note.kwargs, generator=generator)
@@ -342,7 +190,7 @@ def _apply(note: Note, tensor: torch.Tensor, start: int, numel: int, key: tuple[
     target = tensor
     for view in note.views:
         target = view(target)
-    if note.func in _DRAWS:
+    if note.func in DRAWS:
         generator = torch.Generator().manual_seed(derive_seed(*key))
         note.func(target, *note.args, **note.kwargs, generator=generator)
         return

@@ -11,8 +11,6 @@ from fsdptool.families.shrink import shrink
 from fsdptool.training.initialisation import Blueprint, draw_blueprint, replay
 
 FAMILIES = {family.name: family for family in load_registry().all() if family.flavours()}
-DERIVED = {"wav2vec2": "parametrizations.weight"}
-"""Weight normalisation computes its parameters from another one: only pretrained weights will do."""
 
 
 def blueprint_of(family: Family) -> Blueprint:
@@ -28,11 +26,9 @@ def blueprint_of(family: Family) -> Blueprint:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_has_a_start(name: str) -> None:
-    notes = blueprint_of(FAMILIES[name]).notes
-    missing = [fqn for fqn, noted in notes.items() if not noted]
-    known = DERIVED.get(name)
-    assert all(known is not None and known in fqn for fqn in missing), missing
-    assert bool(missing) == (known is not None)
+    blueprint = blueprint_of(FAMILIES[name])
+    missing = [fqn for fqn, noted in blueprint.notes.items() if not noted and fqn not in blueprint.values]
+    assert not missing
 
 
 def test_truncated_normals_have_their_spread_and_do_not_depend_on_who_draws() -> None:
@@ -46,3 +42,16 @@ def test_truncated_normals_have_their_spread_and_do_not_depend_on_who_draws() ->
     assert float(whole.std()) == pytest.approx(0.02, rel=0.01)
     assert float(whole.mean()) == pytest.approx(0.0, abs=1e-4)
     assert torch.equal(rows(100, 200), whole[100:200])
+
+
+def test_weight_normalisation_starts_at_the_length_of_its_direction() -> None:
+    """As in torch: the direction is the convolution's own start, the length is its norm."""
+    one, again = (blueprint_of(FAMILIES["wav2vec2"]) for _ in range(2))
+    fqn = "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original"
+    length, direction = one.values[f"{fqn}0"], one.values[f"{fqn}1"]
+    torch.testing.assert_close(length, torch.norm_except_dim(direction, 2, 2))
+    # Kaiming's uniform start of a convolution (a = sqrt(5)): within 1 / sqrt(fan in), and spread over it.
+    bound = (direction.shape[1] * direction.shape[2]) ** -0.5
+    assert 0.9 * bound < float(direction.abs().max()) <= bound
+    assert abs(float(direction.mean())) < 0.1 * bound
+    assert torch.equal(again.values[f"{fqn}1"], direction), "every rank makes the same"
