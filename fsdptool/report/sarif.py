@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -67,8 +67,14 @@ def _result(reading: Reading, item: Diagnostic, index: dict[str, int]) -> dict[s
 
 
 def _artifact(reading: Reading, item: Diagnostic) -> dict[str, str]:
-    path = item.path or reading.path or "stdin"
-    return {"uri": quote(PurePath(path).as_posix())}
+    """Return where a file is: relative to here, as code scanning wants it, or with its scheme."""
+    path = Path(item.path or reading.path or "stdin")
+    if path.is_absolute():
+        try:
+            path = path.relative_to(Path.cwd())
+        except ValueError:
+            return {"uri": path.as_uri()}
+    return {"uri": quote(path.as_posix())}
 
 
 def _fix(reading: Reading, item: Diagnostic) -> dict[str, Any]:

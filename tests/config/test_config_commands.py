@@ -130,6 +130,18 @@ def test_sarif(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(uri.isascii() and " " not in uri for uri in uris)
 
 
+def test_sarif_places_are_relative_or_whole(
+    files: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = tmp_path_factory.mktemp("elsewhere") / "a b.yaml"
+    outside.write_text(BAD)
+    run(["validate", str(files / "bad.yaml"), "./v1.yaml", str(outside), "--format", "sarif"])
+    log = json.loads(capsys.readouterr().out)
+    places = [item["locations"][0]["physicalLocation"] for item in log["runs"][0]["results"]]
+    uris = {place["artifactLocation"]["uri"] for place in places}
+    assert uris == {"bad.yaml", "v1.yaml", outside.as_uri()} and outside.as_uri().startswith("file:///")
+
+
 def test_a_sarif_fix_is_the_fix(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another program that applies the replacements by their regions gets what --fix writes."""
     text = "# é𝄞 in front of nothing\n" + BAD.replace("bf16", "no")
