@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.errors import ModelError
 from fsdptool.training.initialisation import Blueprint, replay
-from fsdptool.training.methods.quantised.formats import encode
+from fsdptool.training.methods.quantised.formats import empty_parts, encode
 from fsdptool.training.methods.quantised.linear import QuantisedLinear
 from fsdptool.training.methods.quantised.replace import quantised_layers
 from fsdptool.training.shard import local
@@ -86,9 +86,11 @@ def _pack(
     device: torch.device,
 ) -> None:
     """Make or read this rank's rows of a weight, quantise them on ``worker`` and keep only the codes."""
-    shape = (layer.out_features, layer.in_features)
-    weight = _values(shape, rows_of(layer.codes), layer.plain_dtype, [f"{path}.weight"], origins, missing)
-    codes, scales = encode(layer.format, weight.to(worker))
+    shape, rows = (layer.out_features, layer.in_features), rows_of(layer.codes)
+    # What stays is allocated before what goes: the other way round the C allocator keeps the holes.
+    into = empty_parts(layer.format, rows[1] - rows[0], layer.in_features, worker)
+    weight = _values(shape, rows, layer.plain_dtype, [f"{path}.weight"], origins, missing)
+    codes, scales = encode(layer.format, weight.to(worker), into)
     del weight
     _assign(model, [f"{path}.codes"], layer.codes, codes.to(device))
     _assign(model, [f"{path}.scales"], layer.scales, scales.to(device))

@@ -87,3 +87,32 @@ def plain_weights(found: dict[str, torch.Tensor], layers: dict[str, Any]) -> dic
         codes, scales = made.pop(f"{path}.codes"), made.pop(f"{path}.scales")
         made[f"{path}.weight"] = decode(layer.format, codes, scales, layer.plain_dtype)
     return made
+
+
+def load_big(folder: Path, recipe: Recipe, small: Recipe) -> dict[str, int]:
+    """Assemble a pretrained run; return how far this process's own memory grew, and what it ends with.
+
+    A small run first: what libraries take when they are first used is not the model's.
+    """
+    import threading
+    import time
+
+    from test_materialize import anonymous_bytes
+
+    session = open_session(inputs_for(QUANTISED["wide"], folder, small).settings)
+    assemble(inputs_for(QUANTISED["wide"], folder, small), session)
+    inputs = inputs_for(QUANTISED["wide"], folder, recipe)
+    before = anonymous_bytes()
+    peak, done = [before], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            peak[0] = max(peak[0], anonymous_bytes())
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assembled = assemble(inputs, session)
+    done.set()
+    thread.join()
+    return {"grown": peak[0] - before, "shards": assembled.proof["local_bytes"][session.rank]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import reference
 import torch
 from pool import Pool
-from quantised_cases import decoded, installed, quantised_recipe, train
+from quantised_cases import QUANTISED, WIDE, decoded, installed, load_big, quantised_recipe, train
+from reference import plain_model
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.build import build
@@ -109,6 +111,22 @@ def test_each_rank_holds_its_share_of_the_packed_bytes_and_no_more(pool: Pool, t
 
 def _plain(layers: list[str]) -> set[str]:
     return {path.replace(".base_layer", "") for path in layers}
+
+
+def test_no_rank_ever_holds_the_published_weights(pool: Pool, tmp_path: Path) -> None:
+    """Weights stream from files and are packed one at a time: a rank grows by its codes, not by bf16."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 512}
+    small, _ = quantised_recipe("wide", tmp_path / "small", "nf4")
+    recipe, folder = quantised_recipe("wide", tmp_path, "nf4")
+    model = plain_model(QUANTISED["wide"], {**WIDE, **sizes}, torch.bfloat16)
+    model.save_pretrained(recipe.model.reference)
+    published = sum(p.numel() * 2 for p in model.parameters())
+    del model
+    pretrained = dataclasses.replace(recipe.model, weights="pretrained", dtype="bfloat16")
+    recipe = dataclasses.replace(recipe, model=pretrained)
+    for found in pool.run(load_big, 2, folder, recipe, small):
+        assert found["shards"] < published * 0.16, "4.5 of 16 bits, on two ranks"
+        assert found["grown"] < found["shards"] + 40 * 2**20 < published / 2
 
 
 def test_what_a_base_leaves_is_said(pool: Pool, tmp_path: Path) -> None:

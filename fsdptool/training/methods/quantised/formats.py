@@ -25,8 +25,10 @@ BLOCK = 64
 _LARGEST = {"int8": 127.0, "float8": 448.0}
 """Largest code: symmetric int8, and ``float8_e4m3fn``."""
 
-_AT_ONCE = 1 << 22
-"""Weights encoded at a time: encoders make several fp32 and int32 copies."""
+_AT_ONCE = {"cpu": 1 << 16}
+_AT_ONCE_ELSEWHERE = 1 << 22
+"""Weights encoded at a time: encoders make several fp32 and int32 copies. Pieces are small on the CPU,
+where the C allocator keeps holes that larger ones leave between the codes."""
 
 Part = tuple[tuple[int, ...], torch.dtype]
 
@@ -61,12 +63,26 @@ def parts(format: Format, rows: int, columns: int) -> tuple[Part, Part]:
     return ((rows, columns), torch.int8 if format == "int8" else torch.uint8), ((rows,), torch.int32)
 
 
-def encode(format: Format, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_parts(
+    format: Format, rows: int, columns: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised codes and scales."""
+    codes, scales = parts(format, rows, columns)
+    return (
+        torch.empty(codes[0], dtype=codes[1], device=device),
+        torch.empty(scales[0], dtype=scales[1], device=device),
+    )
+
+
+def encode(
+    format: Format, weight: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows of a weight where they are.
 
     Args:
         format: A format that suits the rows' length.
         weight: (rows, columns), floating.
+        into: Codes and scales to fill, on the weight's device; None makes them.
 
     Returns:
         Codes and scales, as :func:`parts` says. nf4 rounds to the nearest of its sixteen levels times
@@ -74,10 +90,8 @@ def encode(format: Format, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         times, the row's largest magnitude over 127 or 448, rounded up to bf16.
     """
     rows, columns = weight.shape
-    (codes_shape, codes_dtype), (scales_shape, scales_dtype) = parts(format, rows, columns)
-    codes = torch.empty(codes_shape, dtype=codes_dtype, device=weight.device)
-    scales = torch.empty(scales_shape, dtype=scales_dtype, device=weight.device)
-    step = max(_AT_ONCE // max(columns, 1), 1)
+    codes, scales = into if into is not None else empty_parts(format, rows, columns, weight.device)
+    step = max(_AT_ONCE.get(weight.device.type, _AT_ONCE_ELSEWHERE) // max(columns, 1), 1)
     for first in range(0, rows, step):
         some = weight[first : first + step].float()
         made = _encode_blocks(some) if format == "nf4" else _encode_rows(format, some)
