@@ -26,11 +26,12 @@ from typing import Any
 from fsdptool.config import read_settings
 from fsdptool.config.dialects import DIALECTS
 from fsdptool.config.fix import fulfils, kept, repair
-from fsdptool.config.migration import migrate_file
+from fsdptool.config.migration import migrate_file, write_across
 from fsdptool.config.reading import Reading
 from fsdptool.config.text import UnreadableError, decode
 from fsdptool.config.validate import Verdict
 from fsdptool.records.document import tool_version
+from fsdptool.records.settings import FsdpSettings, Mesh
 
 LIMIT_SECONDS = 2.0
 KEYS = [
@@ -261,8 +262,8 @@ def _migrate(reading: Reading, report: Report, name: str) -> None:
             continue
         report.migrated += made.changed
         dialect = to or reading.dialect
-        plain = dialect in ("trainer", "simpletuner") and dialect != reading.dialect
-        again = decode(made.after.encode(), "made.json" if plain else name if to is None else "made.yaml")
+        ending = ".json" if dialect in ("trainer", "simpletuner") else ".yaml"
+        again = decode(made.after.encode(), name if dialect == reading.dialect else f"made{ending}")
         second = migrate_file(Path(name), to=to, dialect=dialect, source=again)
         if second.after != made.after:
             report.failures.append(f"{name}: migrating to {to} again is not the same: {second.refusal}")
@@ -304,6 +305,11 @@ def main() -> int:
     files = [
         (path.name, path.read_bytes()) for path in sorted(options.folder.iterdir()) if path.suffix != ".jsonl"
     ]
+    # Nobody publishes command lines and environments as files of their own: ours stand for them.
+    settings = FsdpSettings(wrap_classes=("Block",), num_processes=8, mesh=Mesh(2, 4))
+    files += [
+        (f"made.{dialect}", write_across(settings, dialect)[0].encode()) for dialect in ("env", "flags")
+    ] * 8
     started = time.perf_counter()
     report = fuzz(files, options.count, options.seed)
     result = {
@@ -311,7 +317,7 @@ def main() -> int:
         "tool_version": tool_version(),
         "python": platform.python_version(),
         "machine": f"{platform.processor() or platform.machine()}",
-        "files": len(files),
+        "files": len(dict(files)),
         "mutations": options.count,
         "seed": options.seed,
         "read": report.readings,
