@@ -114,6 +114,9 @@ class _Client:
         options.setdefault("project", "fsdptool")
         options.setdefault("name", folder.name)
         options.setdefault("config", to_json(recipe))
+        if name == "wandb":
+            # Beside the run, not wherever the command was started.
+            options.setdefault("dir", str(folder))
         self._module.init(**options)
 
     def log(self, metrics: Metrics) -> None:
