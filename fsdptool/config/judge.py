@@ -173,6 +173,12 @@ def _version(draft: Draft) -> None:
         )
 
 
+def wraps_nothing(draft: Draft) -> bool:
+    """Whether no module is wrapped: by the policy, or by a size threshold of 0."""
+    policy = draft.get("wrap_policy")
+    return bool(policy == "none" or (policy == "size" and draft.get("min_num_params") == 0))
+
+
 def _wrapping(draft: Draft) -> None:
     policy = draft.get("wrap_policy")
     if policy == "none" and not draft.written("wrap_policy") and launched_by_accelerate(draft):
@@ -191,7 +197,16 @@ def _wrapping(draft: Draft) -> None:
                 fix="write TRANSFORMER_BASED_WRAP",
                 changes={"wrap_policy": "transformer"},
             )
-    if policy == "size":
+    if policy == "size" and wraps_nothing(draft) and draft.consumer.name != "fsdptool":
+        # accelerate 1.15 set_auto_wrap_policy: "If zero, we silently ignore it."
+        draft.report(
+            "FSD315",
+            f"{draft.name('min_num_params')} is 0: nothing is wrapped, and the whole model is one unit",
+            draft.at("min_num_params", "wrap_policy"),
+            value=True,
+            help="write a threshold, or wrap by class",
+        )
+    elif policy == "size":
         # torch's FSDP1 policy passes containers by; accelerate's FSDP2 policy counts parameters only.
         first = draft.get("fsdp_version") == 1
         draft.report(
@@ -221,7 +236,7 @@ def _wrapping(draft: Draft) -> None:
 def _checkpointing(draft: Draft) -> None:
     on = bool(draft.get("activation_checkpointing"))
     offload = bool(draft.get("activation_checkpointing_offload"))
-    if on and draft.get("wrap_policy") == "none" and draft.consumer.name != "fsdptool":
+    if on and wraps_nothing(draft) and draft.consumer.name != "fsdptool":
         draft.report(
             "FSD316",
             "activation checkpointing without wrapped blocks crashes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], str | dict[str, Any]]] = {
         {"sharding_strategy": "full_shard"},
     ),
     "FSD301-state": (True, {"version": 1, "state_dict_type": None}, {"state_dict_type": "full"}),
+    "FSD315": (True, {"version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP"}, {"min_num_params": 0}),
+    "FSD301-sync": (
+        True,
+        {"version": 1, "sync_module_states": False, "cpu_ram_efficient_loading": True},
+        {"sync_module_states": True},
+    ),
+    "FSD301-one": (1, {"version": 1}, {"fsdp_version": 1}),
+    "FSD206-number": ("1", {"version": 1}, "Unknown `fsdp` option"),
+    "FSD206-short": (True, {"version": 1, "reshard_after_forward": "full"}, "KeyError: 'FULL'"),
     "FSD337": (True, {"version": 2, "cpu_offload": "false"}, {"cpu_offload": True}),
     "FSD338": (True, {"reshard_after_forward": True}, {"fsdp_version": 2}),
     "FSD339": ("full_shard auto_wrap", {"version": 2}, {"reshard_after_forward": True}),
@@ -175,3 +185,53 @@ def test_saving_only_the_model_beside_the_trainers_own_check(
     except ValueError as error:
         found = str(error)
     assert said in found and bool(said) == bool(found)
+
+
+TRUTH = [True, False, "true", "False", "yes", "off", 1, 0, "maybe", None, "1"]
+VALUES: dict[str, list[Any]] = {
+    "version": [1, 2, "2", "1", 3, "v2", None, 2.0],
+    "cpu_offload": [*TRUTH, {}, {"device": "cpu"}],
+    "auto_wrap_policy": [
+        "TRANSFORMER_BASED_WRAP",
+        "SIZE_BASED_WRAP",
+        "NO_WRAP",
+        "no_wrap",
+        "transformer",
+        None,
+    ],
+    "min_num_params": [0, 5, 1000, "1e8", None, 1.5, "100"],
+    "transformer_layer_cls_to_wrap": ["A", ["A"], ["A", "B"], "A,B", "A, B", None, [], "", ["A,B"], 5],
+    "cpu_ram_efficient_loading": TRUTH,
+    "state_dict_type": ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "full", None, "1"],
+    "activation_checkpointing": TRUTH,
+    "reshard_after_forward": [*TRUTH, "full_shard", "SHARD_GRAD_OP", "hybrid_shard", "FULL_SHARD"],
+    "forward_prefetch": TRUTH,
+    "backward_prefetch": ["BACKWARD_PRE", "backward_post", "NO_PREFETCH", "none", None],
+    "use_orig_params": TRUTH,
+    "sync_module_states": TRUTH,
+    "limit_all_gathers": TRUTH,
+    "sharding_strategy": ["FULL_SHARD", "SHARD_GRAD_OP", 1],
+    "offload_params": TRUTH,
+}
+SWITCHES: list[Any] = [
+    *[True] * 6, "full_shard", "full_shard auto_wrap", "shard_grad_op offload", "offload", "auto_wrap",
+    "hybrid_shard", "no_shard", "FULL_SHARD", ["full_shard", "auto_wrap"], ["offload"],
+    "full_shard, auto_wrap", "true", 1, "1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_combination_means_what_transformers_makes_of_it(seed: int, tmp_path: Path) -> None:
+    """Values and combinations nobody would write: refused where transformers refuses, else the same run."""
+    choose = random.Random(seed)
+    path = tmp_path / "args.json"
+    for _ in range(100):
+        keys = choose.sample(list(VALUES), choose.randint(0, 6))
+        config = {
+            ("fsdp_" if choose.random() < 0.3 else "") + key: choose.choice(VALUES[key]) for key in keys
+        }
+        if choose.random() < 0.7:
+            config.setdefault("version", choose.choice([1, 2]))
+        arguments = {"output_dir": "o", "fsdp": choose.choice(SWITCHES), "fsdp_config": config}
+        path.write_text(json.dumps(arguments, indent=1))
+        check_explained(path)

@@ -46,7 +46,11 @@ def run_trainer(fsdp: Any, fsdp_config: Any) -> dict[str, Any] | str:
                 patch("accelerate.utils.dataclasses.is_cuda_available", return_value=True),
                 patch.object(torch.cuda, "current_device", return_value=0),
             ):
-                return plugin_settings(FullyShardedDataParallelPlugin(**arguments))
+                plugin = FullyShardedDataParallelPlugin(**arguments)
+            settings = plugin_settings(plugin)
+            if "limit_all_gathers" in arguments:
+                settings["limit_all_gathers"] = plugin.limit_all_gathers
+            return settings
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

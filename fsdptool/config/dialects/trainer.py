@@ -172,6 +172,11 @@ def read_config(draft: Draft, block: Node | None) -> None:
     for key in FSDP1_KEYS:
         read_fsdp1_key(draft, key, chosen.get(key), block, version)
     read_strategy(draft, chosen.get("sharding_strategy"), chosen, block, version)
+    synchronised = draft.at("sync_module_states")
+    if version == 1 and draft.get("cpu_ram_efficient_loading") and draft.get("sync_module_states") is False:
+        if synchronised is not None:
+            draft.ignore(synchronised, "RAM-efficient loading needs it: accelerate's plugin sets it to true")
+        draft.set("sync_module_states", True, origin="RAM-efficient loading needs it")
 
 
 def _choose(draft: Draft, block: Node | None) -> dict[str, Entry]:

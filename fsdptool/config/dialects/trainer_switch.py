@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
-from fsdptool.config.dialects.trainer_values import strategy_under_1
+from fsdptool.config.dialects.trainer_values import STRATEGIES, strategy_under_1
 from fsdptool.config.draft import Draft
 from fsdptool.config.tree import Entry, to_python
 
@@ -31,11 +31,11 @@ def read_switch(draft: Draft, version: int, chosen: dict[str, Entry]) -> None:
         elif item != "auto_wrap":
             bad.append(item)
     if version == 1:
-        asked = [spelling.choice(item, spelling.STRATEGIES) for item in items]
+        asked = [STRATEGIES.get(item.upper()) for item in items]
         strategy = next((item for item in asked if item is not None), None)
         if strategy is not None and "reshard_after_forward" not in chosen:
             strategy_under_1(draft, strategy, switch)
-        bad = [item for item in bad if spelling.choice(item, spelling.STRATEGIES) is None]
+        bad = [item for item in bad if STRATEGIES.get(item.upper()) is None]
     if bad:
         _bad_words(draft, switch, items, bad)
         return

@@ -10,6 +10,20 @@ from fsdptool.config.draft import Draft
 from fsdptool.config.facts import WRITTEN
 from fsdptool.config.tree import Entry, Node, to_python
 
+STRATEGIES = {
+    "FULL_SHARD": "full_shard",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "NO_SHARD": "no_shard",
+    "HYBRID_SHARD": "hybrid_shard",
+    "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
+}
+"""FSDP1's strategies by the names that transformers and accelerate look up, in any case."""
+
+_NUMBERS = {
+    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
+    **{str(number): name for number, name in enumerate(STRATEGIES.values(), 1)},
+}
+
 
 def default(draft: Draft, name: str, version: int) -> None:
     """Record what transformers does when a key is not written."""
@@ -34,6 +48,13 @@ def default(draft: Draft, name: str, version: int) -> None:
         draft.report(
             "FSD341", f"cpu_offload is not written; FSDP_OFFLOAD_PARAMS={text} in the environment decides"
         )
+        return
+    if name == "min_num_params" and draft.get("wrap_policy") == "size":
+        # TrainingArguments pass nothing, and the plugin takes the variable or 0.
+        variable = draft.environment.get("FSDP_MIN_NUM_PARAMS")
+        number = 0 if variable is None else spelling.integer(variable)
+        origin = None if variable is None else "environment variable FSDP_MIN_NUM_PARAMS"
+        draft.set(name, number, origin=origin)
         return
     draft.set(name, defaults[name])
 
@@ -97,7 +118,8 @@ def strategy_under_1(draft: Draft, written: str | None, entry: Entry | None = No
 
 def _reshard(draft: Draft, entry: Entry, block: Node | None, value: Any, version: int) -> None:
     if version == 1:
-        strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
+        word = str(value).upper()
+        strategy = STRATEGIES.get(word) or _NUMBERS.get(word)
         strategy_under_1(draft, strategy, entry)
         if strategy is None:
             draft.report(

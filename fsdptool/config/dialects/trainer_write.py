@@ -79,9 +79,8 @@ def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
     steps.put(block, "version", 2, synonyms=("fsdp_version",))
     switch = steps.root.get("fsdp") if block is not None else None
     if switch is not None and to_python(switch.node) is not True:
-        offload = "offload" in str(to_python(switch.node)).split() or "offload" in (
-            to_python(switch.node) or []
-        )
+        value = to_python(switch.node)
+        offload = "offload" in (value if isinstance(value, list) else str(value).split())
         if (offload and draft.facts["cpu_offload"].entry is switch) or draft.get("cpu_offload"):
             steps.put(block, "cpu_offload", True, synonyms=("fsdp_cpu_offload",))
         switch = steps.root.get("fsdp")

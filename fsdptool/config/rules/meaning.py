@@ -58,9 +58,10 @@ MEANING = (
          "accelerate 1.15 only promotes device types to FSDP: on CPU the run goes on unsharded, as "
          "independent processes or DDP, with exit code 0. fsdptool's own trainer shards on CPU.",
          "Train it with `fsdptool train`, and say so in the file: `# fsdptool: consumer=fsdptool`."),
-    Rule("FSD315", "nothing is wrapped because no policy is written", "warning",
+    Rule("FSD315", "nothing is wrapped", "warning",
          "accelerate 1.15 reads a missing `fsdp_auto_wrap_policy` as NO_WRAP: one unit holds the whole "
-         "model, which is gathered at once.",
+         "model, which is gathered at once. So does SIZE_BASED_WRAP with a threshold of 0, which is what "
+         "TrainingArguments pass when none is written.",
          "Write `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` (--unsafe-fixes), or NO_WRAP if it is meant.",
          "unsafe"),
     Rule("FSD316", "activation checkpointing without wrapping", "error",
