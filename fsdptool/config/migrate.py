@@ -54,6 +54,8 @@ def migration(draft: Draft) -> Migration:
         mesh = hybrid_mesh(draft.get("num_processes"), draft.get("num_machines"))
     target = Target(RESHARD_OF_STRATEGY[strategy], draft.get("state_dict_type") or "full", mesh)
     module = import_module(f"fsdptool.config.dialects.{DIALECTS[draft.dialect]}")
+    if draft.consumer.name == "simpletuner" and draft.document.language == "flags":
+        return Migration(None, refusal="write --fsdp_version 2 on the command line yourself")
     if draft.document.language in ("env", "flags"):
         return Migration(None, refusal=f"it is written anew: fsdptool migrate --to {draft.dialect} FILE")
     try:

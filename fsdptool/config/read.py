@@ -74,7 +74,8 @@ def read_settings(
         message = f"the file says consumer={notes.consumer}; no program of that name is known"
         advice = f"choose one of: {', '.join(CONSUMERS)}"
         return failed("FSD114", message, source.path, source, notes.consumer_at, dialect=found, help=advice)
-    judged_for = resolve_consumer(consumer, target, found, noted=notes.consumer)
+    written_for = _writer(found, document)
+    judged_for = resolve_consumer(consumer, target, written_for, noted=notes.consumer)
     if found not in READS[judged_for.name]:
         message = f"{judged_for.name} does not read {found} files"
         place = notes.consumer_at if consumer is None else None
@@ -87,7 +88,7 @@ def read_settings(
             consumer=judged_for.name,
             target=judged_for.version,
             dialect=found,
-            help=_advice(found, judged_for.name),
+            help=_advice(written_for, judged_for.name),
         )
     draft = Draft(source, document, judged_for, found, environment or {})
     _general(draft)
@@ -96,6 +97,15 @@ def read_settings(
     for index, message in notes.unknown:
         draft.report("FSD112", message, index)
     return _finish(draft, notes)
+
+
+def _writer(dialect: str, document: Document) -> str:
+    """Return the dialect whose program a file is for: a command line may be SimpleTuner's."""
+    if dialect == "flags" and document.root is not None:
+        from fsdptool.config.dialects.flags import for_simpletuner
+
+        return "simpletuner" if for_simpletuner(document.root) else dialect
+    return dialect
 
 
 def _lack(source: SourceText, document: Document) -> str:

@@ -85,6 +85,21 @@ def test_the_files_own_word_is_a_finding_at_its_line(name: str, message: str, tm
     assert not read_settings(path, consumer="accelerate").errors
 
 
+def test_a_command_line_is_for_the_program_it_starts(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("simpletuner train --model_family flux --fsdp-enable --num_processes 4\n")
+    reading = read_settings(path)
+    assert reading.consumer.name == "simpletuner"
+    # Judged for the program that refuses the spelling; ours is forgiving.
+    assert [(item.code, item.fix is not None) for item in reading.errors] == [("FSD206", True)]
+    assert not read_settings(path, consumer="fsdptool").errors
+    path.write_text(path.read_text().replace("fsdp-enable", "fsdp_enable --fsdp_version 1"))
+    refused = migrate_file(path)
+    assert refused.after is None and refused.help == "write --fsdp_version 2 on the command line yourself"
+    path.write_text("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 train.py\n")
+    assert read_settings(path).consumer.name == "accelerate"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

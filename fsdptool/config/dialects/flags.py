@@ -43,6 +43,15 @@ KEYS: dict[str, str] = {
     "config_file": "config_file",
 }
 _BOOLEAN_FLAGS = ("use_fsdp", "use_parallelism_config", "use_deepspeed", "multi_gpu", "cpu", "debug")
+_SIMPLETUNER = frozenset(
+    [
+        "fsdp_enable",
+        "context_parallel_size",
+        "context_parallel_comm_strategy",
+        "fsdp_cpu_offload",
+        "model_family",
+    ]
+)
 CANNOT = ("ignored_modules", "use_cpu")
 DEFAULTS: dict[str, Any] = {
     "fsdp_version": 1,
@@ -72,23 +81,18 @@ def matches(root: Node) -> float:
     return 0.0
 
 
+def for_simpletuner(root: Node) -> bool:
+    """Whether a command line is SimpleTuner's, by the flags that only it has."""
+    names = {str(entry.key).lstrip("-").replace("-", "_").lower() for entry in root.entries}
+    return bool(names & _SIMPLETUNER) and "use_fsdp" not in names
+
+
 def read(draft: Draft) -> None:
     """Read a command line into facts."""
-    names = {str(entry.key).replace("-", "_").lower() for entry in draft.root.entries}
-    if (
-        names
-        & {
-            "fsdp_enable",
-            "context_parallel_size",
-            "context_parallel_comm_strategy",
-            "fsdp_cpu_offload",
-            "model_family",
-        }
-        and "use_fsdp" not in names
-    ):
+    if for_simpletuner(draft.root):
         simpletuner.read_flags(draft, simpletuner.collect(draft, {**simpletuner.KEYS}))
-        return
-    _read_accelerate(draft)
+    else:
+        _read_accelerate(draft)
 
 
 def _read_accelerate(draft: Draft) -> None:
