@@ -17,6 +17,7 @@ from fsdptool.training.ema import Ema
 from fsdptool.training.initialisation import Blueprint, draw_blueprint
 from fsdptool.training.materialize import Origins, materialize
 from fsdptool.training.methods.apply import prepare_model
+from fsdptool.training.methods.float8 import convert_layers
 from fsdptool.training.methods.losses import Student, Task
 from fsdptool.training.optimizer import Update, build_optimizer
 from fsdptool.training.precision import LossScaler
@@ -171,6 +172,7 @@ def build_sharded(
             from fsdptool.training.methods.lora import adapter_blueprint
 
             adapters = adapter_blueprint(model)
+        convert_layers(model, recipe, settings, session.device)
         model.train()
     phase("sharding")
     store_masters(model, plan)

@@ -41,7 +41,7 @@ def choose_layers(model: nn.Module, format: Format) -> Taken:
     exempt = _exempt(model)
     layers: list[str] = []
     left: dict[str, list[str]] = {}
-    for path, module in _in_blocks(model):
+    for path, module in in_blocks(model):
         if isinstance(module, QuantisedLinear):
             continue
         for name, parameter in module._parameters.items():
@@ -104,7 +104,7 @@ def _told(taken: Taken) -> str:
     return f"; unchanged: {'; '.join(told)}" if told else ""
 
 
-def _in_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def in_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield what is inside lists of modules, adapters left out."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     prefixes = tuple(f"{path}." for path in lists)
