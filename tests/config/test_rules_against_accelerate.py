@@ -63,6 +63,11 @@ REFUSED = {
         GOOD + "parallelism_config:\n  parallelism_config_sp_size: '2'\n",
         "'>' not supported between instances of 'str' and 'int'",
     ),
+    "FSD205-machines": (change(("num_machines: 1", "num_machines:")), "'NoneType' and 'int'"),
+    "FSD205-rank": (
+        change(("num_machines: 1", "num_machines: 2\nmachine_rank:\nmain_process_ip: 10.0.0.1")),
+        "not 'NoneType'",
+    ),
     "FSD206-version": (change(("fsdp_version: 2", "fsdp_version: 2.0")), "invalid literal for int()"),
     "FSD206-version-3": (change(("fsdp_version: 2", "fsdp_version: 3")), "KeyError: 'TRUE'"),
     "FSD206-policy": (change(("TRANSFORMER_BASED_WRAP", "BOGUS")), "Invalid auto wrap policy: BOGUS"),
@@ -393,6 +398,21 @@ def test_no_default_is_written_in_the_place_of_what_was_meant(case: str, tmp_pat
         assert outcome.error is None
         assert {key: outcome.settings[key] for key in wanted} == wanted  # type: ignore[attr-defined]
         path.write_text(text)
+
+
+def test_text_slips_past_the_launcher_and_the_plugin_decides(tmp_path: Path) -> None:
+    """sync_module_states in text under version 1, and a rank of null on one machine."""
+    text = change(
+        ("version: 2", "version: 1"),
+        ("  fsdp_reshard_after_forward: true\n", ""),
+        ("loading: false", "loading: true"),
+        ("num_machines: 1", "num_machines: 1\nmachine_rank:"),
+        add='  fsdp_sync_module_states: "off"\n',
+    )
+    reading, outcome = both(text, tmp_path)
+    assert outcome.settings["sync_module_states"] is True and not reading.errors
+    explained = {item.key: item.value for item in reading.effective}
+    assert explained["sync_module_states"] is True and explained["machine_rank"] is None
 
 
 def test_containers_stop_size_based_wrapping_under_version_2_only(tmp_path: Path) -> None:

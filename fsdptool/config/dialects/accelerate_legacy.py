@@ -77,6 +77,13 @@ def _ram_truthy(block: Node | None) -> bool:
     return True if entry is None else bool(to_python(entry.node))
 
 
+def _ram_on(block: Node | None) -> bool:
+    entry = None
+    if block is not None:
+        entry = block.get("fsdp_cpu_ram_efficient_loading") or block.get("cpu_ram_efficient_loading")
+    return True if entry is None else bool(word_of_truth(to_python(entry.node)))
+
+
 def _strategy_under_2(
     draft: Draft, key: str, value: Any, entry: Entry, block: Node | None, remove: Any
 ) -> None:
@@ -225,6 +232,10 @@ def _legacy_under_1(draft: Draft, key: str, name: str, value: Any, entry: Entry,
             fix="write true",
             changes={"sync_module_states": True},
         )
+    elif name == "sync_module_states" and draft.get(name) is False and _ram_on(block):
+        # Text slips past the launcher, and the plugin sets it to true with a warning.
+        draft.ignore(entry, "RAM-efficient loading needs it: the plugin sets it to true")
+        draft.set(name, True, origin="RAM-efficient loading needs it")
 
 
 def report_dead(draft: Draft, block: Node, entry: Entry, full: str, meant: str | None) -> None:

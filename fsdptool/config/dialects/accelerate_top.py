@@ -35,7 +35,7 @@ def read_top(draft: Draft, key: str, entry: Entry) -> None:
     elif key == "num_processes" and value in ("gpu", "auto", "cpu"):
         draft.set(key, value, entry=entry, parent=root)
     elif value is None:
-        draft.set(key, {"num_machines": 1, "machine_rank": 0}.get(key), entry=entry, parent=root)
+        _null(draft, key, entry)
     else:
         low = {"machine_rank": 0, "main_process_port": 0, "num_processes": -1}.get(key, 1)
         if isinstance(value, int) and not isinstance(value, bool) and value >= low:
@@ -57,6 +57,23 @@ def read_top(draft: Draft, key: str, entry: Entry) -> None:
             edits=draft.editor.replace(entry.node, good) if good is not None else None,
             safe=True,
             fix=f"write {good}",
+        )
+
+
+def _null(draft: Draft, key: str, entry: Entry) -> None:
+    """A number written as null: the launcher takes it before its default, and compares it."""
+    machines = draft.root.get("num_machines")
+    several = machines is not None and (spelling.integer(machines.node.value) or 1) > 1
+    stops = key == "num_machines" or (key == "machine_rank" and several)
+    draft.set(key, 1 if key == "num_machines" else None, entry=entry, parent=draft.root)
+    if stops:
+        draft.report(
+            "FSD205",
+            f"{key} must be a whole number, not null; the launcher stops with a TypeError",
+            entry,
+            edits=draft.editor.remove(draft.root, entry),
+            safe=True,
+            fix=f"remove {key}",
         )
 
 
