@@ -34,7 +34,6 @@ from fsdptool.training.precompute import plan_work, run_work
 from fsdptool.training.precompute.encoders import TEXT_OUTPUTS
 
 Recipes = Callable[..., Recipe]
-COMPONENT = {"flux": "transformer", "sd3": "transformer", "sdxl": "unet", "wan": "transformer"}
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +84,14 @@ def test_a_family_trains_on_what_its_pipeline_makes(
     name: str, pipelines: dict[str, Path], tmp_path: Path
 ) -> None:
     pipeline = pipelines[name]
-    if name == "wan":
-        images = tiny_pipelines.clips(tmp_path / "clips", 4, 7, (80, 64))
-        recipe = recipe_of(pipeline, images, frames=5)
+    if name in tiny_pipelines.VIDEO:
+        images = tiny_pipelines.clips(tmp_path / "clips", 4, 11, (80, 64))
+        recipe = recipe_of(pipeline, images, frames=9)
     else:
         images = tiny_pipelines.pictures(tmp_path / "images", [(80, 64), (64, 96), (128, 128), (64, 64)])
         recipe = recipe_of(pipeline, images)
     spec = resolve(str(pipeline))
-    assert spec.component == COMPONENT[name]
+    assert spec.component == ("unet" if name.startswith("sd") and name != "sd3" else "transformer")
     done = run_work(plan_work(recipe, spec, tmp_path / "c"), rank=0, world=1, device="cpu")
     assert (done.finished, done.pictures, done.made) == (True, 4, 1)
     batch = next(build_batches(recipe, spec, cache=tmp_path / "c"))[0]
@@ -353,6 +352,16 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     assert "takes no frames" in complaint(
         lambda: make(tiny_pipelines.clips(tmp_path / "v", 1, 5, (32, 32)), frames=5)
     )
+    films = tiny_pipelines.clips(tmp_path / "films", 2, 5, (32, 32))
+    (films / "a.mp4").write_bytes(b"")
+    assert "1 films that no library here decodes (a.mp4)" in complaint(lambda: plan(films, frames=5))
+    for name, why in (("ZImagePipeline", "takes no mask"), ("WanImageToVideoPipeline", "first image")):
+        other = tmp_path / name
+        shutil.copytree(flux, other)
+        index = json.loads((other / "model_index.json").read_text(encoding="utf-8"))
+        (other / "model_index.json").write_text(json.dumps({**index, "_class_name": name}), encoding="utf-8")
+        work = plan_work(recipe_of(other, good), spec, tmp_path / "c")
+        assert why in complaint(lambda work=work: run_work(work, rank=0, world=1, device="cpu"))
     assert "neither aspect nor a list" in complaint(lambda: plan(good, buckets="no"))
     make(good, latents=str(tmp_path / "taken"))
     other = tiny_pipelines.pictures(tmp_path / "other", [(40, 40)])

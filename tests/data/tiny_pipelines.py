@@ -207,7 +207,207 @@ def wan(folder: Path) -> Path:
     return folder
 
 
-MAKERS = {"flux": flux, "sd3": sd3, "sdxl": sdxl, "wan": wan}
+def sd15(folder: Path) -> Path:
+    from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {"safety_checker": None, "feature_extractor": None}
+    StableDiffusionPipeline(
+        scheduler=DDIMScheduler(),
+        vae=image_vae(4, shift=None, scale=0.18),
+        text_encoder=clip(projection=False),
+        tokenizer=clip_tokenizer(),
+        unet=UNet2DConditionModel(
+            sample_size=16,
+            block_out_channels=(16, 32),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=8,
+            norm_num_groups=8,
+            cross_attention_dim=16,
+        ),
+        requires_safety_checker=False,
+        **parts,
+    ).save_pretrained(str(folder))
+    return folder
+
+
+def pixart(folder: Path) -> Path:
+    from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, PixArtTransformer2DModel
+
+    torch.manual_seed(0)
+    PixArtSigmaPipeline(
+        scheduler=DPMSolverMultistepScheduler(),
+        vae=image_vae(4, shift=None, scale=0.13),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+        transformer=PixArtTransformer2DModel(
+            sample_size=8,
+            num_layers=1,
+            patch_size=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            caption_channels=16,
+            in_channels=4,
+            cross_attention_dim=16,
+            out_channels=8,
+            use_additional_conditions=False,
+        ),
+    ).save_pretrained(str(folder))
+    return folder
+
+
+def chroma(folder: Path) -> Path:
+    from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
+
+    torch.manual_seed(0)
+    ChromaPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=image_vae(4, shift=0.1, scale=0.5),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+        transformer=ChromaTransformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 4, 8),
+            approximator_num_channels=8,
+            approximator_hidden_dim=16,
+            approximator_layers=1,
+        ),
+    ).save_pretrained(str(folder))
+    return folder
+
+
+def auraflow(folder: Path) -> Path:
+    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
+
+    torch.manual_seed(0)
+    AuraFlowPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=image_vae(4, shift=None, scale=0.13),
+        text_encoder=t5(umt5=True),
+        tokenizer=t5_tokenizer(),
+        transformer=AuraFlowTransformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            caption_projection_dim=16,
+            out_channels=4,
+            pos_embed_max_size=64,
+        ),
+    ).save_pretrained(str(folder))
+    return folder
+
+
+def cogvideox(folder: Path) -> Path:
+    from diffusers import (
+        AutoencoderKLCogVideoX,
+        CogVideoXDDIMScheduler,
+        CogVideoXPipeline,
+        CogVideoXTransformer3DModel,
+    )
+
+    torch.manual_seed(0)
+    CogVideoXPipeline(
+        scheduler=CogVideoXDDIMScheduler(),
+        vae=AutoencoderKLCogVideoX(
+            down_block_types=("CogVideoXDownBlock3D",) * 4,
+            up_block_types=("CogVideoXUpBlock3D",) * 4,
+            block_out_channels=(8, 8, 8, 8),
+            latent_channels=4,
+            layers_per_block=1,
+            norm_num_groups=2,
+            temporal_compression_ratio=4,
+        ),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+        transformer=CogVideoXTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=4,
+            text_embed_dim=16,
+            num_layers=1,
+            sample_width=8,
+            sample_height=8,
+            sample_frames=5,
+            patch_size=2,
+            temporal_compression_ratio=4,
+            max_text_seq_length=16,
+        ),
+    ).save_pretrained(str(folder))
+    return folder
+
+
+def ltx(folder: Path) -> Path:
+    from diffusers import (
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+
+    torch.manual_seed(0)
+    LTXPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=AutoencoderKLLTXVideo(
+            latent_channels=8,
+            block_out_channels=(8, 8, 8, 8),
+            decoder_block_out_channels=(8, 8, 8, 8),
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+            spatio_temporal_scaling=(True, True, True, False),
+            decoder_spatio_temporal_scaling=(True, True, True, False),
+            decoder_inject_noise=(False, False, False, False, False),
+            upsample_residual=(False, False, False, False),
+            upsample_factor=(1, 1, 1, 1),
+            timestep_conditioning=False,
+            patch_size=4,
+            patch_size_t=1,
+            encoder_causal=True,
+            decoder_causal=False,
+        ),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+        transformer=LTXVideoTransformer3DModel(
+            in_channels=8,
+            out_channels=8,
+            patch_size=1,
+            patch_size_t=1,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            cross_attention_dim=16,
+            num_layers=1,
+            caption_channels=16,
+        ),
+    ).save_pretrained(str(folder))
+    return folder
+
+
+MAKERS = {
+    "auraflow": auraflow,
+    "chroma": chroma,
+    "cogvideox": cogvideox,
+    "flux": flux,
+    "ltx": ltx,
+    "pixart": pixart,
+    "sd15": sd15,
+    "sd3": sd3,
+    "sdxl": sdxl,
+    "wan": wan,
+}
+VIDEO = {"cogvideox", "ltx", "wan"}
 
 
 def pictures(folder: Path, sizes: list[tuple[int, int]]) -> Path:

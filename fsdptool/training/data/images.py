@@ -76,6 +76,8 @@ def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
         raise ConfigError(f"data.path {root} is no folder", help="name the folder that holds the images")
     told = _captions(root, data.text_column)
     video = any(bucket.frames > 1 for bucket in buckets)
+    if video:
+        _refuse_films(root)
     found = []
     for name, files in _files(root, video=video):
         caption = told.get(name)
@@ -97,6 +99,19 @@ def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
             help="write NAME.txt beside each image, or metadata.jsonl with file_name and text",
         )
     return tuple(found)
+
+
+_FILMS = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
+
+
+def _refuse_films(root: Path) -> None:
+    """Films are not read, and passing them by would train on less than the person thinks."""
+    films = sorted(file.name for file in root.iterdir() if file.suffix.lower() in _FILMS)
+    if films:
+        raise ConfigError(
+            f"data.path {root} holds {len(films)} films that no library here decodes ({films[0]})",
+            help="unpack each into a folder of stills: ffmpeg -i NAME.mp4 NAME/%05d.png",
+        )
 
 
 def _files(root: Path, *, video: bool) -> Iterator[tuple[str, list[Path]]]:

@@ -46,6 +46,12 @@ TEXT_OUTPUTS: Mapping[str, tuple[str | None, ...]] = {
 """What ``encode_prompt`` of a pipeline returns (diffusers 0.42.1), by the names its arguments have;
 None is left out: unconditional halves and tables of positions."""
 
+REFUSED: Mapping[str, str] = {
+    "ZImagePipeline": "its captions differ in length and its transformer takes no mask to fill them up with",
+    "HiDreamImagePipeline": "its four encoders' outputs are more than an embedding, a pooled one and a mask",
+}
+"""Pipelines of families we ship whose captions are not cached, and why."""
+
 _DENOISERS = ("transformer", "transformer_2", "unet")
 
 
@@ -102,8 +108,11 @@ class TextEncoding:
         index = pipeline_index(folder)
         name = str(index["_class_name"])
         if name not in TEXT_OUTPUTS:
+            why = REFUSED.get(name, "what its encode_prompt returns is not known here")
+            if "ImageToVideo" in name or "I2V" in name:
+                why = "its condition, the first image's encodings, is not cached"
             raise ConfigError(
-                f"captions cannot be encoded with {name} yet",
+                f"captions cannot be encoded with {name}: {why}",
                 help=f"known are {', '.join(sorted(TEXT_OUTPUTS))}; or train on data.source latents you made",
             )
         without: dict[str, Any] = {part: None for part in (*_DENOISERS, "vae") if part in index}
