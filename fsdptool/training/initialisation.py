@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
 
 from fsdptool.errors import ModelError
 from fsdptool.training.pulse import beat
@@ -28,12 +29,15 @@ from fsdptool.training.recording import DRAWS, Note, Recorder
 class Blueprint:
     """Notes by parameter, values of parameters that were kept, and the model's buffers.
 
-    ``values`` and ``buffers`` are CPU tensors by fully qualified name, ties under each name.
+    ``values`` and ``buffers`` are CPU tensors by fully qualified name, ties under each name. ``loose``
+    are attributes that hold tensors without being registered (Qwen-Image's rotary tables, diffusers
+    0.42): a build on meta leaves them there, and no ``to`` moves them.
     """
 
     notes: dict[str, list[Note]] = field(default_factory=dict)
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    loose: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -111,7 +115,9 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
         torch.manual_seed(derive_seed(seed, "constructors"))
         with recorder, _parameters_on_meta(keep), _truncated_normals_noted():
             model = build()
-    blueprint = Blueprint(buffers=dict(model.named_buffers(remove_duplicate=False)))
+    blueprint = Blueprint(
+        buffers=dict(model.named_buffers(remove_duplicate=False)), loose=dict(loose_tensors(model))
+    )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
             blueprint.notes[name] = recorder.notes_of(parameter)
@@ -121,6 +127,17 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
         else:
             blueprint.values[name] = parameter.detach()
     return blueprint
+
+
+def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that hold tensors, alone or in lists, and are no parameters or buffers."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in list(vars(module).items()):
+            if name.startswith("_") or not isinstance(value, torch.Tensor | list | tuple | dict):
+                continue
+            tensors = [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
+            if tensors and not any(isinstance(leaf, nn.Parameter) for leaf in tensors):
+                yield f"{path}.{name}" if path else name, value
 
 
 def note_initialisation(act: Callable[[], None], parameters: Mapping[str, nn.Parameter]) -> Blueprint:

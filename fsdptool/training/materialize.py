@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter, tree_map
 
 from fsdptool.errors import ModelError
-from fsdptool.training.initialisation import Blueprint, replay
+from fsdptool.training.initialisation import Blueprint, loose_tensors, replay
 from fsdptool.training.methods.quantised.formats import empty_parts, encode
 from fsdptool.training.methods.quantised.linear import QuantisedLinear
 from fsdptool.training.methods.quantised.replace import quantised_layers
@@ -73,6 +74,7 @@ def materialize(model: nn.Module, origins: Origins, session: Session, *, offload
         values = _values(tuple(parameter.shape), rows_of(parameter), parameter.dtype, names, origins, missing)
         _assign(model, names, parameter, _own(values.to(device)))
     _fill_buffers(model, origins, session.device)
+    _fill_loose(model, origins, session.device)
     return missing
 
 
@@ -180,6 +182,18 @@ def _fill_buffers(model: nn.Module, origins: Origins, device: torch.device) -> N
             shared[id(buffer)] = _buffer_values(name, buffer, origins).to(device)
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = shared[id(buffer)]
+
+
+def _fill_loose(model: nn.Module, origins: Origins, device: torch.device) -> None:
+    for name, value in loose_tensors(model):
+        if not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_iter(value)):
+            continue
+        found = origins.blueprint.loose.get(base_name(name))
+        if found is None:
+            raise ModelError(f"attribute {name} has no value: the model does not compute it when it is built")
+        path, _, leaf = name.rpartition(".")
+        moved = tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, found)
+        setattr(model.get_submodule(path), leaf, moved)
 
 
 def _buffer_values(name: str, buffer: torch.Tensor, origins: Origins) -> torch.Tensor:

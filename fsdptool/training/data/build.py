@@ -197,7 +197,10 @@ def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str
 def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
     family = family_of(spec)
     one = family.batch_spec(spec.config, for_micro_batch(recipe, 1))
-    shared = split_spec(one, family.batch_spec(spec.config, for_micro_batch(recipe, 2)))
+    try:
+        shared = split_spec(one, family.batch_spec(spec.config, for_micro_batch(recipe, 2)))
+    except ConfigError:  # it takes one sample at a time
+        shared = frozenset()
     count = int(data.options.get("samples", 1024))
     # Held-out samples are further draws, not a share of the training ones.
     seed = recipe.seed if part == "train" else mix(recipe.seed, 11)
