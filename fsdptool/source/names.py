@@ -24,9 +24,11 @@ def expanded(text: str) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at ``path``; what cannot be a path is nowhere."""
+    """Whether there is something at ``path``, readable or not; what cannot be a path is nowhere."""
     try:
         return path.exists()
+    except PermissionError:
+        return True
     except OSError:
         return False
 

@@ -81,7 +81,12 @@ def resolve(
     refuse_pages(text)
     path = expanded(text)
     if exists(path) or text.startswith(("./", "../", "/", "~")):
-        spec = _from_path(text, path, options)
+        try:
+            spec = _from_path(text, path, options)
+        except OSError as error:
+            raise ReferenceError(
+                f"{text} cannot be read: {error.strerror or error}", help="check the path and its permissions"
+            ) from error
     elif ":" in text:
         spec = _from_flavour(text, options)
     else:

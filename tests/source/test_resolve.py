@@ -153,8 +153,10 @@ def test_adapters_in_a_circle_end(tmp_path: Path) -> None:
             f"{one}/adapter_config.json",
             {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / other)},
         )
-    with pytest.raises(BadReference, match="circle"):
+    with pytest.raises(BadReference, match="circle") as caught:
         resolve(str(tmp_path / "a"))
+    assert caught.value.message.startswith(f"{tmp_path / 'a'}: adapters name one another in a circle")
+    assert len(caught.value.message) < 400
 
 
 @pytest.mark.parametrize(
@@ -258,14 +260,20 @@ def test_what_a_command_prints_can_be_given() -> None:
     assert resolve(f"/dev/fd/{reader}").model_class == "LlamaForCausalLM"
 
 
-def test_adapters_in_a_circle(tmp_path: Path) -> None:
-    for name, base in (("one", "two"), ("two", "one")):
-        adapter = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / base)}
-        write(tmp_path, f"{name}/adapter_config.json", adapter)
-    with pytest.raises(BadReference) as caught:
-        resolve(str(tmp_path / "one"))
-    assert caught.value.message.startswith(f"{tmp_path / 'one'}: adapters name one another in a circle")
-    assert len(caught.value.message) < 400
+@pytest.mark.parametrize("place", ["folder", "folder/config.json"])
+def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """A folder without the right to enter it; root may enter any, so the refusal is made here."""
+    write(tmp_path, "folder/config.json", LLAMA)
+    real = os.stat
+
+    def stat(path: Any, *rest: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith("folder/config.json"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(BadReference, match="cannot be read: Permission denied"):
+        resolve(str(tmp_path / place))
 
 
 def test_folders_without_a_configuration_name_what_is_near(tmp_path: Path) -> None:
