@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from fsdptool.errors import FsdptoolError
+from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.inspection.build import build
@@ -131,9 +131,17 @@ def sampled_recipe(recipe: Recipe) -> Recipe:
     batch, data = replace(recipe.batch, micro_batch=1), recipe.data
     if batch.sequence_length is not None:
         prompt = 32 if data.options.get("prompts") else max(min(32, batch.sequence_length // 4), 1)
-        window = prompt + int(data.options.get("sample_tokens", 32))
+        window = prompt + _sampled_tokens(data.options.get("sample_tokens", 32))
         batch = replace(batch, sequence_length=max(min(window, batch.sequence_length), 2))
     return replace(recipe, batch=batch, data=replace(data, packing=False))
+
+
+def _sampled_tokens(value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"data.options.sample_tokens {value!r} is no number of tokens", help="give 1 or more"
+        )
+    return value
 
 
 def _why(error: Exception, spec: ModelSpec) -> str:

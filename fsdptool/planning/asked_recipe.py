@@ -57,8 +57,14 @@ def asked_recipe(options: Options) -> Recipe:
             ),
         ),
         sharding=_sharding(options, recipe),
-        ema=recipe.ema if options.ema is None else Ema(options.ema),
+        ema=recipe.ema if options.ema is None else Ema(_decay(options.ema)),
     )
+
+
+def _decay(value: float) -> float:
+    if not 0.0 < value < 1.0:
+        raise PlanError(f"a moving average with decay {value} averages nothing", help="give 0.999 or so")
+    return value
 
 
 def _beside(recipe: Recipe, path: Path) -> Recipe:

@@ -74,7 +74,11 @@ def _search(
             return high
         high = min(max(_guess(tried), high + max(high // 8, 1)), _LIMIT)
     while high - low > 1:
-        middle = min(max(_guess({k: v for k, v in tried.items() if k <= low}), low + 1), high - 1)
+        # No nearer to either end than an eighth: small models' lines are crooked (segments of 2 and 20
+        # MiB), and a guess that is always one too low would try thousands of sizes.
+        margin = max((high - low) // 8, 1)
+        guess = _guess({k: v for k, v in tried.items() if k <= low})
+        middle = min(max(guess, low + margin), high - margin)
         if fits(middle):
             low = middle
         else:

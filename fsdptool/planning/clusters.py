@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,13 @@ def make_cluster(
         raise PlanError(
             f"{gpus_per_node} x {nodes} = {gpus_per_node * nodes:,} ranks: more than any cluster has"
         )
-    if price_per_gpu_hour is not None and price_per_gpu_hour < 0:
-        raise PlanError(f"a price of {price_per_gpu_hour} per GPU hour: prices are not negative")
+    if price_per_gpu_hour is not None and not 0 <= price_per_gpu_hour < math.inf:
+        raise PlanError(f"a price of {price_per_gpu_hour} per GPU hour: prices are numbers from 0")
+    if inter_node_bandwidth is not None and not 0 < inter_node_bandwidth < math.inf:
+        raise PlanError(
+            f"a network of {inter_node_bandwidth} bytes per second carries nothing",
+            help="give --network '400 Gbit/s' (per GPU), or leave it out",
+        )
     return Cluster(
         gpu=gpu,
         gpus_per_node=gpus_per_node,

@@ -80,11 +80,12 @@ def read_knobs(recipe: Recipe, settings: FsdpSettings, cluster: Cluster, index: 
     """Return where recipe and settings stand, with mesh and accumulation worked out for a cluster.
 
     Raises:
-        PlanError: The mesh does not multiply to the ranks there are, or the micro-batch does not
-            divide the global batch.
+        PlanError: The mesh does not multiply to the ranks there are, the micro-batch does not divide
+            the global batch, or an integer reshard does not divide the ranks that share a copy.
     """
     mesh = resolve_mesh(settings.mesh, cluster.world_size)
     batch, sharding = recipe.batch, recipe.sharding
+    _check_resharding(sharding.reshard_after_forward, mesh.shard_degree)
     return Knobs(
         cluster=index,
         layout=sharding.layout,
@@ -103,6 +104,15 @@ def read_knobs(recipe: Recipe, settings: FsdpSettings, cluster: Cluster, index: 
         reduce_dtype=sharding.reduce_dtype,
         gradients=sharding.accumulation,
     )
+
+
+def _check_resharding(wanted: int | None, degree: int) -> None:
+    """FSDP2 reshards to equal groups of the ranks that share a copy, as the trainer asks of it."""
+    if wanted is not None and (not 1 < wanted < degree or degree % wanted):
+        raise PlanError(
+            f"resharding to {wanted} ranks does not divide the {degree} ranks that share a copy",
+            help="use a divisor other than 1 and the number itself, or true or false",
+        )
 
 
 def apply_knobs(
