@@ -89,7 +89,10 @@ def run_axolotl(text: str) -> dict[str, Any] | str:
                 return {}
             trainer.setup_fsdp_envs(cfg)
             bare = _Bare(cfg.fsdp if cfg.fsdp else True, dict(cfg.fsdp_config))
-            plugin = _plugin(FullyShardedDataParallelPlugin, bare.process(bare))
+            arguments = bare.process(bare)
+            if arguments["fsdp_version"] not in (1, 2):
+                return f"there is no FSDP{arguments['fsdp_version']}: the plugin takes neither path"
+            plugin = _plugin(FullyShardedDataParallelPlugin, arguments)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:

@@ -351,55 +351,6 @@ def test_suppressions_silence_a_line_or_the_file() -> None:
     assert "FSD112" in codes(read_settings("# fsdptool: ignore[FSD999]\n" + text))
 
 
-MISWRITTEN = {
-    "a top-level key": (("mixed_precision:", "mixed_precison:"), {"mixed_precision": "bf16"}),
-    "a key in the wrong place": (
-        ("mixed_precision: bf16\n", ""),
-        ("version: 2\n", "version: 2\n  mixed_precision: bf16\n"),
-        {"mixed_precision": "bf16"},
-    ),
-    "a state dict": (("_type: SHARDED", "_typ: FULL"), {"state_dict_type": "full"}),
-    "loading": (("efficient_loading", "eficient_loading"), {"cpu_ram_efficient_loading": False}),
-    "a policy": (
-        ("auto_wrap_policy: TRANSFORMER_BASED", "auto_wrap_polcy: SIZE_BASED"),
-        ("transformer_layer_cls_to_wrap: LlamaDecoderLayer", "min_num_params: 5"),
-        {"wrap_policy": "size"},
-    ),
-    "the version": (
-        ("fsdp_version: 2", "fsdp_versoin: 2"),
-        ("fsdp_reshard_after_forward: true", "fsdp_sharding_strategy: FULL_SHARD"),
-        {"fsdp_version": 2, "reshard_after_forward": True},
-    ),
-    "a port": (
-        ("num_machines: 1\n", "num_machines: 1\nmain_training_port: 0\n"),
-        {"main_process_port": 0},
-    ),
-    "a state dict under version 1": (
-        ("version: 2\n", "version: 1\n"),
-        ("  fsdp_reshard_after_forward: true\n", ""),
-        ("state_dict_type: SHARDED", "state_dict_typ: SHARDED"),
-        {"state_dict_type": "sharded", "fsdp_version": 2},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISWRITTEN)
-def test_no_default_is_written_in_the_place_of_what_was_meant(case: str, tmp_path: Path) -> None:
-    """A misspelt setting begins to count with --unsafe-fixes, whatever other fixes there are."""
-    *pairs, wanted = MISWRITTEN[case]
-    text = change(*pairs)  # type: ignore[arg-type]
-    path = tmp_path / "f.yaml"
-    path.write_text(text)
-    for first in (False, True):
-        reading = read_settings(path)
-        fixed = repair(repair(reading).reading if first else reading, unsafe=True)
-        path.write_text(fixed.after.text)
-        outcome = run_accelerate(path)
-        assert outcome.error is None
-        assert {key: outcome.settings[key] for key in wanted} == wanted  # type: ignore[attr-defined]
-        path.write_text(text)
-
-
 def test_text_slips_past_the_launcher_and_the_plugin_decides(tmp_path: Path) -> None:
     """sync_module_states in text under version 1, and a rank of null on one machine."""
     text = change(

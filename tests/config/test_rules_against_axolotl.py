@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, str | dict[str, Any]]] = {
     "FSD206-case": (text("  auto_wrap_policy: transformer_based_wrap\n"), "Input should be"),
     "FSD206-state": (text("  state_dict_type: full_state_dict\n"), "Input should be 'FULL_STATE_DICT'"),
     "FSD206-bool": (text("  offload_params: maybe\n"), "Input should be a valid boolean"),
+    "FSD206-zero": (text("  min_num_params: 0\n"), "greater than or equal to 1"),
+    "FSD206-unread": (text("  use_orig_params: maybe\n"), "Input should be a valid boolean"),
     "FSD206-pin": (text("  cpu_offload_pin_memory: false\n"), "requires enabling offload_params"),
     "FSD206-reshard": (text("  reshard_after_forward: true\n", version=1), "KeyError: 'TRUE'"),
     "FSD206-word": (text(top="fsdp:\n  - FULL_SHARD\n"), "only available with FSDP1"),
@@ -63,6 +65,10 @@ CASES: dict[str, tuple[str, str | dict[str, Any]]] = {
     "FSD350": (
         text("  offload_params: true\n", "optimizer: paged_adamw_8bit\n", 1),
         "FSDP Offload not compatible with paged_adamw_8bit",
+    ),
+    "FSD350-bnb": (
+        text("  offload_params: true\n", "optimizer: adamw_bnb_8bit\n", 1),
+        "FSDP Offload not compatible with adamw_bnb_8bit",
     ),
     "FSD202": (text("  forward_prefetch: true\n", version=1), {"forward_prefetch": False}),
     "FSD204": (text("  fsdp_offload_params: true\n"), {"cpu_offload": True}),

@@ -219,7 +219,7 @@ def _keys(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: i
         elif name == "wrap_classes":
             values.read_classes(draft, found, block)
         elif name == "min_num_params":
-            read_threshold(draft, found, block, to_python(found.node))
+            _threshold(draft, found, block)
         elif name in CHOICES:
             _choice(draft, key, name, found, block)
         elif name == "reshard_after_forward" and version == 1:
@@ -234,6 +234,25 @@ def _keys(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: i
             chosen.get("auto_wrap_policy"),
             help="write min_num_params, or wrap by class",
         )
+
+
+def _threshold(draft: Draft, entry: Entry, block: Node | None) -> None:
+    """axolotl's schema looks at the number under every policy: whole, and at least 1."""
+    written = str(entry.node.value)
+    if (written.isdigit() and int(written) >= 1) or draft.get("wrap_policy") == "size":
+        read_threshold(draft, entry, block, to_python(entry.node))
+        return
+    draft.set("min_num_params", None)
+    draft.report(
+        "FSD206",
+        f"{entry.key} must be a whole number above 0, not {entry.node.value!r}; axolotl refuses the file",
+        entry,
+        value=True,
+        help="remove it: it counts with SIZE_BASED_WRAP only",
+        edits=draft.editor.remove(block, entry) if block is not None else None,
+        safe=True,
+        fix=f"remove {entry.key}",
+    )
 
 
 def _choice(draft: Draft, key: str, name: str, entry: Entry, block: Node | None) -> None:

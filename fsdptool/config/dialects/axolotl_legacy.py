@@ -119,6 +119,18 @@ def _under_2(draft: Draft, key: str, entry: Entry, block: Node | None) -> None:
     remove = draft.editor.remove(block, entry) if block is not None else None
     strategy = spelling.choice(entry.node.value, spelling.STRATEGIES) if key == "sharding_strategy" else None
     draft.ignore(entry, "FSDP1 only; axolotl drops it under version 2")
+    judged = key in ("use_orig_params", "sync_module_states") and to_python(entry.node) is not None
+    if judged and values.word_of_truth(to_python(entry.node)) is None:
+        draft.report(
+            "FSD206",
+            f"{entry.key} must be true or false, not {entry.node.value!r}; axolotl refuses the file",
+            entry,
+            value=True,
+            help="remove it: it has no meaning under version 2",
+            edits=remove,
+            fix=f"remove {entry.key}",
+        )
+        return
     shown = f"{entry.key} {entry.node.value!r}"
     if strategy == "shard_grad_op" and draft.get("reshard_after_forward") is not False:
         draft.report("FSD303", f"{shown} is dropped: parameters are freed after forward", entry, value=True)
@@ -175,14 +187,12 @@ def _optimizer(draft: Draft, version: int) -> None:
     name = str(entry.node.value) if entry is not None else ""
     if entry is None:
         return
-    if name in _NO_FSDP2:
-        said = f"axolotl refuses {name} under FSDP2"
-        if version == 1:
-            draft.extras["no_migration"] = f"{said}: use adamw_torch_8bit"
-            return
+    if name in _NO_FSDP2 and version == 1:
+        draft.extras["no_migration"] = f"axolotl refuses {name} under FSDP2: use adamw_torch_8bit"
+    if name in _NO_FSDP2 and version == 2:
         draft.report(
             "FSD345",
-            said,
+            f"axolotl refuses {name} under FSDP2",
             entry,
             value=True,
             severity="error",
