@@ -286,6 +286,13 @@ def _context() -> Iterator[Setting]:
         ("llama", {"backend": "gloo", "ranks": 4, "context": 2, "checkpointing": "full"}),
         ("qwen3", {"backend": "gloo", "ranks": 2, "context": 2, "precision": "fp32"}),
         ("qwen3-moe", {"backend": "gloo", "ranks": 2, "context": 2, "method": "lora"}),
+        ("llama", {"context": 2, "packed": False}),
+        ("qwen3", {"context": 4, "packed": False, "checkpointing": "full", "precision": "fp32"}),
+        ("llama", {"backend": "gloo", "ranks": 2, "context": 2, "packed": False}),
+        ("llama", {"context": 4, "packed": False, "exchange": "alltoall"}),
+        ("qwen3", {"context": 2, "packed": False, "exchange": "alltoall", "checkpointing": "full"}),
+        ("llama", {"backend": "gloo", "ranks": 2, "context": 2, "packed": False, "exchange": "alltoall"}),
+        ("qwen3", {"backend": "gloo", "ranks": 4, "context": 4, "packed": False, "exchange": "alltoall"}),
     ):
         row = replace(_base(name), **change)  # type: ignore[arg-type]
         yield replace(row, name=f"context {_name(row)} s{row.batch['sequence_length']}")
@@ -302,7 +309,9 @@ def _name(row: Setting) -> str:
     if row.replicate > 1:
         parts.append(f"hsdp{row.replicate}")
     if row.context > 1:
-        parts.append(f"cp{row.context}")
+        parts.append(f"cp{row.context}" + (f" {row.exchange}" if row.exchange != "allgather" else ""))
+    if not row.packed:
+        parts.append("unpacked")
     if row.held != "sharded":
         parts.append(row.held)
     if row.prefetch > 1:

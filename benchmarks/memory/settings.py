@@ -12,6 +12,7 @@ from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import (
     Batch,
     Checkpointing,
+    Data,
     Distillation,
     Lora,
     Method,
@@ -35,7 +36,8 @@ class Setting:
         family: What the row counts as in the tables.
         reference, overrides: The model, cut to what fits a small machine.
         backend: ``fake`` or ``gloo``.
-        ranks: World size; ``replicate`` of them hold copies (HSDP), ``context`` of them share a sequence.
+        ranks: World size; ``replicate`` of them hold copies (HSDP), ``context`` of them share a sequence
+            and ``exchange`` its keys and values.
         method: ``full``, ``lora``, ``lora-replicated``, ``lora-nf4``, ``lora-int8``, ``lora-float8`` or
             ``distillation``.
         precision: ``fp32``, ``bf16`` (fp32 reduction) or ``bf16r`` (bf16 reduction).
@@ -46,6 +48,7 @@ class Setting:
         optimizer, implementation: As in a recipe.
         layout: ``native`` or ``accelerate``.
         prefetch: Units gathered ahead.
+        packed: Whether batches hold packed documents under a mask.
         kept_aside: Not looked at while the model was tuned.
     """
 
@@ -57,6 +60,8 @@ class Setting:
     ranks: int = 8
     replicate: int = 1
     context: int = 1
+    exchange: str = "allgather"
+    packed: bool = True
     method: str = "full"
     precision: str = "bf16"
     checkpointing: str = "none"
@@ -93,6 +98,7 @@ def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
     recipe = Recipe(
         model=choice,
         method=method,
+        data=Data(packing=setting.packed),
         batch=Batch(**{"micro_batch": 1, **setting.batch, "accumulation": setting.accumulation}),
         optimizer=Optimizer(name=setting.optimizer, implementation=setting.implementation),  # type: ignore[arg-type]
         sharding=Sharding(
@@ -109,6 +115,7 @@ def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
         activation_checkpointing=mode != "none",
         mixed_precision="no" if setting.precision == "fp32" else "bf16",
         mesh=Mesh(dp_replicate=setting.replicate, cp=setting.context),
+        cp_comm_strategy=setting.exchange,  # type: ignore[arg-type]
         num_processes=setting.ranks,
         use_cpu=True,
     )

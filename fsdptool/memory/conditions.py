@@ -25,6 +25,7 @@ class Conditions:
         beside: Forward without gradients as in validation or sampling, on the model that is trained.
         sharing: Ranks that share a sequence; rank 0 of them is traced, which sees it to its end.
         staged: Whether collectives inside the model are gloo's, which copies what it sends.
+        ring: Whether ranks that share a sequence pass keys and values round.
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
         master: dtype trainable parameters are stored in.
         distillation: Its temperature and alpha; the teacher's prediction is an input then.
@@ -40,3 +41,4 @@ class Conditions:
     beside: Literal["evaluation", "sampling"] | None = None
     sharing: int = 1
     staged: bool = False
+    ring: bool = False

@@ -150,6 +150,8 @@ def kernels_of(profile: Profile) -> Iterator[None]:
     """
     from torch import _meta_registrations
 
+    from fsdptool.families.objectives import context_ring
+
     with ExitStack() as stack:
         try:
             from transformers import masking_utils
@@ -163,4 +165,5 @@ def kernels_of(profile: Profile) -> Iterator[None]:
             functional = torch.nn.functional
             stack.enter_context(_replaced(functional, "scaled_dot_product_attention", _attend))
             stack.enter_context(_replaced(functional, "dropout", _drop))
+            stack.enter_context(_replaced(context_ring, "kernel_for", context_ring.cuda_kernel))
         yield

@@ -120,7 +120,7 @@ def _parts(
         "sharding": [sharding.layout, sharding.param_dtype, sharding.output_dtype],
         "precision": settings.mixed_precision,
         "ignored": settings.ignored_modules,
-        "context": [settings.mesh.cp, gloo] if settings.mesh.cp > 1 else None,
+        "context": [settings.mesh.cp, settings.cp_comm_strategy, gloo] if settings.mesh.cp > 1 else None,
         "profile": profile,
         "libraries": library_versions(),
         "tool": f"{tool_version()}:{_own_digest()}",

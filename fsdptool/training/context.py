@@ -33,15 +33,9 @@ def check_context(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings) -> No
     size = settings.mesh.cp
     if size < 2:
         return
-    reason = _unsplit(spec, recipe, size)
+    reason = _unsplit(spec, recipe, size) or _unpassed(recipe, settings)
     if reason is not None:
         raise ConfigError(f"cp_size: {size} cannot be had: {reason}", help="set cp_size to 1")
-    if settings.cp_comm_strategy != "allgather":
-        raise ConfigError(
-            f"cp_comm_strategy: {settings.cp_comm_strategy} cannot be had: the trainer gathers keys and"
-            " values at once and does not pass them round",
-            help="write cp_comm_strategy: allgather",
-        )
 
 
 def _unsplit(spec: ModelSpec, recipe: Recipe, size: int) -> str | None:
@@ -81,6 +75,16 @@ def _unsplit(spec: ModelSpec, recipe: Recipe, size: int) -> str | None:
         return (
             "routers would balance the load of tokens that fill sequences up; batch.sequence_length has to"
             f" be a multiple of {2 * size}"
+        )
+    return None
+
+
+def _unpassed(recipe: Recipe, settings: FsdpSettings) -> str | None:
+    """Return why keys and values of this run cannot be passed round, or None."""
+    if settings.cp_comm_strategy == "alltoall" and recipe.data.packing and recipe.data.document_mask:
+        return (
+            "cp_comm_strategy alltoall has no masks to keep packed documents apart; write allgather, or"
+            " data.document_mask: false"
         )
     return None
 

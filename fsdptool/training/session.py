@@ -32,6 +32,7 @@ class Session:
         mesh: The whole mesh: dimensions ``dp_replicate``, ``dp_shard``, ``cp``.
         shard_mesh: What ``fully_shard`` gets: one dimension, or replicate x shard (HSDP). Context
             parallel ranks shard parameters too (as accelerate 1.15 does).
+        ring: Whether ranks that share a sequence pass keys and values round (``alltoall``).
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Session:
     sizes: Mesh
     mesh: DeviceMesh
     shard_mesh: DeviceMesh
+    ring: bool = False
 
     @property
     def data_rank(self) -> int:
@@ -57,7 +59,9 @@ class Session:
         """The ranks this one shares its sequences with, or None."""
         if self.sizes.cp == 1:
             return None
-        return Context(self.sizes.cp, self.mesh.get_local_rank("cp"), self.mesh.get_group("cp"))
+        return Context(
+            self.sizes.cp, self.mesh.get_local_rank("cp"), self.mesh.get_group("cp"), ring=self.ring
+        )
 
     @property
     def is_main(self) -> bool:
@@ -112,7 +116,8 @@ def open_session(settings: FsdpSettings) -> Session:
         (sizes.dp_replicate, sizes.dp_shard or 1, sizes.cp),
         mesh_dim_names=("dp_replicate", "dp_shard", "cp"),
     )
-    session = Session(rank, world_size, local_rank, device, sizes, mesh, _parameter_mesh(mesh, sizes))
+    ring = settings.cp_comm_strategy == "alltoall"
+    session = Session(rank, world_size, local_rank, device, sizes, mesh, _parameter_mesh(mesh, sizes), ring)
     use(session.context)
     return session
 

@@ -16,7 +16,7 @@ from test_numerics import CHECKPOINTED, CLIPPED, hold
 
 from fsdptool.memory import footprint, trace
 from fsdptool.records import Mesh
-from fsdptool.records.recipe import Checkpointing, Sharding
+from fsdptool.records.recipe import Checkpointing, Data, Sharding
 
 pytestmark = pytest.mark.distributed
 
@@ -46,6 +46,27 @@ def test_split_sequences_train_as_whole_ones(pool: Pool, tmp_path: Path, run: st
     name, method, world, mesh = RUNS[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
     results = pool.run(train, world, name, folder, recipe, mesh, STEPS)
+    losses, weights, _ = hold(results, name, recipe, steps=STEPS)
+    assert losses <= 1e-5
+    assert weights <= 1e-5
+
+
+PASSED_ROUND: dict[str, tuple[str, str, int, Mesh, dict[str, Any]]] = {
+    "full, two ranks": ("causal", "full", 2, SPLIT, {}),
+    "full, four ranks": ("causal", "full", 4, Mesh(dp_shard=1, cp=4), {}),
+    "lora, beside data parallel": ("causal", "lora", 4, Mesh(dp_shard=2, cp=2), {}),
+    "distillation": ("causal", "distillation", 2, SPLIT, {}),
+    "experts, checkpointing": ("moe", "full", 2, SPLIT, CHECKPOINTED),
+}
+
+
+@pytest.mark.parametrize("run", PASSED_ROUND)
+def test_keys_and_values_passed_round_train_as_gathered_ones(pool: Pool, tmp_path: Path, run: str) -> None:
+    name, method, world, mesh, changes = PASSED_ROUND[run]
+    recipe, folder = prepare_case(CASES[name], tmp_path, method)
+    recipe = dataclasses.replace(recipe, data=Data(packing=False))
+    settings = {"cp_comm_strategy": "alltoall", **changes}
+    results = pool.run(train, world, name, folder, recipe, mesh, STEPS, 4, settings)
     losses, weights, _ = hold(results, name, recipe, steps=STEPS)
     assert losses <= 1e-5
     assert weights <= 1e-5
@@ -149,7 +170,9 @@ REFUSED = {
     "compiled": "sharding.compile",
     "long rope": "rope type dynamic",
     "no positions": "Bloom",
-    "alltoall": "cp_comm_strategy",
+    "passed round, packed": "alltoall has no masks to keep packed documents apart",
+    "passed round, windows": "alltoall cannot serve MistralAttention: it has a mask",
+    "passed round, dropping": "alltoall cannot serve LlamaAttention: it drops attention",
     "experts, filled up": "multiple of 4",
 }
 

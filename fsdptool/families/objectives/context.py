@@ -33,12 +33,14 @@ class Context:
         rank: Which of them this is.
         group: Their process group; None exchanges nothing, though buffers are made (a trace).
         staged: Whether a trace makes the buffers, too, that gloo copies a collective into.
+        ring: Whether keys and values are passed round rather than gathered.
     """
 
     size: int
     rank: int
     group: Any = None
     staged: bool = False
+    ring: bool = False
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -79,6 +81,19 @@ class Context:
         elif self.staged:
             whole.new_empty(whole.shape)
         return mine
+
+    def rotate(self, mine: Tensor) -> Tensor:
+        """Send a flat tensor to the next rank and return what the one before sent."""
+        import torch.distributed as dist
+
+        received = mine.new_empty(mine.shape)
+        if self.group is not None:
+            to, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+            sent, got = (
+                [mine.numel() * (rank == other) for rank in range(self.size)] for other in (to, before)
+            )
+            dist.all_to_all_single(received, mine, got, sent, group=self.group)
+        return received
 
 
 def _collective(name: str, before: str) -> Any:

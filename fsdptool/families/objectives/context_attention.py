@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, current
+from fsdptool.families.objectives.context_ring import attend_round
 
 NAME = "context_parallel"
 """What transformers calls this attention (``attn_implementation``)."""
@@ -143,6 +144,14 @@ def attend(
         return found
     _check(module, query, key, is_causal, others)
     _attended.add(module)
+    if context.ring:
+        reason = "has a mask" if attention_mask is not None else "drops attention" if dropout else None
+        if reason is not None:
+            raise ConfigError(
+                f"cp_comm_strategy alltoall cannot serve {type(module).__name__}: it {reason}",
+                help="write cp_comm_strategy: allgather",
+            )
+        return attend_round(query, key, value, context, scaling).transpose(1, 2), None
     shared = query.shape[1] // key.shape[1]
     grouped = shared > 1 and _keeps_groups(query, value, attention_mask)
     repeats = 1 if grouped else shared
