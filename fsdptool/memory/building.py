@@ -70,6 +70,7 @@ def make_trace(
         distillation=recipe.method.distillation,
         sharing=settings.mesh.cp,
         staged=gloo,
+        ring=settings.cp_comm_strategy == "alltoall",
     )
     try:
         made = _traced(make, objective, specs, conditions)
@@ -198,6 +199,7 @@ def _teacher(
         teacher=True,
         sharing=settings.mesh.cp,
         staged=gloo,
+        ring=settings.cp_comm_strategy == "alltoall",
     )
     try:
         made = _traced(make, objective, specs, conditions)
