@@ -84,6 +84,7 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
         )
     _check_record(source, Recipe, root, "")
     _check_batch(source, root)
+    _check_counts(source, root)
     return from_json(Recipe, to_python(root), where="recipe")
 
 
@@ -305,6 +306,28 @@ def _check_batch(source: SourceText, root: Node) -> None:
         found = entry.node.get(name)
         if found is not None and isinstance(found.node.value, int) and found.node.value < 1:
             raise _error(source, found.node.start, f"batch.{name} must be at least 1")
+
+
+_COUNTS = (
+    ("steps",),
+    ("checkpoints", "every_steps"),
+    ("checkpoints", "keep_every"),
+    ("evaluation", "every_steps"),
+    ("evaluation", "batches"),
+)
+"""What is counted from one: ``every_steps: 0`` would divide by zero in the middle of a run."""
+
+
+def _check_counts(source: SourceText, root: Node) -> None:
+    for path in _COUNTS:
+        node: Node | None = root
+        for name in path:
+            entry = node.get(name) if node is not None and node.kind == "map" else None
+            node = entry.node if entry is not None else None
+        if node is not None and isinstance(node.value, int) and node.value < 1:
+            raise _error(
+                source, node.start, f"{'.'.join(path)} must be at least 1", "leave it out if it is not wanted"
+            )
 
 
 __all__ = ["OWNED_BY_YAML", "dump_recipe", "read_recipe"]

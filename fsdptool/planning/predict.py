@@ -36,6 +36,9 @@ _CONTEXT_PARALLEL = (
 MAX_SIZE = 1 << 40
 """Samples x positions or pixels of a micro-batch beyond which byte counts no longer mean anything."""
 
+MAX_TOKENS = 1 << 24
+"""Tokens of a micro-batch: sixteen million. Losses run over them in chunks, a trace through every one."""
+
 
 def predict(
     spec: ModelSpec,
@@ -307,6 +310,12 @@ def check_sizes(recipe: Recipe) -> None:
                 f"{name} {size:,} is too large for memory arithmetic", help="check for a typing error"
             )
         total *= size or 1
+    tokens = batch.micro_batch * (batch.sequence_length or 1)
+    if tokens > MAX_TOKENS and total <= MAX_SIZE:
+        raise PlanError(
+            f"{tokens:,} tokens in one forward are too many for one rank",
+            help="check for a typing error, or accumulate smaller micro-batches",
+        )
     if total > MAX_SIZE:
         parts = " x ".join(f"{name} {size:,}" for name, size in sizes.items() if size is not None)
         raise PlanError(

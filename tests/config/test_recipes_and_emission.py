@@ -35,6 +35,8 @@ WRONG = {
     "sharding:\n  layout: natve\n": ("not one of native, accelerate", "did you mean native?"),
     "batch:\n  micro_batch: 0\n": ("must be at least 1", None),
     "batch:\n  accumulation: 2\n  global_batch: 8\n": ("decide each other", "keep one"),
+    "checkpoints:\n  every_steps: 0\n": ("checkpoints.every_steps must be at least 1", "leave it out"),
+    "evaluation:\n  every_steps: -1\n": ("evaluation.every_steps must be at least 1", "leave it out"),
     "seed: 1\nseed: 2\n": ("written again on line 4", "keep one"),
     "tracking:\n  backends: wandb\n": ("must be a list", None),
     "steps:\n  - 1\n": ("must be a whole number", None),
