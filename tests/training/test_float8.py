@@ -44,11 +44,6 @@ def recipe_of(method: Method | None = None) -> Recipe:
 
 
 def test_float8_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="needs torchao, which is not installed") as missing:
-        monkeypatch.setattr(float8, "find_spec", lambda name: None)
-        float8.convert_layers(Blocks(), recipe_of(), FP8, CPU)
-    assert "pip install 'fsdptool[float8]'" in (missing.value.help or "")
-    monkeypatch.setattr(float8, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"needs float8 units, which this device \(cpu\) has not"):
         float8.convert_layers(Blocks(), recipe_of(), FP8, CPU)
     with pytest.raises(ConfigError, match="training whole weights, which LoRA keeps frozen"):
@@ -57,6 +52,11 @@ def test_float8_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ConfigError, match=r"NVIDIA A100 has 8\.0"):
         float8.convert_layers(Blocks(), recipe_of(), FP8, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(float8, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs torchao, which is not installed") as missing:
+        float8.convert_layers(Blocks(), recipe_of(), FP8, torch.device("cuda", 0))
+    assert "pip install 'fsdptool[float8]'" in (missing.value.help or "")
 
 
 def test_other_precisions_convert_nothing() -> None:

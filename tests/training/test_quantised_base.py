@@ -167,3 +167,23 @@ def test_a_missing_library_is_one_line_with_the_command(monkeypatch: pytest.Monk
         formats.check_library("nf4")
     assert "pip install 'fsdptool[quantize]'" in (caught.value.help or "")
     formats.check_library("int8")
+
+
+def test_layers_the_model_wants_in_fp32_or_an_adapter_reads_itself_stay() -> None:
+    from cases import T5, TIED
+    from reference import plain_model as made
+
+    from fsdptool.training.methods.quantised.replace import choose_layers
+
+    with torch.device("meta"):
+        model = made(QUANTISED["wide"], {**T5, "d_model": 64, "d_ff": 64}, torch.float32)
+    taken = choose_layers(model.requires_grad_(False), "int8")
+    assert not any(path.endswith(".wo") for path in taken.layers)
+    assert any(name.endswith("DenseReluDense.wo.weight") for names in taken.left.values() for name in names)
+    assert any(path.endswith("SelfAttention.q") for path in taken.layers)
+    with torch.device("meta"):
+        tied = made(QUANTISED["wide"], TIED, torch.float32)
+    tied.model.layers[1].mlp.up_proj.weight = tied.model.layers[0].mlp.up_proj.weight
+    taken = choose_layers(tied.requires_grad_(False), "int8")
+    assert not any("up_proj" in path for path in taken.layers)
+    assert "lm_head" not in taken.layers

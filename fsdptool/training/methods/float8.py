@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 EMULATE = "FSDPTOOL_EMULATE_FLOAT8"
 """Set to 1 in the environment, layers round to float8 and multiply in wider numbers, on any device."""
 
+PLANNED = (
+    "fp8 is planned as bf16, in memory and in time: float8 copies of one layer's input and weight come on"
+    " top while it computes"
+)
+"""What a plan says of fp8."""
+
 _MULTIPLE = 16
 """Rows and columns ``torch._scaled_mm`` takes (torch 2.13)."""
 
@@ -49,8 +55,9 @@ def convert_layers(model: nn.Module, recipe: Recipe, settings: FsdpSettings, dev
     """
     if settings.mixed_precision != "fp8":
         return 0
+    check_method(recipe, settings)
     emulate = os.environ.get(EMULATE) == "1"
-    _check(recipe, device, emulate)
+    _check_device(device, emulate)
     chosen = _layers(model)
     if not chosen:
         raise ConfigError(
@@ -65,19 +72,30 @@ def convert_layers(model: nn.Module, recipe: Recipe, settings: FsdpSettings, dev
     return len(chosen)
 
 
-def _check(recipe: Recipe, device: torch.device, emulate: bool) -> None:
-    if recipe.method.name == "lora":
+def check_method(recipe: Recipe, settings: FsdpSettings) -> None:
+    """Refuse fp8 for a method that trains no whole weights.
+
+    Raises:
+        ConfigError: The method is LoRA.
+    """
+    if settings.mixed_precision == "fp8" and recipe.method.name == "lora":
         raise ConfigError(
             "mixed_precision fp8 is for training whole weights, which LoRA keeps frozen",
             help="use bf16, and method.lora.base: float8 to hold the base in 8 bits",
         )
+
+
+def _check_device(device: torch.device, emulate: bool) -> None:
+    if not emulate:
+        _check_units(device)
     if find_spec("torchao") is None:
         raise ConfigError(
             "mixed_precision fp8 needs torchao, which is not installed",
             help="pip install 'fsdptool[float8]', or use bf16",
         )
-    if emulate:
-        return
+
+
+def _check_units(device: torch.device) -> None:
     if device.type != "cuda":
         raise ConfigError(
             f"mixed_precision fp8 needs float8 units, which this device ({device.type}) has not",
