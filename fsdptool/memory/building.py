@@ -26,6 +26,8 @@ from fsdptool.records.units import UnitPlan
 from fsdptool.training.assemble import objective_for
 from fsdptool.training.context import attention_of, check_context
 from fsdptool.training.methods.apply import prepare_model
+from fsdptool.training.methods.float8 import PLANNED as FLOAT8_NOTE
+from fsdptool.training.methods.float8 import check_method
 from fsdptool.training.methods.quantised.replace import describe_base
 from fsdptool.training.recompute import checkpoint_units
 from fsdptool.training.unitplan import plan_teacher, plan_units
@@ -46,6 +48,7 @@ def make_trace(
     gloo: bool = False,
 ) -> Trace:
     """Trace afresh. See :func:`fsdptool.memory.trace`."""
+    check_method(recipe, settings)
     check_context(spec, recipe, settings)
     anatomy = inspect(spec)
     plan = plan_units(anatomy, recipe, settings)
@@ -95,7 +98,9 @@ def make_trace(
         unknowns=made.unknowns
         + (taught.unknowns if taught is not None else ())
         + tuple(why for part in beside for why in part.unknowns),
-        notes=made.notes + tuple(note for note in told if note is not None),
+        notes=made.notes
+        + tuple(note for note in told if note is not None)
+        + ((FLOAT8_NOTE,) if settings.mixed_precision == "fp8" else ()),
     )
 
 
