@@ -175,6 +175,7 @@ def _forwards(run: Beside, name: str, trace: Trace | None, *, count: int) -> Non
         schedule.micro_batch(pieces, backward=False)
     schedule.reshard()
     ledger.drop(block)
+    schedule.forget()
     ledger.prefix = ""
 
 

@@ -102,6 +102,11 @@ class Schedule(Gathering):
             if group.state == UNSHARDED_STATE:
                 self._to_sharded(group)
 
+    def forget(self) -> None:
+        """Free what an integer reshard left, too: the next forward, not played here, replaces it."""
+        for group in self.groups:
+            self._to_sharded(group)
+
     def _border(self, piece: Piece, reduce: bool) -> None:
         marker, path = piece.marker, piece.path
         group = self.by_module.get(path)

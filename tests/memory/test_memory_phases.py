@@ -119,6 +119,22 @@ def test_validation_keeps_no_gradients_and_all_that_is_not_resharded() -> None:
     assert gathered - freed > blocks // 2
 
 
+def test_what_validation_held_is_gone_after_it() -> None:
+    """Also under an integer reshard, whose copies outlive a forward without a backward."""
+    from fsdptool.memory.building import make_trace
+
+    case = Case(sharding={"reshard_after_forward": 2})
+    recipe = dataclasses.replace(case.recipe(), evaluation=Evaluation(every_steps=5, holdout=0.1, samples=1))
+    made = make_trace(case.spec(), recipe, case.yaml(), "cuda", None)
+    assert made.sampling is not None
+    with_it, without = (
+        phases(foot(case, made, recipe)),
+        phases(foot(case, dataclasses.replace(made, evaluation=None, sampling=None))),
+    )
+    assert with_it["save"].allocated_bytes == without["save"].allocated_bytes
+    assert {"evaluation", "sampling"} == set(with_it) - set(without)
+
+
 def test_a_run_that_validates_nothing_has_no_such_phase(trace: Trace) -> None:
     names = set(phases(foot(Case(), trace)))
     assert names == {"load", "first step", "forward", "backward", "optimizer", "save", "export"}
