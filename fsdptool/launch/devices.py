@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fsdptool.errors import ConfigError
-from fsdptool.launch.prepare import count_gpus, gpu_set
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.settings import FsdpSettings
+
+
+def count_gpus() -> int:
+    """Return the NVIDIA GPUs this process may use, without importing torch where there are none."""
+    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def visible_gpus(settings: FsdpSettings) -> int:
+    """Return how many GPUs of this machine the file lets a run use."""
+    total = count_gpus()
+    if settings.gpu_ids and settings.gpu_ids != "all":
+        return min(len(gpu_set(settings.gpu_ids)), total)
+    return total
+
+
+def gpu_set(text: str) -> frozenset[str]:
+    """Return the GPU ids in a comma list; ``1,0`` equals ``0,1``."""
+    return frozenset(part for part in re.split(r"[,\s]+", text.strip()) if part)
 
 
 def registry_folder() -> Path:

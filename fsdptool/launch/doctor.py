@@ -109,8 +109,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _devices(diagnostics: list[Diagnostic]) -> list[dict[str, Any]]:
-    from fsdptool.launch.devices import live_claims
-    from fsdptool.launch.prepare import count_gpus
+    from fsdptool.launch.devices import count_gpus, live_claims
 
     if not count_gpus():
         return []

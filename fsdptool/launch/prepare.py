@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Literal
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.launch.command import Nodes
+from fsdptool.launch.devices import count_gpus, local_cluster, visible_gpus
 from fsdptool.launch.slurm import PORT, Job
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Diagnostic
@@ -228,8 +228,6 @@ def _predict(
     try:
         cluster = None
         if device == "cuda":
-            from fsdptool.launch.devices import local_cluster
-
             cluster = local_cluster(settings)
         candidate = predict(
             spec,
@@ -260,15 +258,6 @@ def choose_device(settings: FsdpSettings, config_path: Path) -> Device:
     return "cuda"
 
 
-def count_gpus() -> int:
-    """Return the NVIDIA GPUs this process may use, without importing torch where there are none."""
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def count_processes(
     settings: FsdpSettings, device: Device, processes: int | None, config_path: Path
 ) -> tuple[int, int]:
@@ -294,25 +283,13 @@ def count_processes(
             help="make num_processes a multiple of num_machines",
         )
     per_machine = world_size // machines
-    available = _visible_gpus(settings)
+    available = visible_gpus(settings)
     if device == "cuda" and per_machine > available:
         raise ConfigError(
             f"{config_path} is for {per_machine} processes on this machine, which offers {available} GPUs",
             help="lower num_processes, change gpu_ids, or set use_cpu: true",
         )
     return world_size, per_machine
-
-
-def _visible_gpus(settings: FsdpSettings) -> int:
-    total = count_gpus()
-    if settings.gpu_ids and settings.gpu_ids != "all":
-        return min(len(gpu_set(settings.gpu_ids)), total)
-    return total
-
-
-def gpu_set(text: str) -> frozenset[str]:
-    """Return the GPU ids in a comma list; ``1,0`` equals ``0,1``."""
-    return frozenset(part for part in re.split(r"[,\s]+", text.strip()) if part)
 
 
 def place_nodes(

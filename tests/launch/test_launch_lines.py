@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.launch.command import Nodes, build_command
-from fsdptool.launch.devices import hold, wanted_gpus
-from fsdptool.launch.prepare import count_processes, gpu_set, place_nodes
+from fsdptool.launch.devices import gpu_set, hold, wanted_gpus
+from fsdptool.launch.prepare import count_processes, place_nodes
 from fsdptool.launch.slurm import Job, node_lines, slurm_script
 from fsdptool.records import FsdpSettings
 from fsdptool.resources import load_schema
