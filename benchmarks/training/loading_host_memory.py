@@ -1,0 +1,166 @@
+"""Host memory of each rank while pretrained weights are loaded: ours against ``from_pretrained``.
+
+Two gloo ranks load one model from a folder of sharded safetensors, in processes of their own: the trainer
+(meta build, ``fully_shard``, slices of the files into this rank's rows), and the usual way (every rank calls
+transformers' ``from_pretrained``, then ``fully_shard``). Files are bf16, as most are published, and the model
+is loaded in fp32, as it is trained. The figure is the peak of the process's anonymous memory above what it
+had before the load, from ``/proc/self/status`` a thousand times a second: pages of mapped files, which the
+kernel can drop, are not in it. ``shard_bytes`` is what a rank must hold at least.
+
+    python benchmarks/training/loading_host_memory.py --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from paired import bounds, head, llama, turns
+
+RANKS = 2
+SHARD = "40MB"
+
+
+def anonymous() -> int:
+    """Return the bytes of anonymous memory of this process."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(line for line in text.splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of(act: Callable[[], Any]) -> tuple[int, Any]:
+    """Return the peak anonymous memory above the start while ``act`` runs, and its result."""
+    before, highest, ended = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            highest[0] = max(highest[0], anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        result = act()
+    finally:
+        ended.set()
+        thread.join()
+    return max(highest[0], anonymous()) - before, result
+
+
+def ours(folder: Path) -> Callable[[], Any]:
+    """Return what loads through the trainer; everything before the weights is done already."""
+    from fsdptool.inspection import inspect
+    from fsdptool.records import FsdpSettings, Recipe
+    from fsdptool.records.recipe import Batch, ModelChoice
+    from fsdptool.source import resolve
+    from fsdptool.training.assemble import build_sharded
+    from fsdptool.training.session import open_session
+    from fsdptool.training.unitplan import plan_units
+
+    spec = resolve(str(folder))
+    settings = FsdpSettings(wrap_classes=("LlamaDecoderLayer",), use_cpu=True, mixed_precision="no")
+    choice = ModelChoice(str(folder), weights="pretrained")
+    recipe = Recipe(model=choice, batch=Batch(micro_batch=1, sequence_length=16), steps=1)
+    plan = plan_units(inspect(spec), recipe, settings)
+    session = open_session(settings)
+    return lambda: build_sharded(spec, choice, plan, settings, session, recipe=recipe, seed=0).model
+
+
+def usual(folder: Path) -> Callable[[], Any]:
+    """Return what loads through ``from_pretrained`` and shards afterwards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaForCausalLM
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+
+    def load() -> Any:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    return load
+
+
+def rank_main(rank: int, folder: str, rival: str) -> None:
+    """Load once on one rank and write what it took."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), TQDM_DISABLE="1")
+    store = dist.FileStore(f"{folder}/store-{rival}-{os.getppid()}", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    model = Path(folder, "model")
+    load = ours(model) if rival == "fsdptool" else usual(model)
+    dist.barrier()
+    peak, made = peak_of(load)
+    held = sum(p.to_local().numel() * p.element_size() for p in made.parameters())
+    Path(folder, f"peak-{rank}.json").write_text(json.dumps({"peak": peak, "held": held}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(folder: str, rival: str) -> list[dict[str, int]]:
+    """Load once on all ranks, in fresh processes."""
+    Path(folder).joinpath(f"store-{rival}-{os.getpid()}").unlink(missing_ok=True)
+    multiprocessing.spawn(rank_main, (folder, rival), RANKS)
+    return [json.loads(Path(folder, f"peak-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def main() -> None:
+    """Run and write the result."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=768, help="hidden size; 768 makes 327 MB in fp32")
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results/training_loading_memory.json")
+    )
+    chosen = parser.parse_args()
+    config = llama(chosen.width, 8, 16384)
+    found: dict[str, list[list[dict[str, int]]]] = {"fsdptool": [], "from_pretrained": []}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**plain))
+        total = sum(p.numel() * p.element_size() for p in model.parameters())
+        model.bfloat16()
+        model.save_pretrained(Path(folder, "model"), max_shard_size=SHARD)
+        del model
+        for pair in turns(chosen.rounds, ("fsdptool", "from_pretrained")):
+            for rival in pair:
+                found[rival].append(measure(folder, rival))
+    peaks = {rival: [max(rank["peak"] for rank in one) for one in rounds] for rival, rounds in found.items()}
+    document = {
+        **head(
+            "peak host memory of a rank while loading, fsdptool over from_pretrained; below 1 is less",
+            ranks=RANKS,
+            rounds=chosen.rounds,
+            config=config,
+            file_size=SHARD,
+        ),
+        "model_bytes": total,
+        "shard_bytes": found["fsdptool"][0][0]["held"],
+        "peak_bytes": {rival: statistics.median(values) for rival, values in peaks.items()},
+        "ratio": bounds([a / b for a, b in zip(peaks["fsdptool"], peaks["from_pretrained"], strict=True)]),
+    }
+    chosen.output.write_text(json.dumps(document, indent=2) + "\n")
+    keys = ("model_bytes", "shard_bytes", "peak_bytes", "ratio")
+    sys.stdout.write(json.dumps({key: document[key] for key in keys}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
