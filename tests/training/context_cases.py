@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from fsdptool.training.assemble import assemble
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.evaluate import evaluate
 from fsdptool.training.events import EventLog
-from fsdptool.training.meter import CpuMeter
+from fsdptool.training.meter import CpuMeter, live_bytes
 from fsdptool.training.sampling.sampler import open_sampler
 from fsdptool.training.session import open_session
 from fsdptool.training.state import RunState
@@ -62,8 +63,11 @@ def validated(folder: Path, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
 def measured(folder: Path, recipe: Recipe, mesh: Mesh) -> int:
     """Return the bytes alive at the peak of a step, once optimizer states exist.
 
-    The least of three: the profiler may miss a release by gloo's own threads, never an allocation.
+    The least of three: the profiler may miss a release by gloo's own threads, never an allocation. What
+    the process holds from earlier cases does not count.
     """
+    gc.collect()
+    before = live_bytes()
     session, assembled = _opened(folder, recipe, mesh, "causal")
     peaks = []
     for step in range(4):
@@ -71,7 +75,7 @@ def measured(folder: Path, recipe: Recipe, mesh: Mesh) -> int:
         with meter.step(step + 1):
             assembled.stepper.run(share(session, step, "causal", 2, torch.float32), rate=assembled.rate)
         peaks.append(meter.last()[0])
-    return min(peak for peak in peaks[1:] if peak is not None)
+    return min(peak for peak in peaks[1:] if peak is not None) - before
 
 
 class Prompts:
