@@ -37,22 +37,8 @@ RANKS = 2
 GRACE_SECONDS = 5.0
 """How long a survivor may take to notice that the other has gone, as the supervisor gives it."""
 
-CONFIG = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-machine_rank: 0
-use_cpu: true
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_cpu_ram_efficient_loading: false
-  fsdp_reshard_after_forward: true
-"""
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="utf-8")
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

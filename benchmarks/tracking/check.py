@@ -46,19 +46,8 @@ steps: {STEPS}
 tracking: {{backends: [BACKEND], log_every: 1}}
 """
 
-CONFIG = """\
-distributed_type: FSDP
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-use_cpu: true
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_cpu_ram_efficient_loading: false
-  fsdp_reshard_after_forward: true
-"""
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="utf-8")
 
 
 def train(folder: Path, backend: str) -> Path:
