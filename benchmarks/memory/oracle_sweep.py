@@ -1,0 +1,142 @@
+"""Holds the simulation against torch's own ``fully_shard`` on fake tensors, over families and knobs.
+
+``python benchmarks/memory/oracle_sweep.py [--only TEXT] [--ranks 2 8 64 512]``
+
+Every family of the matrix meets every knob at every number of ranks. What is compared is the peak of
+allocated bytes in step 2, the optimizer's states apart (its step is slow on fake tensors and is held
+against measurement elsewhere), with CUDA's attention kernels. Results are kept as they come, so that
+a sweep that was interrupted goes on: ``benchmarks/results/memory_oracle.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from matrix import FAMILIES
+from settings import Setting, inputs_of
+
+from fsdptool.families.registry import family_of
+from fsdptool.memory import building
+from fsdptool.memory.ledger import OPTIMIZER
+from fsdptool.memory.oracle import observe
+from fsdptool.memory.simulation import simulate
+from fsdptool.records.document import library_versions
+from fsdptool.records.trace import Trace
+
+RESULTS = Path(__file__).parent.parent / "results" / "memory_oracle.json"
+TOLERANCE = 0.5
+"""Per cent."""
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "bf16, fp32 reduction": {},
+    "fp32": {"precision": "fp32"},
+    "bf16 reduction": {"precision": "bf16r"},
+    "full checkpointing": {"checkpointing": "full"},
+    "selective checkpointing": {"checkpointing": "selective"},
+    "every second block": {"checkpointing": "every_n"},
+    "kept gathered": {"reshard": False},
+    "resharded to two": {"reshard": 2},
+    "two ahead": {"prefetch": 2},
+    "accumulation": {"accumulation": 2},
+    "accumulation, unsharded": {"accumulation": 2, "held": "unsharded"},
+    "HSDP": {"replicate": 2},
+    "accelerate's layout": {"layout": "accelerate"},
+    "LoRA": {"method": "lora"},
+    "LoRA, replicated adapters": {"method": "lora-replicated"},
+}
+"""One knob at a time, around bf16 with sharding after forward."""
+
+
+def rows(ranks: list[int]) -> Iterator[tuple[str, Setting]]:
+    """Yield every row with its name; a smaller group than the ranks must exist."""
+    for family, (_, reference, overrides, batch) in FAMILIES.items():
+        for knob, change in KNOBS.items():
+            for count in ranks:
+                if count <= max(int(change.get("reshard", 1)), change.get("replicate", 1)):
+                    continue
+                name = f"{family}: {knob}, {count} ranks"
+                row = Setting(name, family, reference, overrides, ranks=count, batch=batch)
+                yield name, replace(row, **change)
+
+
+_traces: dict[Any, Trace] = {}
+
+
+def compare(setting: Setting) -> dict[str, Any]:
+    """Return both peaks; ranks and resharding share a trace, as they do in a search."""
+    made = inputs_of(setting)
+    key = (setting.family, setting.precision, setting.checkpointing, setting.method, setting.layout)
+    if key not in _traces:
+        _traces.clear()
+        _traces[key] = building.make_trace(made.spec, made.recipe, made.settings, "cuda", None)
+    trace = _traces[key]
+    if not trace.known:
+        return {"error": "; ".join(trace.unknowns)}
+    mesh = made.settings.mesh.resolve(setting.ranks)
+    played = simulate(trace, made.units, mesh, made.recipe, profile="cuda", grain=1)
+    simulated = played.ledger.best - played.ledger.at_best[OPTIMIZER]
+    seen = observe(
+        lambda: building._student(made.spec, made.recipe, made.settings, made.units),
+        made.units,
+        building.objective_for(made.recipe, made.spec),
+        family_of(made.spec).batch_spec(made.spec.config, made.recipe),
+        made.recipe,
+        made.settings,
+        world_size=setting.ranks,
+        step=False,
+    )
+    error = 100 * (simulated / seen.peak - 1)
+    return {"simulated_bytes": simulated, "oracle_bytes": seen.peak, "error_percent": round(error, 4)}
+
+
+def main() -> None:
+    """Compare what was not compared yet, and say how far they agree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="text the row's name must contain")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
+    parser.add_argument("--again", action="store_true", help="compare everything anew")
+    options = parser.parse_args()
+    kept: dict[str, Any] = {"rows": {}}
+    if RESULTS.exists() and not options.again:
+        kept = json.loads(RESULTS.read_text(encoding="utf-8"))
+    kept |= {"benchmark": "memory/oracle_sweep", "libraries": library_versions(), "tolerance_percent": TOLERANCE}
+    for name, setting in rows(options.ranks):
+        if options.only not in name or name in kept["rows"]:
+            continue
+        began = time.time()
+        try:
+            kept["rows"][name] = compare(setting)
+        except Exception as error:  # one row that fails is a result, too
+            kept["rows"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(f"{name}: {kept['rows'][name]} ({time.time() - began:.1f} s)", flush=True)
+        kept["summary"] = summary(kept["rows"])
+        part = RESULTS.with_suffix(".part")
+        part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        part.replace(RESULTS)
+    print(json.dumps(summary(kept["rows"]), indent=1))
+
+
+def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return how many agree, and by how much the others do not."""
+    errors = {name: abs(row["error_percent"]) for name, row in found.items() if "error_percent" in row}
+    return {
+        "rows": len(found),
+        "within_tolerance": sum(error <= TOLERANCE for error in errors.values()),
+        "median_percent": round(statistics.median(errors.values()), 4) if errors else None,
+        "worst": sorted(((error, name) for name, error in errors.items()), reverse=True)[:8],
+        "not_compared": {name: row["error"] for name, row in found.items() if "error" in row},
+    }
+
+
+if __name__ == "__main__":
+    main()
