@@ -263,7 +263,9 @@ def _migrate(reading: Reading, report: Report, name: str) -> None:
         report.migrated += made.changed
         dialect = to or reading.dialect
         ending = ".json" if dialect in ("trainer", "simpletuner") else ".yaml"
-        again = decode(made.after.encode(), name if dialect == reading.dialect else f"made{ending}")
+        same = dialect == reading.dialect
+        data = reading.source.encode(made.after) if same else made.after.encode()
+        again = decode(data, name if same else f"made{ending}")
         second = migrate_file(Path(name), to=to, dialect=dialect, source=again)
         if second.after != made.after:
             report.failures.append(f"{name}: migrating to {to} again is not the same: {second.refusal}")

@@ -93,13 +93,23 @@ def _step(
     if not candidates:
         return None
     chosen = _disjoint(reading, candidates)
-    for group in (chosen, *([index] for index in candidates)):
-        result = _try(reading, group, arguments)
-        if result is not None:
-            return result, [_applied(reading, index) for index in group]
-        if len(group) == 1:
-            refused.add(_key(reading.diagnostics[group[0]]))
-    return None
+    result = _try(reading, chosen, arguments)
+    if result is not None:
+        return result, [_applied(reading, index) for index in chosen]
+    # One by one, from the end: what uses an anchor stands behind it, and has to go first.
+    done: list[Applied] = []
+    for key in [_key(reading.diagnostics[index]) for index in reversed(candidates)]:
+        index = next((i for i, item in enumerate(reading.diagnostics) if _key(item) == key), None)
+        fix = reading.diagnostics[index].fix if index is not None else None
+        if index is None or fix is None or fix.safe is not safe:
+            continue
+        result = _try(reading, [index], arguments)
+        if result is None:
+            refused.add(key)
+        else:
+            done.append(_applied(reading, index))
+            reading = result
+    return (reading, done) if done else None
 
 
 def _key(item: Diagnostic) -> tuple[str, str]:

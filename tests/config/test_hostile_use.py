@@ -214,3 +214,11 @@ def test_an_environment_is_not_asked_for_what_it_cannot_say() -> None:
 def test_no_gpus_are_a_mistake_of_the_caller(count: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "good.yaml", "--gpus", count]) == 2
     assert f"{count} GPUs cannot train" in capsys.readouterr().err
+
+
+def test_anchors_go_after_what_uses_them() -> None:
+    """Unread keys that lean on one another are all removed at once, so that a second run finds nothing."""
+    chain = "".join(f"b{number}: &b{number} [*b{number - 1}]\n" for number in range(1, 12))
+    Path("args.yaml").write_text(f"version: 2\nactivation_checkpointing: false\nb0: &b0 [1]\n{chain}")
+    assert run(["validate", "args.yaml", "--dialect", "trainer", "--fix"]) == 0
+    assert Path("args.yaml").read_text() == "version: 2\nactivation_checkpointing: false\n"
