@@ -196,7 +196,8 @@ MEANING = (
          "On CPU torch 2.13 has no sharding strategy for the attention kernel (`Operator "
          "aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy "
          "registered`); MPS and ROCm were never supported.",
-         "Set the context-parallel size to 1 on this device."),
+         "Set the context-parallel size to 1 on this device, or train with `fsdptool train`, whose attention "
+         "over gathered keys and values runs there, too (consumer fsdptool)."),
     Rule("FSD348", "callable as wrap policy", "error",
          "No program accepts a dotted path as policy (accelerate 1.15: `Invalid auto wrap policy`), and a "
          "configuration must not name code to import.",

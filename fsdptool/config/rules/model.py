@@ -31,7 +31,8 @@ MODEL = (
          "accelerate 1.15 and torch's context parallelism handle full causal attention through SDPA only; it "
          "refuses sliding, chunked and linear attention layers: `Context parallelism does not support "
          "attention layers of type [...]`.",
-         "Set cp_size to 1, or train a model with full attention."),
+         "Set cp_size to 1, or train a model with full attention; `fsdptool train` takes windows and chunks, "
+         "too (consumer fsdptool)."),
     Rule("FSD408", "wrap classes leave most parameters in the root", "warning",
          "What no wrap class covers stays in the root unit, is gathered before the first layer and kept "
          "until backward ends.",
