@@ -109,7 +109,11 @@ def main() -> None:
     kept: dict[str, Any] = {"rows": {}}
     if RESULTS.exists() and not options.again:
         kept = json.loads(RESULTS.read_text(encoding="utf-8"))
-    kept |= {"benchmark": "memory/oracle_sweep", "libraries": library_versions(), "tolerance_percent": TOLERANCE}
+    kept |= {
+        "benchmark": "memory/oracle_sweep",
+        "libraries": library_versions(),
+        "tolerance_percent": TOLERANCE,
+    }
     for name, setting in rows(options.ranks):
         if options.only not in name or name in kept["rows"]:
             continue

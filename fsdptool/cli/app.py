@@ -6,6 +6,7 @@ Modules named here must import in a few milliseconds: heavy libraries load insid
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -112,6 +113,7 @@ def run(arguments: list[str]) -> int:
         outcome = build_app(arguments[0] if arguments else None)(
             args=arguments, prog_name="fsdptool", standalone_mode=False
         )
+        sys.stdout.flush()
     except FsdptoolError as error:
         complain(error)
         return int(error.exit_code)
@@ -119,12 +121,24 @@ def run(arguments: list[str]) -> int:
         sys.stderr.write("interrupted\n")
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader (head, less) went away: not a failure. Keep the interpreter's own flush quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (head, less) went away: not a failure.
+        _drop_output()
         return int(ExitCode.CLEAN)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            _drop_output()
+            complain(FsdptoolError(f"the answer cannot be written: {error.strerror}"))
+            return int(ExitCode.USAGE)
         return _other(error)
     return outcome if isinstance(outcome, int) else int(ExitCode.CLEAN)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _drop_output() -> None:
+    """Keep the interpreter's own flush quiet where standard output takes nothing more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(error: FsdptoolError) -> None:

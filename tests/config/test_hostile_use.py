@@ -222,3 +222,18 @@ def test_anchors_go_after_what_uses_them() -> None:
     Path("args.yaml").write_text(f"version: 2\nactivation_checkpointing: false\nb0: &b0 [1]\n{chain}")
     assert run(["validate", "args.yaml", "--dialect", "trainer", "--fix"]) == 0
     assert Path("args.yaml").read_text() == "version: 2\nactivation_checkpointing: false\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_answer_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fsdptool", "validate", str(tmp_path / "a.yaml")],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "error: the answer cannot be written: No space left on device\n"
