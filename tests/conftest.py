@@ -29,3 +29,10 @@ def scratch_folders() -> Iterator[None]:
     """Remove the scratch folders when the session ends."""
     yield
     _SCRATCH.cleanup()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep what uses the pool of ranks on one worker: two pools would only take turns on two cores."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))

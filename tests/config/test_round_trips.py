@@ -60,7 +60,7 @@ def every_setting(draw: Any) -> FsdpSettings:
 
 
 ANY = settings(
-    max_examples=int(os.environ.get("FSDPTOOL_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("FSDPTOOL_EXAMPLES", "50")),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
