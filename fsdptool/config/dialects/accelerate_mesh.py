@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects.accelerate_keys import DETAILS, PARALLELISM_KEYS
+from fsdptool.config.dialects.accelerate_unread import report_in_parallelism
 from fsdptool.config.draft import Draft
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
 
@@ -80,7 +81,7 @@ def read_block(draft: Draft, block: Node | None) -> None:
         if key in known:
             chosen[key] = entry
             continue
-        _unknown_parallelism(draft, block, entry, known)
+        report_in_parallelism(draft, block, entry, known)
     for key, name in PARALLELISM_KEYS.items():
         found = chosen.get(key)
         if found is None:
@@ -180,33 +181,4 @@ def _attention(draft: Draft, entry: Entry | None, parent: Node, default: str | N
         edits=draft.editor.replace(entry.node, near) if near else None,
         fix=f"write {near}",
         changes={"sp_attn_implementation": near},
-    )
-
-
-def _unknown_parallelism(draft: Draft, block: Node, entry: Entry, known: dict[str, str]) -> None:
-    key = str(entry.key)
-    draft.ignore(entry, "parallelism_config gets no prefix added: the key is not read")
-    full = f"parallelism_config_{key}"
-    if full not in known:
-        near = spelling.nearest(key, [name.removeprefix("parallelism_config_") for name in known], cutoff=0.8)
-        full = f"parallelism_config_{near}" if near else spelling.nearest(key, known, cutoff=0.8) or ""
-    if full and block.get(full) is None:
-        draft.report(
-            "FSD203",
-            f"{key} is not read: the key is {full}",
-            entry,
-            edits=draft.editor.rename(entry, full),
-            safe=False,
-            fix=f"write {full}",
-            changes={PARALLELISM_KEYS.get(full, "*"): entry.node.value},
-        )
-        return
-    draft.report(
-        "FSD202",
-        f"{key} is not read by anyone",
-        entry,
-        help="remove it",
-        edits=draft.editor.remove(block, entry),
-        safe=True,
-        fix=f"remove {key}",
     )

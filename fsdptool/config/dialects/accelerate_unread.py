@@ -59,14 +59,40 @@ def report_inside(draft: Draft, block: Node, entry: Entry, full: str) -> None:
         )
         return
     draft.ignore(entry, "unknown inside fsdp_config")
+    _report_unread(draft, block, entry)
+
+
+def report_in_parallelism(draft: Draft, block: Node, entry: Entry, known: dict[str, str]) -> None:
+    """Report a key of ``parallelism_config`` that nobody reads; ``known`` are the keys that are."""
+    key = str(entry.key)
+    draft.ignore(entry, "parallelism_config gets no prefix added: the key is not read")
+    full = f"parallelism_config_{key}"
+    if full not in known:
+        near = spelling.nearest(key, [name.removeprefix("parallelism_config_") for name in known], cutoff=0.8)
+        full = f"parallelism_config_{near}" if near else spelling.nearest(key, known, cutoff=0.8) or ""
+    if full and block.get(full) is None:
+        draft.report(
+            "FSD203",
+            f"{key} is not read: the key is {full}",
+            entry,
+            edits=draft.editor.rename(entry, full),
+            safe=False,
+            fix=f"write {full}",
+            changes={PARALLELISM_KEYS.get(full, "*"): entry.node.value},
+        )
+        return
+    _report_unread(draft, block, entry)
+
+
+def _report_unread(draft: Draft, block: Node, entry: Entry) -> None:
     draft.report(
         "FSD202",
-        f"{key} is not read by anyone",
+        f"{entry.key} is not read by anyone",
         entry,
         help="remove it",
         edits=draft.editor.remove(block, entry),
         safe=True,
-        fix=f"remove {key}",
+        fix=f"remove {entry.key}",
     )
 
 
