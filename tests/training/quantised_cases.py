@@ -12,6 +12,7 @@ import cases
 import ranks
 import torch
 from cases import CASES, LLAMA, MOE, SD3, Case, inputs_for
+from host_memory import growth
 
 from fsdptool.records import Mesh, Recipe
 from fsdptool.training.assemble import assemble
@@ -94,25 +95,6 @@ def load_big(folder: Path, recipe: Recipe, small: Recipe) -> dict[str, int]:
 
     A small run first: what libraries take when they are first used is not the model's.
     """
-    import threading
-    import time
-
-    from test_materialize import anonymous_bytes
-
     session = open_session(inputs_for(QUANTISED["wide"], folder, small).settings)
     assemble(inputs_for(QUANTISED["wide"], folder, small), session)
-    inputs = inputs_for(QUANTISED["wide"], folder, recipe)
-    before = anonymous_bytes()
-    peak, done = [before], threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            peak[0] = max(peak[0], anonymous_bytes())
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    assembled = assemble(inputs, session)
-    done.set()
-    thread.join()
-    return {"grown": peak[0] - before, "shards": assembled.proof["local_bytes"][session.rank]}
+    return growth(inputs_for(QUANTISED["wide"], folder, recipe), session)

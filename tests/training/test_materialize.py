@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import CASES, MOE, SD3, T5, TIED, UNET, anatomy_of, inputs_for, prepare_case
+from host_memory import growth
 from pool import Pool
 from ranks import weights_of
 from reference import plain_model
@@ -179,33 +179,10 @@ def test_slices_of_random_values_agree_with_the_whole() -> None:
     assert float(everything.std()) == pytest.approx(1.0, rel=0.01)
 
 
-def anonymous_bytes() -> int:
-    """Return the memory only this process has; pages of a mapped file are the kernel's to drop."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", status).group(1))
-
-
 def big(folder: Path, config: dict[str, Any], wrap: tuple[str, ...], weights: str) -> dict[str, int]:
     """Measure how far a rank's own memory grows while it materialises, and what it ends with."""
-    import threading
-    import time
-
     inputs = inputs_of(folder, config, wrap, weights)
-    session = open_session(inputs.settings)
-    before = anonymous_bytes()
-    peak, done = [before], threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            peak[0] = max(peak[0], anonymous_bytes())
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    assembled = assemble(inputs, session)
-    done.set()
-    thread.join()
-    return {"grown": peak[0] - before, "shards": assembled.proof["local_bytes"][session.rank]}
+    return growth(inputs, open_session(inputs.settings))
 
 
 @pytest.mark.parametrize("weights", ["random", "pretrained"])
