@@ -67,14 +67,14 @@ def command(
     from fsdptool.launch.create import check_folder, lock_run, wait_for_run, write_run
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
-    from fsdptool.training.data import prepare as prepare_data
     from fsdptool.training.folder import ACCELERATE
 
     if launcher not in ("torchrun", "accelerate"):
         raise ConfigError(f"there is no launcher {launcher!r}", help="choose torchrun or accelerate")
     folder = (output or Path("runs") / recipe.stem).absolute()
     first = not node_rank
-    number = check_folder(folder, resume=resume, force=force) if first else 0
+    if first:
+        check_folder(folder, resume=resume, force=force)
     prepared = prepare(
         recipe,
         config,
@@ -107,9 +107,9 @@ def command(
         wait_for_run(folder, launch_id)
         with claim_gpus(prepared.settings, prepared.device, folder):
             return _run(prepared, folder, command_line, max_restarts, format, quiet=True)
-    # A mistake in the data is one line here, and one per rank later; tokens are made once for all.
-    prepare_data(prepared.recipe, prepared.spec)
     with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
+        # Again: another start may have come and gone while this one prepared.
+        number = check_folder(folder, resume=resume, force=force)
         write_run(
             folder, prepared, resume=resume, number=number, argv=sys.argv, force=force, launch_id=launch_id
         )

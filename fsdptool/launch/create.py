@@ -18,6 +18,7 @@ from fsdptool.training.folder import (
     ENVIRONMENT,
     EVENTS,
     EXPORT,
+    LOCK,
     LOGS,
     METRICS,
     PREDICTION,
@@ -57,7 +58,8 @@ def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
                 help="continue it with --resume auto, replace it with --force, or choose another --output",
             )
         return 0
-    if folder.is_dir() and any(folder.iterdir()):
+    # With our lock in it, it is what a start left that ended before the folder was whole.
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK).exists():
         raise ConfigError(
             f"{folder} is not empty and holds no run", help="choose an empty or new folder with --output"
         )
@@ -144,7 +146,7 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Hold the run for this process.
+    """Hold the run for this process; the lock stays in the folder, which it marks as ours.
 
     Raises:
         ConfigError: Another process trains in this folder.
@@ -159,8 +161,7 @@ def lock_run(folder: Path) -> Iterator[None]:
             f"the run folder {folder} cannot be made: {error.strerror or error}",
             help="choose another folder with --output",
         ) from error
-    # Beside the folder, so that an empty folder stays empty until it is written whole.
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -168,10 +169,9 @@ def lock_run(folder: Path) -> Iterator[None]:
             f"another process trains in {folder}", help="wait for it, or choose another --output"
         ) from None
     except OSError as error:
-        raise StorageError(f"{folder.parent} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
     try:
         yield
     finally:
+        # Never unlinked: who has it open already would hold a lock that the next one does not see.
         lock.release()
-        with contextlib.suppress(OSError):
-            Path(lock.lock_file).unlink()

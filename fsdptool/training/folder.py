@@ -26,6 +26,7 @@ from fsdptool.records.document import envelope, library_versions, tool_version
 from fsdptool.records.plan import Candidate
 
 RUN = "run.json"
+LOCK = ".lock"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 PREDICTION = "prediction.json"

@@ -13,6 +13,7 @@ from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
+from fsdptool.training.folder import write_json
 
 T = TypeVar("T")
 
@@ -73,9 +74,8 @@ def _read(path: Path, record: type[T]) -> T:
 
 
 def write_inputs(inputs: RunInputs) -> None:
-    """Write the files :func:`read_inputs` reads into ``inputs.folder``, which exists."""
+    """Write the files :func:`read_inputs` reads into ``inputs.folder``, each whole or not at all."""
     for name in _FILES:
         value = getattr(inputs, name)
         if value is not None:
-            text = json.dumps(to_json(value), indent=1, ensure_ascii=False)
-            (inputs.folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+            write_json(inputs.folder / f"{name}.json", to_json(value))

@@ -9,7 +9,9 @@ import pytest
 from conftest import CONFIG, RECIPE, Work
 
 from fsdptool.cli.app import run
-from fsdptool.launch.create import lock_run
+from fsdptool.errors import ConfigError
+from fsdptool.launch.create import check_folder, lock_run
+from fsdptool.launch.prepare import Prepared, prepare
 
 
 @pytest.fixture
@@ -118,6 +120,35 @@ def test_a_folder_of_somebody_elses_is_left_alone(place: Work, capsys: pytest.Ca
     assert "holds no run" in complain(place, capsys, "--force")
 
 
+def test_a_start_that_ended_half_way_is_started_again(place: Work) -> None:
+    folder = place.folder / "run"
+    with lock_run(folder):
+        (folder / "recipe.json").write_text('{"half')
+    assert check_folder(folder, resume=None, force=False) == 0
+    assert check_folder(folder, resume="auto", force=False) == 0
+    (folder / ".lock").unlink()
+    with pytest.raises(ConfigError, match="holds no run"):
+        check_folder(folder, resume="auto", force=False)
+
+
+def test_a_run_that_came_and_went_meanwhile_is_not_overwritten(
+    place: Work, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe(place)
+    made = place.folder / "run" / "run.json"
+
+    def slowly(*arguments: object, **options: object) -> Prepared:
+        prepared = prepare(*arguments, **options)  # type: ignore[arg-type]
+        made.parent.mkdir()
+        made.write_text("{}")
+        return prepared
+
+    monkeypatch.setattr("fsdptool.launch.prepare.prepare", slowly)
+    assert run(place.arguments("run")) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert made.read_text() == "{}"
+
+
 def test_a_run_folder_that_cannot_be_made(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(place)
     (place.folder / "run").write_text("a file")
@@ -129,8 +160,6 @@ def test_a_checkpoint_that_is_none(place: Work, capsys: pytest.CaptureFixture[st
 
 
 def test_two_runs_in_one_folder(place: Work) -> None:
-    from fsdptool.errors import ConfigError
-
     with lock_run(place.folder / "run"), pytest.raises(ConfigError, match="another process trains in"):  # noqa: SIM117
         with lock_run(place.folder / "run"):
             pass
