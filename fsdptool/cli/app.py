@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from typing import Any
 
 import typer
 
@@ -148,12 +149,27 @@ def complain(error: FsdptoolError) -> None:
         sys.stderr.write(f"help: {error.help}\n")
 
 
+def _usage_error(error: Any) -> FsdptoolError:
+    """Return what typer says about a command line (four lines and more, 0.29) in the form of our errors.
+
+    Its exceptions are known by what they offer: some versions raise click's, others their own.
+    """
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "fsdptool"
+    options = getattr(error, "possibilities", None)
+    said = " ".join((error.message if options else error.format_message()).split())
+    text, _, near = said.rstrip(".?").partition(". Did you mean ")
+    text = f"{text[:1].lower()}{text[1:]}".replace("Value error, ", "").replace("Input should", "should")
+    near = ", ".join(sorted(options)) if options else near.strip("'")
+    guess = f"did you mean {near}? " if near else ""
+    return FsdptoolError(f"{command}: {text}", help=f"{guess}`{command} --help` explains")
+
+
 def _other(error: Exception) -> int:
-    """Usage errors of typer keep their own text; anything else is a bug of ours."""
-    show = getattr(error, "show", None)
-    if callable(show):
-        show()
-        return int(getattr(error, "exit_code", ExitCode.USAGE))
+    """Tell usage errors, which are the person's, from anything else, which is a bug of ours."""
+    if callable(getattr(error, "format_message", None)):
+        complain(_usage_error(error))
+        return int(ExitCode.USAGE)
     if type(error).__name__ == "Abort":
         sys.stderr.write("interrupted\n")
         return int(ExitCode.INTERRUPTED)
