@@ -9,7 +9,9 @@ lines are shortened to a few, which is said in the block; nothing else is change
 from __future__ import annotations
 
 import os
+import pty
 import re
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -24,11 +26,40 @@ KEPT_STEPS = (1, 2, 3, 20, 40, 60)
 
 
 def run(*command: str) -> str:
-    """Return what a command prints on a terminal of 100 columns, without colour."""
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, check=True, **streams)
-    return done.stdout.strip("\n")
+    """Return what a command prints on a terminal of 110 columns, without colour.
+
+    Answers go to the terminal, so tables are drawn; progress goes to a pipe, so it comes in lines.
+    """
+    environment = {**os.environ, "COLUMNS": "110", "LINES": "50", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    screen, terminal = pty.openpty()
+    piped, pipe = os.pipe()
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal, stderr=pipe) as process:
+        os.close(terminal)
+        os.close(pipe)
+        text = _both(screen, piped)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, text)
+    return "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").strip("\n").split("\n"))
+
+
+def _both(screen: int, piped: int) -> str:
+    """Read the terminal and the pipe to their ends, in the order in which they were written to."""
+    parts: list[bytes] = []
+    with selectors.DefaultSelector() as ready:
+        for stream in (screen, piped):
+            ready.register(stream, selectors.EVENT_READ)
+        while ready.get_map():
+            # An answer goes before the word that it was written to a file.
+            for key, _ in sorted(ready.select(), key=lambda item: item[0].fd != screen):
+                try:
+                    data = os.read(key.fd, 1 << 16)
+                except OSError:  # a terminal whose last writer left
+                    data = b""
+                parts.append(data)
+                if not data:
+                    ready.unregister(key.fd)
+                    os.close(key.fd)
+    return b"".join(parts).decode()
 
 
 def plan() -> str:
