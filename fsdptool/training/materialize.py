@@ -52,7 +52,7 @@ def materialize(model: nn.Module, origins: Origins, session: Session, *, offload
         model: Sharded; its parameters are meta DTensors (and plain meta tensors where ignored).
         origins: Where values come from.
         session: Gives the device.
-        offload: Whether shards live in host memory (``CPUOffloadPolicy``).
+        offload: Whether shards live in host memory (``CPUOffloadPolicy``); whole parameters never do.
 
     Returns:
         Names of parameters that a pretrained checkpoint lacked and that were initialised.
@@ -72,7 +72,9 @@ def materialize(model: nn.Module, origins: Origins, session: Session, *, offload
             continue
         parameter = model.get_parameter(names[0])
         values = _values(tuple(parameter.shape), rows_of(parameter), parameter.dtype, names, origins, missing)
-        _assign(model, names, parameter, _own(values.to(device)))
+        # FSDP brings home what it manages and nothing else: whole parameters compute where they lie.
+        place = device if isinstance(parameter, DTensor) else session.device
+        _assign(model, names, parameter, _own(values.to(place)))
     _fill_buffers(model, origins, session.device)
     _fill_loose(model, origins, session.device)
     return missing

@@ -61,6 +61,8 @@ def _work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]
         assembled = assemble(inputs, session, phase=phase)
     if session.is_main:
         events.emit("proof", **assembled.proof)
+        for note in assembled.notes:
+            events.emit("warning", message=note)
     rank, world = session.data_rank, session.data_ranks
     pinned = session.device.type == "cuda"
     batches = build_batches(recipe, inputs.spec, rank=rank, world=world, pin_memory=pinned)

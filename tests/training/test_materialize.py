@@ -13,8 +13,9 @@ from host_memory import growth
 from pool import Pool
 from ranks import weights_of
 from reference import plain_model
+from safetensors.torch import load_file, save_file
 
-from fsdptool.errors import WorkerError
+from fsdptool.errors import ModelError, WorkerError
 from fsdptool.records import FsdpSettings, Mesh, Recipe
 from fsdptool.source import resolve
 from fsdptool.training.assemble import assemble
@@ -110,7 +111,7 @@ def materialised(folder: Path, config: dict[str, Any], wrap: tuple[str, ...], we
     return {
         "weights": weights_here if session.is_main else {},
         "buffers": dict(assembled.model.named_buffers()),
-        "initialised": assembled.initialised,
+        "notes": assembled.notes,
     }
 
 
@@ -158,11 +159,33 @@ def test_pretrained_weights_stream_into_shards(pool: Pool, tmp_path: Path, name:
     files = list((tmp_path / "model").glob("*.safetensors"))
     assert len(files) > 1
     found = pool.run(materialised, 3, tmp_path, config, wrap, "pretrained")[0]
-    assert found["initialised"] == ()
+    assert found["notes"] == ()
     for key, parameter in model.named_parameters(remove_duplicate=False):
         assert torch.equal(found["weights"][key], parameter), key
     for key, buffer in model.named_buffers():
         assert torch.equal(found["buffers"][key], buffer), key
+
+
+def named_weights(folder: Path, config: dict[str, Any], wrap: tuple[str, ...]) -> Any:
+    try:
+        return materialised(folder, config, wrap, "pretrained")["notes"]
+    except ModelError as error:
+        return error.message
+
+
+def test_what_a_checkpoint_lacks_is_said_and_a_foreign_one_refused(pool: Pool, tmp_path: Path) -> None:
+    config, wrap = MODELS["gemma"]
+    _save(config, tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    kept = {name: tensor for name, tensor in tensors.items() if "q_norm" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    (note,) = pool.run(named_weights, 2, tmp_path, config, wrap)[1]
+    assert "model.layers.0.self_attn.q_norm.weight, model.layers.1.self_attn.q_norm.weight (2 in all)" in note
+    assert "start at random" in note
+    save_file({f"other.{name}": tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    refusals = pool.run(named_weights, 2, tmp_path, config, wrap)
+    assert all("hold no parameter of Gemma3ForCausalLM" in refusal for refusal in refusals)
 
 
 def test_slices_of_random_values_agree_with_the_whole() -> None:
