@@ -80,6 +80,7 @@ def _measured(setting: Setting) -> dict[str, Any]:
         made.units,
         settings.mesh.resolve(setting.ranks),
         made.recipe,
+        workspaces=(torch.backends.cuda.cublas_workspace_size(),) * 2,
     )
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
@@ -105,7 +106,7 @@ def _steps(made: Any, settings: Any) -> dict[str, Any]:
     recipe, spec = made.recipe, made.spec
     model = build_sharded(spec, recipe.model, made.units, settings, session, recipe=recipe, seed=0).model
     named = list(model.named_parameters())
-    optimizer = build_optimizer(recipe.optimizer, named, rate=1e-4, device=session.device)
+    optimizer = build_optimizer(recipe.optimizer, named, rate=1e-4)
     stepper = Undaunted(model, Task(objective_for(recipe, spec)), optimizer, session, clip=1.0)
     specs = family_of(spec).batch_spec(spec.config, recipe)
     generator = torch.Generator().manual_seed(0)

@@ -53,6 +53,7 @@ def footprint(
     reserved: bool | None = None,
     expandable: bool = False,
     saves: StateDictType = "sharded",
+    workspaces: tuple[int, ...] = (),
 ) -> Footprint:
     """Simulate a run on rank 0 (no rank holds more): loading, step 2, and what lies between steps.
 
@@ -68,6 +69,7 @@ def footprint(
             timeline is wanted.
         expandable: Whether it uses expandable segments.
         saves: Whether checkpoints are sharded or full.
+        workspaces: Bytes of each workspace that matrix products keep on the device.
     """
 
     def play(ledger: Ledger | None = None, *, warm: bool = False) -> Simulated:
@@ -83,6 +85,7 @@ def footprint(
             ledger=ledger,
             warm=warm,
             saves=saves,
+            workspaces=workspaces,
         )
 
     made = play()

@@ -7,7 +7,17 @@ from typing import Literal
 
 from fsdptool.memory.beside import Beside, loading, play_beside
 from fsdptool.memory.gathering import Ranks
-from fsdptool.memory.ledger import ALL_REDUCE, BUFFERS, EMA, INPUTS, OPTIMIZER, TEACHER, Block, Ledger
+from fsdptool.memory.ledger import (
+    ALL_REDUCE,
+    BUFFERS,
+    EMA,
+    INPUTS,
+    OPTIMIZER,
+    TEACHER,
+    WORKSPACES,
+    Block,
+    Ledger,
+)
 from fsdptool.memory.program import Piece, program
 from fsdptool.memory.schedule import Schedule
 from fsdptool.memory.sizes import WIDTH, rounded_sum, stored_dtype
@@ -51,6 +61,7 @@ def simulate(
     ledger: Ledger | None = None,
     warm: bool = False,
     saves: StateDictType = "sharded",
+    workspaces: tuple[int, ...] = (),
 ) -> Simulated:
     """Play loading, step 2 and what happens between steps. Arguments as in :func:`footprint`.
 
@@ -76,6 +87,8 @@ def simulate(
     taught = _teacher(trace, teacher, ranks, ledger, grain, gloo=gloo)
     _add(ledger, held, EMA)
     ledger.begin("between steps")
+    # Made by the first products of forward and of backward, and kept to the end of the process.
+    ledger.add(Block(WORKSPACES, rounded_sum(workspaces, grain), workspaces))
     complete = trace.known and (trace.teacher is None or taught is not None)
     if warm and complete:
         ledger.whole = "first step"

@@ -9,11 +9,12 @@ from typing import Any
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.planning.catalogue import all_entries
+from fsdptool.planning.environment import expands
 from fsdptool.planning.judge import gib
 from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.predict import Estimator, expands
+from fsdptool.planning.predict import Estimator
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.plan import Candidate, NextStep
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fsdptool.errors import PlanError
 from fsdptool.layout import group
 from fsdptool.planning.compute import Cost, model_flops, module_costs, peak_flops
+from fsdptool.planning.environment import expands, workspaces
 from fsdptool.planning.judge import Judgement, judge
 from fsdptool.planning.knobs import Knobs, apply_knobs, read_knobs, resolve_mesh
 from fsdptool.planning.machine import Machine, machine_for
@@ -130,6 +131,7 @@ class Estimator:
             teacher=taught,
             reserved=self.profile == "cuda" and (detail if replay is None else replay),
             expandable=expands(cluster),
+            workspaces=workspaces(cluster),
         )
         verdict = judge(footprint, knobs, cluster, machine)
         timing = None
@@ -230,6 +232,7 @@ class Estimator:
         teacher: UnitPlan | None,
         reserved: bool,
         expandable: bool,
+        workspaces: tuple[int, ...],
     ) -> Footprint:
         from fsdptool.memory import footprint
 
@@ -244,6 +247,7 @@ class Estimator:
             reserved=reserved,
             expandable=expandable,
             saves=saves,
+            workspaces=workspaces,
         )
         self.unknowns |= dict.fromkeys(result.unknowns)
         if result.confidence != "verified":
@@ -281,12 +285,6 @@ def _trace_key(knobs: Knobs) -> Key:
     """Wrap classes matter only where blocks are recomputed."""
     wrapped = () if knobs.checkpointing == "none" else (knobs.wrap_policy, knobs.wrap_classes)
     return knobs.micro_batch, knobs.checkpointing, knobs.layout, knobs.cp, wrapped
-
-
-def expands(cluster: Cluster) -> bool:
-    """Return whether the run's environment switches expandable segments on."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:true" in cluster.environment.get(name, "").lower() for name in names)
 
 
 def check_sizes(recipe: Recipe) -> None:

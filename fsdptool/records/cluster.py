@@ -20,8 +20,9 @@ class Gpu:
         native_bf16, native_fp8: Whether the tensor cores compute in the dtype.
         source: Where the figures come from.
         marketing_bytes: The size it is sold under, for telling people the difference; or None.
-        workspace_bytes: cuBLAS workspace per handle and stream (``CUDABlas.cpp``, torch 2.13:
-            32 MiB from Hopper on, 8,519,680 bytes before).
+        workspace_bytes: What matrix products keep on the device for each thread (torch's
+            ``CublasHandlePool.cpp``: 32 MiB from Hopper on, 8,519,680 bytes before; on AMD's the
+            workspaces of hipBLAS and hipBLASLt together).
     """
 
     name: str

@@ -27,6 +27,7 @@ GROUPS = {
     "all-gather buffers": "gathered",
     "reduce-scatter buffers": "gathered",
     "unsharded gradients": "gathered",
+    "workspaces": "outside",
     "context": "outside",
     "communicators": "outside",
     "allocator slack": "outside",

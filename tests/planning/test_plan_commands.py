@@ -52,6 +52,8 @@ def test_a_plan_is_a_valid_document_and_says_what_it_knows(
     known = {item["name"]: item for item in asked["components"]}
     assert known["parameters"]["basis"] == "exact"
     assert known["activations"]["basis"] == "estimated"
+    # One each for the threads of forward and backward (torch's CublasHandlePool.cpp, before Hopper).
+    assert known["workspaces"] == {"name": "workspaces", "bytes": 2 * 8_519_680, "basis": "estimated"}
     # The lines add up to what the driver would report.
     assert sum(item["bytes"] for item in asked["components"]) == asked["device_total_bytes"]
     assert asked["slack_bytes"] == asked["usable_bytes"] - asked["device_total_bytes"]
