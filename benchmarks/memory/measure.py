@@ -86,9 +86,7 @@ def _run(setting: Setting) -> None:
         ).model
         _own_storage(teacher)
         micro_loss = Student(objective, teacher, distillation, objective_for(recipe, made.teacher_spec))
-    optimizer = build_optimizer(
-        recipe.optimizer, list(model.named_parameters()), rate=1e-4, device=session.device
-    )
+    optimizer = build_optimizer(recipe.optimizer, list(model.named_parameters()), rate=1e-4)
     stepper = Undaunted(
         model,
         micro_loss,

@@ -186,11 +186,7 @@ def observe(
             gc.disable()
             try:
                 optimizer = (
-                    build_optimizer(
-                        recipe.optimizer, model.named_parameters(), rate=1e-4, device=session.device
-                    )
-                    if step
-                    else None
+                    build_optimizer(recipe.optimizer, model.named_parameters(), rate=1e-4) if step else None
                 )
                 runner = _Runner(model, objective, specs, recipe, mode, counter, optimizer, session)
                 runner.step()

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection.build import build
 from fsdptool.training.context import attention_of, check_context
@@ -39,6 +38,9 @@ if TYPE_CHECKING:
 
 Phase = Callable[[str], None]
 
+_SHOWN = 3
+"""Names of missing parameters a note gives."""
+
 
 @dataclass(slots=True)
 class Assembled:
@@ -53,7 +55,7 @@ class Assembled:
         objective: The task, for evaluation.
         rate: Learning rate before the schedule.
         proof: What was proven about the sharding (``summary.json``).
-        initialised: Parameters a pretrained checkpoint lacked.
+        notes: What a person should know of where the weights came from, a sentence each.
     """
 
     model: nn.Module
@@ -64,7 +66,7 @@ class Assembled:
     objective: Objective
     rate: float
     proof: dict[str, Any]
-    initialised: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def objective_for(recipe: Recipe, spec: ModelSpec) -> Objective:
@@ -106,13 +108,14 @@ def assemble(inputs: RunInputs, session: Session, *, phase: Phase = lambda name:
     )
     phase("proving")
     proof = prove(made.model, plan, session)
+    notes = made.notes
     micro_loss: MicroLoss = Task(objective)
     if recipe.method.name == "distillation":
-        micro_loss = _student(inputs, session, objective, phase)
+        micro_loss, about_teacher = _student(inputs, session, objective, phase)
+        notes += about_teacher
     named = list(made.model.named_parameters())
     rate = base_rate(recipe.optimizer, session.data_ranks)
-    home = torch.device("cpu") if plan.cpu_offload else session.device
-    optimizer = build_optimizer(recipe.optimizer, named, rate=rate, device=home)
+    optimizer = build_optimizer(recipe.optimizer, named, rate=rate)
     scaler = LossScaler() if plan.param_dtype == "float16" else None
     stepper = Stepper(
         made.model,
@@ -124,15 +127,13 @@ def assemble(inputs: RunInputs, session: Session, *, phase: Phase = lambda name:
         scaler=scaler,
     )
     ema = Ema(named, recipe.ema.decay) if recipe.ema.decay is not None else None
-    return Assembled(
-        made.model, stepper, optimizer, scaler, ema, objective, rate, proof, tuple(made.initialised)
-    )
+    return Assembled(made.model, stepper, optimizer, scaler, ema, objective, rate, proof, notes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
     model: nn.Module
-    initialised: list[str]
+    notes: tuple[str, ...]
 
 
 def build_sharded(
@@ -184,10 +185,21 @@ def build_sharded(
     phase("loading" if weights is not None else "initialising")
     blueprint = draw_blueprint(lambda: _build_here(spec, choice), seed=seed, library=spec.library)
     origins = Origins(blueprint, weights, adapters, seed)
-    initialised = materialize(model, origins, session, offload=plan.cpu_offload)
+    missing = materialize(model, origins, session, offload=plan.cpu_offload)
     if weights is not None:
         weights.close()
-    return _Made(model, initialised)
+    return _Made(model, _notes(spec, choice, missing, pretrained=weights is not None))
+
+
+def _notes(spec: ModelSpec, choice: ModelChoice, missing: list[str], *, pretrained: bool) -> tuple[str, ...]:
+    """Say which weights start at random although a person may expect trained ones."""
+    name = spec.reference.id
+    if missing:
+        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        return (f"not among the weights of {name}, so they start at random: {shown} ({len(missing)} in all)",)
+    if not pretrained and choice.weights == "auto" and spec.reference.kind in ("hub", "folder"):
+        return (f"{name} has no safetensors weights on this machine: it starts at random",)
+    return ()
 
 
 def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weights | None:
@@ -195,6 +207,7 @@ def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
 
     Raises:
         ConfigError: Pretrained weights are wanted and there are none.
+        ModelError: The files hold no parameter of this model.
     """
     if choice.weights == "random" or (choice.weights == "auto" and not spec.weights):
         return None
@@ -203,7 +216,13 @@ def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
             f"{spec.reference.id} has no safetensors weights on this machine",
             help="download it first, or set model.weights: random",
         )
-    return Weights(spec.weights, model)
+    weights = Weights(spec.weights, model)
+    if not any(name in weights for name, _ in model.named_parameters(remove_duplicate=False)):
+        raise ModelError(
+            f"the weights of {spec.reference.id} hold no parameter of {spec.model_class}",
+            help="name another model class or other files, or set model.weights: random",
+        )
+    return weights
 
 
 def _build_here(spec: ModelSpec, choice: ModelChoice) -> nn.Module:
@@ -232,7 +251,9 @@ def _compile_units(model: nn.Module, plan: UnitPlan) -> None:
                 model.get_submodule(path).compile()
 
 
-def _student(inputs: RunInputs, session: Session, objective: Objective, phase: Phase) -> Student:
+def _student(
+    inputs: RunInputs, session: Session, objective: Objective, phase: Phase
+) -> tuple[Student, tuple[str, ...]]:
     settings = inputs.recipe.method.distillation
     assert settings is not None and inputs.teacher_spec is not None and inputs.teacher_units is not None
     check_context(inputs.teacher_spec, inputs.recipe, inputs.settings)
@@ -247,4 +268,5 @@ def _student(inputs: RunInputs, session: Session, objective: Objective, phase: P
         phase=lambda name: phase(f"teacher: {name}"),
     )
     prove(made.model, inputs.teacher_units, session)
-    return Student(objective, made.model, settings, objective_for(inputs.recipe, inputs.teacher_spec))
+    student = Student(objective, made.model, settings, objective_for(inputs.recipe, inputs.teacher_spec))
+    return student, tuple(f"teacher: {note}" for note in made.notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,15 +36,13 @@ class Update:
         torch_optimizer: The optimizer itself.
     """
 
-    def __init__(
-        self, wanted: Optimizer, named: NamedParameters, *, rate: float, device: torch.device
-    ) -> None:
+    def __init__(self, wanted: Optimizer, named: NamedParameters, *, rate: float) -> None:
         self._names = {name: p for name, p in named if p.requires_grad}
         if not self._names:
             raise ConfigError("nothing to train: every parameter is frozen", help="check method and targets")
         self._stand_ins = {name: nn.Parameter(local(p).detach()) for name, p in self._names.items()}
         pairs = [(p, self._stand_ins[name]) for name, p in self._names.items()]
-        self.torch_optimizer = _make(wanted, _groups(wanted, pairs), pairs, rate, device)
+        self.torch_optimizer = _make(wanted, _groups(wanted, pairs), pairs, rate)
 
     def step(self, rate: float) -> None:
         """Change the parameters by their gradients at learning rate ``rate``."""
@@ -57,10 +55,13 @@ class Update:
             stand_in = self._stand_ins[name]
             # FSDP pads uneven shards into new storage at the first forward (torch 2.13).
             stand_in.data = local(parameter).detach()
-            stand_in.grad = None if parameter.grad is None else local(parameter.grad)
+            stand_in.grad = self._gradient(parameter)
         self.torch_optimizer.step()
         for stand_in in self._stand_ins.values():
             stand_in.grad = None
+
+    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return None if parameter.grad is None else local(parameter.grad)
 
     def zero_grad(self) -> None:
         """Let go of all gradients."""
@@ -80,6 +81,13 @@ class Update:
                 if isinstance(value, torch.Tensor):
                     found[f"{name}/{key}"] = _as_sharded(key, value, parameter)
         return found
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the states that mean something on this rank alone, live, by name."""
+        return {}
+
+    def restore_own(self, saved: Mapping[str, torch.Tensor] | None) -> None:
+        """Take in what :meth:`own_tensors` gave when it was saved; None: on another number of ranks."""
 
     def _create_states(self) -> None:
         """Make every state exist, without changing a parameter.
@@ -103,21 +111,22 @@ class Update:
                     local(value).zero_()
 
 
-def build_optimizer(
-    wanted: Optimizer, named: NamedParameters, *, rate: float, device: torch.device
-) -> Update:
+def build_optimizer(wanted: Optimizer, named: NamedParameters, *, rate: float) -> Update:
     """Return the optimizer of a run over its trainable parameters.
 
     Args:
         wanted: The recipe's choice.
         named: Names and parameters, each parameter once.
         rate: Base learning rate; the loop gives the scheduled one with each step.
-        device: Where shards live (``cpu`` under offload): kernels follow it.
 
     Raises:
-        ConfigError: The optimizer needs a library that is not installed, or a kernel this device lacks.
+        ConfigError: The optimizer needs a library that is not installed, or has no such kernel.
     """
-    return Update(wanted, named, rate=rate, device=device)
+    if wanted.name == "adamw8bit":
+        from fsdptool.training.eight_bit import EightBitUpdate
+
+        return EightBitUpdate(wanted, named, rate=rate)
+    return Update(wanted, named, rate=rate)
 
 
 def _as_sharded(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -155,11 +164,13 @@ def _whole(parameter: nn.Parameter) -> Whole:
 
 
 def _make(
-    wanted: Optimizer, groups: list[dict[str, Any]], pairs: Pairs, rate: float, device: torch.device
+    wanted: Optimizer, groups: list[dict[str, Any]], pairs: Pairs, rate: float
 ) -> torch.optim.Optimizer:
     if wanted.name == "adamw8bit":
-        return _adamw8bit(wanted, groups, rate, device)
-    kernels = _kernels(wanted, device)
+        from fsdptool.training.eight_bit import make_adamw8bit
+
+        return make_adamw8bit(wanted, groups, rate)
+    kernels = _kernels(wanted)
     if wanted.name == "adafactor":
         return RowAdafactor(groups, rate, {stand_in: _whole(parameter) for parameter, stand_in in pairs})
     if wanted.name == "sgd":
@@ -167,7 +178,7 @@ def _make(
     return torch.optim.AdamW(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon, **kernels)
 
 
-def _kernels(wanted: Optimizer, device: torch.device) -> dict[str, bool]:
+def _kernels(wanted: Optimizer) -> dict[str, bool]:
     """Name the implementation outright: torch's own default differs between devices."""
     chosen = wanted.implementation
     if wanted.name == "adafactor":
@@ -179,19 +190,3 @@ def _kernels(wanted: Optimizer, device: torch.device) -> dict[str, bool]:
     if chosen == "auto":
         chosen = "fused"
     return {"fused": chosen == "fused", "foreach": chosen == "foreach"}
-
-
-def _adamw8bit(
-    wanted: Optimizer, groups: list[dict[str, Any]], rate: float, device: torch.device
-) -> torch.optim.Optimizer:
-    if device.type != "cuda":
-        raise ConfigError("optimizer adamw8bit needs CUDA", help="use adamw")
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise ConfigError(
-            "optimizer adamw8bit needs bitsandbytes, which is not installed",
-            help="pip install 'fsdptool[quantize]', or use adamw",
-        ) from error
-    made: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon)
-    return made

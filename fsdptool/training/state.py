@@ -64,14 +64,19 @@ class RunState:
         }
 
     def rank_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the random generators' states of this rank."""
-        found = {"rng_cpu": torch.get_rng_state()}
+        """Return this rank's random generators' states, and optimizer states no other rank could use."""
+        found = {"rng_cpu": torch.get_rng_state(), **self.optimizer.own_tensors()}
         if torch.cuda.is_available():
             found["rng_cuda"] = torch.cuda.get_rng_state()
         return found
 
     def restore(self, progress: Mapping[str, Any], rank_tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """Continue from a checkpoint whose tensors are loaded already."""
+        """Continue from a checkpoint whose tensors are loaded already.
+
+        Raises:
+            ConfigError: The optimizer's states cannot be used on this number of ranks.
+        """
+        self.optimizer.restore_own(rank_tensors)
         self.step = int(progress["step"])
         self.tokens = int(progress["tokens"])
         self.skipped = int(progress.get("skipped", 0))

@@ -42,6 +42,8 @@ WINDOWS = {
     "head_dim": 6,
     "sliding_window": 5,
 }
+# An embedding of which two ranks hold more than 4096 elements each: bitsandbytes packs from there on.
+LONG_LIST = {**LLAMA, "vocab_size": 512}
 MOE = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -169,6 +171,7 @@ CASES = {
             "v_prediction",
             ("to_q", "to_v"),
         ),
+        Case("long list", LONG_LIST, ("LlamaDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("windows", WINDOWS, ("MistralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
     )
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, inputs_for, micro_batch, prepare_case
+from cases import CASES, LLAMA, inputs_for, micro_batch, prepare_case
 from pool import Pool
 from ranks import share, weights_of
 from torch.distributed.tensor import DTensor
@@ -217,14 +217,13 @@ def run_validation(folder: Path, recipe: Recipe, reshard: bool) -> dict[str, Any
     import torch.nn.functional as functional
 
     assembled, session = opened(folder, recipe, reshard_after_forward=reshard)
-    loop = Loop(recipe, assembled, Data(session), Data(session, steps=2), _parts(Log()), session)
+    loop = Loop(recipe, assembled, Data(session), Data(session, steps=2), parts_of(Log()), session)
     found = []
     for _ in range(2):
         found.append(loop.evaluate().loss)
         loop._step(10)
     found.append(loop.evaluate().loss)
     weights = weights_of(assembled)
-    from cases import LLAMA
     from reference import load, plain_model
 
     model = plain_model(CASES["causal"], LLAMA, torch.float32).eval()
@@ -243,7 +242,7 @@ def run_validation(folder: Path, recipe: Recipe, reshard: bool) -> dict[str, Any
     return {"found": found, "expected": total / count}
 
 
-def _parts(log: Log) -> Any:
+def parts_of(log: Log) -> Any:
     return SimpleNamespace(
         events=log, stop=SimpleNamespace(requested=0), checkpointer=Memory(), meter=Unmeasured()
     )
@@ -262,7 +261,7 @@ def test_validation_sees_the_current_weights_under_any_reshard(
 
 def run_average(folder: Path, recipe: Recipe) -> dict[str, Any]:
     assembled, session = opened(folder, recipe)
-    loop = Loop(recipe, assembled, Data(session), None, _parts(Log()), session)
+    loop = Loop(recipe, assembled, Data(session), None, parts_of(Log()), session)
     history = [weights_of(assembled)]
     for _ in range(3):
         loop._step(10)
@@ -288,7 +287,9 @@ def test_the_average_follows_its_formula_and_swaps_back(pool: Pool, tmp_path: Pa
 def run_utilisation(folder: Path, recipe: Recipe, peak: float | None) -> list[Any]:
     assembled, session = opened(folder, recipe)
     log = Log()
-    loop = Loop(recipe, assembled, Data(session), None, _parts(log), session, step_flops=6e9, peak_flops=peak)
+    loop = Loop(
+        recipe, assembled, Data(session), None, parts_of(log), session, step_flops=6e9, peak_flops=peak
+    )
     loop._step(10)
     return log.steps
 
@@ -352,7 +353,7 @@ def run_states(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """Save after two steps, go on, go back, go on again: the same two steps must follow."""
     assembled, session = opened(folder, recipe)
     checkpointer = Memory()
-    loop = Loop(recipe, assembled, Data(session), None, _parts(Log()), session)
+    loop = Loop(recipe, assembled, Data(session), None, parts_of(Log()), session)
     for _ in range(2):
         loop._step(10)
     checkpointer.save(loop.state)
@@ -443,7 +444,6 @@ def refused(folder: Path, recipe: Recipe) -> str:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"optimizer": Optimizer(name="adamw8bit")}, "adamw8bit needs CUDA"),
         ({"sharding": Sharding(reshard_after_forward=3)}, "does not divide the 2 ranks"),
         ({"method": Method("lora", lora=Lora(base="nf4", targets=("q_proj",)))}, "nf4"),
         ({"method": Method("lora", lora=Lora(targets=("nowhere",)))}, "LoRA targets do not suit"),
@@ -465,7 +465,7 @@ def test_detecting_first_leaves_initialisation_alone(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    from cases import LLAMA, write_model
+    from cases import write_model
 
     code = (
         "import sys; from fsdptool.source import resolve; from fsdptool.inspection import inspect;"

@@ -197,7 +197,7 @@ class RunCheckpointer:
 
     def _stage(self, state: TrainState, *, copy: bool) -> Staged:
         tensors = {name: value.detach() for name, value in state.tensors().items()}
-        own = {name: value.detach().clone() for name, value in state.rank_tensors().items()}
+        own = {name: value.detach().to("cpu", copy=True) for name, value in state.rank_tensors().items()}
         if not copy:
             return Staged(tensors, own)
         return Staged({name: self._copy(name, value) for name, value in tensors.items()}, own)
