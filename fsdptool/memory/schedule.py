@@ -264,8 +264,8 @@ class Schedule(Gathering):
             ledger.drop(block)
         ledger.add(made.output)
         self._stage(made.input)
-        if self.ranks.shard == 1:
-            # The factor is always set, and one rank divides out of place (``foreach_reduce``).
+        if self.ranks.shard == 1 and self.ranks.replicate > 1:
+            # The factor is set, and where nothing is scattered divides out of place (``foreach_reduce``).
             scaled = Block(REDUCE, made.input.total, made.input.sizes)
             ledger.add(scaled)
             ledger.drop(scaled)

@@ -74,10 +74,12 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
             units.append(first)
             if not unit.unshard_in_backward:
                 first.set_unshard_in_backward(False)
-        # The step divides by the global weight itself, so gradients are summed, not averaged. Plain
-        # sums, too, because gloo has no pre-multiplied sum (torch 2.13, ``_get_gradient_divide_factors``).
-        first.set_gradient_divide_factor(1.0)
-        first.set_force_sum_reduction_for_comms(True)
+        if session.world_size > 1:
+            # The step divides by the global weight itself, so gradients are summed, not averaged. Plain
+            # sums, too, because gloo has no pre-multiplied sum (torch 2.13,
+            # ``_get_gradient_divide_factors``). One rank sums nothing, and a factor costs it a copy.
+            first.set_gradient_divide_factor(1.0)
+            first.set_force_sum_reduction_for_comms(True)
     _set_prefetch(plan, model, units)
     return units
 
