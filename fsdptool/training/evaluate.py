@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Mean loss per item over a pass of the validation data, equal on all ranks."""
+    """Mean loss per item over a pass of the validation data, equal on all ranks; NaN without items."""
 
     loss: float
     items: int
@@ -60,7 +61,8 @@ def evaluate(
     for name, value in sums.items():
         metrics[name] = per_item(found[at : at + value.numel()].view(value.shape), items)
         at += value.numel()
-    return Evaluated(float(found[0]) / items, int(found[1]), metrics)
+    loss = float(found[0]) / items if found[1] else math.nan
+    return Evaluated(loss, int(found[1]), metrics)
 
 
 def _measure(

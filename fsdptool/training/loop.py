@@ -119,12 +119,15 @@ class Loop:
         samples_per_step = self._samples_per_step()
         total = total_steps(self.recipe, self.batches, samples_per_step)
         while self.state.step < total:
+            before = self.state.step
             outcome = self._step(total)
             checkpointer.poll()
             if outcome.stop:
                 self._save(wait=True)
                 checkpointer.close()
                 return Ended("stopped", self.state.step, outcome.stop, self._last_loss, self._evaluated)
+            if self.state.step <= before:  # rolled back: what is due there was done before
+                continue
             if checkpointer.due(self.state.step) and self.state.step < total:
                 self._save()
             if self._evaluation_due():

@@ -113,6 +113,7 @@ class Stepper:
         device = self.session.device
         batches = [share(to_device(batch, device)) for batch in micro_batches]
         weight = self._global_weight(batches)
+        divisor = weight.clamp(min=1.0)
         scale = self.scaler.scale if self.scaler is not None else 1.0
         total = torch.zeros((), dtype=torch.float64, device=device)
         sums: dict[str, Tensor] = {}
@@ -121,7 +122,7 @@ class Stepper:
             with self.moment("forward"):
                 loss, extra = self.micro_loss(self.model, batch)
             with self.moment("backward"):
-                (loss * (scale / weight)).backward()  # type: ignore[no-untyped-call]
+                (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             for name, value in extra.items():
                 sums[name] = sums[name] + value if name in sums else value.detach()
@@ -135,15 +136,15 @@ class Stepper:
             self.optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
-        items = float(weight)
+        items = float(divisor)
         metrics = {name: per_item(value, items) for name, value in found.metrics.items()}
-        return Outcome(found.loss / items, norm, int(items), finite, found.stop, metrics)
+        return Outcome(found.loss / items, norm, int(weight), finite, found.stop, metrics)
 
     def _global_weight(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Return the number of items over all ranks and micro-batches, at least 1."""
+        """Return the number of items over all ranks and micro-batches."""
         counts = [self.micro_loss.objective.weight(batch) for batch in batches]
         weight = torch.stack([count.to(self.session.device, torch.float64) for count in counts]).sum()
-        return self.session.sum(weight).clamp(min=1.0)
+        return self.session.sum(weight)
 
     def _announce(self, *, last: bool) -> None:
         model = self.model
