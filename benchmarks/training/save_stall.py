@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,19 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from paired import bounds, head, llama
 
 RANKS, LENGTH, STEPS_AFTER = 2, 64, 3
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "max_position_embeddings": 512,
-}
+CONFIG = llama(384, 4, 4096)
 
 
 class Quiet:
@@ -128,18 +118,8 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-def bounds(ratios: list[float], rounds: int = 4000) -> dict[str, float]:
-    """Return the median of paired ratios with its bootstrap 95 % bounds."""
-    draws = torch.randint(0, len(ratios), (rounds, len(ratios)), generator=torch.Generator().manual_seed(0))
-    medians = torch.tensor(ratios).take(draws).median(dim=1).values.sort().values
-    low, high = (float(medians[int(share * rounds)]) for share in (0.025, 0.975))
-    return {"median": statistics.median(ratios), "low": low, "high": high}
-
-
 def main() -> None:
     """Run and write the result."""
-    from fsdptool.records.document import library_versions
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_save_stall.json"))
@@ -152,12 +132,14 @@ def main() -> None:
         multiprocessing.spawn(rank_main, (folder, chosen.pairs, out), RANKS)
         found = json.loads(Path(out).read_text())
     times = found["times"]
-    document: dict[str, Any] = {
-        "benchmark": "checkpoint save on CPU, asynchronous over synchronous; below 1 is shorter",
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "load_average": os.getloadavg(),
-        "versions": {"python": platform.python_version(), **library_versions()},
-        "settings": {"ranks": RANKS, "pairs": chosen.pairs, "steps_after": STEPS_AFTER, "config": CONFIG},
+    document = {
+        **head(
+            "checkpoint save on CPU, asynchronous over synchronous; below 1 is shorter",
+            ranks=RANKS,
+            pairs=chosen.pairs,
+            steps_after=STEPS_AFTER,
+            config=CONFIG,
+        ),
         "checkpoint_bytes": found["bytes"],
         "median_seconds": {
             mode: {key: statistics.median(item[key] for item in items) for key in ("stall", "window")}

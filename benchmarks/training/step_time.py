@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,20 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from paired import bounds, head, llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-}
+CONFIG = llama(256, 6, 2048)
 LENGTH, SAMPLES = 128, 1
 Step = Callable[[dict[str, torch.Tensor]], None]
 
@@ -183,13 +173,6 @@ def rank_main(rank: int, world: int, folder: str, rivals: list[str], pairs: int,
     dist.destroy_process_group()
 
 
-def bounds(ratios: list[float], rounds: int = 4000) -> tuple[float, float, float]:
-    """Return the median of paired ratios with its bootstrap 95 % bounds."""
-    draws = torch.randint(0, len(ratios), (rounds, len(ratios)), generator=torch.Generator().manual_seed(0))
-    medians = torch.tensor(ratios).take(draws).median(dim=1).values.sort().values
-    return statistics.median(ratios), float(medians[int(0.025 * rounds)]), float(medians[int(0.975 * rounds)])
-
-
 def main() -> None:
     """Run and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -207,34 +190,22 @@ def main() -> None:
         multiprocessing.spawn(rank_main, (chosen.ranks, folder, rivals, chosen.pairs, out), chosen.ranks)
         found = json.loads(Path(out).read_text())
     times = found["times"]
-    document: dict[str, Any] = {
-        "benchmark": "training step time on CPU; a ratio below 1 is faster than the rival",
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "load_average": os.getloadavg(),
-        "versions": {"python": platform.python_version(), **versions()},
-        "settings": {
-            "ranks": chosen.ranks,
-            "pairs": chosen.pairs,
-            "tokens": LENGTH * SAMPLES,
-            "config": CONFIG,
-        },
+    document = {
+        **head(
+            "training step time on CPU; a ratio below 1 is faster than the rival",
+            ranks=chosen.ranks,
+            pairs=chosen.pairs,
+            tokens=LENGTH * SAMPLES,
+            config=CONFIG,
+        ),
         "median_step_seconds": {name: statistics.median(values) for name, values in times.items()},
-        "ratios": {},
+        "ratios": {
+            name: bounds([a / b for a, b in zip(times["fsdptool"], times[name], strict=True)])
+            for name in rivals
+        },
     }
-    for name in rivals:
-        ratios = [a / b for a, b in zip(times["fsdptool"], times[name], strict=True)]
-        median, low, high = bounds(ratios)
-        document["ratios"][name] = {"median": median, "low": low, "high": high, "pairs": len(ratios)}
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
     chosen.output.write_text(json.dumps(document, indent=2) + "\n")
     sys.stdout.write(json.dumps(document["ratios"], indent=2) + "\n")
-
-
-def versions() -> dict[str, str]:
-    """Return the libraries' versions."""
-    from fsdptool.records.document import library_versions
-
-    return library_versions()
 
 
 if __name__ == "__main__":

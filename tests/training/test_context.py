@@ -12,7 +12,8 @@ import pytest
 from cases import CASES, LLAMA, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
-from test_numerics import CHECKPOINTED, CLIPPED, hold
+from test_numerics import hold
+from variants import CHECKPOINTED, CLIPPED
 
 from fsdptool.memory import footprint, trace
 from fsdptool.records import Mesh
