@@ -8,10 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from fsdptool.cli.given import refuse
 from fsdptool.cli.output import Format, print_document, write_file
+
+_SLURM = ("script", "name", "time", "partition", "account", "cpus_per_task", "setup")
+"""Options that mean something in a batch script alone."""
 
 
 def command(
+    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")],
     config: Annotated[Path, typer.Option("--config", help="The accelerate YAML (or another dialect).")],
     output: Annotated[
@@ -39,6 +44,8 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
 ) -> int:
     """Print what to run on every node for RECIPE; nothing is started."""
+    if not slurm:
+        refuse(context, _SLURM, "only a Slurm script has this", "add --slurm, or leave it out")
     from fsdptool.launch.prepare import absolute_job
     from fsdptool.launch.slurm import node_lines, slurm_script
 

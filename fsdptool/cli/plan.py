@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fsdptool.cli.given import given, refuse
 from fsdptool.cli.output import Format
 from fsdptool.cli.plan_answer import answer, check_output, check_saved, exit_code, progress
 from fsdptool.cli.plan_values import hsdp_shape, override_values, reshard_value
@@ -22,6 +23,7 @@ _HARDWARE, _MODEL, _RECIPE, _BATCH, _SHARDING, _ANSWER = (
 
 
 def command(
+    context: typer.Context,
     reference: Annotated[
         str | None, typer.Argument(help="Model: family:flavour, hub id, folder or config.json.")
     ] = None,
@@ -215,6 +217,10 @@ def command(
       fsdptool plan --check plan.json
     """
     if check is not None:
+        others = (name for name in given(context) if name not in ("check", "format"))
+        refuse(
+            context, others, "not beside --check, which derives a plan from its own inputs", "leave it out"
+        )
         return check_saved(check, format)
     check_output(output, force)
     from fsdptool.planning.plan import make_plan

@@ -158,10 +158,12 @@ def _read_config(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
 
 def _offers(options: Options, settings: FsdpSettings, profile: str) -> tuple[Offer, ...]:
     if options.clusters:
-        if options.gpu is not None or options.gpus is not None:
-            raise PlanError(
-                "both --cluster and --gpu or --gpus are given", help="a cluster file already says which GPUs"
-            )
+        for name in ("gpu", "gpus", "nodes", "network", "host_memory", "price"):
+            if getattr(options, name) is not None:
+                raise PlanError(
+                    f"both --cluster and --{name.replace('_', '-')} are given",
+                    help="a cluster file says all of this itself: write it there, or leave --cluster out",
+                )
         return tuple(
             Offer(item) if isinstance(item, Cluster) else read_cluster(item, gpus_file=options.gpus_file)
             for item in options.clusters

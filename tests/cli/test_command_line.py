@@ -1,0 +1,51 @@
+"""What the command line says to people who mistype, and that it never pretends to have listened."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdptool.cli.app import run
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "advice"),
+    [
+        ("plna llama3:8b", "fsdptool: no such command 'plna'", "did you mean plan?"),
+        ("cache lst", "fsdptool cache: no such command 'lst'", "did you mean ls?"),
+        ("cache", "fsdptool cache: missing command", "`fsdptool cache --help` explains"),
+        ("detect", "fsdptool detect: missing argument", "`fsdptool detect --help` explains"),
+        ("detect a:b --laout x", "fsdptool detect: no such option: --laout", "did you mean --layout"),
+        ("plan a:b --gpus x", "fsdptool plan: invalid value for '--gpus'", "`fsdptool plan --help` explains"),
+        ("detect a:b --format yaml", "'yaml' is not one of 'text', 'json'", "`fsdptool detect --help`"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_its_advice(
+    line: str, said: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(line.split()) == 2
+    streams = capsys.readouterr()
+    error, next_step = streams.err.splitlines()
+    assert error.startswith("error: ") and said in error
+    assert next_step.startswith("help: ") and advice in next_step
+    assert not streams.out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("plan llama3:8b --check p.json", "--check"),
+        ("plan --check p.json -o q.json", "--output"),
+        ("plan a:b --cluster c.yaml --nodes 2", "--nodes"),
+        ("plan a:b --cluster c.yaml --network 50GB/s", "--network"),
+        ("plan a:b --cluster c.yaml --host-memory 1TiB", "--host-memory"),
+        ("plan a:b --cluster c.yaml --price 2", "--price"),
+        ("launch r.yaml --config c.yaml --script x.sh", "--script"),
+        ("launch r.yaml --config c.yaml --time 1:00", "--time"),
+    ],
+)
+def test_an_option_that_would_not_count_is_refused(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(line.split()) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 2 and said in error[0], error
