@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fsdptool.cli.output import Format, print_document
-from fsdptool.errors import ExitCode
+from fsdptool.errors import ExitCode, PlanError
 
 
 def command(
@@ -16,7 +16,9 @@ def command(
     right: Annotated[Path, typer.Argument(help="Another plan, or a run folder.")],
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Exit 1 if the predicted peak is off by more than this many percent."),
+        typer.Option(
+            help="Exit 1 if the predicted peak is off by more than this many percent, 5 if it is unknown."
+        ),
     ] = None,
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
@@ -30,10 +32,17 @@ def command(
     from fsdptool.report.compare import print_comparison
 
     found = compare(left, right)
+    if tolerance is not None and found.kind == "plans":
+        raise PlanError(
+            "--tolerance is for a plan and a run", help="two plans have nothing that was measured"
+        )
     document = envelope("compare", [str(left), str(right)], to_json(found))
     if format is Format.JSON:
         print_document(document)
     else:
         print_comparison(document)
-    over = tolerance is not None and found.error_percent is not None and abs(found.error_percent) > tolerance
-    return int(ExitCode.FINDINGS if over else ExitCode.CLEAN)
+    if tolerance is None:
+        return int(ExitCode.CLEAN)
+    if found.error_percent is None:
+        return int(ExitCode.INCOMPLETE)
+    return int(ExitCode.FINDINGS if abs(found.error_percent) > tolerance else ExitCode.CLEAN)

@@ -126,8 +126,10 @@ def _numbered(moments: Sequence[Moment]) -> dict[tuple[str, int], int]:
 
 
 def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
+    from fsdptool.training.events import read_lines
+
     summary = read_json(folder / _SUMMARY)
-    metrics = [json.loads(line) for line in _lines(folder / _METRICS)]
+    metrics = list(read_lines(folder / _METRICS))
     known = [value for value in summary.get("measured_peak_bytes", ()) if value is not None]
     if not known:
         raise PlanError(
@@ -158,6 +160,8 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
     if summary.get("world_size") != _ranks(predicted):
         notes.append(f"the plan is for {_ranks(predicted)} ranks, the run had {summary.get('world_size')}")
     error = 100.0 * (expected - measured) / measured if expected is not None else None
+    if error is None:
+        notes.append("the predicted peak is unknown: there is no error to give")
     return Comparison("run", left, str(folder), tuple(rows), tuple(moments), error, tuple(notes))
 
 
@@ -215,13 +219,6 @@ def read_json(path: Path) -> Any:
         ) from None
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read: {error}") from error
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except FileNotFoundError:
-        return []
 
 
 def _most(lines: Sequence[Mapping[str, Any]], key: str) -> int | None:

@@ -307,8 +307,14 @@ def test_a_run_is_held_against_its_plan(
     assert [row["what"] for row in found["moments"]] == ["rank 0", "rank 1", "step 2"]
     assert run(["compare", str(path), str(folder), "--tolerance", "25"]) == 0
     assert run(["compare", str(path), str(folder), "--tolerance", "10"]) == 1
+    with (folder / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 3, "memo')
     assert run(["compare", str(folder), str(folder)]) == 0
     assert run(["compare", str(path), str(tmp_path)]) == 2
+    assert run(["compare", str(path), str(path), "--tolerance", "10"]) == 2
+    unknown = json.loads((folder / "prediction.json").read_text()) | {"allocated_peak_bytes": None}
+    (folder / "prediction.json").write_text(json.dumps(unknown))
+    assert run(["compare", str(folder), str(folder), "--tolerance", "10"]) == 5
 
 
 def test_calibration_makes_a_table_that_plan_reads(
