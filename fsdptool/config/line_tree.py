@@ -6,14 +6,46 @@ import re
 
 from fsdptool.config.tree import Document, Entry, Node, ParseError
 
-_ASSIGNMENT = re.compile(
-    r"^[ \t]*(?:export[ \t]+|set[ \t]+|ENV[ \t]+|-e[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)=", re.MULTILINE
-)
+_NAMED = r"(?:export[ \t]+|set[ \t]+|ENV[ \t]+|env[ \t]+|-e[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)="
+_ASSIGNMENT = re.compile(rf"^[ \t]*{_NAMED}", re.MULTILINE)
+_FURTHER = re.compile(rf"[ \t;&]+{_NAMED}")
+"""Another assignment on the same line: ``export A=1 B=2``, ``A=1; B=2``."""
 _VARIABLES = re.compile(
     r"^[ \t]*(?:export[ \t]+|set[ \t]+|ENV[ \t]+)?(?:FSDP|ACCELERATE|PARALLELISM_CONFIG)_[A-Z_]+=",
     re.MULTILINE,
 )
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_.\-]*)")
+_LAUNCHER = re.compile(r"\baccelerate(?:\s+|\.commands\.)launch(?=\s|\\)")
+_SWITCHES = frozenset(
+    [
+        "cpu",
+        "debug",
+        "downcast_bf16",
+        "dynamo_use_dynamic",
+        "dynamo_use_fullgraph",
+        "dynamo_use_regional_compilation",
+        "enable_cpu_affinity",
+        "fp8_use_autocast_during_eval",
+        "m",
+        "module",
+        "multi_gpu",
+        "no_python",
+        "no_tpu_cluster",
+        "q",
+        "quiet",
+        "same_network",
+        "tpu",
+        "tpu_cluster",
+        "tpu_use_sudo",
+        "use_deepspeed",
+        "use_fsdp",
+        "use_megatron_lm",
+        "use_parallelism_config",
+    ]
+)
+"""Flags of ``accelerate launch`` (1.15) that take no value: what follows one may be the script."""
+_TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
+_OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
 _LIMIT = 5000
 
 
@@ -38,19 +70,27 @@ def sniff(text: str) -> str | None:
 def parse_env(text: str) -> Document:
     """Parse ``NAME=value`` lines (``export``, ``set`` and ``ENV`` may stand in front)."""
     root = Node("map", 0, len(text), flow=False)
-    for match in _ASSIGNMENT.finditer(text):
-        key = Node("scalar", match.start(1), match.end(1), match.group(1), raw=match.group(1))
-        node = _word(text, match.end())
-        root.entries.append(Entry(match.group(1), key, node))
-        if len(root.entries) > _LIMIT:
-            raise ParseError("FSD105", f"more than {_LIMIT:,} assignments", match.start())
+    for first in _ASSIGNMENT.finditer(text):
+        match: re.Match[str] | None = first
+        while match is not None:
+            key = Node("scalar", match.start(1), match.end(1), match.group(1), raw=match.group(1))
+            node = _word(text, match.end(), command=True)
+            root.entries.append(Entry(match.group(1), key, node))
+            if len(root.entries) > _LIMIT:
+                raise ParseError("FSD105", f"more than {_LIMIT:,} assignments", match.start())
+            match = _FURTHER.match(text, node.end)
     return Document(root if root.entries else None, "env")
 
 
 def parse_flags(text: str) -> Document:
-    """Parse a command line: ``--key value``, ``--key=value``, bare ``--key``; a continuation is a blank."""
+    """Parse a command line: ``--key value``, ``--key=value``, bare ``--key``; a continuation is a blank.
+
+    Of ``accelerate launch ... script.py ...`` only the launcher's own part is read: what stands behind
+    the script is the script's, and may bear the same names.
+    """
     root = Node("map", 0, len(text), flow=False)
-    index = 0
+    launcher = _LAUNCHER.search(text)
+    index = launcher.end() if launcher else 0
     while index < len(text):
         character = text[index]
         if character.isspace() or character == "\\":
@@ -61,7 +101,10 @@ def parse_flags(text: str) -> Document:
         elif character == "-" and (match := _FLAG.match(text, index)):
             index = _flag(text, match, root)
         else:
-            index = max(_word(text, index).end, index + 1)
+            word = _word(text, index)
+            if launcher and "$" not in word.raw:  # a variable may hold more flags
+                break
+            index = max(word.end, index + 1)
         if len(root.entries) > _LIMIT:
             raise ParseError("FSD105", f"more than {_LIMIT:,} flags", index)
     return Document(root if root.entries else None, "flags")
@@ -77,7 +120,8 @@ def _flag(text: str, match: re.Match[str], root: Node) -> int:
         after = re.compile(r"(?:[ \t]|\\\r?\n)+").match(text, index)
         start = after.end() if after else index
         bare = start >= len(text) or text[start] in "\r\n#" or _FLAG.match(text, start) is not None
-        if bare or after is None:
+        switch = name.replace("-", "_").lower() in _SWITCHES and _TRUTH.match(text, start) is None
+        if bare or switch or after is None:
             node = Node("scalar", index, index, True, raw="")
         else:
             node = _word(text, start)
@@ -85,8 +129,8 @@ def _flag(text: str, match: re.Match[str], root: Node) -> int:
     return node.end if node.end > node.start else index
 
 
-def _word(text: str, index: int) -> Node:
-    """Read one shell word: quotes group, a backslash escapes; the value is text."""
+def _word(text: str, index: int, *, command: bool = False) -> Node:
+    """Read one shell word: quotes group; the value is text. In a ``command`` ``;`` and ``&`` end one."""
     start = index
     if text[index : index + 1] in ("'", '"'):
         quote = text[index]
@@ -102,4 +146,7 @@ def _word(text: str, index: int) -> Node:
             return Node("scalar", start, end + 1, text[start : end + 1], raw=text[start : end + 1])
     while index < len(text) and not text[index].isspace():
         index += 1
-    return Node("scalar", start, index, text[start:index], raw=text[start:index])
+    word = text[start:index]
+    if command and (over := _OVER.search(word)):
+        word = word[: over.start()]
+    return Node("scalar", start, start + len(word), word, raw=word)

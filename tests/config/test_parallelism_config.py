@@ -118,8 +118,8 @@ def test_what_only_sequence_parallelism_reads_is_never_dropped_in_silence(to: st
 
 def test_the_environment_and_the_command_line_say_the_same() -> None:
     env = (
-        "export ACCELERATE_USE_FSDP=true FSDP_VERSION=2\nexport FSDP_VERSION=2\n"
-        "ACCELERATE_USE_PARALLELISM_CONFIG=true\nPARALLELISM_CONFIG_DP_SHARD_SIZE=4\n"
+        "export ACCELERATE_USE_FSDP=true FSDP_VERSION='2'; # FSDP_VERSION=1 once\n"
+        "ACCELERATE_USE_PARALLELISM_CONFIG=true;PARALLELISM_CONFIG_DP_SHARD_SIZE=4\n"
         "PARALLELISM_CONFIG_SP_SIZE=2\nPARALLELISM_CONFIG_SP_SEQ_LENGTH=4096\n"
         "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE=false\n"
     )

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from test_rules_against_accelerate import GOOD
 
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings, write_settings
 from fsdptool.config.consumers import CONSUMERS, NATURAL, READS
 from fsdptool.config.fix import repair
+from fsdptool.config.line_tree import _SWITCHES
 from fsdptool.config.migration import migrate_file
 from fsdptool.errors import ConfigError
 from fsdptool.records.settings import FsdpSettings
@@ -100,6 +102,37 @@ def test_a_command_line_is_for_the_program_it_starts(tmp_path: Path) -> None:
     assert read_settings(path).consumer.name == "accelerate"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "accelerate launch --num_processes 4 --fsdp_version 2 --use_fsdp train.py {}",
+        "accelerate launch --use_fsdp true --fsdp_version=2 --num_processes 4 \\\n  train.py \\\n  {}",
+        "python -m accelerate.commands.launch --use_fsdp --fsdp_version 2 --num_processes 4 -m my.module {}",
+        "srun -n 4 accelerate launch $MORE --use_fsdp --fsdp_version 2 --num_processes 4 train.py {}",
+    ],
+)
+def test_what_follows_the_script_is_the_scripts(line: str) -> None:
+    """accelerate's own parser agrees: the launcher's arguments end at the first word that is no value."""
+    text = line.format("--mixed_precision bf16 --num_processes 9 --debug")
+    reading = read_settings(text + "\n", dialect="flags")
+    assert not reading.errors, [item.message for item in reading.errors]
+    assert (reading.version, reading.facts["num_processes"], reading.facts["mixed_precision"]) == (2, 4, "no")
+    own = [word for word in text.replace("\\", " ").partition("launch ")[2].split() if word != "$MORE"]
+    parsed = launch_command_parser().parse_args([word for word in own if word != "true"])
+    assert (parsed.use_fsdp, parsed.fsdp_version, parsed.num_processes) == (True, "2", 4)
+    assert parsed.mixed_precision is None and not parsed.debug
+
+
+def test_the_launchers_switches_are_its_own() -> None:
+    switches = {
+        name.lstrip("-").replace("-", "_")
+        for action in launch_command_parser()._actions
+        if action.nargs == 0
+        for name in action.option_strings
+    }
+    assert switches - {"h", "help"} == _SWITCHES
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -111,6 +144,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "configs/notes.txt": "none of ours",
         "configs/.git/c.yaml": ": [",
         "configs/node_modules/d.json": "{",
+        "configs/deep/.venv/lib/e.yaml": ": [",
         "readme.md": "# Title\n\nSome prose: with a colon.\n",
         "script.py": "settings = {}\n",
     }.items():
