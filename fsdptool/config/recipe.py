@@ -6,6 +6,7 @@ nothing can be in one and not in the other.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool.config import spelling
 from fsdptool.config.json_tree import parse_json
+from fsdptool.config.recipe_ranges import finite, out_of_range
 from fsdptool.config.text import SourceText, UnreadableError, read_source
 from fsdptool.config.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
 from fsdptool.config.yaml_tree import parse_yaml
@@ -84,7 +86,8 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
         )
     _check_record(source, Recipe, root, "")
     _check_batch(source, root)
-    _check_counts(source, root)
+    for node, message in out_of_range(root):
+        raise _error(source, node.start, message, "leave it out to take the default")
     return from_json(Recipe, to_python(root), where="recipe")
 
 
@@ -250,13 +253,13 @@ def _check_scalar(source: SourceText, hint: type, node: Node, where: str) -> Non
         raise _error(source, node.start, f"{where} must be {_name(hint)}, not a {node.kind}")
     good = isinstance(value, hint) or (hint is float and isinstance(value, int))
     if good and not (hint in (int, float) and isinstance(value, bool)):
+        if hint is float and not finite(value):
+            raise _error(source, node.start, f"{where} must be a finite number, not {node.raw}")
         return
     advice = None
     if hint in (int, float) and isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError, OverflowError):
             advice = f"YAML 1.1 reads {value!r} as text; write {_number(hint, value)}"
-        except ValueError:
-            advice = None
     elif hint is str:
         advice = f"write it in quotes: '{node.raw}'"
     elif hint is bool and spelling.boolean(value) is not None:
@@ -268,6 +271,8 @@ def _check_scalar(source: SourceText, hint: type, node: Node, where: str) -> Non
 
 def _number(hint: type, text: str) -> str:
     number = float(text)
+    if not finite(number):
+        raise ValueError(text)
     if hint is int and number == int(number):
         return str(int(number))
     shown = repr(number)
@@ -302,32 +307,6 @@ def _check_batch(source: SourceText, root: Node) -> None:
             "batch.accumulation and batch.global_batch decide each other",
             "keep one of the two",
         )
-    for name in ("micro_batch", "accumulation", "sequence_length", "global_batch"):
-        found = entry.node.get(name)
-        if found is not None and isinstance(found.node.value, int) and found.node.value < 1:
-            raise _error(source, found.node.start, f"batch.{name} must be at least 1")
-
-
-_COUNTS = (
-    ("steps",),
-    ("checkpoints", "every_steps"),
-    ("checkpoints", "keep_every"),
-    ("evaluation", "every_steps"),
-    ("evaluation", "batches"),
-)
-"""What is counted from one: ``every_steps: 0`` would divide by zero in the middle of a run."""
-
-
-def _check_counts(source: SourceText, root: Node) -> None:
-    for path in _COUNTS:
-        node: Node | None = root
-        for name in path:
-            entry = node.get(name) if node is not None and node.kind == "map" else None
-            node = entry.node if entry is not None else None
-        if node is not None and isinstance(node.value, int) and node.value < 1:
-            raise _error(
-                source, node.start, f"{'.'.join(path)} must be at least 1", "leave it out if it is not wanted"
-            )
 
 
 __all__ = ["OWNED_BY_YAML", "dump_recipe", "read_recipe"]

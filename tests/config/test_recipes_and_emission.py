@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -18,6 +19,7 @@ from fsdptool.config.fix import repair
 from fsdptool.config.model_rules import attention_kinds, inspect_model
 from fsdptool.config.presets import PRESETS
 from fsdptool.config.recipe import dump_recipe, read_recipe
+from fsdptool.config.recipe_ranges import RANGES
 from fsdptool.config.recipe_schema import recipe_schema
 from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Recipe
@@ -37,6 +39,10 @@ WRONG = {
     "batch:\n  accumulation: 2\n  global_batch: 8\n": ("decide each other", "keep one"),
     "checkpoints:\n  every_steps: 0\n": ("checkpoints.every_steps must be at least 1", "leave it out"),
     "evaluation:\n  every_steps: -1\n": ("evaluation.every_steps must be at least 1", "leave it out"),
+    "optimizer:\n  learning_rate: .nan\n": ("must be a finite number, not .nan", None),
+    "optimizer:\n  betas: [0.9, 1.5]\n": ("recipe:4:16: optimizer.betas must be at least 0", None),
+    "method:\n  name: lora\n  lora: {rank: 0}\n": ("method.lora.rank must be at least 1, not 0", None),
+    "steps: inf\n": ("steps must be a whole number", None),
     "seed: 1\nseed: 2\n": ("written again on line 4", "keep one"),
     "tracking:\n  backends: wandb\n": ("must be a list", None),
     "steps:\n  - 1\n": ("must be a whole number", None),
@@ -51,6 +57,16 @@ def test_mistakes_are_one_line_with_their_place(extra: str) -> None:
         read_recipe(MINIMAL + extra)
     assert message in caught.value.message and "\n" not in caught.value.message
     assert advice is None or advice in (caught.value.help or "")
+
+
+def test_every_range_is_about_a_number_of_the_record() -> None:
+    schema = recipe_schema()
+    for path in RANGES:
+        node = schema
+        for name in path.split("."):
+            options = node.get("anyOf", [node])
+            node = next(option["properties"][name] for option in options if "properties" in option)
+        assert {"integer", "number"} & set(re.findall(r"'type': '(\w+)'", str(node))), path
 
 
 def test_the_model_is_required(tmp_path: Path) -> None:
