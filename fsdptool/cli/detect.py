@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.values import override_values
 from fsdptool.errors import ConfigError, ExitCode
 
 
@@ -59,7 +59,7 @@ def command(
         revision=revision,
         component=component,
         trust_remote_code=trust_remote_code,
-        overrides=_overrides(override or ()),
+        overrides=override_values(override or ()),
     )
     found = examine(spec, wrap=_names(wrap), exclude=_names(exclude), use_cache=not no_cache, refresh=refresh)
     asked: tuple[tuple[View, bool], ...] = (("leaves", leaves), ("tree", tree), ("where", where))
@@ -83,23 +83,3 @@ def command(
 
 def _names(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(name.strip() for value in values or () for name in value.split(",") if name.strip())
-
-
-def _overrides(values: Sequence[str]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for value in values:
-        key, equals, text = value.partition("=")
-        if not equals or not key:
-            raise ConfigError(
-                f"--override {value!r} is not KEY=VALUE", help="for example num_hidden_layers=4"
-            )
-        try:
-            loaded = json.loads(text)
-        except ValueError:
-            loaded = text
-        target = result
-        *parents, last = key.split(".")
-        for parent in parents:
-            target = target.setdefault(parent, {})
-        target[last] = loaded
-    return result

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document, write_file
+from fsdptool.cli.output import Format, check_free, print_document, write_file
 from fsdptool.errors import ConfigError
 
-_HELP = "Write the accelerate YAML for a plan or a model, or merge it into an existing file."
+if TYPE_CHECKING:
+    from fsdptool.config.emission import Emission
 
 
 def command(
@@ -58,6 +59,8 @@ def command(
 
     if list_presets:
         return _list_presets(format)
+    if into is not None and output is not None:
+        raise ConfigError("--into changes a file and --output writes another", help="give one of them")
     made = emission.start(
         reference,
         plan=plan,
@@ -72,16 +75,24 @@ def command(
     )
     settings = emission.adjust(made.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
     made = replace(made, settings=settings)
-    if recipe_output is not None:
-        if made.recipe is None:
-            raise ConfigError(
-                "--recipe-output needs --plan", help="a plan carries the recipe it was made for"
-            )
+    if recipe_output is not None and made.recipe is None:
+        raise ConfigError("--recipe-output needs --plan", help="a plan carries the recipe it was made for")
+    for path in (output, recipe_output):
+        if path is not None:
+            check_free(path, force=force)
+    if into is not None:
+        if not _merge(made, into, force, format):
+            return 0
+    else:
+        _write(made, output, force, format)
+    if recipe_output is not None and made.recipe is not None:
         from fsdptool.config.recipe import dump_recipe
 
         write_file(recipe_output, dump_recipe(made.recipe), force=force)
-    if into is not None:
-        return _merge(made, into, force, format)
+    return 0
+
+
+def _write(made: Emission, output: Path | None, force: bool, format: Format) -> None:
     text = made.text()
     if output is not None:
         write_file(output, text, force=force)
@@ -90,7 +101,6 @@ def command(
         print_document(made.document(text, output))
     elif output is None:
         sys.stdout.write(text)
-    return 0
 
 
 def _list_presets(format: Format) -> int:
@@ -111,13 +121,12 @@ def _list_presets(format: Format) -> int:
     return 0
 
 
-def _merge(made: object, into: Path, force: bool, format: Format) -> int:
-    from fsdptool.config import emission
+def _merge(made: Emission, into: Path, force: bool, format: Format) -> bool:
+    """Merge into a file after showing the difference; return False where that was not wanted."""
     from fsdptool.config.merge import merge_into
     from fsdptool.config.storage import replace_file
     from fsdptool.report.diff import unified
 
-    assert isinstance(made, emission.Emission)
     merged = merge_into(into, made.settings)
     difference = unified(merged.before, merged.after)
     if format is Format.JSON:
@@ -125,10 +134,10 @@ def _merge(made: object, into: Path, force: bool, format: Format) -> int:
     else:
         sys.stdout.write(difference or f"{into} says all of this already\n")
     if not difference:
-        return 0
+        return True
     if not force and not (sys.stdin.isatty() and typer.confirm(f"write {into}?", err=True)):
         sys.stderr.write("nothing written; --force writes it\n")
-        return 0
+        return False
     replace_file(into, merged.before.encode(merged.after), before=merged.before.encode())
     sys.stderr.write(f"wrote {into}\n")
-    return 0
+    return True

@@ -25,14 +25,23 @@ def print_document(document: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
+def check_free(path: Path, *, force: bool) -> None:
+    """Refuse to replace a file unless that is wanted: asked before anything is written.
+
+    Raises:
+        StorageError: The file exists and ``force`` is not set.
+    """
+    if path.exists() and not force:
+        raise StorageError(f"{path} exists already", help="give --force to replace it, or another path")
+
+
 def write_file(path: Path, text: str, *, force: bool = False) -> None:
     """Write ``text`` to ``path`` whole or not at all.
 
     Raises:
         StorageError: The file exists and ``force`` is not set, or it cannot be written.
     """
-    if path.exists() and not force:
-        raise StorageError(f"{path} exists already", help="give --force to replace it, or another path")
+    check_free(path, force=force)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -70,6 +70,7 @@ def test_exit_codes(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "good.yaml", "--dialect", "toml"]) == 2
     assert run(["rule", "FSD999"]) == 2
     assert run(["schema", "nothing"]) == 2
+    assert run(["detect", "gpt2:small", "--override", "a=1", "--override", "a.b=2"]) == 2
     assert run(["migrate", "v1.yaml", "--check"]) == 1
     assert run(["migrate", "good.yaml", "--check"]) == 0
     assert "internal error" not in capsys.readouterr().err

@@ -11,6 +11,7 @@ import yaml
 import fsdptool
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
+from fsdptool.planning import plan_document
 
 MISSPELT = """\
 distributed_type: FSDP
@@ -36,7 +37,11 @@ def test_a_plan_becomes_the_file_that_was_planned(tmp_path: Path) -> None:
     written = yaml.safe_load(fsdptool.emit_config(plan=plan))
     assert written["num_processes"] == 4
     assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "GPT2Block"
+    (tmp_path / "plan.json").write_text(json.dumps(plan_document(plan)))
     (tmp_path / "out.yaml").write_text(fsdptool.emit_config(plan=plan))
+    asked = ["emit-config", "--plan", str(tmp_path / "plan.json"), "-o", str(tmp_path / "out.yaml")]
+    assert run([*asked, "--recipe-output", str(tmp_path / "recipe.yaml")]) == 2
+    assert not (tmp_path / "recipe.yaml").exists(), "both or neither"
     assert fsdptool.validate(tmp_path / "out.yaml").errors == 0
 
 
