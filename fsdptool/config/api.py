@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,14 +61,17 @@ def conditions(
 ) -> dict[str, Any]:
     """Return what else a file is judged against, as arguments of ``read_settings``."""
     found: dict[str, Any] = {}
+    hardware = None
+    if gpu is not None or gpus is not None or host_memory is not None:
+        from fsdptool.config.hardware_rules import read_hardware
+
+        hardware = read_hardware(gpu, gpus, host_memory)
     if model is not None:
         from fsdptool.config.model_rules import inspect_model
 
         found["model"] = inspect_model(model, trust_remote_code=trust_remote_code)
-    if gpu is not None or gpus is not None or host_memory is not None:
-        from fsdptool.config.hardware_rules import read_hardware
-
-        found["hardware"] = read_hardware(gpu, gpus, host_memory, model, trust_remote_code=trust_remote_code)
+    if hardware is not None:
+        found["hardware"] = replace(hardware, anatomy=found.get("model"))
     return found
 
 
@@ -103,8 +107,6 @@ def emit_config(
             is impossible.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
-    from dataclasses import replace
-
     from fsdptool.config import emission
 
     made = emission.start(

@@ -106,7 +106,7 @@ def _target(target: str | None) -> tuple[str | None, str | None]:
         package, version = "", package
     package = package.strip().lower()
     version = version.strip()
-    if not version or not version[0].isdigit():
+    if not version or not version[0].isdecimal():
         raise ConfigError(
             f"--target {target!r} is not PACKAGE==VERSION", help="for example --target accelerate==1.15"
         )

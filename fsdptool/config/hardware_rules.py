@@ -25,32 +25,19 @@ class Hardware:
     anatomy: Anatomy | None = None
 
 
-def read_hardware(
-    gpu: str | None,
-    gpus: int | None,
-    host_memory: str | None,
-    model: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> Hardware:
+def read_hardware(gpu: str | None, gpus: int | None, host_memory: str | None) -> Hardware:
     """Look up what the options name.
 
     Raises:
         PlanError: The GPU is not in the catalogue, the count is not positive, or a size cannot be read.
-        ReferenceError, ModelError: The model cannot be resolved or built.
     """
     from fsdptool.planning.catalogue import load_gpu
     from fsdptool.planning.clusters import parse_size
 
     if gpus is not None and gpus < 1:
         raise PlanError(f"{gpus} GPUs cannot train", help="give the number of GPUs in all, 1 or more")
-    anatomy = None
-    if model is not None:
-        from fsdptool.config.model_rules import inspect_model
-
-        anatomy = inspect_model(model, trust_remote_code=trust_remote_code)
     found = load_gpu(gpu) if gpu is not None else None
-    return Hardware(found, gpus, parse_size(host_memory) if host_memory else None, anatomy)
+    return Hardware(found, gpus, parse_size(host_memory) if host_memory else None)
 
 
 def judge_hardware(draft: Draft, hardware: Hardware) -> None:

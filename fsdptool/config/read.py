@@ -141,6 +141,8 @@ def _parse(source: SourceText, dialect: str | None) -> Document:
     if kind == "flags":
         return parse_flags(source.text)
     if name.endswith(".json") or (dialect == "simpletuner" and source.text.lstrip()[:1] == "{"):
+        if source.bom:
+            raise ParseError("FSD104", "not JSON to Python: the file begins with a byte-order mark", 0)
         return parse_json(source.text)
     return parse_yaml(source.text)
 

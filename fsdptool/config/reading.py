@@ -31,8 +31,8 @@ class Consumer:
         """Whether the version is older than ``parts``."""
         numbers = []
         for piece in self.version.split(".")[: len(parts)]:
-            digits = "".join(character for character in piece if character.isdigit())
-            numbers.append(int(digits or 0))
+            digits = "".join(character for character in piece if character.isdecimal())
+            numbers.append(int(digits[:9] or 0))
         return tuple(numbers) < parts
 
 

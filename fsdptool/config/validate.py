@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def expand(paths: Iterable[Path]) -> dict[Path, bool]:
         if not path.is_dir():
             files[path] = True
             continue
-        found = sorted(item for item in path.rglob("*") if _wanted(item, path))
+        found = sorted(_configurations(path))
         if not found:
             raise ConfigError(f"there is no YAML or JSON file in {path}", help="name the files")
         for item in found:
@@ -126,11 +127,18 @@ def expand(paths: Iterable[Path]) -> dict[Path, bool]:
     return files
 
 
-def _wanted(item: Path, folder: Path) -> bool:
-    inside = item.relative_to(folder).parts
-    if any(part.startswith(".") or part in ("node_modules", "site-packages") for part in inside):
-        return False
-    return item.suffix.lower() in (".yaml", ".yml", ".json") and item.is_file()
+def _configurations(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        # Not entered at all: a repository's .git holds many times more files than the project.
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
+        for name in names:
+            item = Path(place, name)
+            known = not name.startswith(".") and item.suffix.lower() in (".yaml", ".yml", ".json")
+            if known and item.is_file():
+                yield item
+
+
+_INSTALLED = ("node_modules", "site-packages")
 
 
 def found_by_chance(reading: Reading) -> Reading:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from fsdptool.config import read_settings
 from fsdptool.config.json_tree import parse_json
 from fsdptool.config.text import SIZE_LIMIT, UnreadableError, decode
 from fsdptool.config.tree import ParseError, to_python
+from fsdptool.config.validate import Verdict
 from fsdptool.config.yaml_tree import parse_yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "config"))
@@ -151,6 +153,41 @@ def test_bombs_are_refused(name: str) -> None:
     path = "f.json" if name == "json" else "f.yaml"
     reading = read_settings(decode(BOMBS[name].encode(), path))
     assert reading.errors and reading.settings is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"distributed_type: FSDP\nnum_processes: 0x{'f' * 3900}\n",
+        "ACCELERATE_USE_FSDP=1\nACCELERATE_USE_PARALLELISM_CONFIG=1\nPARALLELISM_CONFIG_TP_SIZE=\u00b2\n",
+        "base_model: a\ndatasets: []\nfsdp_version: 2\nfsdp_config:\n  min_num_params: '\u00b2'\n",
+    ],
+    ids=["too many digits to print", "a digit that is no number", "another such digit"],
+)
+def test_numbers_that_python_cannot_make_are_findings(text: str) -> None:
+    found = Verdict((read_settings(text),)).document()["files"][0]["findings"]
+    assert {item["code"] for item in found} & {"FSD205", "FSD206", "FSD111"}
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.yaml"])
+def test_a_byte_order_mark_stops_json_and_not_yaml(name: str, tmp_path: Path) -> None:
+    """As Python's own readers, which accelerate and transformers use."""
+    path = tmp_path / name
+    path.write_bytes(b'\xef\xbb\xbf{"output_dir": "o", "fsdp": true, "fsdp_config": {"version": 2}}')
+    codes = {item.code for item in read_settings(path).errors}
+    if name == "a.json":
+        with pytest.raises(json.JSONDecodeError), path.open(encoding="utf-8") as stream:
+            json.load(stream)
+        assert codes == {"FSD104"}
+    else:
+        with path.open(encoding="utf-8") as stream:
+            assert yaml.safe_load(stream)["fsdp"] is True
+        assert not codes
+
+
+def test_a_block_that_is_no_mapping_is_said_once() -> None:
+    text = "fsdp_config: [1]\nnum_processes: 2\nnum_machines: 1\ncompute_environment: LOCAL_MACHINE\n"
+    assert [item.code for item in read_settings(text).errors] == ["FSD212", "FSD205"]
 
 
 def test_large_files_are_refused_unparsed(tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def matches(root: Node) -> float:
 def read(draft: Draft) -> None:
     """Read the file into facts, and report what the loader and the launcher say of it."""
     _top_level(draft)
-    kind = _distributed_type(draft)
+    block = _block(draft, "fsdp_config")
+    kind = _distributed_type(draft, block)
     _processes(draft)
     _precision(draft)
-    block = _block(draft, "fsdp_config")
     mesh_block = _block(draft, "parallelism_config")
     draft.extras["names"] = NAMES
     draft.extras["distributed_type"] = kind
@@ -68,7 +68,7 @@ def _block(draft: Draft, key: str) -> Node | None:
         return None
     if entry.node.kind == "map":
         return entry.node
-    if entry.node.kind != "scalar" or entry.node.value not in (None, {}):
+    if entry.node.kind != "scalar" or entry.node.value is not None:
         draft.report("FSD205", f"{key} must be a mapping", entry, value=True)
     return None
 
@@ -95,7 +95,7 @@ def _inert(draft: Draft, entry: Entry) -> None:
         draft.unheeded["rdzv_backend"] = INERT["rdzv_backend"]
 
 
-def _distributed_type(draft: Draft) -> str | None:
+def _distributed_type(draft: Draft, block: Node | None) -> str | None:
     environment = draft.root.get("compute_environment")
     if environment is not None and environment.node.value != "LOCAL_MACHINE":
         near = spelling.nearest(environment.node.value, ("LOCAL_MACHINE",))
@@ -110,7 +110,7 @@ def _distributed_type(draft: Draft) -> str | None:
     entry = draft.root.get("distributed_type")
     if entry is None:
         add = None
-        if _filled(_block(draft, "fsdp_config")):
+        if _filled(block):
             add = draft.editor.add(draft.root, None, {"distributed_type": "FSDP"})
         draft.report(
             "FSD212",

@@ -134,7 +134,7 @@ def _version(draft: Draft, block: Node | None) -> int:
         return 1
     value = entry.node.value
     meant = spelling.integer(value)
-    if meant not in (1, 2) or not (isinstance(value, int) or str(value).strip().isdigit()):
+    if meant not in (1, 2) or not (isinstance(value, int) or str(value).strip().isdecimal()):
         draft.report(
             "FSD206",
             f"fsdp_version must be 1 or 2, not {value!r}",
@@ -239,7 +239,7 @@ def _keys(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: i
 def _threshold(draft: Draft, entry: Entry, block: Node | None) -> None:
     """axolotl's schema looks at the number under every policy: whole, and at least 1."""
     written = str(entry.node.value)
-    if (written.isdigit() and int(written) >= 1) or draft.get("wrap_policy") == "size":
+    if (written.isdecimal() and int(written) >= 1) or draft.get("wrap_policy") == "size":
         read_threshold(draft, entry, block, to_python(entry.node))
         return
     draft.set("min_num_params", None)

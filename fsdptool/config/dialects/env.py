@@ -223,7 +223,7 @@ def _sizes(draft: Draft, chosen: dict[str, Entry], active: bool) -> None:
             draft.ignore(entry, "ACCELERATE_USE_PARALLELISM_CONFIG is not true")
             continue
         text = str(entry.node.value)
-        if text.isdigit() and int(text) >= 1:
+        if text.isdecimal() and int(text) >= 1:
             draft.set(name, int(text), entry=entry, parent=draft.root)
         else:
             draft.report(
