@@ -10,7 +10,7 @@ import typer
 from fsdptool.cli.given import given, refuse
 from fsdptool.cli.output import Format
 from fsdptool.cli.plan_answer import answer, check_output, check_saved, exit_code, progress
-from fsdptool.cli.plan_values import hsdp_shape, override_values, reshard_value
+from fsdptool.cli.values import hsdp_shape, override_values, reshard_value
 
 _HARDWARE, _MODEL, _RECIPE, _BATCH, _SHARDING, _ANSWER = (
     "Hardware",
@@ -165,9 +165,7 @@ def command(
     ] = None,
     override: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Change a configuration key: num_hidden_layers=4 (repeatable).", rich_help_panel=_MODEL
-        ),
+        typer.Option(help="Replace a configuration value: KEY=JSON (repeatable).", rich_help_panel=_MODEL),
     ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the reference's code.", rich_help_panel=_MODEL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdptool.cli.app import run
+from fsdptool.cli.values import override_values
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,15 @@ def test_an_option_that_would_not_count_is_refused(
     assert run(line.split()) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 2 and said in error[0], error
+
+
+def test_overrides_are_json_then_yaml_then_text_and_reach_into_parts() -> None:
+    items = ["a.b=2", "a.c=1e-4", "tie=False", "sizes=[1, 2]", 'name="x"', "word=[1", "url=http://h/a=b"]
+    assert override_values(items) == {
+        "a": {"b": 2, "c": 1e-4},
+        "tie": False,
+        "sizes": [1, 2],
+        "name": "x",
+        "word": "[1",
+        "url": "http://h/a=b",
+    }

@@ -439,7 +439,7 @@ def test_sequences_that_cannot_be_split_are_no_candidates(
         ([*HARDWARE, "--lora-rank", "0"], "adapts nothing"),
         ([*HARDWARE, "--method", "distillation"], "needs a teacher"),
         ([*HARDWARE, "-o", "plan.pdf"], "written as .json or .html"),
-        ([*HARDWARE, "--override", "hidden_size"], "changes nothing"),
+        ([*HARDWARE, "--override", "hidden_size"], "is not KEY=VALUE"),
         ([*HARDWARE, "--cluster", "x.yaml"], "both --cluster and --gpu"),
         (["--profile", "cpu-gloo", "--gpu", "h100"], "has no GPU"),
         ([], "no GPU is named"),
