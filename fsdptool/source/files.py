@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.records.diagnostic import Diagnostic
 
+REPEATED_KEY = "DET104"
+_SHOWN = 8
 _LARGEST = 16 * 1024 * 1024
 _DESCRIPTORS = Path("/dev/fd")
 """Where a shell puts what it substitutes for ``<(command)``."""
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in ``path``.
+def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
+    """Return the JSON object in ``path``, and a finding for each key that it writes again.
 
     Raises:
         ReferenceError: Unreadable, not UTF-8, not JSON, not an object, or far too large for a
@@ -46,8 +50,17 @@ def read_json(path: Path) -> Mapping[str, Any]:
             f"{path} is not UTF-8 text (byte {error.start})",
             help="give the model's config.json or its folder",
         ) from error
+    repeated: dict[str, None] = {}
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            repeated.update({key: None for key, count in counts.items() if count > 1})
+        return found
+
     try:
-        loaded = json.loads(text)
+        loaded = json.loads(text, object_pairs_hook=collect)
     except json.JSONDecodeError as error:
         raise ReferenceError(
             f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}", help="repair the file"
@@ -62,7 +75,36 @@ def read_json(path: Path) -> Mapping[str, Any]:
         raise ReferenceError(
             f"{path} holds a JSON {type(loaded).__name__}, not an object", help="give the model's config.json"
         )
-    return loaded
+    return loaded, tuple(_repetitions(path, text, list(repeated)[:_SHOWN])) if repeated else ()
+
+
+def _repetitions(path: Path, text: str, keys: list[str]) -> Iterator[Diagnostic]:
+    """Say where keys are written again; JSON's readers, transformers and diffusers too, take the last."""
+    from fsdptool.config.json_tree import parse_json
+    from fsdptool.config.text import SourceText
+    from fsdptool.config.tree import ParseError, duplicates, walk
+
+    places: dict[str, tuple[int, int]] = {}
+    try:
+        root = parse_json(text).root
+        assert root is not None
+        for node in walk(root):
+            for loser, winner in duplicates(node):
+                first, last = (SourceText(text).place(entry.key_node.start)[0] for entry in (loser, winner))
+                places.setdefault(str(loser.key), (first, last))
+    except ParseError:  # longer than a configuration of settings may be; the keys are known all the same
+        pass
+    for key in keys:
+        line, last = places.get(key, (None, None))
+        again = "is written more than once" if last is None else f"is written again on line {last}"
+        yield Diagnostic(
+            code=REPEATED_KEY,
+            severity="warning",
+            message=f"{path}{f':{line}' if line else ''}: {key} {again}; the last one counts",
+            help="keep one of them",
+            path=str(path),
+            line=line,
+        )
 
 
 def safetensors_in(folder: Path, stem: str = "") -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,16 +91,24 @@ def resolve(
         spec = _from_flavour(text, options)
     else:
         spec = _from_hub(text, options)
+    spec = replace(spec, diagnostics=(*options.findings, *spec.diagnostics))
     return _checked(spec, overrides or {})
 
 
+@dataclass(slots=True)
 class _Options:
-    def __init__(self, revision: str | None, component: str | None, trust: bool, depth: int = 0) -> None:
-        self.revision = revision
-        self.component = component
-        self.trust = trust
-        self.depth = depth
-        """How many adapters led here: an adapter of an adapter of itself must end."""
+    revision: str | None
+    component: str | None
+    trust: bool
+    depth: int = 0
+    """How many adapters led here: an adapter of an adapter of itself must end."""
+    findings: list[Diagnostic] = field(default_factory=list)
+    """About the files that were read on the way."""
+
+    def read(self, path: Path) -> Mapping[str, Any]:
+        found, findings = read_json(path)
+        self.findings += findings
+        return found
 
 
 def _from_flavour(text: str, options: _Options) -> ModelSpec:
@@ -138,7 +146,7 @@ def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
         return _from_files(text, _Folder(path), path, options)
     if path.name in (_INDEX, _ADAPTER):
         return _from_files(text, _Folder(path.parent), path.parent, options)
-    config = read_json(path)
+    config = options.read(path)
     if "peft_type" in config:
         return _adapter(text, config, path.parent, options)
     if isinstance(config.get("_class_name"), str) and pipeline.components(config):
@@ -205,12 +213,11 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
     if index is not None:
         return _pipeline(text, files, index, folder, options)
     if adapter is not None and not (config is not None and safetensors_in(folder, "model")):
-        return _adapter(text, read_json(adapter), folder, options)
+        return _adapter(text, options.read(adapter), folder, options)
     if options.component is not None:
         raise ReferenceError(f"{text} is one model, not a pipeline", help="leave --component out")
     assert config is not None
-    spec = _plain(text, kind, read_json(config), config, folder, options)
-    return spec
+    return _plain(text, kind, options.read(config), config, folder, options)
 
 
 def _beside(folder: Path | None) -> str:
@@ -227,14 +234,14 @@ def _beside(folder: Path | None) -> str:
 
 
 def _pipeline(text: str, files: _Files, index: Path, folder: Path, options: _Options) -> ModelSpec:
-    listing = read_json(index)
+    listing = options.read(index)
     part, diagnostics = pipeline.pick(listing, options.component, text)
     path = files.find(f"{part.name}/{_CONFIG}")
     if path is None:
         raise ReferenceError(
             f"{text}: component {part.name} has no {part.name}/{_CONFIG}", help="complete the pipeline folder"
         )
-    config = read_json(path)
+    config = options.read(path)
     spec = _plain(text, "pipeline", config, path, path.parent, options)
     named = part.class_name.removeprefix("FlashPack")
     if part.library == "transformers":
@@ -269,14 +276,15 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
         raise _CircleError(text)
     base_path = expanded(base)
     beside = folder / base
-    inner = _Options(adapter.get("revision"), options.component, options.trust, options.depth + 1)
+    inner = replace(options, revision=adapter.get("revision"), depth=options.depth + 1)
+    local = replace(inner, revision=None)
     try:
         if exists(base_path):
-            spec = _from_path(base, base_path, replace_revision(inner, None))
+            spec = _from_path(base, base_path, local)
         elif not base_path.is_absolute() and exists(beside):
-            spec = _from_path(str(beside), beside, replace_revision(inner, None))
+            spec = _from_path(str(beside), beside, local)
         elif ":" in base and not looks_like_id(base):
-            spec = _from_flavour(base, replace_revision(inner, None))
+            spec = _from_flavour(base, local)
         else:
             spec = _from_hub(base, inner)
     except _CircleError as error:
@@ -288,11 +296,6 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
     except ReferenceError as error:
         raise ReferenceError(f"{text} adapts {base}: {error.message}", help=error.help) from error
     return replace(spec, reference=Reference("adapter", text, spec.reference.revision), adapter=dict(adapter))
-
-
-def replace_revision(options: _Options, revision: str | None) -> _Options:
-    """Return ``options`` with another revision."""
-    return _Options(revision, options.component, options.trust, options.depth)
 
 
 def _plain(

@@ -15,6 +15,10 @@ RULES = (
          "Shapes and totals are those of the unquantised model: quantised tensors are packed, and FSDP2 "
          "shards what training holds.",
          "Nothing needs to be done."),
+    Rule("DET104", "key written again in a model's file", "warning",
+         "A JSON object names a key more than once. transformers, diffusers and peft take the last value and "
+         "say nothing; the reader of the file may believe the first.",
+         "Keep one of them."),
     Rule("DET110", "pipeline with a second denoiser", "info",
          "The pipeline holds two models that are trained; the answer is about the first alone.",
          "Name the other with --component."),

@@ -81,6 +81,27 @@ def test_a_configuration_under_another_name(tmp_path: Path) -> None:
     assert spec.weights == ()
 
 
+def test_a_key_that_is_written_again_is_a_finding_and_the_last_counts(tmp_path: Path) -> None:
+    text = json.dumps({**LLAMA, "rope_scaling": {"factor": 1}}, indent=1)
+    twice = text.replace('"factor": 1', '"factor": 2,\n "factor": 4')[:-2] + ',\n "hidden_size": 32\n}'
+    path = write(tmp_path, "config.json", twice)
+    spec = resolve(str(path))
+    assert (spec.config["hidden_size"], spec.config["rope_scaling"]) == (32, {"factor": 4})
+    said = [(item.code, item.line, item.message.partition(": ")[2]) for item in spec.diagnostics]
+    assert said == [
+        ("DET104", 13, "factor is written again on line 14; the last one counts"),
+        ("DET104", 6, "hidden_size is written again on line 16; the last one counts"),
+    ]
+    twice = f'{{"peft_type": "LORA", "r": 8, "r": 4, "base_model_name_or_path": "{tmp_path}"}}'
+    adapter = write(tmp_path, "a/adapter_config.json", twice)
+    assert [item.code for item in resolve(str(adapter)).diagnostics] == ["DET104"] * 3
+    labels = ", ".join(f'"{number}": "label"' for number in range(30_000))
+    long = write(tmp_path, "long.json", text[:-2] + f', "id2label": {{{labels}}}, "r": 1, "r": 2}}')
+    assert [item.message.partition(": ")[2] for item in resolve(str(long)).diagnostics] == [
+        "r is written more than once; the last one counts"
+    ]
+
+
 def test_overrides_are_merged(tmp_path: Path) -> None:
     path = write(tmp_path, "config.json", {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}})
     spec = resolve(str(path), overrides={"num_hidden_layers": 7, "rope_scaling": {"factor": 4.0}})
