@@ -38,7 +38,7 @@ def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, 
     return Summary(
         status=outcome.status,
         exit_code=int(exit_status(outcome)),
-        resumable=outcome.status != "completed" and last_step is not None,
+        resumable=outcome.status == "stopped" or (outcome.status != "completed" and last_step is not None),
         steps=int(lines[-1]["step"]) if lines else 0,
         world_size=world_size,
         mesh=dict(mesh),

@@ -33,6 +33,9 @@ POLL_SECONDS = 0.1
 FAILURE_GRACE_SECONDS = 5.0
 """How long the other ranks may take to notice that one has gone before they are killed."""
 
+HOPELESS_SECONDS = 0.5
+"""How long last words may take when another start could not help: torchrun must not come to make one."""
+
 REMOTE_SECONDS = 30.0
 """How long the last events of other machines may take to be seen here (NFS caches attributes)."""
 
@@ -95,7 +98,9 @@ class Supervisor:
         self._exit_codes: dict[int, int] = {}
         self._finished: dict[int, Mapping[str, Any]] = {}
         self._failed_since: float | None = None
-        self._signals = 0
+        self._signals: list[int] = []
+        self._asked = False
+        self._stepped = False
         self._killed = False
         self._tail: deque[str] = deque(maxlen=40)
         self._marked: deque[dict[str, Any]] = deque()
@@ -151,11 +156,22 @@ class Supervisor:
         return {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._signals += 1
-        if self._signals == 1:
-            self._tell({"kind": "stop_requested", "signal": signal.Signals(number).name})
-            for rank in self._ranks.values():
-                self._ask(rank)
+        # No more than that: the signal may have come in the middle of a write to the terminal.
+        self._signals.append(number)
+
+    def _pass_on(self) -> None:
+        """Ask every rank to save and stop; ranks that start later are asked when they announce themselves."""
+        self._asked = True
+        self._show({"kind": "stop_requested", "signal": signal.Signals(self._signals[0]).name})
+        for rank in self._ranks.values():
+            self._ask(rank)
+
+    def _show(self, event: Mapping[str, Any]) -> None:
+        """Pass an event on to who shows it; with the terminal or the pipe gone, the run goes on unseen."""
+        try:
+            self._tell(event)
+        except OSError:
+            self._tell = lambda event: None
 
     def _ask(self, rank: _Rank) -> None:
         if rank.local and rank.state == "running":
@@ -164,34 +180,43 @@ class Supervisor:
 
     def _read(self, stream: IO[str]) -> None:
         path = self._folder / LOGS / "launcher.log"
-        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
-            for line in stream:
-                if line.startswith(STDERR_MARK):
-                    with contextlib.suppress(ValueError):
-                        self._marked.append(json.loads(line.removeprefix(STDERR_MARK)))
-                    continue
-                self._tail.append(line.rstrip())
-                for code, _, pid in _TORCHRUN_FAILURE.findall(line):
-                    self._exit_codes[int(pid)] = int(code)
+        log: IO[bytes] | None = None
+        # Without the log torchrun's pipe is read all the same: what ranks say when the disk is full is in it.
+        with contextlib.suppress(OSError):
+            log = path.open("ab", buffering=0)
+        for line in stream:
+            if line.startswith(STDERR_MARK):
+                with contextlib.suppress(ValueError):
+                    self._marked.append(json.loads(line.removeprefix(STDERR_MARK)))
+                continue
+            self._tail.append(line.rstrip())
+            for code, _, pid in _TORCHRUN_FAILURE.findall(line):
+                self._exit_codes[int(pid)] = int(code)
+            if log is not None:
                 with contextlib.suppress(OSError):
-                    log.write(line)
-                    log.flush()
+                    log.write(line.encode())
+        if log is not None:
+            log.close()
 
     def _look(self, process: subprocess.Popen[str]) -> None:
         for event in self._follower.news():
             self._note(event)
-            self._tell(event)
+            self._show(event)
         while self._marked:
             event = self._marked.popleft()
             self._note(event)
-            self._tell(event)
+            self._show(event)
         self._check_pulse()
-        if self._signals > 1 and not self._killed:
+        if self._signals and not self._asked:
+            self._pass_on()
+        if len(self._signals) > 1 and not self._killed:
             self._kill_all(process)
-        if self._failed_since is None:
+        if self._failed_since is None or self._killed:
             return
         waited = time.monotonic() - self._failed_since
-        if waited > FAILURE_GRACE_SECONDS and not self._killed:
+        if waited > HOPELESS_SECONDS and not self._cause().retryable:
+            self._kill_all(process)
+        elif waited > FAILURE_GRACE_SECONDS:
             self._kill_ranks()
             if not self._may_restart():
                 self._kill_all(process)
@@ -204,8 +229,10 @@ class Supervisor:
             # By its parent, too: containers of one machine, or two nodes tried out on it, share a name.
             local = (event.get("node"), event.get("supervisor")) == (os.uname().nodename, os.getpid())
             self._ranks[rank] = _Rank(int(event["pid"]), local, str(event.get("node")))
-            if self._signals:
+            if self._asked:
                 self._ask(self._ranks[rank])
+        elif kind == "step":
+            self._stepped = True
         elif kind == "failure" and isinstance(rank, int):
             self._failures.append(event)
             self._fail()
@@ -217,13 +244,14 @@ class Supervisor:
                 self._ranks[rank].state = "finished"
 
     def _begin_again(self, attempt: int) -> None:
-        self._tell({"kind": "restarted", "attempt": attempt, "failure": self._cause().message})
+        self._show({"kind": "restarted", "attempt": attempt, "failure": self._cause().message})
         self._attempt = attempt
         self._ranks.clear()
         self._failures.clear()
         self._deaths.clear()
         self._finished.clear()
         self._failed_since = None
+        self._stepped = False
 
     def _check_pulse(self) -> None:
         now = time.monotonic()
@@ -309,7 +337,7 @@ class Supervisor:
         )
 
     def _outcome(self, returncode: int) -> Outcome:
-        if self._signals > 1:
+        if len(self._signals) > 1:
             return Outcome("interrupted", None, self._attempt, self._finished)
         statuses = {event.get("status") for event in self._finished.values()}
         # torchrun leaves with 0 only after the agents of all machines have met at its exit barrier.
@@ -318,6 +346,8 @@ class Supervisor:
         if complete and not self._failures and not self._deaths:
             status = "stopped" if "stopped" in statuses else "completed"
             return Outcome(status, None, self._attempt, self._finished)
-        if self._signals and not self._ranks:
-            return Outcome("interrupted", None, self._attempt, self._finished)
+        if self._signals and not self._stepped and all(event.get("secondary") for event in self._failures):
+            # Slurm signals every process of a step: torchrun, or a rank that has not come to its handlers,
+            # may end of it. Nothing was done yet, so nothing is lost, and the run can go on.
+            return Outcome("stopped", None, self._attempt, self._finished)
         return Outcome("failed", self._cause(), self._attempt, self._finished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,18 @@ class Follower:
         return [*files, metrics] if metrics.exists() else files
 
     def news(self) -> Iterator[dict[str, Any]]:
-        """Yield new events, oldest first; steps as events of kind ``step`` with the metrics in them."""
-        found = [record for path in self._files() for record in self._tail(path)]
+        """Yield new events, oldest first; steps as events of kind ``step`` with the metrics in them.
+
+        What cannot be read now is left for the next look: a file that another machine replaces while it is
+        read answers with ``ESTALE`` on a network file system.
+        """
+        found: list[dict[str, Any]] = []
+        files: list[Path] = []
+        with contextlib.suppress(OSError):
+            files = self._files()
+        for path in files:
+            with contextlib.suppress(OSError):
+                found.extend(self._tail(path))
         yield from sorted(found, key=lambda record: record.get("time") or 0.0)
 
     def _tail(self, path: Path) -> Iterator[dict[str, Any]]:

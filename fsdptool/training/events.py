@@ -7,19 +7,23 @@ that is slow or gone blocks nobody.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fsdptool.errors import StorageError
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import Metrics
 from fsdptool.training.folder import EVENTS, METRICS, write_text
+
+if TYPE_CHECKING:
+    from fsdptool.training.trackers import Tracker
 
 STDERR_MARK = "fsdptool-event "
 """Prefix of an event on standard error, used when the event file cannot be written (full disk)."""
@@ -55,8 +59,11 @@ class LineFile:
     def append(self, record: Any) -> None:
         """Append one record; raises ``OSError`` (a short write counts as a full disk)."""
         line = (json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
-        if os.write(self._descriptor, line) != len(line):
-            raise OSError(28, os.strerror(28), str(self._path))
+        written = os.write(self._descriptor, line)
+        if written != len(line):
+            # Half a line would swallow the next one.
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop the records that are not wanted; the file is replaced whole or not at all."""
@@ -73,6 +80,19 @@ class LineFile:
         os.close(self._descriptor)
 
 
+def make_record(kind: str, rank: int, attempt: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event as it is written."""
+    head = {"kind": kind, "time": time.time(), "rank": rank, "attempt": attempt, "pid": os.getpid()}
+    return {**head, **to_json(fields)}
+
+
+def speak(record: Mapping[str, Any]) -> None:
+    """Say an event on standard error, for want of a disk."""
+    with contextlib.suppress(OSError):
+        last_resort.write(f"{STDERR_MARK}{json.dumps(record)}\n")
+        last_resort.flush()
+
+
 class EventLog:
     """Events of one rank. ``emit`` never raises: without a disk it speaks on standard error."""
 
@@ -81,28 +101,19 @@ class EventLog:
         self.attempt = attempt
         self._file = LineFile(event_path(folder, rank))
         self._metrics = LineFile(folder / METRICS) if rank == 0 else None
-        self._trackers: list[Any] = []
+        self._trackers: list[Tracker] = []
 
-    def add_tracker(self, tracker: Any) -> None:
-        """Send every step to ``tracker.log(metrics)`` as well (rank 0)."""
+    def add_tracker(self, tracker: Tracker) -> None:
+        """Send every step to ``tracker`` as well (rank 0)."""
         self._trackers.append(tracker)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event."""
-        record = {
-            "kind": kind,
-            "time": time.time(),
-            "rank": self.rank,
-            "attempt": self.attempt,
-            "pid": os.getpid(),
-            **to_json(fields),
-        }
+        record = make_record(kind, self.rank, self.attempt, fields)
         try:
             self._file.append(record)
         except OSError:
-            with contextlib.suppress(OSError):
-                last_resort.write(f"{STDERR_MARK}{json.dumps(record)}\n")
-                last_resort.flush()
+            speak(record)
 
     def step(self, metrics: Metrics) -> None:
         """Record one optimizer step.
@@ -119,8 +130,17 @@ class EventLog:
             raise StorageError(
                 f"metrics.jsonl cannot be written: {error.strerror}", help="free space and resume the run"
             ) from error
-        for tracker in self._trackers:
-            tracker.log(metrics)
+        self._track(lambda tracker: tracker.log(metrics))
+
+    def _track(self, act: Callable[[Tracker], None]) -> None:
+        """Let every tracker do something; one that fails is left out from then on, the run goes on."""
+        for tracker in list(self._trackers):
+            try:
+                act(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                what = str(error).strip().splitlines() or [type(error).__name__]
+                self.emit("warning", message=f"{tracker.name} gets no more of this run: {what[0]}")
 
     def rewind(self, step: int) -> None:
         """Forget the metrics of steps after ``step``: the run continues from there and writes them again.
@@ -137,8 +157,7 @@ class EventLog:
 
     def close(self) -> None:
         """Close the files and the trackers."""
-        for tracker in self._trackers:
-            tracker.close()
+        self._track(lambda tracker: tracker.close())
         self._file.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -10,14 +10,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from fsdptool.errors import ExitCode, FsdptoolError
+from fsdptool.errors import ExitCode, FsdptoolError, StorageError
 from fsdptool.training import events as event_module
 from fsdptool.training.events import EventLog
 from fsdptool.training.exhaustion import describe_exhaustion, is_exhaustion
 from fsdptool.training.folder import LOGS
-from fsdptool.training.parts import SUPERVISOR, open_events, open_flag
+from fsdptool.training.parts import SUPERVISOR, open_events, open_flag, place
 from fsdptool.training.stop import SignalFlag
 
 _PEER_SYMPTOMS = (
@@ -33,6 +33,9 @@ _PEER_SYMPTOMS = (
 )
 """What gloo, the TCP store and NCCL say when another rank has gone (torch 2.13)."""
 
+_LINGER_SECONDS = 10.0
+"""How long a rank that no other start could help waits to be ended."""
+
 Body = Callable[[EventLog, SignalFlag], Mapping[str, Any]]
 
 
@@ -44,8 +47,11 @@ def guard(folder: Path, body: Body) -> int:
     torchrun, which would restart any other status; the parent turns it into exit status 75.
     """
     flag = open_flag()
-    events = open_events(folder)
-    _redirect(folder, events.rank)
+    try:
+        events = open_events(folder)
+        _redirect(folder, events.rank)
+    except OSError as error:
+        _refuse(StorageError(f"{folder} cannot be written: {error.strerror or error}"))
     _watch_parents(flag)
     try:
         fields = body(events, flag)
@@ -57,11 +63,26 @@ def guard(folder: Path, body: Body) -> int:
         events.emit("failure", **fields)
         traceback.print_exc()
         sys.stderr.flush()
-        # Not sys.exit: destructors of half-dead process groups can hang (gloo waits for its peers).
-        os._exit(int(exit_code(error)))
+        _leave(fields)
     events.emit("finished", **fields)
     events.close()
     return int(ExitCode.CLEAN)
+
+
+def _refuse(error: FsdptoolError) -> NoReturn:
+    """End without an event file."""
+    fields = describe(error)
+    event_module.speak(event_module.make_record("failure", *place(), fields))
+    _leave(fields)
+
+
+def _leave(fields: Mapping[str, Any]) -> NoReturn:
+    """End after a last word."""
+    if SUPERVISOR in os.environ and not fields["retryable"]:
+        # torchrun would start every rank again at once: the parent, which knows better, ends it first.
+        time.sleep(_LINGER_SECONDS)
+    # Not sys.exit: destructors of half-dead process groups can hang (gloo waits for its peers).
+    os._exit(int(fields["exit_code"]))
 
 
 def describe(error: BaseException) -> dict[str, Any]:

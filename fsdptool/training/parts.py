@@ -46,13 +46,18 @@ def open_flag() -> SignalFlag:
     return flag
 
 
+def place() -> tuple[int, int]:
+    """Return this process's rank and the number of its start, from torchrun's environment."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def open_events(folder: Path) -> EventLog:
     """Open this rank's event file, announce the process and arrange for stack dumps.
 
-    Rank and number of the start come from torchrun's environment.
+    Raises:
+        OSError: The folder cannot be written.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank, attempt = place()
     events = EventLog(folder, rank, attempt)
     logs = folder / LOGS
     logs.mkdir(exist_ok=True)

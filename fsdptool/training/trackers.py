@@ -16,7 +16,9 @@ BACKENDS = ("tensorboard", "wandb", "trackio")
 
 
 class Tracker(Protocol):
-    """Takes every logged step."""
+    """Takes every logged step; ``name`` is its backend's."""
+
+    name: str
 
     def log(self, metrics: Metrics) -> None:
         """Record one step."""
@@ -78,6 +80,7 @@ class _Thinned:
     """Passes on every n-th step."""
 
     def __init__(self, inner: Tracker, every: int) -> None:
+        self.name = inner.name
         self._inner = inner
         self._every = every
 
@@ -90,6 +93,8 @@ class _Thinned:
 
 
 class _TensorBoard:
+    name = "tensorboard"
+
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -109,6 +114,7 @@ class _Client:
     def __init__(self, name: str, folder: Path, recipe: Recipe) -> None:
         from importlib import import_module
 
+        self.name = name
         self._module: Any = import_module(name)
         options = dict(recipe.tracking.options)
         options.setdefault("project", "fsdptool")

@@ -129,6 +129,30 @@ def test_a_second_signal_to_the_parent_ends_everything_at_once(stage: Stage) -> 
     assert gone(stage, 2)
 
 
+def test_a_launcher_that_a_stop_ends_before_any_step_can_be_resumed(stage: Stage) -> None:
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+    command = LaunchCommand((sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(9)"))
+    assert Supervisor(stage.folder, command).run().status == "stopped"
+
+
+def test_who_shows_the_run_may_go_away(stage: Stage) -> None:
+    def gone_already(event: Mapping[str, Any]) -> None:
+        raise BrokenPipeError
+
+    command = LaunchCommand((sys.executable, str(PLAY), str(stage.folder), "finish"))
+    assert Supervisor(stage.folder, command, tell=gone_already).run().status == "completed"
+
+
+def test_a_full_disk_is_said_by_a_rank_that_can_write_nothing(stage: Stage) -> None:
+    (stage.folder / "events").rmdir()
+    (stage.folder / "events").symlink_to("/dev/full")
+    (stage.folder / "logs").rmdir()
+    outcome = stage.play("finish")
+    assert outcome.failure is not None
+    assert outcome.failure.exit_code == 2
+    assert "cannot be written" in outcome.failure.message
+
+
 def test_a_second_signal_to_a_rank_ends_it(stage: Stage) -> None:
     def twice(pids: dict[int, int]) -> None:
         os.kill(pids[0], signal.SIGTERM)

@@ -52,8 +52,9 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_with_space(work: Work, undi
     def small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
-    run = work.start("full", before=small_disk)
+    run = work.start("full", "--max-restarts", "2", before=small_disk)
     assert run.end() == 2, run.said()
+    assert run.summary()["restarts"] == 0, "another start cannot help"
     assert "the checkpoint cannot be written: rank" in run.said()
     assert "File too large" in run.said()
     assert "Traceback" not in run.said()
