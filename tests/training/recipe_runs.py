@@ -1,19 +1,54 @@
-"""One rank of a whole run in a prepared folder: what the worker process does, without its guard."""
+"""Whole runs on the pool's ranks: all that ``fsdptool train`` does but torchrun and the worker's guard."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsdptool.launch.create import write_run
+from fsdptool.launch.prepare import prepare
+from fsdptool.records.recipe import Recipe
 from fsdptool.training.events import EventLog
 from fsdptool.training.stop import SignalFlag
 from fsdptool.training.worker import work
 
 
-def work_in(folder: str) -> dict[str, Any]:
-    """Train what ``folder`` describes and return the closing event."""
+class StopIn(SignalFlag):
+    """Asks to stop as a signal in the ``step``-th step would."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._left = step
+
+    @property
+    def requested(self) -> int:
+        self._left -= 1
+        return signal.SIGTERM if self._left <= 0 else 0
+
+
+def work_in(folder: str, stop_at: int | None = None) -> dict[str, Any]:
+    """Train what ``folder`` describes on one rank and return the closing event."""
     events = EventLog(Path(folder), int(os.environ["RANK"]), 0)
-    ended = dict(work(Path(folder), events, SignalFlag()))
+    flag = SignalFlag() if stop_at is None else StopIn(stop_at)
+    ended = dict(work(Path(folder), events, flag))
     events.close()
     return ended
+
+
+def write_folder(
+    folder: Path,
+    recipe: Path,
+    config: Path,
+    *,
+    resume: str | None = None,
+    changed: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+) -> Recipe:
+    """Write a run folder for ``recipe`` as ``changed`` returns it, without a prediction; returns that."""
+    prepared = prepare(recipe, config, with_prediction=False)
+    prepared = dataclasses.replace(prepared, recipe=changed(prepared.recipe))
+    write_run(folder, prepared, resume=resume, number=int(resume is not None), argv=[], force=False)
+    return prepared.recipe

@@ -15,8 +15,6 @@ import recipe_runs
 from jsonschema import Draft202012Validator
 from pool import Pool
 
-from fsdptool.launch.create import write_run
-from fsdptool.launch.prepare import prepare
 from fsdptool.records.recipe import Recipe
 from fsdptool.resources import load_schema
 from fsdptool.training.checkpoint.manifest import newest_good
@@ -52,10 +50,7 @@ def test_a_recipe_trains(path: Path, pool: Pool, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)  # data and models beside the recipe are found from anywhere
     folder = tmp_path / "run"
     config = EXAMPLES / "configs" / CONFIGS.get(path.stem, "two_cpu_processes.yaml")
-    prepared = prepare(path, config, with_prediction=False)
-    recipe = shortened(prepared.recipe)
-    prepared = dataclasses.replace(prepared, recipe=recipe)
-    write_run(folder, prepared, resume=None, number=0, argv=[], force=False)
+    recipe = recipe_runs.write_folder(folder, path, config, changed=shortened)
     ended = pool.run(recipe_runs.work_in, 2, str(folder))
     assert [(item["status"], item["step"]) for item in ended] == [("completed", STEPS)] * 2
     lines = list(read_lines(folder / "metrics.jsonl"))

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import recipe_runs
 import torch
 import yaml
+from pool import Pool
 
-from fsdptool.cli.app import run
 from fsdptool.families.registry import load_registry
 from fsdptool.families.testing import small_batch, small_spec
 from fsdptool.training.initialisation import draw_blueprint, loose_tensors
@@ -35,7 +36,7 @@ def test_they_are_found_with_their_values() -> None:
 @pytest.mark.parametrize(
     ("name", "flavour"), [("qwen-image", "20b"), ("qwen-image-2.1", "default"), ("cosmos3", "nano")]
 )
-def test_such_denoisers_train(tmp_path: Path, name: str, flavour: str) -> None:
+def test_such_denoisers_train(pool: Pool, tmp_path: Path, name: str, flavour: str) -> None:
     """Cosmos 3 has none; its micro-batch cannot be two samples, which the data room asks about."""
     family = load_registry().get(name)
     spec = small_spec(family, family.flavours()[flavour])
@@ -55,7 +56,6 @@ def test_such_denoisers_train(tmp_path: Path, name: str, flavour: str) -> None:
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     config = Path(__file__).parents[2] / "examples" / "configs" / "two_cpu_processes.yaml"
-    out = tmp_path / "run"
-    assert run(["train", str(tmp_path / "recipe.yaml"), "--config", str(config), "-o", str(out)]) == 0
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["status"] == "completed" and summary["steps"] == 1
+    recipe_runs.write_folder(tmp_path / "run", tmp_path / "recipe.yaml", config)
+    ended = pool.run(recipe_runs.work_in, 2, str(tmp_path / "run"))
+    assert [(item["status"], item["step"]) for item in ended] == [("completed", 1)] * 2

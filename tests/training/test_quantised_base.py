@@ -7,23 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipe_runs
 import reference
 import torch
+from cases import write_model
 from pool import Pool
 from quantised_cases import QUANTISED, WIDE, decoded, installed, load_big, quantised_recipe, train
 from reference import plain_model
+from safetensors.torch import load_file
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.build import build
 from fsdptool.records import Mesh
 from fsdptool.records.recipe import Checkpointing, Sharding
 from fsdptool.source import resolve
+from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
+from fsdptool.training.events import read_lines
 from fsdptool.training.methods.quantised import formats
 
 pytestmark = pytest.mark.distributed
 
 FORMATS = ("nf4", "int8", "float8")
 STEPS, COUNT = 5, 4
+TWO_PROCESSES = Path(__file__).parents[2] / "examples" / "configs" / "two_cpu_processes.yaml"
+RUN = """\
+model: {reference: model, weights: random}
+data: {source: synthetic}
+batch: {micro_batch: 2, sequence_length: 8}
+method: {name: lora, lora: {rank: 4, base: nf4}}
+steps: 7
+checkpoints: {every_steps: 3}
+"""
 
 
 def hold(
@@ -127,6 +141,37 @@ def test_no_rank_ever_holds_the_published_weights(pool: Pool, tmp_path: Path) ->
     for found in pool.run(load_big, 2, folder, recipe, small):
         assert found["shards"] < published * 0.16, "4.5 of 16 bits, on two ranks"
         assert found["grown"] < found["shards"] + 40 * 2**20 < published / 2
+
+
+def test_a_stopped_run_continues_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    """Only adapters are saved; a resumed run makes the very same base again."""
+    write_model(tmp_path / "model", QUANTISED["wide"].config)
+    (tmp_path / "recipe.yaml").write_text(RUN)
+
+    def run(name: str, *, resume: str | None = None, stop_in: int | None = None) -> str:
+        folder = tmp_path / name
+        recipe_runs.write_folder(folder, tmp_path / "recipe.yaml", TWO_PROCESSES, resume=resume)
+        (ended, _) = pool.run(recipe_runs.work_in, 2, str(folder), stop_in)
+        return str(ended["status"])
+
+    assert run("whole") == "completed"
+    assert run("stopped", stop_in=4) == "stopped"
+    assert run("stopped", resume="auto") == "completed"
+    whole, stopped = (recorded(tmp_path / name) for name in ("whole", "stopped"))
+    assert [step for step, _ in whole[0]] == list(range(1, 8))
+    assert whole == stopped
+    newest = list_checkpoints(tmp_path / "whole" / "checkpoints")[0]
+    names = [
+        name for file in newest.glob("*.safetensors") for name in load_file(file) if name.startswith("model/")
+    ]
+    assert names and all(".lora_" in name for name in names)
+
+
+def recorded(folder: Path) -> tuple[list[tuple[int, float]], dict[str, str]]:
+    """Return every step's loss, and the digests of the newest checkpoint."""
+    steps = [(line["step"], line["loss"]) for line in read_lines(folder / "metrics.jsonl")]
+    newest = list_checkpoints(folder / "checkpoints")[0]
+    return steps, {name: entry.sha256 for name, entry in read_manifest(newest).files.items()}
 
 
 def test_what_a_base_leaves_is_said(pool: Pool, tmp_path: Path) -> None:
