@@ -85,18 +85,20 @@ def _repetitions(path: Path, text: str, keys: list[str]) -> Iterator[Diagnostic]
     from fsdptool.config.tree import ParseError, duplicates, walk
 
     places: dict[str, tuple[int, int]] = {}
+    source = SourceText(text)
     try:
         root = parse_json(text).root
         assert root is not None
         for node in walk(root):
             for loser, winner in duplicates(node):
-                first, last = (SourceText(text).place(entry.key_node.start)[0] for entry in (loser, winner))
+                first, last = (source.place(entry.key_node.start)[0] for entry in (loser, winner))
                 places.setdefault(str(loser.key), (first, last))
     except ParseError:  # longer than a configuration of settings may be; the keys are known all the same
         pass
     for key in keys:
-        line, last = places.get(key, (None, None))
-        again = "is written more than once" if last is None else f"is written again on line {last}"
+        place = places.get(key)
+        line = place[0] if place else None
+        again = f"is written again on line {place[1]}" if place else "is written more than once"
         yield Diagnostic(
             code=REPEATED_KEY,
             severity="warning",
