@@ -19,8 +19,33 @@ from fsdptool.records.recipe import Recipe
 def advise(
     estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candidate, chosen: Candidate | None
 ) -> list[Diagnostic]:
-    """Return what the trainer would refuse of the data, and whether sharding is needed at all."""
-    return [*_packing(estimator.spec, inputs.recipe), *_needless(estimator, inputs, knobs, asked, chosen)]
+    """Return what was assumed, what the trainer would refuse, and whether sharding is needed at all."""
+    return [
+        *_sizes(estimator.spec, inputs.recipe),
+        *_packing(estimator.spec, inputs.recipe),
+        *_needless(estimator, inputs, knobs, asked, chosen),
+    ]
+
+
+def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
+    """Say what a sample is where nobody said it: memory depends on nothing more than on that."""
+    batch = recipe.batch
+    if any(size is not None for size in (batch.sequence_length, batch.height, batch.width, batch.frames)):
+        return []
+    tensors = family_of(spec).batch_spec(spec.config, recipe)
+    shapes = [
+        f"{item.name} {' x '.join(map(str, item.shape[1:]))}" for item in tensors if len(item.shape) > 1
+    ]
+    if not shapes:
+        return []
+    return [
+        Diagnostic(
+            "PLN013",
+            "info",
+            f"no size of a sample was given; the family's own is assumed: {', '.join(shapes)}",
+            help="give --seq-len, --height, --width or --frames, or batch: in the recipe",
+        )
+    ]
 
 
 def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:

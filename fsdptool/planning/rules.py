@@ -28,4 +28,8 @@ RULES = (
          "Recurrent and convolutional layers carry a state over the border between packed documents, whatever"
          " the attention mask says; some models take no positions to find the border by.",
          "Set data.document_mask: false to accept it, or data.packing: false."),
+    Rule("PLN013", "size of a sample assumed", "info",
+         "Neither options nor recipe say how long or large a sample is, so the family's own size is planned"
+         " (512 tokens of text). Memory and time follow that size.",
+         "Give --seq-len, --height, --width or --frames, or write them under batch: in the recipe."),
 )  # fmt: skip

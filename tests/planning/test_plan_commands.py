@@ -67,7 +67,9 @@ def test_a_plan_is_a_valid_document_and_says_what_it_knows(
 
 def test_a_small_model_is_told_that_it_needs_no_fsdp(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "128", "--no-search"])
-    assert "PLN011" in {item["code"] for item in plan["diagnostics"]}
+    assert {item["code"] for item in plan["diagnostics"]} == {"PLN011"}, "every size was given"
+    assumed = document(capsys, ["plan", model, *HARDWARE, "--no-search"])["diagnostics"]
+    assert any(item["code"] == "PLN013" and "input_ids 512" in item["message"] for item in assumed)
 
 
 def test_experts_are_said_to_need_the_same_however_they_are_hit(
