@@ -169,3 +169,10 @@ def test_exporting_what_is_no_run(place: Work, capsys: pytest.CaptureFixture[str
     assert run(["export", str(place.folder / "model")]) == 2
     assert "error: " in capsys.readouterr().err
     assert not (place.folder / "model" / "export").exists()
+
+
+def test_exporting_over_what_is_no_export(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["export", str(place.folder), "-o", str(place.folder / "model"), "--force"]
+    assert run(arguments) == 2
+    assert "is no export of fsdptool's" in capsys.readouterr().err
+    assert (place.folder / "model" / "config.json").exists()

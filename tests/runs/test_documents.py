@@ -85,6 +85,7 @@ def test_the_export_is_the_checkpoint_and_loads(
     assert AutoTokenizer.from_pretrained(target)(text)["input_ids"] == list(text.encode())
     assert fsdptool(arguments) == 2
     assert "exists already" in capsys.readouterr().err
+    assert fsdptool([*arguments, "--force"]) == 0, "an export may be replaced"
 
 
 def test_dry_run_prints_what_would_run_and_writes_nothing(

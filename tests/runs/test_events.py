@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 
 from fsdptool.launch.watch import Follower
 from fsdptool.records.run import Metrics
+from fsdptool.training.checkpoint.manifest import sync_folder
 from fsdptool.training.events import EventLog, LineFile, event_path, read_lines
 from fsdptool.training.folder import METRICS
 
@@ -78,3 +80,13 @@ def test_a_file_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").rename(path)
     assert [event["name"] for event in follower.news()] == ["training"]
     log.close()
+
+
+def test_a_folder_that_cannot_be_flushed_is_no_failure() -> None:
+    """As on file systems in user space: the kernel's own process table answers ``EINVAL``, too."""
+    folder = Path("/proc/self")
+    descriptor = os.open(folder, os.O_RDONLY)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.fsync(descriptor)
+    os.close(descriptor)
+    sync_folder(folder)

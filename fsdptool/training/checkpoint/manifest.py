@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -208,9 +209,15 @@ def sweep(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, so that a rename survives a power cut."""
+    """Flush a folder's entries to the disk, so that a rename survives a power cut.
+
+    File systems that know nothing of it (some in user space, some network ones) answer ``EINVAL``.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.records.document import tool_version
+from fsdptool.training.checkpoint.manifest import publish
 from fsdptool.training.export.shards import SHARD_BYTES
 from fsdptool.training.folder import EXPORT, write_json
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from fsdptool.training.run_inputs import RunInputs
+
+MARK = "fsdptool-export.json"
+"""Says where an export came from; ``--force`` replaces nothing without it."""
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -65,18 +70,18 @@ def export_run(
         average: Write the moving average of the weights, where the run kept one.
         dtype: Convert floating tensors to this; None keeps what was trained.
         shard_bytes: Largest size of one file.
-        force: Replace an existing folder.
+        force: Replace an older export (or fill an empty folder); anything else is left alone.
 
     Raises:
         ConfigError: There is no usable checkpoint, or the options do not suit the run.
-        StorageError: The folder exists or cannot be written; nothing half-written stays.
+        StorageError: The folder exists and may not be replaced, or it cannot be written; nothing
+            half-written stays.
     """
     from fsdptool.training.export.values import open_saved
     from fsdptool.training.run_inputs import read_inputs
 
     target = output or run / EXPORT
-    if target.exists() and not force:
-        raise StorageError(f"{target} exists already", help="give --force to replace it, or another --output")
+    _check_target(target, force=force)
     inputs = read_inputs(run)
     adapters = inputs.recipe.method.name == "lora"
     if merge and not adapters:
@@ -91,9 +96,14 @@ def export_run(
         kind, notes = _Export(inputs, saved, average, dtype, shard_bytes).write(
             aside, separate=adapters and not merge
         )
-        if target.exists():
-            shutil.rmtree(target)
-        aside.replace(target)
+        mark = {
+            "tool_version": tool_version(),
+            "kind": kind,
+            "run": run.absolute().name,
+            "step": manifest.step,
+        }
+        write_json(aside / MARK, mark)
+        publish(aside, target)
     except OSError as error:
         raise StorageError(
             f"{target} cannot be written: {error.strerror or error}",
@@ -111,6 +121,19 @@ def export_run(
         bytes=sum(item.stat().st_size for item in files),
         notes=tuple(notes),
     )
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    """Refuse to replace what is not ours to replace."""
+    if not target.exists():
+        return
+    if not force:
+        raise StorageError(f"{target} exists already", help="give --force to replace it, or another --output")
+    if not target.is_dir() or (any(target.iterdir()) and not (target / MARK).exists()):
+        raise StorageError(
+            f"{target} is no export of fsdptool's ({MARK} is missing) and is left alone",
+            help="give another --output, or remove it yourself",
+        )
 
 
 class _Export:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, StorageError
 from fsdptool.training.assemble import open_weights
 from fsdptool.training.checkpoint.manifest import Manifest, check_file, newest_good, read_manifest
 from fsdptool.training.folder import CHECKPOINTS
@@ -68,6 +68,7 @@ def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path
 
     Raises:
         ConfigError: There is none, or the named one is damaged.
+        StorageError: It cannot be opened; a run that still trains may just have removed it.
     """
     if checkpoint is None:
         found = newest_good(run / CHECKPOINTS)
@@ -80,7 +81,13 @@ def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path
         wrong = (check_file(path, name, entry) for name, entry in manifest.files.items())
         if reason := next((text for text in wrong if text), None):
             raise ConfigError(f"checkpoint {path} is damaged: {reason}", help="export another one")
-    return Saved(path, manifest), manifest, path
+    try:
+        return Saved(path, manifest), manifest, path
+    except OSError as error:
+        raise StorageError(
+            f"checkpoint {path} cannot be opened: {error}",
+            help="a run that goes on removes old ones: export again, or another one",
+        ) from error
 
 
 class Values:
