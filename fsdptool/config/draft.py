@@ -29,9 +29,7 @@ class Fact:
 
     value: Any
     origin: str
-    node: Node | None = None
     entry: Entry | None = None
-    parent: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +94,11 @@ class Draft:
         names: dict[str, str] = self.extras.get("names", {})
         return names.get(key, key)
 
-    def set(
-        self,
-        key: str,
-        value: Any,
-        *,
-        entry: Entry | None = None,
-        parent: Node | None = None,
-        origin: str | None = None,
-    ) -> None:
+    def set(self, key: str, value: Any, *, entry: Entry | None = None, origin: str | None = None) -> None:
         """Record a setting. Without ``origin`` it came from ``entry``'s line."""
         if origin is None:
             origin = f"line {self.line(entry)}" if entry is not None else f"default of {self.consumer}"
-        node = entry.node if entry is not None else None
-        self.facts[key] = Fact(value, origin, node, entry, parent)
+        self.facts[key] = Fact(value, origin, entry)
 
     def line(self, entry: Entry) -> int:
         """Return the line of an entry's key."""

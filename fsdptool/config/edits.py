@@ -81,9 +81,11 @@ class Editor:
             return (Edit(node.start, node.end, key),)
         return (Edit(node.start, node.end, scalar_text(key, self.language, node.style)),)
 
-    def remove(self, parent: Node, entry: Entry) -> tuple[Edit, ...] | None:
+    def remove(self, parent: Node | None, entry: Entry) -> tuple[Edit, ...] | None:
         """Remove an entry: its whole lines in block style, its share of the commas in flow style."""
-        if entry.merged or parent.alias or entry not in parent.entries or self.language == "flags":
+        if parent is None or parent.alias or entry not in parent.entries:
+            return None
+        if entry.merged or self.language == "flags":
             return None
         return self._remove_flow(parent, entry) if parent.flow else self._remove_block(entry)
 

@@ -53,6 +53,15 @@ LEGACY = (
 )
 """Settings that exist under version 1 only."""
 
+LEGACY_DEFAULTS: dict[str, Any] = {
+    "sharding_strategy": "full_shard",
+    "backward_prefetch": None,
+    "forward_prefetch": False,
+    "use_orig_params": True,
+    "sync_module_states": True,
+}
+"""Those that accelerate 1.15's plugin takes, with what its launcher exports where nothing is written."""
+
 DETAILS = ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
 """Read with ``sp`` above 1 only, which does nothing under FSDP2 (FSD312): shown, never carried over."""
 
@@ -92,6 +101,17 @@ def begins(name: str, value: Any) -> dict[str, Any]:
         return {name: value}
     return {name: value, "*": name, "reshard_after_forward": None, **dict.fromkeys(LEGACY)}
 
+
+STRATEGY_NAMES = {
+    name.upper(): name
+    for name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+}
+STRATEGIES = {
+    **STRATEGY_NAMES,
+    **{str(number): name for number, name in enumerate(STRATEGY_NAMES.values(), 1)},
+    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
+}
+"""FSDP1's strategies by the names (in upper case) and numbers of torch's enumeration."""
 
 RESHARD_OF_STRATEGY = {
     "full_shard": True,

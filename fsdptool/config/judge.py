@@ -9,10 +9,9 @@ from typing import Any
 
 from fsdptool.config import mesh_rules
 from fsdptool.config.draft import Draft
-from fsdptool.config.edits import Editor
 from fsdptool.config.facts import WRITTEN
 from fsdptool.config.process_rules import judge_processes, launched_by_accelerate
-from fsdptool.config.tree import Node
+from fsdptool.config.tree import Entry, Node
 
 _LEAVES = frozenset(
     [
@@ -247,9 +246,8 @@ def _checkpointing(draft: Draft) -> None:
         draft.report(
             "FSD318", f"activation offload needs {need}", draft.at("activation_checkpointing_offload")
         )
-    both = draft.extras.get("gradient_checkpointing")
-    if on and both is not None:
-        entry = both[1]
+    entry: Entry | None = draft.extras.get("gradient_checkpointing")
+    if on and entry is not None:
         draft.report(
             "FSD317",
             f"{entry.key} and FSDP's activation checkpointing are both on",
@@ -296,7 +294,7 @@ def _defaults(draft: Draft) -> None:
         if canonical in pending:
             continue
         value = WRITTEN.get(canonical, {}).get(fact.value, fact.value)
-        edits = Editor(draft.source, draft.document).add(block.node if block else None, block, {key: value})
+        edits = draft.editor.add(block.node if block else None, block, {key: value})
         draft.report(
             "FSD320",
             f"{key} is not written: {str(value).lower() if value is True else value} by default",

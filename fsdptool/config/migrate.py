@@ -11,7 +11,7 @@ from typing import Any
 from fsdptool.config.dialects import DIALECTS
 from fsdptool.config.draft import Draft
 from fsdptool.config.edits import Editor, apply_edits
-from fsdptool.config.facts import RESHARD_OF_STRATEGY, hybrid_mesh
+from fsdptool.config.facts import LEGACY, RESHARD_OF_STRATEGY, hybrid_mesh
 from fsdptool.config.json_tree import parse_json
 from fsdptool.config.text import SourceText
 from fsdptool.config.tree import Entry, Node, ParseError
@@ -53,26 +53,18 @@ def migration(draft: Draft) -> Migration:
     if strategy.startswith("hybrid"):
         mesh = hybrid_mesh(draft.get("num_processes"), draft.get("num_machines"))
     target = Target(RESHARD_OF_STRATEGY[strategy], draft.get("state_dict_type") or "full", mesh)
-    module = import_module(f"fsdptool.config.dialects.{DIALECTS[draft.dialect]}")
     if draft.consumer.name == "simpletuner" and draft.document.language == "flags":
         return Migration(None, refusal="write --fsdp_version 2 on the command line yourself")
     if draft.document.language in ("env", "flags"):
         return Migration(None, refusal=f"it is written anew: fsdptool migrate --to {draft.dialect} FILE")
     try:
+        module = import_module(f"fsdptool.config.dialects.{DIALECTS[draft.dialect]}")
         steps = Rewriter(draft.source)
         further = module.migrate(steps, draft, target) or {}
     except NotEditableError as error:
         return Migration(None, refusal=f"the file's form does not allow it: {error}")
     changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh, **further}
-    for key in (
-        "sharding_strategy",
-        "backward_prefetch",
-        "forward_prefetch",
-        "use_orig_params",
-        "sync_module_states",
-        "limit_all_gathers",
-    ):
-        changes[key] = None
+    changes.update(dict.fromkeys(LEGACY))
     if mesh:
         changes.update(cp=1, tp=1, sp=1)
     return Migration(edits_between(draft.source.text, steps.source.text), changes)

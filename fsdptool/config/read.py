@@ -45,7 +45,7 @@ def read_settings(
         target: Version to judge for, ``accelerate==1.15``.
         environment: Environment variables the program would inherit; None: none that matter.
         model: An :class:`~fsdptool.records.anatomy.Anatomy`, to judge the family ``model``.
-        hardware: A :class:`fsdptool.config.hardware.Hardware`, to judge the family ``hardware``.
+        hardware: A :class:`fsdptool.config.hardware_rules.Hardware`, to judge the family ``hardware``.
 
     Raises:
         ConfigError: ``dialect``, ``consumer`` or ``target`` is not known. Whatever is wrong with the

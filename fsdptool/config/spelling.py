@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 _TRUE = {"y", "yes", "t", "true", "on", "1", "enable", "enabled"}
@@ -60,14 +59,6 @@ ROTATIONS = {
     "allgather": ("allgather", "all_gather"),
     "alltoall": ("alltoall", "all_to_all", "a2a"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Spelled:
-    """A canonical value, and whether it was written canonically already."""
-
-    value: Any
-    changed: bool
 
 
 def normal(text: object) -> str:
@@ -148,9 +139,6 @@ def _split(text: str) -> list[str]:
     for separator in ";,":
         stripped = stripped.replace(separator, " ")
     return [part.strip("'\"") for part in stripped.split() if part.strip("'\"")]
-
-
-Normaliser = Callable[[Any], Any]
 
 
 def nearest(word: object, known: Iterable[str], *, cutoff: float = 0.72) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -182,15 +181,4 @@ def _unmatched_plan(model: Any, paths: dict[int, str]) -> tuple[str, ...]:
         return ()
     have = set(paths.values())
     numbered = {".".join("*" if part.isdigit() else part for part in path.split(".")) for path in have}
-    return tuple(
-        sorted(rule for rule in rules if isinstance(rule, str) and not _matches(rule, have, numbered))
-    )
-
-
-def _matches(rule: str, have: set[str], numbered: set[str]) -> bool:
-    return rule in have or rule in numbered
-
-
-def class_names(modules: tuple[Module, ...]) -> Iterator[str]:
-    """Yield the class names of the modules below the root, in order, each once."""
-    yield from dict.fromkeys(module.class_name for module in modules if module.path)
+    return tuple(sorted(rule for rule in rules if isinstance(rule, str) and rule not in have | numbered))

@@ -1,4 +1,7 @@
-"""The dialects: one module each, with ``matches``, ``read`` and ``write``."""
+"""The dialects: one module each, with ``read`` and ``write``.
+
+Those that are mappings have ``matches``, to be recognised by, and ``migrate``, from FSDP1 to FSDP2 in place.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _inert(draft: Draft, entry: Entry) -> None:
     if entry.node.value not in (INERT[key], None, "no") and not (key == "same_network" and alone):
         draft.report("FSD209", f"{key} has no effect in the file", entry)
     if key == "rdzv_backend" and isinstance(entry.node.value, str):
-        draft.set("rdzv_backend", entry.node.value, entry=entry, parent=draft.root)
+        draft.set("rdzv_backend", entry.node.value, entry=entry)
         draft.unheeded["rdzv_backend"] = INERT["rdzv_backend"]
 
 
@@ -165,9 +165,9 @@ def _precision(draft: Draft) -> None:
     if entry is None or entry.node.value is None:
         legacy = draft.root.get("fp16")
         if legacy is not None and legacy.node.value:
-            draft.set("mixed_precision", "fp16", entry=legacy, parent=draft.root)
+            draft.set("mixed_precision", "fp16", entry=legacy)
         elif legacy is not None:
-            draft.set("mixed_precision", "no", entry=legacy, parent=draft.root)
+            draft.set("mixed_precision", "no", entry=legacy)
         else:
             draft.set("mixed_precision", "no")
         return
@@ -182,7 +182,7 @@ def _fsdp_block(draft: Draft, block: Node | None, kind: str | None) -> None:
     if kind != "FSDP":
         return
     chosen = _choose(draft, block)
-    values.read_version(draft, chosen.get("fsdp_version"), block)
+    values.read_version(draft, chosen.get("fsdp_version"))
     version = draft.get("fsdp_version")
     for key, name in FSDP_KEYS.items():
         if key == "fsdp_version":

@@ -1,5 +1,7 @@
 """The keys of accelerate 1.15's configuration, and what became of others."""
 
+from fsdptool.config.facts import LEGACY_DEFAULTS
+
 NAME = "accelerate"
 
 TOP_LEVEL = frozenset(
@@ -62,11 +64,7 @@ FSDP_KEYS = {
     "fsdp_activation_checkpointing": "activation_checkpointing",
     "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
     "fsdp_ignored_modules": "ignored_modules",
-    "fsdp_sharding_strategy": "sharding_strategy",
-    "fsdp_backward_prefetch": "backward_prefetch",
-    "fsdp_forward_prefetch": "forward_prefetch",
-    "fsdp_use_orig_params": "use_orig_params",
-    "fsdp_sync_module_states": "sync_module_states",
+    **{f"fsdp_{name}": name for name in LEGACY_DEFAULTS},
 }
 PARALLELISM_KEYS = {
     "parallelism_config_dp_replicate_size": "dp_replicate",
@@ -100,13 +98,7 @@ DEAD = {
 }
 """Keys that look right and are not read, with the one that was meant."""
 
-LEGACY_KEYS = (
-    "fsdp_sharding_strategy",
-    "fsdp_backward_prefetch",
-    "fsdp_forward_prefetch",
-    "fsdp_use_orig_params",
-    "fsdp_sync_module_states",
-)
+LEGACY_KEYS = tuple(f"fsdp_{name}" for name in LEGACY_DEFAULTS)
 """Keys of FSDP1 that FSDP2 has no use for."""
 
 NAMES = {canonical: key for key, canonical in (*FSDP_KEYS.items(), *PARALLELISM_KEYS.items())}

@@ -7,35 +7,23 @@ from typing import Any
 from fsdptool.config import spelling
 from fsdptool.config.dialects.accelerate_scalars import read_boolean, word_of_truth
 from fsdptool.config.draft import Draft
+from fsdptool.config.facts import STRATEGIES, hybrid_mesh
 from fsdptool.config.tree import Entry, Node, to_python
 
-_STRATEGIES = {
-    "FULL_SHARD": "full_shard",
-    "SHARD_GRAD_OP": "shard_grad_op",
-    "NO_SHARD": "no_shard",
-    "HYBRID_SHARD": "hybrid_shard",
-    "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
-    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
-    "1": "full_shard",
-    "2": "shard_grad_op",
-    "3": "no_shard",
-    "4": "hybrid_shard",
-    "5": "hybrid_shard_zero2",
-}
 _PREFETCHES = {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2"}
 
 
 def read_legacy(draft: Draft, key: str, name: str, entry: Entry, block: Node | None, version: int) -> None:
     """Keys of FSDP1: settings under version 1, findings under version 2."""
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    value = to_python(entry.node)
     if version == 1:
         _legacy_under_1(draft, key, name, value, entry, block)
         return
     draft.ignore(entry, "FSDP1 only; not read under version 2")
-    remove = draft.editor.remove(block, entry) if block is not None else None
+    remove = draft.editor.remove(block, entry)
     if name == "sharding_strategy":
         _strategy_under_2(draft, key, value, entry, block, remove)
-    elif name == "sync_module_states" and not value and _ram_truthy(block):
+    elif name == "sync_module_states" and not value and _loading(block):
         draft.report(
             "FSD321",
             f"{key}: false makes accelerate launch refuse the file",
@@ -70,18 +58,12 @@ def read_legacy(draft: Draft, key: str, name: str, entry: Entry, block: Node | N
         )
 
 
-def _ram_truthy(block: Node | None) -> bool:
+def _loading(block: Node | None) -> Any:
+    """Return RAM-efficient loading as it is written: the launcher tests its truth, the plugin parses it."""
     entry = None
     if block is not None:
         entry = block.get("fsdp_cpu_ram_efficient_loading") or block.get("cpu_ram_efficient_loading")
-    return True if entry is None else bool(to_python(entry.node))
-
-
-def _ram_on(block: Node | None) -> bool:
-    entry = None
-    if block is not None:
-        entry = block.get("fsdp_cpu_ram_efficient_loading") or block.get("cpu_ram_efficient_loading")
-    return True if entry is None else bool(word_of_truth(to_python(entry.node)))
+    return True if entry is None else to_python(entry.node)
 
 
 def _strategy_under_2(
@@ -90,7 +72,6 @@ def _strategy_under_2(
     strategy = spelling.choice(value, spelling.STRATEGIES)
     own = block.get("fsdp_reshard_after_forward") or block.get("reshard_after_forward") if block else None
     runs = word_of_truth(own.node.value) if own is not None else True
-    draft.extras["written_strategy"] = strategy
     if strategy == "no_shard":
         draft.report(
             "FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry, value=True
@@ -132,8 +113,6 @@ def _hybrid_under_2(
     own: Entry | None,
     remove: Any,
 ) -> None:
-    from fsdptool.config.facts import hybrid_mesh
-
     machines = draft.get("num_machines")
     mesh = hybrid_mesh(draft.get("num_processes"), machines)
     has_block = draft.root.get("parallelism_config") is not None
@@ -184,12 +163,12 @@ def _hybrid_under_2(
 
 def _legacy_under_1(draft: Draft, key: str, name: str, value: Any, entry: Entry, block: Node | None) -> None:
     if name == "sharding_strategy":
-        strategy = _STRATEGIES.get(str(value).upper())
+        strategy = STRATEGIES.get(str(value).upper())
         if strategy is None:
-            draft.set(name, "full_shard", entry=entry, parent=block)
+            draft.set(name, "full_shard", entry=entry)
             draft.report("FSD206", f"{key} {value!r} is no sharding strategy", entry, value=True)
             return
-        draft.set(name, strategy, entry=entry, parent=block)
+        draft.set(name, strategy, entry=entry)
         if str(value).isdigit():
             draft.report(
                 "FSD323",
@@ -204,7 +183,7 @@ def _legacy_under_1(draft: Draft, key: str, name: str, value: Any, entry: Entry,
     if name == "backward_prefetch":
         text = None if value is None else str(value).upper()
         if text is not None and text not in _PREFETCHES:
-            draft.set(name, None, entry=entry, parent=block)
+            draft.set(name, None, entry=entry)
             draft.report(
                 "FSD206",
                 f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
@@ -217,10 +196,10 @@ def _legacy_under_1(draft: Draft, key: str, name: str, value: Any, entry: Entry,
             )
             return
         shown = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST", "NO_PREFETCH": None}.get(text or "", text)
-        draft.set(name, shown, entry=entry, parent=block)
+        draft.set(name, shown, entry=entry)
         return
-    read_boolean(draft, key, name, entry, block)
-    if name == "sync_module_states" and not value and _ram_truthy(block):
+    read_boolean(draft, key, name, entry)
+    if name == "sync_module_states" and not value and _loading(block):
         draft.report(
             "FSD321",
             f"{key}: false makes accelerate launch refuse the file while RAM-efficient loading is on",
@@ -232,7 +211,7 @@ def _legacy_under_1(draft: Draft, key: str, name: str, value: Any, entry: Entry,
             fix="write true",
             changes={"sync_module_states": True},
         )
-    elif name == "sync_module_states" and draft.get(name) is False and _ram_on(block):
+    elif name == "sync_module_states" and draft.get(name) is False and word_of_truth(_loading(block)):
         # Text slips past the launcher, and the plugin sets it to true with a warning.
         draft.ignore(entry, "RAM-efficient loading needs it: the plugin sets it to true")
         draft.set(name, True, origin="RAM-efficient loading needs it")

@@ -12,20 +12,20 @@ from fsdptool.config.draft import Draft
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
 
 
-def read_parallelism(draft: Draft, name: str, entry: Entry, block: Node) -> None:
+def read_parallelism(draft: Draft, name: str, entry: Entry) -> None:
     """Read one size of the mesh, or the rotation."""
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    value = to_python(entry.node)
     if name == "cp_comm_strategy":
-        read_rotation(draft, value, entry, block)
+        read_rotation(draft, value, entry)
         return
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        draft.set(name, value, entry=entry, parent=block)
+        draft.set(name, value, entry=entry)
         return
     meant = spelling.integer(value)
     good = meant if meant is not None and meant >= 1 else None
     # The launcher compares cp and sp with 1 before it makes text of them; the others may be text.
     if name not in ("cp", "sp") and isinstance(value, str) and good is not None and value.strip().isdecimal():
-        draft.set(name, good, entry=entry, parent=block)
+        draft.set(name, good, entry=entry)
         draft.report(
             "FSD217",
             f"{entry.key} {value!r} means {good}",
@@ -35,7 +35,7 @@ def read_parallelism(draft: Draft, name: str, entry: Entry, block: Node) -> None
             fix=f"write {good}",
         )
         return
-    draft.set(name, good or 1, entry=entry, parent=block)
+    draft.set(name, good or 1, entry=entry)
     draft.report(
         "FSD306" if name == "cp" else "FSD205",
         f"{entry.key} must be a whole number of at least 1, not {value!r}",
@@ -47,13 +47,13 @@ def read_parallelism(draft: Draft, name: str, entry: Entry, block: Node) -> None
     )
 
 
-def read_rotation(draft: Draft, value: Any, entry: Entry, parent: Node | None) -> None:
+def read_rotation(draft: Draft, value: Any, entry: Entry) -> None:
     """Read the context-parallel rotation."""
     if value in ("allgather", "alltoall"):
-        draft.set("cp_comm_strategy", value, entry=entry, parent=parent)
+        draft.set("cp_comm_strategy", value, entry=entry)
         return
     meant = spelling.choice(value, spelling.ROTATIONS)
-    draft.set("cp_comm_strategy", meant or "allgather", entry=entry, parent=parent)
+    draft.set("cp_comm_strategy", meant or "allgather", entry=entry)
     draft.report(
         "FSD307",
         f"unknown rotation {value!r}: allgather or alltoall",
@@ -87,11 +87,11 @@ def read_block(draft: Draft, block: Node | None) -> None:
         if found is None:
             draft.set(name, "allgather" if name == "cp_comm_strategy" else 1)
         else:
-            read_parallelism(draft, name, found, block)
-    read_details(draft, {name: chosen[key] for key, name in DETAILS.items() if key in chosen}, block)
+            read_parallelism(draft, name, found)
+    read_details(draft, {name: chosen[key] for key, name in DETAILS.items() if key in chosen})
 
 
-def read_details(draft: Draft, found: Mapping[str, Entry], parent: Node, *, written_in: str = "file") -> None:
+def read_details(draft: Draft, found: Mapping[str, Entry], *, written_in: str = "file") -> None:
     """Read the backends, and what sequence parallelism takes besides its size.
 
     Source: accelerate 1.15 ``utils/launch.py:prepare_extend_env_parallelism_config`` (all travels as
@@ -100,14 +100,13 @@ def read_details(draft: Draft, found: Mapping[str, Entry], parent: Node, *, writ
     Args:
         draft: Where ``sp`` is known already.
         found: Entries by the names of :data:`DETAILS`.
-        parent: The mapping that holds them.
         written_in: ``file``, ``flags`` (argparse's ``type=bool`` takes any text for true) or
             ``environment`` (no launcher fills in ``sdpa``).
     """
     for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
         entry = found.get(name)
-        if entry is not None and _plain(entry) != only:
-            value = _plain(entry)
+        if entry is not None and to_python(entry.node) != only:
+            value = to_python(entry.node)
             clear = value is None or spelling.nearest(value, (only,)) is not None
             draft.report(
                 "FSD206",
@@ -123,20 +122,16 @@ def read_details(draft: Draft, found: Mapping[str, Entry], parent: Node, *, writ
                 draft.ignore(found[name], "read with sp_size above 1 only")
                 draft.report("FSD209", f"{found[name].key} is read with sp_size above 1 only", found[name])
         return
-    _variable_length(draft, found.get("sp_seq_length_is_variable"), parent, written_in == "flags")
-    _sequence_length(draft, found.get("sp_seq_length"), parent)
+    _variable_length(draft, found.get("sp_seq_length_is_variable"), written_in == "flags")
+    _sequence_length(draft, found.get("sp_seq_length"))
     default = None if written_in == "environment" else "sdpa"
-    _attention(draft, found.get("sp_attn_implementation"), parent, default)
+    _attention(draft, found.get("sp_attn_implementation"), default)
 
 
-def _plain(entry: Entry) -> Any:
-    return entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
-
-
-def _variable_length(draft: Draft, entry: Entry | None, parent: Node, any_text: bool) -> None:
-    value = True if entry is None else _plain(entry)
+def _variable_length(draft: Draft, entry: Entry | None, any_text: bool) -> None:
+    value = True if entry is None else to_python(entry.node)
     variable = bool(value) if any_text else str(value).lower() == "true"
-    draft.set("sp_seq_length_is_variable", variable, entry=entry, parent=parent)
+    draft.set("sp_seq_length_is_variable", variable, entry=entry)
     if entry is None or isinstance(value, bool) or (any_text and spelling.boolean(value) is True):
         return
     draft.report(
@@ -150,26 +145,26 @@ def _variable_length(draft: Draft, entry: Entry | None, parent: Node, any_text: 
     )
 
 
-def _sequence_length(draft: Draft, entry: Entry | None, parent: Node) -> None:
+def _sequence_length(draft: Draft, entry: Entry | None) -> None:
     draft.set("sp_seq_length", None)
-    if entry is None or _plain(entry) is None:
+    if entry is None or to_python(entry.node) is None:
         return
     if draft.get("sp_seq_length_is_variable"):
         draft.ignore(entry, "read with sp_seq_length_is_variable false only")
         return
     try:
-        draft.set("sp_seq_length", int(str(_plain(entry))), entry=entry, parent=parent)
+        draft.set("sp_seq_length", int(str(to_python(entry.node))), entry=entry)
     except ValueError:
-        message = f"{entry.key} must be a whole number, not {_plain(entry)!r}"
+        message = f"{entry.key} must be a whole number, not {to_python(entry.node)!r}"
         draft.report("FSD205", message, entry, value=True)
 
 
-def _attention(draft: Draft, entry: Entry | None, parent: Node, default: str | None) -> None:
-    value = default if entry is None else _plain(entry)
+def _attention(draft: Draft, entry: Entry | None, default: str | None) -> None:
+    value = default if entry is None else to_python(entry.node)
     known = ("sdpa", "flash_attention_2", "flash_attention_3")
     text = value if isinstance(value, str) else None
     kernel = text is not None and "/" in text and "flash-attn" in text
-    draft.set("sp_attn_implementation", text, entry=entry, parent=parent)
+    draft.set("sp_attn_implementation", text, entry=entry)
     if entry is None or text in known or kernel:
         return
     near = "sdpa" if value is None else spelling.nearest(value, known)

@@ -7,7 +7,7 @@ from typing import Any
 from fsdptool.config import spelling
 from fsdptool.config.draft import Draft
 from fsdptool.config.edits import block_list_to_scalar
-from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.config.tree import Entry, to_python
 from fsdptool.records.diagnostic import Edit
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
@@ -20,13 +20,13 @@ def word_of_truth(value: Any) -> bool | None:
     return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
 
 
-def read_boolean(draft: Draft, key: str, name: str, entry: Entry, parent: Node | None) -> None:
+def read_boolean(draft: Draft, key: str, name: str, entry: Entry) -> None:
     """Read a boolean that travels as text: ``y yes t true on 1`` and their opposites, any case."""
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    value = to_python(entry.node)
     truth = word_of_truth(value)
     if truth is None:
         meant = spelling.boolean(value)
-        draft.set(name, meant if meant is not None else False, entry=entry, parent=parent)
+        draft.set(name, meant if meant is not None else False, entry=entry)
         draft.report(
             "FSD206",
             f"{key} must be true or false, not {value!r}",
@@ -36,14 +36,12 @@ def read_boolean(draft: Draft, key: str, name: str, entry: Entry, parent: Node |
             fix=f"write {str(meant).lower()}",
         )
         return
-    accept_truth(draft, key, name, entry, parent, value, truth)
+    accept_truth(draft, key, name, entry, value, truth)
 
 
-def accept_truth(
-    draft: Draft, key: str, name: str, entry: Entry, parent: Node | None, value: Any, truth: bool
-) -> None:
+def accept_truth(draft: Draft, key: str, name: str, entry: Entry, value: Any, truth: bool) -> None:
     """Record what a value is read as; that it is no boolean itself is a note."""
-    draft.set(name, truth, entry=entry, parent=parent)
+    draft.set(name, truth, entry=entry)
     if not isinstance(value, bool):
         draft.report(
             "FSD207",

@@ -12,8 +12,7 @@ from fsdptool.config.tree import Entry, to_python
 
 def read_top(draft: Draft, key: str, entry: Entry) -> None:
     """Read one of the top-level keys about processes and machines."""
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
-    root = draft.root
+    value = to_python(entry.node)
     if key in ("use_cpu", "debug"):
         if not isinstance(value, bool) and value is not None:
             meant = spelling.boolean(value)
@@ -27,19 +26,19 @@ def read_top(draft: Draft, key: str, entry: Entry) -> None:
                 fix=f"write {str(meant).lower()}",
                 changes={key: meant},
             )
-        draft.set(key, bool(value), entry=entry, parent=root)
+        draft.set(key, bool(value), entry=entry)
     elif key == "gpu_ids":
         _gpu_ids(draft, value, entry)
     elif key == "main_process_ip":
-        draft.set(key, None if value is None else str(value), entry=entry, parent=root)
+        draft.set(key, None if value is None else str(value), entry=entry)
     elif key == "num_processes" and value in ("gpu", "auto", "cpu"):
-        draft.set(key, value, entry=entry, parent=root)
+        draft.set(key, value, entry=entry)
     elif value is None:
         _null(draft, key, entry)
     else:
         low = {"machine_rank": 0, "main_process_port": 0, "num_processes": -1}.get(key, 1)
         if isinstance(value, int) and not isinstance(value, bool) and value >= low:
-            draft.set(key, None if value == -1 else value, entry=entry, parent=root)
+            draft.set(key, None if value == -1 else value, entry=entry)
             return
         number = spelling.integer(value)
         good = number if number is not None and number >= low else None
@@ -47,7 +46,6 @@ def read_top(draft: Draft, key: str, entry: Entry) -> None:
             key,
             good if good is not None else {"num_machines": 1, "machine_rank": 0}.get(key),
             entry=entry,
-            parent=root,
         )
         draft.report(
             "FSD205",
@@ -65,7 +63,7 @@ def _null(draft: Draft, key: str, entry: Entry) -> None:
     machines = draft.root.get("num_machines")
     several = machines is not None and (spelling.integer(machines.node.value) or 1) > 1
     stops = key == "num_machines" or (key == "machine_rank" and several)
-    draft.set(key, 1 if key == "num_machines" else None, entry=entry, parent=draft.root)
+    draft.set(key, 1 if key == "num_machines" else None, entry=entry)
     if stops:
         draft.report(
             "FSD205",
@@ -79,7 +77,7 @@ def _null(draft: Draft, key: str, entry: Entry) -> None:
 
 def _gpu_ids(draft: Draft, value: Any, entry: Entry) -> None:
     if value is None or isinstance(value, str):
-        draft.set("gpu_ids", value, entry=entry, parent=draft.root)
+        draft.set("gpu_ids", value, entry=entry)
         return
     if isinstance(value, list):
         text: str | None = ",".join(str(item) for item in value)
@@ -88,7 +86,7 @@ def _gpu_ids(draft: Draft, value: Any, entry: Entry) -> None:
         text = entry.node.raw if entry.node.raw.isdigit() else str(value)
     else:
         text = None
-    draft.set("gpu_ids", text, entry=entry, parent=draft.root)
+    draft.set("gpu_ids", text, entry=entry)
     draft.report(
         "FSD219",
         f"gpu_ids {value!r} is not text; the launcher crashes",
@@ -101,9 +99,9 @@ def _gpu_ids(draft: Draft, value: Any, entry: Entry) -> None:
 
 def read_precision(draft: Draft, entry: Entry) -> None:
     """Read ``mixed_precision``: no, fp16, bf16 or fp8 in any case; unquoted no is a boolean."""
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    value = to_python(entry.node)
     if isinstance(value, str) and value.lower() in ("no", "fp16", "bf16", "fp8"):
-        draft.set("mixed_precision", value.lower(), entry=entry, parent=draft.root)
+        draft.set("mixed_precision", value.lower(), entry=entry)
         if value != value.lower():
             draft.report(
                 "FSD217",
@@ -115,7 +113,7 @@ def read_precision(draft: Draft, entry: Entry) -> None:
             )
         return
     if value is False:
-        draft.set("mixed_precision", "no", entry=entry, parent=draft.root)
+        draft.set("mixed_precision", "no", entry=entry)
         draft.report(
             "FSD208",
             f"mixed_precision: {entry.node.raw} is the boolean false to YAML 1.1",
@@ -126,7 +124,7 @@ def read_precision(draft: Draft, entry: Entry) -> None:
         )
         return
     meant = spelling.choice(value, spelling.PRECISIONS)
-    draft.set("mixed_precision", meant or "no", entry=entry, parent=draft.root)
+    draft.set("mixed_precision", meant or "no", entry=entry)
     draft.report(
         "FSD206",
         f"mixed_precision {value!r} is not one of 'no', fp16, bf16, fp8",

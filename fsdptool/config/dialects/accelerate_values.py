@@ -13,7 +13,7 @@ from fsdptool.config.dialects.accelerate_scalars import (
     word_of_truth,
 )
 from fsdptool.config.draft import Draft
-from fsdptool.config.facts import BOOLEANS, WRITTEN
+from fsdptool.config.facts import BOOLEANS, LEGACY_DEFAULTS, WRITTEN
 from fsdptool.config.tree import Entry, Node, to_python
 
 DISTRIBUTED_TYPES = (
@@ -58,26 +58,9 @@ def default(draft: Draft, key: str, name: str, version: int) -> None:
     if variable and draft.environment.get(variable) is not None:
         _from_environment(draft, key, name, variable)
         return
-    if name in (
-        "sharding_strategy",
-        "backward_prefetch",
-        "forward_prefetch",
-        "use_orig_params",
-        "sync_module_states",
-    ):
-        if version == 1:
-            draft.set(
-                name,
-                {
-                    "sharding_strategy": "full_shard",
-                    "backward_prefetch": None,
-                    "forward_prefetch": False,
-                    "use_orig_params": True,
-                    "sync_module_states": True,
-                }[name],
-            )
-        return
-    if name == "reshard_after_forward" and version == 1:
+    if name in LEGACY_DEFAULTS or (name == "reshard_after_forward" and version == 1):
+        if name in LEGACY_DEFAULTS and version == 1:
+            draft.set(name, LEGACY_DEFAULTS[name])
         return
     defaults: dict[str, Any] = {
         "reshard_after_forward": True,
@@ -107,7 +90,7 @@ def _from_environment(draft: Draft, key: str, name: str, variable: str) -> None:
     draft.report("FSD341", f"{key} is not written; {variable}={text} in the environment decides")
 
 
-def read_version(draft: Draft, entry: Entry | None, block: Node | None) -> None:
+def read_version(draft: Draft, entry: Entry | None) -> None:
     """Read ``fsdp_version``: text that must be 1 or 2 (3 fails in the plugin with KeyError 'TRUE')."""
     if entry is None:
         draft.set("fsdp_version", 1)
@@ -115,11 +98,11 @@ def read_version(draft: Draft, entry: Entry | None, block: Node | None) -> None:
     value = entry.node.value
     text = str(value).strip()
     if text in ("1", "2"):
-        draft.set("fsdp_version", int(text), entry=entry, parent=block)
+        draft.set("fsdp_version", int(text), entry=entry)
         return
     meant = spelling.integer(value)
     fix = meant if meant in (1, 2) else None
-    draft.set("fsdp_version", fix or 2, entry=entry, parent=block)
+    draft.set("fsdp_version", fix or 2, entry=entry)
     draft.report(
         "FSD206",
         f"fsdp_version must be 1 or 2, not {value!r}",
@@ -132,13 +115,7 @@ def read_version(draft: Draft, entry: Entry | None, block: Node | None) -> None:
 
 def read_block_key(draft: Draft, key: str, name: str, entry: Entry, block: Node | None, version: int) -> None:
     """Read one known key of ``fsdp_config``; keys of the other version become findings."""
-    if name in (
-        "sharding_strategy",
-        "backward_prefetch",
-        "forward_prefetch",
-        "use_orig_params",
-        "sync_module_states",
-    ):
+    if name in LEGACY_DEFAULTS:
         read_legacy(draft, key, name, entry, block, version)
     elif name == "reshard_after_forward":
         _reshard(draft, entry, block, version)
@@ -148,19 +125,17 @@ def read_block_key(draft: Draft, key: str, name: str, entry: Entry, block: Node 
         _threshold(draft, key, entry, block, version)
     elif name == "ignored_modules":
         value = entry.node.value if entry.node.kind == "scalar" else str(to_python(entry.node))
-        draft.set(name, None if value is None else str(value), entry=entry, parent=block)
+        draft.set(name, None if value is None else str(value), entry=entry)
     elif name in BOOLEANS:
-        read_boolean(draft, key, name, entry, block)
+        read_boolean(draft, key, name, entry)
     else:
         table = POLICIES if name == "wrap_policy" else STATE_DICTS
-        read_choice(draft, key, name, entry, block, table, version)
+        read_choice(draft, key, name, entry, table, version)
 
 
-def read_choice(
-    draft: Draft, key: str, name: str, entry: Entry, parent: Node | None, table: dict[str, str], version: int
-) -> None:
+def read_choice(draft: Draft, key: str, name: str, entry: Entry, table: dict[str, str], version: int) -> None:
     """Read an enumeration: any case, and for state dicts torch's enum numbers."""
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    value = to_python(entry.node)
     if value is None:
         # The launcher exports nothing for null, so the default (or the environment) decides.
         default(draft, key, name, version)
@@ -171,7 +146,7 @@ def read_choice(
         meant = spelling.choice(
             value, spelling.WRAP_POLICIES if name == "wrap_policy" else spelling.STATE_DICT_TYPES
         )
-        draft.set(name, meant or ("none" if name == "wrap_policy" else "sharded"), entry=entry, parent=parent)
+        draft.set(name, meant or ("none" if name == "wrap_policy" else "sharded"), entry=entry)
         if name == "wrap_policy" and meant is None and "." in str(value):
             draft.report(
                 "FSD348", f"{key} {value!r} is a dotted path; no program imports it", entry, value=True
@@ -187,7 +162,7 @@ def read_choice(
             fix=f"write {written[meant]}" if meant else None,
         )
         return
-    draft.set(name, found, entry=entry, parent=parent)
+    draft.set(name, found, entry=entry)
     if str(value) != written[found] and found != "local":
         draft.report(
             "FSD217",
@@ -200,7 +175,7 @@ def read_choice(
 
 
 def _reshard(draft: Draft, entry: Entry, block: Node | None, version: int) -> None:
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    value = to_python(entry.node)
     key = "fsdp_reshard_after_forward"
     strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
     if version == 1:
@@ -215,21 +190,21 @@ def _reshard(draft: Draft, entry: Entry, block: Node | None, version: int) -> No
                 severity="info" if strategy == "full_shard" else None,
             )
         return
-    read_reshard(draft, entry, block, key)
+    read_reshard(draft, entry, key)
 
 
-def read_reshard(draft: Draft, entry: Entry, parent: Node | None, key: str) -> None:
+def read_reshard(draft: Draft, entry: Entry, key: str) -> None:
     """Read FSDP2's boolean; a strategy name or number is refused, with what it means where that is sure."""
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    value = to_python(entry.node)
     strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
     truth = word_of_truth(value)
     if truth is not None:
-        accept_truth(draft, key, "reshard_after_forward", entry, parent, value, truth)
+        accept_truth(draft, key, "reshard_after_forward", entry, value, truth)
         return
     meant = {"full_shard": True, "shard_grad_op": False}.get(strategy or "")
     if meant is None:
         meant = spelling.boolean(value)
-    draft.set("reshard_after_forward", meant if meant is not None else True, entry=entry, parent=parent)
+    draft.set("reshard_after_forward", meant if meant is not None else True, entry=entry)
     if strategy == "no_shard":
         draft.report("FSD332", f"{key} is {value!r}: NO_SHARD has no FSDP2 equivalent", entry, value=True)
         return
@@ -256,7 +231,7 @@ def read_classes(draft: Draft, entry: Entry, parent: Node | None) -> None:
         return
     exact = isinstance(value, str) and all(part.isidentifier() for part in value.split(","))
     names = spelling.classes(value)
-    draft.set("wrap_classes", names or (), entry=entry, parent=parent)
+    draft.set("wrap_classes", names or (), entry=entry)
     if exact:
         return
     if names:
@@ -269,7 +244,7 @@ def read_classes(draft: Draft, entry: Entry, parent: Node | None) -> None:
             fix=f"write {','.join(names)}",
         )
     elif names == ():
-        edits = draft.editor.remove(parent, entry) if parent is not None else None
+        edits = draft.editor.remove(parent, entry)
         draft.report(
             "FSD214",
             f"{entry.key} is empty: accelerate looks for a class without a name",
@@ -283,7 +258,7 @@ def read_classes(draft: Draft, entry: Entry, parent: Node | None) -> None:
 
 
 def _threshold(draft: Draft, key: str, entry: Entry, block: Node | None, version: int) -> None:
-    value = entry.node.value if entry.node.kind == "scalar" else to_python(entry.node)
+    value = to_python(entry.node)
     policy = block.get("fsdp_auto_wrap_policy") or block.get("auto_wrap_policy") if block else None
     chosen = spelling.choice(policy.node.value, spelling.WRAP_POLICIES) if policy else "none"
     if chosen != "size":
@@ -294,7 +269,7 @@ def _threshold(draft: Draft, key: str, entry: Entry, block: Node | None, version
                 "FSD325",
                 f"{key} is not read: the policy is not SIZE_BASED_WRAP",
                 entry,
-                edits=draft.editor.remove(block, entry) if block else None,
+                edits=draft.editor.remove(block, entry),
                 fix=f"remove {key}",
             )
         return
@@ -302,7 +277,7 @@ def _threshold(draft: Draft, key: str, entry: Entry, block: Node | None, version
         number = int(str(value))
     except ValueError:
         meant = spelling.integer(value)
-        draft.set("min_num_params", meant or 100_000_000, entry=entry, parent=block)
+        draft.set("min_num_params", meant or 100_000_000, entry=entry)
         draft.report(
             "FSD213",
             f"{key} {value!r} is not an integer to YAML 1.1",
@@ -312,7 +287,7 @@ def _threshold(draft: Draft, key: str, entry: Entry, block: Node | None, version
             fix=f"write {meant}",
         )
         return
-    draft.set("min_num_params", number, entry=entry, parent=block)
+    draft.set("min_num_params", number, entry=entry)
 
 
 __all__ = [

@@ -11,11 +11,12 @@ from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
-from fsdptool.config.dialects.axolotl_keys import CHOICES, FSDP1_FACTS, FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
+from fsdptool.config.dialects.axolotl_keys import CHOICES, FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
 from fsdptool.config.dialects.axolotl_legacy import read_fsdp1, read_list, refuse
 from fsdptool.config.dialects.axolotl_write import migrate, write
 from fsdptool.config.dialects.trainer_values import read_threshold, strategy_under_1
 from fsdptool.config.draft import Draft
+from fsdptool.config.facts import LEGACY_DEFAULTS
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
 
 
@@ -94,7 +95,7 @@ def _around(draft: Draft) -> None:
             entry.node.value is True or str(entry.node.value).lower() in ("auto", "full", "true")
         ):
             name = {"bfloat16": "bf16", "float16": "fp16"}.get(key, key)
-            draft.set("mixed_precision", name, entry=entry, parent=root)
+            draft.set("mixed_precision", name, entry=entry)
             break
     else:
         draft.set("mixed_precision", "no")
@@ -103,7 +104,7 @@ def _around(draft: Draft) -> None:
     own = offloading is not None and offloading.node.value not in (None, False, "hidden_states")
     # With activation_offloading axolotl passes gradient_checkpointing on as false and offloads by itself.
     if checkpointing is not None and checkpointing.node.value is True and not own:
-        draft.extras["gradient_checkpointing"] = (root, checkpointing)
+        draft.extras["gradient_checkpointing"] = checkpointing
     for key, name in SIZES.items():
         entry = root.get(key)
         if entry is None or entry.node.value is None:
@@ -119,7 +120,7 @@ def _around(draft: Draft) -> None:
             )
             size = 1
         # axolotl exports sizes above 1 only: a written dp_shard_size of 1 leaves the dimension to the rest.
-        draft.set(name, None if name == "dp_shard" and size == 1 else size, entry=entry, parent=root)
+        draft.set(name, None if name == "dp_shard" and size == 1 else size, entry=entry)
 
 
 def _version(draft: Draft, block: Node | None) -> int:
@@ -128,7 +129,7 @@ def _version(draft: Draft, block: Node | None) -> int:
     inner = None
     if block is not None:
         inner = block.get("fsdp_version") or block.get("version")
-    entry, parent = (top, root) if top is not None else (inner, block)
+    entry = top if top is not None else inner
     if entry is None:
         draft.set("fsdp_version", 1)
         return 1
@@ -144,7 +145,7 @@ def _version(draft: Draft, block: Node | None) -> int:
             fix=f"write {meant}",
         )
         meant = meant if meant in (1, 2) else 2
-    draft.set("fsdp_version", meant, entry=entry, parent=parent)
+    draft.set("fsdp_version", meant, entry=entry)
     both = block.get("fsdp_version") if block is not None and top is not None else None
     if both is not None:
         _twice(draft, block, both, meant)
@@ -221,11 +222,11 @@ def _keys(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: i
         elif name == "min_num_params":
             _threshold(draft, found, block)
         elif name in CHOICES:
-            _choice(draft, key, name, found, block)
+            _choice(draft, key, name, found)
         elif name == "reshard_after_forward" and version == 1:
             _reshard_under_1(draft, found)
         else:
-            values.read_boolean(draft, key, name, found, block)
+            values.read_boolean(draft, key, name, found)
     size = draft.get("wrap_policy") == "size"
     if size and (draft.get("min_num_params") or 0) < 1 and not draft.has("FSD213"):
         draft.report(
@@ -249,23 +250,23 @@ def _threshold(draft: Draft, entry: Entry, block: Node | None) -> None:
         entry,
         value=True,
         help="remove it: it counts with SIZE_BASED_WRAP only",
-        edits=draft.editor.remove(block, entry) if block is not None else None,
+        edits=draft.editor.remove(block, entry),
         safe=True,
         fix=f"remove {entry.key}",
     )
 
 
-def _choice(draft: Draft, key: str, name: str, entry: Entry, block: Node | None) -> None:
+def _choice(draft: Draft, key: str, name: str, entry: Entry) -> None:
     """A choice that axolotl's schema compares exactly."""
     allowed = CHOICES[name]
     value = to_python(entry.node)
     if isinstance(value, str) and value in allowed:
-        draft.set(name, allowed[value], entry=entry, parent=block)
+        draft.set(name, allowed[value], entry=entry)
         return
     table = spelling.WRAP_POLICIES if name == "wrap_policy" else spelling.STATE_DICT_TYPES
     meant = spelling.choice(value, table)
     written = next((text for text, canonical in allowed.items() if canonical == meant), None)
-    draft.set(name, meant or next(iter(allowed.values())), entry=entry, parent=block)
+    draft.set(name, meant or next(iter(allowed.values())), entry=entry)
     draft.report(
         "FSD206",
         f"{key} {value!r} is not one of {', '.join(allowed)}; axolotl refuses the file",
@@ -295,7 +296,7 @@ def _reshard_under_1(draft: Draft, entry: Entry) -> None:
         edits=edits,
         safe=False,
         fix="write fsdp_version: 2",
-        changes={"fsdp_version": 2, "*": True, **dict.fromkeys(FSDP1_FACTS)},
+        changes={"fsdp_version": 2, "*": True, **dict.fromkeys(LEGACY_DEFAULTS)},
     )
 
 

@@ -28,13 +28,6 @@ FSDP1_KEYS = (
     "sync_module_states",
     "limit_all_gathers",
 )
-FSDP1_FACTS = (
-    "sharding_strategy",
-    "backward_prefetch",
-    "forward_prefetch",
-    "use_orig_params",
-    "sync_module_states",
-)
 CHOICES = {
     "wrap_policy": {"TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size"},
     "state_dict_type": {

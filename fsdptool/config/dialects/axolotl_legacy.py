@@ -26,11 +26,11 @@ def read_list(draft: Draft, entry: Entry, block: Node | None, chosen: dict[str, 
     if version == 1:
         strategy_under_1(draft, strategy, entry)
     elif "reshard_after_forward" not in chosen and strategy in ("full_shard", "shard_grad_op"):
-        draft.set("reshard_after_forward", strategy == "full_shard", entry=entry, parent=draft.root)
+        draft.set("reshard_after_forward", strategy == "full_shard", entry=entry)
         if strategy == "shard_grad_op":
             extra["reshard_after_forward"] = False
     if "offload" in items:
-        draft.set("cpu_offload", True, entry=entry, parent=draft.root)
+        draft.set("cpu_offload", True, entry=entry)
         extra["offload_params"] = True
     if bad is not None:
         _refuse_word(draft, entry, bad)
@@ -91,7 +91,7 @@ def _under_1(draft: Draft, key: str, entry: Entry | None, block: Node | None) ->
         if entry is None or to_python(entry.node) is None:
             draft.set(key, True)
         else:
-            values.read_boolean(draft, key, key, entry, block)
+            values.read_boolean(draft, key, key, entry)
         if key == "sync_module_states" and draft.get("cpu_ram_efficient_loading"):
             draft.set(key, True)  # the plugin sets it, with a warning
         return
@@ -109,14 +109,14 @@ def _under_1(draft: Draft, key: str, entry: Entry | None, block: Node | None) ->
         f"{entry.key} is not read: axolotl drops it",
         entry,
         help="remove it",
-        edits=draft.editor.remove(block, entry) if block is not None else None,
+        edits=draft.editor.remove(block, entry),
         safe=True,
         fix=f"remove {entry.key}",
     )
 
 
 def _under_2(draft: Draft, key: str, entry: Entry, block: Node | None) -> None:
-    remove = draft.editor.remove(block, entry) if block is not None else None
+    remove = draft.editor.remove(block, entry)
     strategy = spelling.choice(entry.node.value, spelling.STRATEGIES) if key == "sharding_strategy" else None
     draft.ignore(entry, "FSDP1 only; axolotl drops it under version 2")
     judged = key in ("use_orig_params", "sync_module_states") and to_python(entry.node) is not None

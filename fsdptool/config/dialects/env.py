@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.dialects.accelerate_keys import DETAILS
@@ -10,13 +10,10 @@ from fsdptool.config.dialects.accelerate_mesh import read_details, read_rotation
 from fsdptool.config.dialects.accelerate_top import read_precision
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
-from fsdptool.config.facts import BOOLEANS, LAUNCH, WRITTEN
-from fsdptool.config.tree import Entry, Node, effective_entries
+from fsdptool.config.facts import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, WRITTEN
+from fsdptool.config.tree import Entry, effective_entries
 from fsdptool.errors import ConfigError
 from fsdptool.records.settings import FsdpSettings, Mesh
-
-if TYPE_CHECKING:
-    from fsdptool.config.migrate import Rewriter, Target
 
 NAME = "env"
 
@@ -51,18 +48,6 @@ SIZES = {
 _DETAILS = {key.upper(): name for key, name in DETAILS.items()}
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
 CANNOT = tuple(name for name in LAUNCH if name not in ("use_cpu", "debug"))
-_FSDP1 = (
-    "sharding_strategy",
-    "backward_prefetch",
-    "forward_prefetch",
-    "use_orig_params",
-    "sync_module_states",
-)
-
-
-def matches(root: Node) -> float:
-    """Mappings are never environment files; those are recognised before they are parsed."""
-    return 0.0
 
 
 def read(draft: Draft) -> None:
@@ -89,7 +74,7 @@ def read(draft: Draft) -> None:
             severity="warning",
             help="set ACCELERATE_USE_FSDP=true, or launch with an accelerate file",
         )
-    values.read_version(draft, chosen.get("FSDP_VERSION"), draft.root)
+    values.read_version(draft, chosen.get("FSDP_VERSION"))
     version = draft.get("fsdp_version")
     for key, name in KEYS.items():
         if key == "FSDP_VERSION":
@@ -142,35 +127,34 @@ def _read(draft: Draft, key: str, name: str, entry: Entry | None, version: int) 
             name,
             spelling.choice(entry.node.value, spelling.STRATEGIES) or "full_shard",
             entry=entry,
-            parent=draft.root,
         )
     elif name == "backward_prefetch":
         text = str(entry.node.value).upper()
-        draft.set(name, None if text == "NO_PREFETCH" else text, entry=entry, parent=draft.root)
+        draft.set(name, None if text == "NO_PREFETCH" else text, entry=entry)
     elif name == "reshard_after_forward":
-        values.read_reshard(draft, entry, draft.root, key)
+        values.read_reshard(draft, entry, key)
     elif name == "wrap_classes":
         values.read_classes(draft, entry, draft.root)
     elif name in ("wrap_policy", "state_dict_type"):
         table = values.POLICIES if name == "wrap_policy" else values.STATE_DICTS
-        values.read_choice(draft, key, name, entry, draft.root, table, version)
+        values.read_choice(draft, key, name, entry, table, version)
     elif name == "mixed_precision":
         read_precision(draft, entry)
     elif name == "min_num_params":
         _threshold(draft, entry)
     elif name in BOOLEANS:
         truth = values.word_of_truth(entry.node.value)
-        draft.set(name, bool(truth), entry=entry, parent=draft.root)
+        draft.set(name, bool(truth), entry=entry)
         if truth is None:
             draft.report(
                 "FSD206", f"{key} must be true or false, not {entry.node.value!r}", entry, value=True
             )
     else:
-        draft.set(name, entry.node.value, entry=entry, parent=draft.root)
+        draft.set(name, entry.node.value, entry=entry)
 
 
 def _unread(name: str, version: int) -> str | None:
-    if name in _FSDP1 and version == 2:
+    if name in LEGACY_DEFAULTS and version == 2:
         return "FSDP1 only; not read under version 2"
     if name == "reshard_after_forward" and version == 1:
         return "FSDP_SHARDING_STRATEGY decides under version 1"
@@ -182,12 +166,12 @@ def _threshold(draft: Draft, entry: Entry) -> None:
         draft.ignore(entry, "read with SIZE_BASED_WRAP only")
         return
     try:
-        draft.set("min_num_params", int(entry.node.value), entry=entry, parent=draft.root)
+        draft.set("min_num_params", int(entry.node.value), entry=entry)
     except ValueError:
         from fsdptool.config import spelling
 
         meant = spelling.integer(entry.node.value)
-        draft.set("min_num_params", meant or 0, entry=entry, parent=draft.root)
+        draft.set("min_num_params", meant or 0, entry=entry)
         draft.report(
             "FSD213",
             f"{entry.key} {entry.node.value!r} is not an integer",
@@ -224,7 +208,7 @@ def _sizes(draft: Draft, chosen: dict[str, Entry], active: bool) -> None:
             continue
         text = str(entry.node.value)
         if text.isdecimal() and int(text) >= 1:
-            draft.set(name, int(text), entry=entry, parent=draft.root)
+            draft.set(name, int(text), entry=entry)
         else:
             draft.report(
                 "FSD306" if name == "cp" else "FSD205",
@@ -235,11 +219,11 @@ def _sizes(draft: Draft, chosen: dict[str, Entry], active: bool) -> None:
     rotation = chosen.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
     draft.set("cp_comm_strategy", "allgather")
     if rotation is not None:
-        read_rotation(draft, rotation.node.value, rotation, draft.root)
+        read_rotation(draft, rotation.node.value, rotation)
     if active:
         draft.extras["parallelism_block"] = draft.root
         details = {name: chosen[key] for key, name in _DETAILS.items() if key in chosen}
-        read_details(draft, details, draft.root, written_in="environment")
+        read_details(draft, details, written_in="environment")
 
 
 def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
@@ -251,7 +235,7 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
     check_expressible(settings, NAME, CANNOT)
     lines = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     for key, name in KEYS.items():
-        if name in _FSDP1 or name == "fsdp_version":
+        if name in LEGACY_DEFAULTS or name == "fsdp_version":
             continue
         value = getattr(settings, name)
         if value is None or value == () or (name in ("use_cpu", "debug") and not value):
@@ -283,10 +267,3 @@ def _text(name: str, value: Any) -> str:
             raise ConfigError(f"{NAME} cannot express {name} = {text!r}")
         return f"'{text}'"
     return text
-
-
-def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
-    """An environment file is written anew: ``migrate --to env``."""
-    from fsdptool.config.migrate import NotEditableError
-
-    raise NotEditableError("an environment file is written anew with migrate --to env")

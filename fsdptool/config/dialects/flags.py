@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate, simpletuner
@@ -10,12 +10,10 @@ from fsdptool.config.dialects.accelerate_keys import DETAILS
 from fsdptool.config.dialects.accelerate_mesh import read_details
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
+from fsdptool.config.facts import LEGACY_DEFAULTS, MESH
 from fsdptool.config.tree import Entry, Node, to_python
 from fsdptool.errors import ConfigError
 from fsdptool.records.settings import FsdpSettings
-
-if TYPE_CHECKING:
-    from fsdptool.config.migrate import Rewriter, Target
 
 NAME = "flags"
 
@@ -76,11 +74,6 @@ DEFAULTS: dict[str, Any] = {
 """accelerate 1.15 ``launch_command_parser``; a state_dict_type of None follows the version."""
 
 
-def matches(root: Node) -> float:
-    """Mappings are never flags; command lines are recognised before they are parsed."""
-    return 0.0
-
-
 def for_simpletuner(root: Node) -> bool:
     """Whether a command line is SimpleTuner's, by the flags that only it has."""
     names = {str(entry.key).lstrip("-").replace("-", "_").lower() for entry in root.entries}
@@ -125,7 +118,7 @@ def _read_accelerate(draft: Draft) -> None:
     by_name = {name: chosen[key] for key, name in KEYS.items() if key in chosen}
     mesh = bool(parsed.get("use_parallelism_config"))
     draft.extras["parallelism_block"] = draft.root if mesh else None
-    for name in ("dp_replicate", "dp_shard", "cp", "tp", "sp"):
+    for name in MESH:
         defaults[name] = 1 if mesh or name != "dp_shard" else None
         if not mesh and name in by_name:
             draft.ignore(by_name[name], "read with --use_parallelism_config only")
@@ -137,7 +130,7 @@ def _read_accelerate(draft: Draft) -> None:
             draft.set(name, value)
     draft.set("use_cpu", bool(parsed.get("cpu")))
     if mesh:
-        read_details(draft, details, draft.root, written_in="flags")
+        read_details(draft, details, written_in="flags")
     for entry in () if mesh else details.values():
         draft.ignore(entry, "read with --use_parallelism_config only")
 
@@ -146,13 +139,13 @@ def _record(draft: Draft, parsed: dict[str, Any], by_name: dict[str, Entry], ver
     for name, value in parsed.items():
         if (name in _BOOLEAN_FLAGS and name != "debug") or name == "config_file":
             continue
-        if name in _skipped(version):
+        if name in (LEGACY_DEFAULTS if version == 2 else ("reshard_after_forward",)):
             draft.ignore(by_name[name], "not read under this version")
             continue
         if name == "min_num_params" and parsed.get("wrap_policy") != "size":
             draft.ignore(by_name[name], "read with SIZE_BASED_WRAP only")
             continue
-        draft.set(name, value, entry=by_name[name], parent=draft.root)
+        draft.set(name, value, entry=by_name[name])
 
 
 def _defaults(parsed: dict[str, Any], version: int) -> dict[str, Any]:
@@ -163,26 +156,8 @@ def _defaults(parsed: dict[str, Any], version: int) -> dict[str, Any]:
     if version == 2:
         defaults["reshard_after_forward"] = True
     else:
-        defaults.update(
-            sharding_strategy="full_shard",
-            backward_prefetch=None,
-            forward_prefetch=False,
-            use_orig_params=True,
-            sync_module_states=True,
-        )
+        defaults.update(LEGACY_DEFAULTS)
     return defaults
-
-
-def _skipped(version: int) -> tuple[str, ...]:
-    if version == 2:
-        return (
-            "sharding_strategy",
-            "backward_prefetch",
-            "forward_prefetch",
-            "use_orig_params",
-            "sync_module_states",
-        )
-    return ("reshard_after_forward",)
 
 
 def _value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
@@ -209,7 +184,7 @@ def _value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
         return meant if meant is not None else True
     if name == "config_file":
         return value
-    if name in ("dp_replicate", "dp_shard", "cp", "tp", "sp"):
+    if name in MESH:
         size = spelling.integer(value)
         if size is None or size < 1:
             draft.report(
@@ -262,10 +237,3 @@ def _word(value: Any) -> str:
     if not text or any(character.isspace() or character in "'\"\\#" for character in text):
         raise ConfigError(f"{NAME} cannot express the value {text!r}")
     return text
-
-
-def migrate(steps: Rewriter, draft: Draft, target: Target) -> None:
-    """A command line is written anew: ``migrate --to flags``."""
-    from fsdptool.config.migrate import NotEditableError
-
-    raise NotEditableError("a command line is written anew with migrate --to flags")

@@ -76,7 +76,6 @@ def _read_v1(draft: Draft, dist: Entry) -> None:
         "mixed_precision",
         "bf16" if entry is not None and entry.node.value is True else "no",
         entry=entry,
-        parent=root,
     )
     cp = root.get("cp_size")
     size = spelling.integer(cp.node.value) if cp is not None else 1
@@ -92,7 +91,7 @@ def _read_v1(draft: Draft, dist: Entry) -> None:
             value=True,
         )
         return
-    draft.set("fsdp_version", 2, entry=kind, parent=dist.node)
+    draft.set("fsdp_version", 2, entry=kind)
     for key, value in (
         ("reshard_after_forward", True),
         ("wrap_policy", "transformer"),
@@ -106,7 +105,7 @@ def _read_v1(draft: Draft, dist: Entry) -> None:
         ("tp", 1),
     ):
         draft.set(key, value)
-    draft.set("cp", 1 if ulysses else size or 1, entry=cp, parent=root)
+    draft.set("cp", 1 if ulysses else size or 1, entry=cp)
     draft.set("sp", 1)
     if ulysses and (size or 1) > 1:
         # Its own Ulysses attention, beside FSDP2 and not through accelerate's parallelism_config.

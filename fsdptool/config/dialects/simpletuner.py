@@ -98,7 +98,7 @@ def read_flags(draft: Draft, chosen: dict[str, Entry]) -> None:
     for name, default in DEFAULTS.items():
         key = next(key for key, canonical in KEYS.items() if canonical == name)
         if name in parsed:
-            draft.set(name, parsed[name], entry=chosen[key], parent=draft.root)
+            draft.set(name, parsed[name], entry=chosen[key])
         else:
             draft.set(name, default)
     draft.set("tp", 1)

@@ -71,7 +71,7 @@ def read_arguments(draft: Draft) -> Node | None:
     for key in ("gradient_checkpointing", "activation_checkpointing"):
         entry = root.get(key)
         if entry is not None and entry.node.value is True:
-            draft.extras["gradient_checkpointing"] = (root, entry)
+            draft.extras["gradient_checkpointing"] = entry
     only = root.get("save_only_model")
     if only is not None and only.node.value is True:
         best = root.get("load_best_model_at_end")
@@ -151,7 +151,7 @@ def _precision(draft: Draft) -> None:
     for key in ("fp16", "bf16"):  # in the order in which transformers 5.23 looks
         entry = draft.root.get(key)
         if entry is not None and spelling.boolean(entry.node.value):
-            draft.set("mixed_precision", key, entry=entry, parent=draft.root)
+            draft.set("mixed_precision", key, entry=entry)
             return
     draft.set("mixed_precision", "no")
 
@@ -294,10 +294,10 @@ def _version(draft: Draft, entry: Entry | None, block: Node | None) -> int:
         return fallback
     meant = spelling.integer(entry.node.value)
     if meant not in (1, 2):
-        draft.set("fsdp_version", 2, entry=entry, parent=block)
+        draft.set("fsdp_version", 2, entry=entry)
         draft.report("FSD206", f"version must be 1 or 2, not {entry.node.value!r}", entry, value=True)
         return 2
-    draft.set("fsdp_version", meant, entry=entry, parent=block)
+    draft.set("fsdp_version", meant, entry=entry)
     if not isinstance(entry.node.value, int):
         try:
             readable = int(entry.node.value) == meant

@@ -6,8 +6,9 @@ from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
-from fsdptool.config.dialects.trainer_values import STRATEGIES, strategy_under_1
+from fsdptool.config.dialects.trainer_values import strategy_under_1
 from fsdptool.config.draft import Draft
+from fsdptool.config.facts import STRATEGY_NAMES
 from fsdptool.config.tree import Entry, to_python
 
 
@@ -31,19 +32,19 @@ def read_switch(draft: Draft, version: int, chosen: dict[str, Entry]) -> None:
         elif item != "auto_wrap":
             bad.append(item)
     if version == 1:
-        asked = [STRATEGIES.get(item.upper()) for item in items]
+        asked = [STRATEGY_NAMES.get(item.upper()) for item in items]
         strategy = next((item for item in asked if item is not None), None)
         if strategy is not None and "reshard_after_forward" not in chosen:
             strategy_under_1(draft, strategy, switch)
-        bad = [item for item in bad if STRATEGIES.get(item.upper()) is None]
+        bad = [item for item in bad if STRATEGY_NAMES.get(item.upper()) is None]
     if bad:
         _bad_words(draft, switch, items, bad)
         return
     written = "reshard_after_forward" in chosen
     if version == 2 and reshard is not None and not written:
-        draft.set("reshard_after_forward", reshard, entry=switch, parent=draft.root)
+        draft.set("reshard_after_forward", reshard, entry=switch)
     if offload and "cpu_offload" not in chosen:
-        draft.set("cpu_offload", True, entry=switch, parent=draft.root)
+        draft.set("cpu_offload", True, entry=switch)
     draft.report(
         "FSD339",
         f"fsdp: {_shown(value)} is the legacy form",

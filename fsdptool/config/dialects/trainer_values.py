@@ -7,22 +7,8 @@ from typing import Any
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.draft import Draft
-from fsdptool.config.facts import WRITTEN
+from fsdptool.config.facts import LEGACY_DEFAULTS, STRATEGIES, WRITTEN
 from fsdptool.config.tree import Entry, Node, to_python
-
-STRATEGIES = {
-    "FULL_SHARD": "full_shard",
-    "SHARD_GRAD_OP": "shard_grad_op",
-    "NO_SHARD": "no_shard",
-    "HYBRID_SHARD": "hybrid_shard",
-    "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
-}
-"""FSDP1's strategies by the names that transformers and accelerate look up, in any case."""
-
-_NUMBERS = {
-    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
-    **{str(number): name for number, name in enumerate(STRATEGIES.values(), 1)},
-}
 
 
 def default(draft: Draft, name: str, version: int) -> None:
@@ -63,21 +49,21 @@ def read_key(draft: Draft, key: str, name: str, entry: Entry, block: Node | None
     """Read one known key."""
     value = to_python(entry.node)
     if name == "reshard_after_forward":
-        _reshard(draft, entry, block, value, version)
+        _reshard(draft, entry, value, version)
     elif name == "cpu_offload":
-        _offload(draft, entry, block, value)
+        _offload(draft, entry, value)
     elif name in ("cpu_ram_efficient_loading", "activation_checkpointing"):
-        values.read_boolean(draft, key, name, entry, block)
+        values.read_boolean(draft, key, name, entry)
     elif name == "wrap_policy":
-        _policy(draft, entry, block, value)
+        _policy(draft, entry, value)
     elif name == "state_dict_type":
         if value is None:
             # The plugin is passed nothing and takes its own default, which depends on the version.
-            draft.set(name, "full" if version == 1 else "sharded", entry=entry, parent=block)
+            draft.set(name, "full" if version == 1 else "sharded", entry=entry)
             return
-        values.read_choice(draft, key, name, entry, block, values.STATE_DICTS, version)
+        values.read_choice(draft, key, name, entry, values.STATE_DICTS, version)
     elif name == "wrap_classes":
-        _classes(draft, entry, block, value)
+        _classes(draft, entry, value)
     elif name == "min_num_params":
         read_threshold(draft, entry, block, value)
 
@@ -116,10 +102,10 @@ def strategy_under_1(draft: Draft, written: str | None, entry: Entry | None = No
         )
 
 
-def _reshard(draft: Draft, entry: Entry, block: Node | None, value: Any, version: int) -> None:
+def _reshard(draft: Draft, entry: Entry, value: Any, version: int) -> None:
     if version == 1:
         word = str(value).upper()
-        strategy = STRATEGIES.get(word) or _NUMBERS.get(word)
+        strategy = STRATEGIES.get(word)
         strategy_under_1(draft, strategy, entry)
         if strategy is None:
             draft.report(
@@ -129,12 +115,12 @@ def _reshard(draft: Draft, entry: Entry, block: Node | None, value: Any, version
                 value=True,
             )
         return
-    values.read_reshard(draft, entry, block, "reshard_after_forward")
+    values.read_reshard(draft, entry, "reshard_after_forward")
 
 
-def _offload(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+def _offload(draft: Draft, entry: Entry, value: Any) -> None:
     """transformers tests the value's truth without parsing it."""
-    draft.set("cpu_offload", bool(value), entry=entry, parent=block)
+    draft.set("cpu_offload", bool(value), entry=entry)
     if isinstance(value, bool):
         return
     meant = spelling.boolean(value)
@@ -162,14 +148,14 @@ def _offload(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None
         )
 
 
-def _policy(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+def _policy(draft: Draft, entry: Entry, value: Any) -> None:
     written = WRITTEN["wrap_policy"]
     exact = {text: name for name, text in written.items()}
     if value in exact if isinstance(value, str) else False:
-        draft.set("wrap_policy", exact[value], entry=entry, parent=block)
+        draft.set("wrap_policy", exact[value], entry=entry)
         return
     meant = spelling.choice(value, spelling.WRAP_POLICIES)
-    draft.set("wrap_policy", meant or "transformer", entry=entry, parent=block)
+    draft.set("wrap_policy", meant or "transformer", entry=entry)
     if meant is None and "." in str(value):
         draft.report(
             "FSD348", f"auto_wrap_policy {value!r} is a dotted path; no program imports it", entry, value=True
@@ -185,9 +171,9 @@ def _policy(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
     )
 
 
-def _classes(draft: Draft, entry: Entry, block: Node | None, value: Any) -> None:
+def _classes(draft: Draft, entry: Entry, value: Any) -> None:
     names = spelling.classes(value)
-    draft.set("wrap_classes", names or (), entry=entry, parent=block)
+    draft.set("wrap_classes", names or (), entry=entry)
     if value is None:
         return
     pieces = (
@@ -221,15 +207,15 @@ def read_threshold(draft: Draft, entry: Entry, block: Node | None, value: Any) -
                 "FSD325",
                 f"{entry.key} is not read: the policy is not SIZE_BASED_WRAP",
                 entry,
-                edits=draft.editor.remove(block, entry) if block else None,
+                edits=draft.editor.remove(block, entry),
                 fix=f"remove {entry.key}",
             )
         return
     if isinstance(value, int) and not isinstance(value, bool):
-        draft.set("min_num_params", value, entry=entry, parent=block)
+        draft.set("min_num_params", value, entry=entry)
         return
     meant = spelling.integer(value)
-    draft.set("min_num_params", meant or 0, entry=entry, parent=block)
+    draft.set("min_num_params", meant or 0, entry=entry)
     draft.report(
         "FSD213",
         f"{entry.key} {value!r} is not a whole number",
@@ -242,15 +228,9 @@ def read_threshold(draft: Draft, entry: Entry, block: Node | None, value: Any) -
 
 def read_fsdp1_key(draft: Draft, key: str, entry: Entry | None, block: Node | None, version: int) -> None:
     """Read a key that only version 1 knows; None is its absence."""
-    defaults: dict[str, Any] = {
-        "forward_prefetch": False,
-        "backward_prefetch": None,
-        "use_orig_params": True,
-        "sync_module_states": True,
-    }
     if entry is None:
-        if version == 1 and key in defaults:
-            draft.set(key, defaults[key])
+        if version == 1 and key in LEGACY_DEFAULTS:
+            draft.set(key, LEGACY_DEFAULTS[key])
         return
     if version == 2:
         draft.ignore(entry, "FSDP1 only; not read under version 2")
@@ -261,7 +241,7 @@ def read_fsdp1_key(draft: Draft, key: str, entry: Entry | None, block: Node | No
                 f"{entry.key}: true is lost: transformers drops it under version 2",
                 entry,
                 severity="warning",
-                edits=draft.editor.remove(block, entry) if block else None,
+                edits=draft.editor.remove(block, entry),
                 safe=True,
                 fix=f"remove {entry.key}",
                 help="remove it",
@@ -271,14 +251,14 @@ def read_fsdp1_key(draft: Draft, key: str, entry: Entry | None, block: Node | No
             "FSD302",
             f"{entry.key} has no meaning under version 2",
             entry,
-            edits=draft.editor.remove(block, entry) if block else None,
+            edits=draft.editor.remove(block, entry),
             fix=f"remove {entry.key}",
         )
         return
     if key == "backward_prefetch":
         text = str(entry.node.value).upper()
         known = {"BACKWARD_PRE": "BACKWARD_PRE", "BACKWARD_POST": "BACKWARD_POST", "NO_PREFETCH": None}
-        draft.set(key, known.get(text), entry=entry, parent=block)
+        draft.set(key, known.get(text), entry=entry)
         if text not in known:
             draft.report(
                 "FSD206",
@@ -287,7 +267,7 @@ def read_fsdp1_key(draft: Draft, key: str, entry: Entry | None, block: Node | No
                 value=True,
             )
         return
-    values.read_boolean(draft, str(entry.key), key, entry, block)
+    values.read_boolean(draft, str(entry.key), key, entry)
 
 
 def read_strategy(

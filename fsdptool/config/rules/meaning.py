@@ -1,6 +1,6 @@
 """Rules of the family ``meaning``: what the settings do together, for the consumer that reads them."""
 
-from fsdptool.config.rules.rule import Rule
+from fsdptool.records.rule import Rule
 
 MEANING = (
     Rule("FSD301", "FSDP1 runs", "warning",
