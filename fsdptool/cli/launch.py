@@ -40,6 +40,9 @@ def command(
         list[str] | None, typer.Option("--setup", help="Line to run first, for example 'module load cuda'.")
     ] = None,
     max_restarts: Annotated[int, typer.Option("--max-restarts", help="Relaunches within one launch.")] = 0,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", help="Seconds a collective may take, as for train.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the script file.")] = False,
     format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
 ) -> int:
@@ -50,6 +53,7 @@ def command(
     from fsdptool.launch.slurm import node_lines, slurm_script
 
     options = ("--max-restarts", str(max_restarts)) if max_restarts else ()
+    options += ("--timeout", f"{timeout:g}") if timeout is not None else ()
     job = absolute_job(recipe, config, output or Path("runs") / recipe.stem, cluster, options)
     text = None
     if slurm:

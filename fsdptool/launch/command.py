@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from fsdptool.launch.route import Nodes, interface_towards, name_for_others
 from fsdptool.records.settings import FsdpSettings
 
 Launcher = Literal["torchrun", "accelerate"]
@@ -17,23 +18,6 @@ Launcher = Literal["torchrun", "accelerate"]
 WORKER = "fsdptool.training.worker"
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """Where the machines of a run meet.
-
-    Attributes:
-        count: Machines.
-        rank: This machine's number, or None when the launcher's rendezvous decides.
-        endpoint: ``host:port`` of the rendezvous; needed for more than one machine.
-        id: Name of the rendezvous: the same on every machine, new for every launch.
-    """
-
-    count: int = 1
-    rank: int | None = None
-    endpoint: str | None = None
-    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +92,12 @@ def _rendezvous(settings: FsdpSettings, nodes: Nodes) -> list[str]:
     if nodes.id is not None:
         found += ["--rdzv-id", nodes.id]
     if nodes.rank is not None:
-        found += ["--node-rank", str(nodes.rank)]
+        # torchrun would guess both from this host's name, which Debian resolves to a loopback address:
+        # then nobody hosts the rendezvous, or rank 0 gives the others a name they cannot use (torch 2.13,
+        # rendezvous/utils.py:_matches_machine_hostname, dynamic_rendezvous.py:_NodeDescGenerator).
+        found += ["--rdzv-conf", f"is_host={int(nodes.rank == 0)}"]
+        if (name := name_for_others(nodes)) is not None:
+            found += ["--local-addr", name]
     return found
 
 
@@ -124,8 +113,12 @@ def _environment(
     chosen["FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"] = f"{timeout_seconds:g}"
     # torchrun would set 1 and warn; a rank may use its share of the cores.
     chosen["OMP_NUM_THREADS"] = str(max(available_cores() // processes, 1))
-    if nodes.count == 1 and sys.platform == "linux":
-        chosen["GLOO_SOCKET_IFNAME"] = "lo"
+    if nodes.count > 1:
+        interface = interface_towards(nodes)
+    else:
+        interface = "lo" if sys.platform == "linux" else None
+    if interface is not None:
+        chosen["GLOO_SOCKET_IFNAME"] = interface
     if device == "cuda":
         if settings.gpu_ids and settings.gpu_ids != "all":
             chosen["CUDA_VISIBLE_DEVICES"] = settings.gpu_ids

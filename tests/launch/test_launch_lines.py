@@ -12,9 +12,10 @@ from jsonschema import Draft202012Validator
 
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
-from fsdptool.launch.command import Nodes, build_command
+from fsdptool.launch.command import build_command
 from fsdptool.launch.devices import gpu_set, hold, wanted_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
+from fsdptool.launch.route import Nodes, interface_towards, name_for_others
 from fsdptool.launch.slurm import Job, node_lines, slurm_script
 from fsdptool.records import FsdpSettings
 from fsdptool.resources import load_schema
@@ -52,7 +53,8 @@ def test_torchrun_parses_what_we_give_it(tmp_path: Path) -> None:
     )
     assert made.argv[1:3] == ("-m", "torch.distributed.run")
     parsed = get_args_parser().parse_args(made.argv[3:])
-    assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node) == ("2", 1, "4")
+    assert (parsed.nnodes, parsed.nproc_per_node) == ("2", "4")
+    assert parsed.rdzv_conf == "is_host=0", "node 0 hosts the rendezvous, whatever its name resolves to"
     assert (parsed.max_restarts, parsed.rdzv_endpoint, parsed.rdzv_id) == (3, "head:29500", "job")
     assert parsed.module
     assert (parsed.training_script, parsed.training_script_args) == (
@@ -61,6 +63,20 @@ def test_torchrun_parses_what_we_give_it(tmp_path: Path) -> None:
     )
     assert "SIGUSR1" in parsed.signals_to_handle
     assert made.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "600"
+
+
+def test_a_machine_says_how_the_others_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    first, second = Nodes(2, 0, "127.0.0.1:1", "x"), Nodes(2, 1, "127.0.0.1:1", "x")
+    assert name_for_others(first) == name_for_others(second) == "127.0.0.1"
+    assert interface_towards(first) == interface_towards(second) == "lo"
+    assert name_for_others(Nodes(2, 0, "[fd00::1]:29500")) == "fd00::1"
+    assert name_for_others(Nodes(2, 0, "head.invalid")) == "head.invalid", "as the others reach it"
+    lost = Nodes(2, 1, "head.invalid:1", "x")
+    assert name_for_others(lost) is None
+    made = build_command(tmp_path, FsdpSettings(), processes=1, device="cpu", nodes=lost)
+    assert "--local-addr" not in made.argv
+    assert "GLOO_SOCKET_IFNAME" not in made.environment
 
 
 def test_accelerate_parses_what_we_give_it(tmp_path: Path) -> None:
