@@ -66,21 +66,34 @@ def states(
         _Local(_shard_shape(w.parameter, ranks), w.stored, w.trainable) for g in ordered for w in g.weights
     ]
     whole = [_Local(p.shape, WIDTH.get(stored_dtype(p, plan), 4), p.trainable) for p in plan.ignored]
-    trained = [local for local in [*shards, *whole] if local.trainable]
     implementation = recipe.optimizer.implementation
     if implementation == "auto":
         implementation = "fused"
+
+    def kept(trained: Sequence[_Local]) -> tuple[Block, Block, Block]:
+        optimizer = _optimizer_sizes(recipe.optimizer, trained, implementation, cuda)
+        average = [t.numel * max(t.width, 4) for t in trained] if recipe.ema.decay is not None else []
+        update = _update_sizes(recipe.optimizer, trained, implementation)
+        return (
+            _block(OPTIMIZER, optimizer, grain),
+            _block(EMA, average, grain),
+            _block(OPTIMIZER_TEMPORARIES, update, grain),
+        )
+
     parameters = _block(PARAMETERS, [s.numel * s.width for s in shards], grain)
     replicated = _block(REPLICATED, [p.numel * p.width for p in whole], grain)
-    optimizer = _block(OPTIMIZER, _optimizer_sizes(recipe.optimizer, trained, implementation, cuda), grain)
-    ema = _block(EMA, [t.numel * 4 for t in trained] if recipe.ema.decay is not None else [], grain)
-    saved = (*(t.numel * t.width for t in trained), *optimizer.sizes, *ema.sizes)
-    update = _block(OPTIMIZER_TEMPORARIES, _update_sizes(recipe.optimizer, trained, implementation), grain)
+    trained = [local for local in [*shards, *whole] if local.trainable]
+    optimizer, average, update = kept(trained)
+    saved = (*(t.numel * t.width for t in trained), *optimizer.sizes, *average.sizes)
+    host = 0
     if plan.cpu_offload:
-        host = sum(sum(b.sizes) for b in (parameters, optimizer, ema))
+        # FSDP moves what it manages; parameters it does not stay on the device with all that is theirs.
+        managed = kept([s for s in shards if s.trainable])
+        host = sum(sum(block.sizes) for block in (parameters, *managed))
         host += sum(s.numel * s.width for s in shards if s.trainable)
-        return States((replicated,), host + sum(update.sizes), None, saved)
-    return States((parameters, replicated, optimizer, ema), 0, update if update.sizes else None, saved)
+        parameters = _block(PARAMETERS, [], grain)
+        optimizer, average, update = kept([w for w in whole if w.trainable])
+    return States((parameters, replicated, optimizer, average), host, update if update.sizes else None, saved)
 
 
 def _shard_shape(parameter: Parameter, ranks: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from fsdptool.memory import footprint
 from fsdptool.memory.building import sampled_recipe
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.plan import Phase
-from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Recipe
+from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Lora, Method, Recipe
 from fsdptool.records.settings import Mesh, StateDictType
 from fsdptool.records.trace import KINDS, Trace
 
@@ -48,6 +48,21 @@ def test_offloaded_checkpoints_move_from_the_device_to_the_host() -> None:
     assert phases(host)["backward"].host_bytes_per_rank == inputs
     assert phases(device)["backward"].host_bytes_per_rank == 0
     assert sum(c.bytes or 0 for c in host.components) == host.allocated_peak_bytes
+
+
+def test_whole_parameters_and_their_optimizer_stay_on_the_device_under_offload() -> None:
+    """FSDP offloads what it shards: adapters kept whole keep two moments and a count there, each."""
+    case = Case(
+        method=Method("lora", lora=Lora(rank=4, adapters="replicated")), settings={"cpu_offload": True}
+    )
+    made = foot(case, case.trace(), dataclasses.replace(case.recipe(), ema=Ema(0.9)))
+    device = {component.name: component.bytes for component in made.components}
+    whole = [parameter.numel * 4 for parameter in case.plan().ignored]
+    assert whole
+    assert "parameters" not in device
+    assert device["replicated parameters"] == sum(-(-size // 512) * 512 for size in whole)
+    assert device["ema"] == device["replicated parameters"]
+    assert device["optimizer"] == 2 * device["replicated parameters"] + 512 * len(whole)
 
 
 def test_only_checkpointed_blocks_recompute() -> None:
