@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from fsdptool.families.protocol import Objective, TensorSpec
 
 
+_COMPILED = (
+    "what compiled blocks keep for backward: their kernels choose it, and the figures are those of the"
+    " blocks as they run uncompiled; what compiling itself takes in the first step is in no figure"
+)
+
+
 def make_trace(
     spec: ModelSpec,
     recipe: Recipe,
@@ -96,6 +102,7 @@ def make_trace(
         teacher=taught,
         model=spec.model_class,
         unknowns=made.unknowns
+        + ((_COMPILED,) if recipe.sharding.compile else ())
         + (taught.unknowns if taught is not None else ())
         + tuple(why for part in beside for why in part.unknowns),
         notes=made.notes
@@ -284,6 +291,3 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _tokens(recipe: Recipe, specs: Sequence[TensorSpec]) -> int | None:
     length = recipe.batch.sequence_length
     return recipe.batch.micro_batch * length if length is not None else None
-
-
-__all__ = ["Anatomy", "make_trace"]

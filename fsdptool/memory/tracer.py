@@ -21,9 +21,12 @@ from fsdptool.records.trace import Profile, Trace
 KIND = "trace"
 _OWN = (
     "memory",
+    "layout",
+    "inspection",
     "training/recompute.py",
     "training/context.py",
     "training/methods",
+    "training/unitplan.py",
     "families",
     "records/trace.py",
 )
@@ -125,6 +128,8 @@ def _parts(
         "libraries": library_versions(),
         "tool": f"{tool_version()}:{_own_digest()}",
     }
+    if sharding.compile:
+        parts["compiled"] = True
     if settings.activation_checkpointing:
         parts["checkpointing"] = [
             to_json(sharding.checkpointing),
