@@ -46,6 +46,9 @@ def plan_units(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Unit
 def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
     """Return the units of a distillation's teacher: frozen, never recomputed, freed after forward.
 
+    Every unit is resharded, whatever the settings say of the student's: a teacher has no backward that
+    would use it again, and is freed after each forward anyway (``shard.reshard_all``).
+
     Raises:
         ConfigError: The settings do not suit the teacher.
     """
@@ -62,7 +65,9 @@ def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Un
     live = {module.class_name for module in anatomy.modules}
     classes = tuple(name for name in settings.wrap_classes if name in live) or anatomy.wrap.classes
     own = dataclasses.replace(settings, wrap_classes=classes, activation_checkpointing=False)
-    return group(frozen, own, dataclasses.replace(recipe.sharding, checkpointing=None))
+    plan = group(frozen, own, dataclasses.replace(recipe.sharding, checkpointing=None))
+    units = tuple(dataclasses.replace(unit, reshard_after_forward=True) for unit in plan.units)
+    return dataclasses.replace(plan, units=units)
 
 
 def anatomy_of_live(model: nn.Module, published: Anatomy) -> Anatomy:
