@@ -8,11 +8,12 @@ from typing import Any
 
 from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.predict import Estimator
+from fsdptool.planning.predict import MAX_TOKENS, Estimator
 from fsdptool.planning.search import roomy
 from fsdptool.records.plan import Candidate
 
 _LIMIT = 1 << 16
+"""Samples of a micro-batch beyond which nobody looks, where ``MAX_TOKENS`` does not end it before."""
 
 
 def largest_batch(
@@ -63,16 +64,17 @@ def _search(
             )
         return tried[size].rejected_by is None and roomy(tried[size])
 
+    limit = max(min(_LIMIT, MAX_TOKENS // (inputs.recipe.batch.sequence_length or 1)), 2)
     if not fits(1):
         return None
     if not fits(2):
         return 1
-    low, high = 2, _guess(tried)
+    low, high = 2, min(_guess(tried), limit)
     while fits(high):
         low = high
-        if high >= _LIMIT:
+        if high >= limit:
             return high
-        high = min(max(_guess(tried), high + max(high // 8, 1)), _LIMIT)
+        high = min(max(_guess(tried), high + max(high // 8, 1)), limit)
     while high - low > 1:
         # No nearer to either end than an eighth: small models' lines are crooked (segments of 2 and 20
         # MiB), and a guess that is always one too low would try thousands of sizes.
@@ -94,6 +96,6 @@ def _guess(tried: dict[int, Candidate]) -> int:
         return second + 1
     each = (b.device_total_bytes - a.device_total_bytes) / (second - first)
     if each <= 0:
-        return min(second * 2, _LIMIT)
+        return second * 2
     room = 0.95 * b.usable_bytes - b.device_total_bytes
-    return min(max(second + int(room / each), second + 1), _LIMIT)
+    return max(second + int(room / each), second + 1)

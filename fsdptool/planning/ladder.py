@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
-from typing import Any
+from typing import Literal
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.planning.catalogue import all_entries
@@ -88,11 +87,14 @@ def _rungs(knobs: Knobs, cluster: Cluster) -> Iterator[tuple[str, Knobs]]:
 def _quantised(
     estimator: Estimator, inputs: PlanInputs, knobs: Knobs, cluster: Cluster, asked: Candidate
 ) -> list[NextStep]:
-    """Return the rung that holds LoRA's frozen base in fewer bits, which takes a trace of its own."""
+    """Return the rung that holds LoRA's frozen base in fewer bits, which takes a trace of its own.
+
+    int8 needs torch alone: what else is installed here says nothing of where the run will be.
+    """
     method = inputs.recipe.method
     if method.lora is None or method.lora.base != "unchanged":
         return []
-    base: Any = "nf4" if find_spec("bitsandbytes") is not None else "int8"
+    base: Literal["int8"] = "int8"
     recipe = replace(inputs.recipe, method=replace(method, lora=replace(method.lora, base=base)))
     other = Estimator(
         estimator.spec, estimator.anatomy, recipe, estimator.settings, profile=estimator.profile
@@ -106,7 +108,7 @@ def _quantised(
 
 
 _COSTS = (
-    ("hold the frozen base", "weights are rounded to the format"),
+    ("hold the frozen base", "weights are rounded; nf4 (needs bitsandbytes) takes about half of int8"),
     ("reduce gradients", "gradients are summed in lower precision"),
     ("CPU offload", "the optimizer runs on the host"),
     ("micro-batch", "smaller matrix products"),

@@ -80,12 +80,12 @@ def test_a_base_that_does_not_fit_is_offered_in_fewer_bits(
     )
     hardware = ["--gpus-file", str(card), "--gpu", "Tiny", "--gpus", "2"]
     plan = planned(capsys, model, *hardware, "--method", "lora", status=1)
-    rungs = [step for step in plan["next_steps"] if step["change"].startswith("hold the frozen base in nf4")]
+    rungs = [step for step in plan["next_steps"] if step["change"].startswith("hold the frozen base in int8")]
     assert len(rungs) == 1
-    assert rungs[0]["settings"] == {"lora_base": "nf4"}
+    assert rungs[0]["settings"] == {"lora_base": "int8"}
     assert rungs[0]["device_total_bytes"] < plan["candidates"][0]["device_total_bytes"]
     assert "rounded" in rungs[0]["cost"]
-    again = planned(capsys, model, *hardware, "--method", "lora", "--lora-base", "nf4", status=1)
+    again = planned(capsys, model, *hardware, "--method", "lora", "--lora-base", "int8", status=1)
     assert not any("frozen base" in step["change"] for step in again["next_steps"])
 
 
