@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Data
+from fsdptool.training.data.films import FILMS, film_size, read_film, spread
 from fsdptool.training.data.sources import path_of
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-CLIPS = (".gif",)
+CLIPS = (".gif", *FILMS)
 """Files with several frames; a folder of stills with a caption beside it is a clip, too."""
 
 
@@ -76,8 +78,6 @@ def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
         raise ConfigError(f"data.path {root} is no folder", help="name the folder that holds the images")
     told = _captions(root, data.text_column)
     video = any(bucket.frames > 1 for bucket in buckets)
-    if video:
-        _refuse_films(root)
     found = []
     for name, files in _files(root, video=video):
         caption = told.get(name)
@@ -99,19 +99,6 @@ def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
             help="write NAME.txt beside each image, or metadata.jsonl with file_name and text",
         )
     return tuple(found)
-
-
-_FILMS = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
-
-
-def _refuse_films(root: Path) -> None:
-    """Films are not read, and passing them by would train on less than the person thinks."""
-    films = sorted(file.name for file in root.iterdir() if file.suffix.lower() in _FILMS)
-    if films:
-        raise ConfigError(
-            f"data.path {root} holds {len(films)} films that no library here decodes ({films[0]})",
-            help="unpack each into a folder of stills: ffmpeg -i NAME.mp4 NAME/%05d.png",
-        )
 
 
 def _files(root: Path, *, video: bool) -> Iterator[tuple[str, list[Path]]]:
@@ -166,8 +153,15 @@ def _open(file: str | Path) -> Image:
 
 
 def _size(file: Path) -> tuple[int, int]:
+    if file.suffix.lower() in FILMS:
+        return film_size(file)
     with _open(file) as image:
-        return image.height, image.width
+        # A camera held upright writes the picture lying and notes how to turn it.
+        lies = image.getexif().get(_ORIENTATION, 1) > 4
+        return (image.width, image.height) if lies else (image.height, image.width)
+
+
+_ORIENTATION = 0x0112
 
 
 def buckets_of(
@@ -229,10 +223,11 @@ def nearest(aspect: float, buckets: Sequence[Bucket]) -> int:
     )
 
 
-def read_pixels(picture: Picture, bucket: Bucket) -> Pixels:
+def read_pixels(picture: Picture, bucket: Bucket, *, rate: float | None = None) -> Pixels:
     """Return the picture resized to cover its bucket and cut at the centre.
 
-    A clip gives ``bucket.frames`` frames, evenly spread over its length.
+    A film gives ``bucket.frames`` frames, ``rate`` a second from its beginning; a film without a rate,
+    and a clip, as many evenly spread over its length.
 
     Raises:
         ConfigError: A file cannot be read, or a clip has too few frames.
@@ -240,35 +235,55 @@ def read_pixels(picture: Picture, bucket: Bucket) -> Pixels:
     import numpy as np
     import torch
 
-    frames = [_fit(frame, bucket) for frame in _frames(picture, bucket.frames)]
+    frames = [_fit(frame, bucket) for frame in _frames(picture, bucket.frames, rate)]
     values = torch.from_numpy(np.stack([np.asarray(image) for image, _, _ in frames]))
     scaled = values.permute(3, 0, 1, 2).to(torch.float32) / 127.5 - 1.0
     return Pixels(scaled.contiguous(), frames[0][1], frames[0][2])
 
 
-def _frames(picture: Picture, count: int) -> Iterator[Image]:
-    from PIL import ImageSequence
+def read_still(file: Path, bucket: Bucket) -> Image:
+    """Return one image resized to cover its bucket and cut at the centre.
 
-    if len(picture.files) > 1:
-        frames: list[Any] = [_open(file) for file in picture.files]
-    else:
-        image = _open(picture.files[0])
-        frames = [frame.copy() for frame in ImageSequence.Iterator(image)] if count > 1 else [image]
-    if len(frames) < count:
-        raise ConfigError(
-            f"clip {picture.name} has {len(frames)} frames, batch.frames is {count}",
-            help="take it out of data.path, or lower batch.frames",
-        )
-    for number in range(count):
-        yield frames[number * (len(frames) - 1) // max(count - 1, 1)]
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    return _fit(_open(file), bucket)[0]
+
+
+def held_out(name: str, share: float) -> bool:
+    """Say whether a picture is kept for validation, by the hash of its name."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 2) < int(share * _HALF)
+
+
+_HALF = 1 << 62
+
+
+def _frames(picture: Picture, count: int, rate: float | None) -> Iterator[Image]:
+    if Path(picture.files[0]).suffix.lower() in FILMS:
+        yield from read_film(Path(picture.files[0]), count, rate)
+        return
+    image = _open(picture.files[0]) if len(picture.files) == 1 else None
+    length = getattr(image, "n_frames", 1) if image is not None and count > 1 else len(picture.files)
+    for number in spread(picture.name, length, count):
+        if image is None:
+            yield _open(picture.files[number])
+        else:
+            image.seek(number)
+            yield image
 
 
 def _fit(image: Image, bucket: Bucket) -> tuple[Image, int, int]:
     from PIL import Image as images
+    from PIL import ImageOps
 
-    scale = max(bucket.height / image.height, bucket.width / image.width)
-    size = (max(round(image.width * scale), bucket.width), max(round(image.height * scale), bucket.height))
     try:
+        image = ImageOps.exif_transpose(image)
+        scale = max(bucket.height / image.height, bucket.width / image.width)
+        size = (
+            max(round(image.width * scale), bucket.width),
+            max(round(image.height * scale), bucket.height),
+        )
         resized = image.convert("RGB").resize(size, images.Resampling.LANCZOS)
     except OSError as error:
         raise ConfigError(

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.training.data.images import Bucket, Picture
+from fsdptool.training.data.images import Bucket, Picture, held_out
 from fsdptool.training.data.order import mix
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "latents.json"
-VERSION = 1
-_HALF = 1 << 62
+VERSION = 2
+_NORMAL = ("latents", "latents_std")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,9 @@ class Latents:
     """Samples for denoisers: latents, embeddings, and what is drawn for (seed, epoch, sample).
 
     A sample holds ``latents``, ``noise`` (standard normal, same shape), ``uniform`` (one number in
-    [0, 1), from which the family makes the timestep), the text's tensors (those of the empty caption
-    where the caption is dropped), and ``size`` (original height and width, crop top and left, target
+    [0, 1), from which the family makes the timestep), what else was made of its pixels (the first
+    frame's condition), the text's tensors (those of the empty caption where the caption is dropped), and
+    ``size`` (original height and width, crop top and left, target
     height and width).
 
     Args:
@@ -165,6 +166,7 @@ class Latents:
             "latents": latents,
             "noise": noise,
             "uniform": uniform,
+            **{name: tensor for name, tensor in pixels.items() if name not in _NORMAL},
             **text,
             "size": torch.tensor(
                 [picture.height, picture.width, *_crop(picture, bucket), bucket.height, bucket.width]
@@ -177,8 +179,7 @@ def split_pictures(index: Index, share: float) -> tuple[list[int], list[int]]:
     train: list[int] = []
     hidden: list[int] = []
     for number, picture in enumerate(index.pictures):
-        digest = hashlib.blake2b(picture.name.encode(), digest_size=8).digest()
-        (hidden if (int.from_bytes(digest, "big") >> 2) < int(share * _HALF) else train).append(number)
+        (hidden if held_out(picture.name, share) else train).append(number)
     return train, hidden
 
 
