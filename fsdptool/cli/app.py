@@ -7,6 +7,7 @@ Modules named here must import in a few milliseconds: heavy libraries load insid
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import traceback
@@ -105,6 +106,10 @@ def _overview_text() -> str:
 
 def main() -> None:
     """Run the command line and exit with a documented status (docs/exit-codes.md)."""
+    for stream in (sys.stdout, sys.stderr):
+        # A bar in a chart or a file's name that the terminal's encoding lacks is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 
@@ -144,9 +149,11 @@ def _drop_output() -> None:
 
 def complain(error: FsdptoolError) -> None:
     """Write an error as one line, and what to do next as a second."""
-    sys.stderr.write(f"error: {error.message}\n")
+    from fsdptool.report.tables import printable
+
+    sys.stderr.write(f"error: {printable(error.message)}\n")
     if error.help:
-        sys.stderr.write(f"help: {error.help}\n")
+        sys.stderr.write(f"help: {printable(error.help)}\n")
 
 
 def _usage_error(error: Any) -> FsdptoolError:

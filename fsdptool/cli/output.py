@@ -21,8 +21,9 @@ class Format(StrEnum):
 
 
 def print_document(document: Mapping[str, Any]) -> None:
-    """Print a JSON document to standard output."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    """Print a JSON document to standard output, in ASCII where that cannot take every character."""
+    narrow = not (sys.stdout.encoding or "").lower().startswith("utf")
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=narrow) + "\n")
 
 
 def check_free(path: Path, *, force: bool) -> None:
@@ -31,6 +32,8 @@ def check_free(path: Path, *, force: bool) -> None:
     Raises:
         StorageError: The file exists and ``force`` is not set.
     """
+    if path.is_dir():
+        raise StorageError(f"{path} is a folder", help="name the file to write")
     if path.exists() and not force:
         raise StorageError(f"{path} exists already", help="give --force to replace it, or another path")
 

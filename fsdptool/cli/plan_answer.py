@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdptool.cli.output import Format, print_document, write_file
+from fsdptool.cli.output import Format, check_free, print_document, write_file
 from fsdptool.errors import ExitCode, PlanError, StorageError
 
 if TYPE_CHECKING:
@@ -67,8 +68,10 @@ def check_output(output: Path | None, force: bool) -> None:
         raise PlanError(
             f"{output}: a plan is written as .json or .html", help="choose one of the two suffixes"
         )
-    if output.exists() and not force:
-        raise StorageError(f"{output} exists already", help="give --force to replace it, or another path")
+    check_free(output, force=force)
+    folder = next(parent for parent in output.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"{output} cannot be written: {folder} takes no files", help="choose another path")
 
 
 def progress(line: str) -> None:

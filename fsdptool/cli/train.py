@@ -67,6 +67,7 @@ def command(
     from fsdptool.launch.create import check_folder, lock_run, wait_for_run, write_run
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
+    from fsdptool.launch.stops import early_stops
     from fsdptool.training.folder import ACCELERATE
 
     if launcher not in ("torchrun", "accelerate"):
@@ -75,14 +76,15 @@ def command(
     first = not node_rank
     if first:
         check_folder(folder, resume=resume, force=force)
-    prepared = prepare(
-        recipe,
-        config,
-        processes=processes,
-        cpu=cpu,
-        with_prediction=predict and first and not dry_run,
-        with_data=first and not dry_run,
-    )
+    with early_stops():
+        prepared = prepare(
+            recipe,
+            config,
+            processes=processes,
+            cpu=cpu,
+            with_prediction=predict and first and not dry_run,
+            with_data=first and not dry_run,
+        )
     nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
     if rendezvous is not None:
         # Where they meet was said here instead of in the file.
@@ -104,15 +106,23 @@ def command(
         _print_dry_run(command_line, folder, format)
         return 0
     if not first:
-        wait_for_run(folder, launch_id)
+        with early_stops():
+            wait_for_run(folder, launch_id)
         with claim_gpus(prepared.settings, prepared.device, folder):
             return _run(prepared, folder, command_line, max_restarts, format, quiet=True)
     with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
         # Again: another start may have come and gone while this one prepared.
         number = check_folder(folder, resume=resume, force=force)
-        write_run(
-            folder, prepared, resume=resume, number=number, argv=sys.argv, force=force, launch_id=launch_id
-        )
+        with early_stops():
+            write_run(
+                folder,
+                prepared,
+                resume=resume,
+                number=number,
+                argv=sys.argv,
+                force=force,
+                launch_id=launch_id,
+            )
         return _run(prepared, folder, command_line, max_restarts, format)
 
 

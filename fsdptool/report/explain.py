@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.report.findings import printable, render_concise
+from fsdptool.report.findings import render_concise
+from fsdptool.report.tables import printable
 
 if TYPE_CHECKING:
     from fsdptool.config.reading import Reading

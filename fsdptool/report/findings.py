@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.report.tables import printable
 
 if TYPE_CHECKING:
     from fsdptool.config.reading import Reading
@@ -86,14 +87,6 @@ def _snippet(reading: Reading, item: Diagnostic, colour: bool) -> list[str]:
         f"  {number} | {shown}",
         f"  {' ' * len(number)} | {paint(caret, item.severity, colour)}",
     ]
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters replaced, so that a file cannot drive the terminal."""
-    return "".join(
-        character if character.isprintable() else " " if character == "\t" else "\N{REPLACEMENT CHARACTER}"
-        for character in text
-    )
 
 
 def render_concise(readings: Iterable[Reading], *, colour: bool = False, quiet: bool = False) -> str:

@@ -25,6 +25,7 @@ def print_table(
         stream: Where to; standard output by default.
     """
     out = stream or sys.stdout
+    rows = [tuple(map(printable, row)) for row in rows]
     if not out.isatty():
         for row in (headers, *rows):
             out.write("\t".join(row) + "\n")
@@ -44,6 +45,7 @@ def print_table(
 def print_line(text: str = "", *, style: str | None = None, stream: TextIO | None = None) -> None:
     """Print one line, styled in a terminal only."""
     out = stream or sys.stdout
+    text = printable(text)
     if style is None or not out.isatty():
         out.write(text + "\n")
         return
@@ -58,6 +60,14 @@ def print_finding(severity: str, code: str, message: str, help: str | None) -> N
     print_line(f"{severity}: {message} [{code}]", style=_SEVERITY_STYLE.get(severity))
     if help:
         print_line(f"    {help}", style="dim" if severity == "info" else None)
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters replaced, so that no name can drive the terminal."""
+    return "".join(
+        character if character.isprintable() else " " if character == "\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
 
 
 def count(value: int) -> str:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from fsdptool.report.tables import printable
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -61,7 +63,8 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Write one line."""
+        """Write one line, or several."""
+        text = "\n".join(map(printable, text.split("\n")))
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
             return

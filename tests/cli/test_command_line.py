@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from fsdptool.cli.app import run
 from fsdptool.cli.values import override_values
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -62,3 +78,41 @@ def test_overrides_are_json_then_yaml_then_text_and_reach_into_parts() -> None:
         "word": "[1",
         "url": "http://h/a=b",
     }
+
+
+HOSTILE = "a\x1b[31mb"
+
+
+def test_no_name_drives_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "hidden_sizes\x1b]0;x\x07": 3}))
+    assert run(["detect", str(folder), "--no-cache"]) == 0
+    assert run(["detect", str(folder / "absent\x07.json")]) == 2
+    streams = capsys.readouterr()
+    assert "DET121" in streams.out and "absent" in streams.err
+    assert not any(mark in streams.out + streams.err for mark in "\x1b\x07")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
+def test_every_encoding_of_a_terminal_takes_the_answer(encoding: str, tmp_path: Path) -> None:
+    """In a process of its own: the streams are the interpreter's."""
+    name = tmp_path / os.fsdecode(b"\xff\xe9\xf0")
+    name.mkdir()
+    (name / "config.json").write_text(json.dumps(LLAMA))
+    command = [sys.executable, "-m", "fsdptool", "detect", str(name), "--format"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "FSDPTOOL_CACHE": str(tmp_path / "cache")}
+    for form in ("text", "json"):
+        done = subprocess.run([*command, form], env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.decode(encoding))["reference"]["id"] == str(name)
+
+
+def test_what_cannot_be_written_is_said_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run(["plan", "no:model", "--gpu", "H100", "-o", str(tmp_path / "file" / "plan.json")]) == 2
+    assert "takes no files" in capsys.readouterr().err
+    assert run(["emit-config", "--preset", "cpu", "-o", str(tmp_path), "--force"]) == 2
+    assert f"{tmp_path} is a folder" in capsys.readouterr().err
