@@ -17,29 +17,37 @@ GROUPS = {
     "optimizer": "states",
     "ema": "states",
     "replicated parameters": "states",
-    "frozen parameters": "states",
     "buffers": "states",
-    "teacher": "states",
+    "checkpoint staging": "states",
     "activations": "activations",
-    "recomputed": "activations",
+    "recomputed activations": "activations",
+    "offloaded activations": "activations",
     "inputs": "activations",
     "unsharded parameters": "gathered",
     "all-gather buffers": "gathered",
-    "reduce-scatter buffers": "gathered",
+    "resharded parameters": "gathered",
     "unsharded gradients": "gathered",
+    "reduce-scatter buffers": "gathered",
+    "all-reduce buffers": "gathered",
+    "gloo staging": "gathered",
+    "temporaries": "passing",
+    "optimizer temporaries": "passing",
+    "outputs": "passing",
+    "loss": "passing",
+    "teacher": "passing",
     "workspaces": "outside",
     "context": "outside",
     "communicators": "outside",
     "allocator slack": "outside",
 }
-"""Component to the group that colours it; everything else is passing work."""
+"""Component to the group that colours it; one that is not here is passing work."""
 
 LEGEND = {
     "states": "kept between steps",
     "gathered": "gathered or being reduced",
-    "activations": "kept for backward",
+    "activations": "kept or made again for backward",
     "passing": "passing work",
-    "outside": "outside the tensors",
+    "outside": "outside the model's tensors",
 }
 
 _WIDTH = 960

@@ -169,3 +169,13 @@ def test_a_resampled_timeline_keeps_its_peak() -> None:
     levels = resample(moments, 64)
     assert len(levels) == 64
     assert max(levels) == 9
+
+
+def test_every_component_has_a_colour_of_its_own_choosing() -> None:
+    """What memory names is in the table of colours, and nothing else is."""
+    from fsdptool.memory.ledger import COMPONENTS
+    from fsdptool.report.html_charts import GROUPS, LEGEND
+
+    added = {"allocator slack", "context", "communicators"}
+    assert set(GROUPS) == {*COMPONENTS, *added}
+    assert set(GROUPS.values()) == set(LEGEND)
