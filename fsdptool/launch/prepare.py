@@ -101,9 +101,15 @@ def prepare(
     anatomy = inspect(spec)
     units = plan_units(anatomy, recipe, settings)
     teacher_spec, teacher_units = _teacher(recipe, settings, recipe_path)
+    made_up = recipe.data.source == "synthetic" and recipe.evaluation.data is None
     if with_data:
-        _check_data(recipe, spec, settings)
+        _check_share(recipe, settings)
+        if not made_up:
+            _check_data(recipe, spec)
     prediction, notes = _predict(spec, anatomy, recipe, settings, device) if with_prediction else (None, ())
+    # A prediction has made a batch of this recipe already, or remembers it and needs no torch.
+    if with_data and made_up and prediction is None:
+        _check_data(recipe, spec)
     return Prepared(
         recipe=recipe,
         settings=settings,
@@ -211,12 +217,17 @@ def _teacher(
     return spec, plan_teacher(inspect(spec), recipe, settings)
 
 
-def _check_data(recipe: Recipe, spec: ModelSpec, settings: FsdpSettings) -> None:
-    from fsdptool.training.data import prepare as prepare_data
+def _check_share(recipe: Recipe, settings: FsdpSettings) -> None:
+    """Refuse a global batch that the ranks cannot share."""
     from fsdptool.training.data.build import share_of
 
     mesh = settings.mesh.resolve(settings.num_processes or 1)
     share_of(recipe, rank=0, world=(settings.num_processes or 1) // mesh.cp)
+
+
+def _check_data(recipe: Recipe, spec: ModelSpec) -> None:
+    from fsdptool.training.data import prepare as prepare_data
+
     prepare_data(recipe, spec)
 
 

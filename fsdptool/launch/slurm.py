@@ -105,6 +105,8 @@ def slurm_script(
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(job.variables.items())]
     # exec: Slurm signals every process of a step, and a shell in between would die of it.
     line = "exec " + train_line(job, '"$SLURM_NODEID"', '"$head_node:$port"', '"$launch_id"')
+    # Since Slurm 22.05 srun does not take it from sbatch: a cluster that binds tasks may leave it one core.
+    cores = f"--cpus-per-task={cpus_per_task} " if cpus_per_task else ""
     body = [
         "set -u",
         *setup,
@@ -115,7 +117,7 @@ def slurm_script(
         "# Jobs that share a node meet at ports of their own.",
         f"port=$(({PORT} + SLURM_JOB_ID % 1000))",
         "export head_node launch_id port",
-        f"srun --kill-on-bad-exit=0 bash -c {shlex.quote(line)}",
+        f"srun --kill-on-bad-exit=0 {cores}bash -c {shlex.quote(line)}",
         "status=$?",
         'if [ "$status" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
         'exit "$status"',

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,18 @@ def test_a_run_that_came_and_went_meanwhile_is_not_overwritten(
     assert run(place.arguments("run")) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert made.read_text() == "{}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_while_the_run_is_prepared(
+    place: Work, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def stopped(*arguments: object, **options: object) -> None:
+        os.kill(os.getpid(), number)
+
+    recipe(place)
+    monkeypatch.setattr("fsdptool.launch.prepare.prepare", stopped)
+    assert f"{number.name} came before the run" in complain(place, capsys, code=75)
 
 
 def test_a_run_folder_that_cannot_be_made(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
