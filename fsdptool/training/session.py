@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
 from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.training.pulse import TIMEOUT
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_TIMEOUT = "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def open_session(settings: FsdpSettings) -> Session:
 
 
 def _join(rank: int, world_size: int, device: torch.device) -> None:
-    timeout = timedelta(seconds=float(os.environ.get(_TIMEOUT, "600")))
+    timeout = timedelta(seconds=float(os.environ.get(TIMEOUT, "600")))
     # Gloo beside NCCL: asynchronous checkpoints and offloaded shards talk between CPUs.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "MASTER_ADDR" in os.environ:
