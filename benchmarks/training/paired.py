@@ -54,7 +54,7 @@ def write_run(folder: Path, config: dict[str, Any], *, ranks: int, steps: int, l
         "checkpoints: {at_end: false}\n"
         f"steps: {steps}\n"
     )
-    return ["train", str(folder / "recipe.yaml"), "--config", str(folder / "accelerate.yaml"), "--no-predict"]
+    return ["train", str(folder / "recipe.yaml"), "--config", str(folder / "accelerate.yaml")]
 
 
 def bounds(ratios: list[float], rounds: int = 4000) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """From the command to the end of the first step: ``fsdptool train`` against an accelerate script.
 
 Both start two gloo ranks under torchrun on the same model; the clock runs from the start of the process to
-the first step's end, so that imports, rendezvous, building and (ours only) sharding and its proof count.
-accelerate 1.15 does not shard on the CPU. Starts alternate (A B, B A, ...); the figure is the median of
-paired ratios, with bootstrap bounds.
+the first step's end, so that imports, rendezvous, building and (ours only) the memory's prediction, sharding
+and its proof count. accelerate 1.15 does not shard on the CPU. The first pair is left out: it fills the page
+cache, and ours remembers the model and its trace. Starts alternate (A B, B A, ...); the figure is the median
+of paired ratios, with bootstrap bounds.
 
     python benchmarks/training/start_up.py --pairs 5
 """
@@ -111,7 +112,7 @@ def main() -> None:
         for index, pair in enumerate(turns(chosen.pairs + 1, ("fsdptool", "accelerate"))):
             for rival in pair:
                 taken = seconds_until(*programs[rival], folder)
-                if index:  # the first pair warms the page cache
+                if index:
                     times[rival].append(taken)
     document = {
         **head(
