@@ -15,6 +15,7 @@ from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.collate import Stack
 from fsdptool.training.data.denoising import Denoising
+from fsdptool.training.data.labelled import open_labelled
 from fsdptool.training.data.language import LANGUAGE, open_language
 from fsdptool.training.data.latents import Latents, read_index, split_pictures
 from fsdptool.training.data.loader import Collate, Loader, Samples, Share
@@ -182,9 +183,11 @@ def objective_of(recipe: Recipe, spec: ModelSpec) -> str:
 def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str) -> Opened:
     if data.source == "synthetic":
         return _synthetic(recipe, spec, data, part)
+    kind = objective_of(recipe, spec)
+    if data.source == "images" and kind == "classification":
+        return _labelled(recipe, spec, data, part)
     if data.source in ("images", "latents"):
         return _diffusion(recipe, spec, data, cache, part)
-    kind = objective_of(recipe, spec)
     if kind not in LANGUAGE:
         raise ConfigError(
             f"objective {kind} cannot be trained on data.source {data.source}",
@@ -206,6 +209,17 @@ def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened
     seed = recipe.seed if part == "train" else mix(recipe.seed, 11)
     samples = Synthetic(one, shared=shared, count=count, seed=seed)
     return Opened(samples, PlainOrder(count, seed=recipe.seed, shuffle=data.shuffle), Stack(shared=shared))
+
+
+def _labelled(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
+    wanted = {item.name: item for item in family_of(spec).batch_spec(spec.config, recipe)}
+    if "pixel_values" not in wanted:
+        raise ConfigError(
+            f"{spec.model_class} takes no images under objective classification",
+            help="choose another data.source, or synthetic",
+        )
+    samples = open_labelled(data, spec, wanted, part=part, holdout=recipe.evaluation.holdout)
+    return Opened(samples, PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle), Stack())
 
 
 def _diffusion(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
