@@ -31,6 +31,7 @@ class Geometry:
         temporal: Frames per latent frame after the first; 0 for images (latents have no frames).
         patch: Latents per token, each way; sizes must divide by ``spatial`` x ``patch``.
         height, width, frames: What is trained when the recipe names no size.
+        rate: Frames a second the model was trained at; 0 where nobody says.
     """
 
     spatial: int = 8
@@ -39,6 +40,7 @@ class Geometry:
     height: int = 1024
     width: int = 1024
     frames: int = 1
+    rate: float = 0.0
 
 
 class Denoiser(DiffusersFamily):
@@ -61,6 +63,15 @@ class Denoiser(DiffusersFamily):
         """Return the geometry of one configuration."""
         return self.geometry
 
+    def pixel_step(self, config: Mapping[str, Any]) -> int:
+        """Return what a side in pixels has to be a multiple of."""
+        geometry = self.geometry_for(self.full(config))
+        return geometry.spatial * geometry.patch
+
+    def frame_rate(self, config: Mapping[str, Any]) -> float | None:
+        """Return the frames a second the model was trained at, if that is known."""
+        return self.geometry_for(self.full(config)).rate or None
+
     def latent_channels(self, full: Mapping[str, Any]) -> int:
         """Return the channels of the latents (before packing)."""
         return int(full[self.in_channels_key]) // self.packing
@@ -72,7 +83,7 @@ class Denoiser(DiffusersFamily):
             ConfigError: The recipe's sizes do not divide.
         """
         geometry, batch = self.geometry_for(full), recipe.batch
-        unit = geometry.spatial * geometry.patch
+        unit = self.pixel_step(full)
         sides = []
         for name, given, default in (
             ("height", batch.height, geometry.height),
@@ -179,8 +190,8 @@ class Denoiser(DiffusersFamily):
         return stacked(samples, SOURCES.get(name, name))
 
     def tokens(self, recipe: Recipe) -> int:
-        """Return the tokens of a caption."""
-        return recipe.batch.sequence_length or self.text_tokens
+        """Return the tokens of a caption; card option ``tokens``: when the recipe names none."""
+        return recipe.batch.sequence_length or int(self.options.get("tokens", self.text_tokens))
 
     def conditions(
         self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]

@@ -120,12 +120,12 @@ class Masked(Denoiser):
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Call with the mask."""
-        arguments: dict[str, Any] = {}
-        if getattr(settings(model), "guidance_embeds", False):
+        config, arguments = settings(model), dict[str, Any]()
+        if getattr(config, "guidance_embeds", False):
             arguments["guidance"] = noisy.new_ones(noisy.shape[0])
         result: Tensor = model(
             hidden_states=noisy,
-            timestep=self.steps(time),
+            timestep=self.steps(time) * getattr(config, "timestep_scale", 1.0),
             encoder_hidden_states=batch["encoder_hidden_states"],
             encoder_attention_mask=batch["encoder_attention_mask"],
             return_dict=False,
@@ -241,17 +241,23 @@ class ZImage(Denoiser):
     text_tokens = 256
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
-        """Return the caption's features."""
-        return (floats("encoder_hidden_states", shape[0], self.tokens(recipe), full["cap_feat_dim"]),)
+        """Return the caption's features, and which of them are real."""
+        count = self.tokens(recipe)
+        return (
+            floats("encoder_hidden_states", shape[0], count, full["cap_feat_dim"]),
+            mask("encoder_attention_mask", shape[0], count),
+        )
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call with one list entry per sample; turn the velocity around."""
+        """Call with one list entry per sample, captions in their own lengths; turn the velocity around."""
         import torch
 
+        lengths = batch["encoder_attention_mask"].sum(dim=1).tolist()
+        captions = batch["encoder_hidden_states"].unbind(0)
         result = model(
             x=list(noisy.unsqueeze(2).unbind(0)),
             t=1 - time,
-            cap_feats=list(batch["encoder_hidden_states"].unbind(0)),
+            cap_feats=[caption[:length] for caption, length in zip(captions, lengths, strict=True)],
             return_dict=False,
         )[0]
         return -torch.stack(list(result)).squeeze(2)

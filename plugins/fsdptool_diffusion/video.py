@@ -20,8 +20,8 @@ Specs = tuple[TensorSpec, ...]
 class Wan(Denoiser):
     """Wan 2.1 and 2.2. Image-to-video takes the condition as further input channels, VACE a control."""
 
-    geometry = Geometry(temporal=4, height=480, width=832, frames=81)
-    compact = Geometry(spatial=16, temporal=4, height=704, width=1280, frames=121)
+    geometry = Geometry(temporal=4, height=480, width=832, frames=81, rate=16)
+    compact = Geometry(spatial=16, temporal=4, height=704, width=1280, frames=121, rate=24)
 
     def geometry_for(self, full: Mapping[str, Any]) -> Geometry:
         """Return the VAE's: Wan 2.2 5B has 48 channels of 16 pixels."""
@@ -69,7 +69,7 @@ class Wan(Denoiser):
 class HunyuanVideo(Denoiser):
     """HunyuanVideo: Llama states with a mask, pooled CLIP text, guidance."""
 
-    geometry = Geometry(temporal=4, height=544, width=960, frames=61)
+    geometry = Geometry(temporal=4, height=544, width=960, frames=61, rate=24)
     text_tokens = 256
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
@@ -98,7 +98,7 @@ class HunyuanVideo(Denoiser):
 class HunyuanVideo15(Denoiser):
     """HunyuanVideo 1.5: two texts and an image's states."""
 
-    geometry = Geometry(spatial=16, temporal=4, patch=1, height=480, width=848, frames=121)
+    geometry = Geometry(spatial=16, temporal=4, patch=1, height=480, width=848, frames=121, rate=24)
     text_tokens = 1000
     glyph_tokens = 256
     image_tokens = 729
@@ -147,7 +147,7 @@ class HunyuanVideo15(Denoiser):
 class LtxVideo(Denoiser):
     """LTX-Video: one token per latent of 32 pixels and 8 frames."""
 
-    geometry = Geometry(spatial=32, temporal=8, patch=1, height=512, width=704, frames=121)
+    geometry = Geometry(spatial=32, temporal=8, patch=1, height=512, width=704, frames=121, rate=25)
     text_tokens = 128
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
@@ -159,8 +159,9 @@ class LtxVideo(Denoiser):
         )
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Flatten frames, rows and columns, call, restore them."""
+        """Flatten frames, rows and columns, call with positions in seconds and pixels, restore them."""
         frames, height, width = noisy.shape[2:]
+        unit = self.geometry
         result: Tensor = model(
             hidden_states=noisy.flatten(2).transpose(1, 2),
             timestep=self.steps(time),
@@ -169,6 +170,7 @@ class LtxVideo(Denoiser):
             num_frames=frames,
             height=height,
             width=width,
+            rope_interpolation_scale=(unit.temporal / unit.rate, unit.spatial, unit.spatial),
             return_dict=False,
         )[0]
         return result.transpose(1, 2).reshape(noisy.shape)
@@ -177,7 +179,7 @@ class LtxVideo(Denoiser):
 class CogVideoX(Denoiser):
     """CogVideoX: frames before channels; v-prediction."""
 
-    geometry = Geometry(temporal=4, height=480, width=720, frames=49)
+    geometry = Geometry(temporal=4, height=480, width=720, frames=49, rate=8)
     text_tokens = 226
 
     def tokens(self, recipe: Recipe) -> int:
@@ -207,12 +209,15 @@ class CogVideoX(Denoiser):
 
     def _rotary(self, config: Any, noisy: Tensor) -> Any:
         from diffusers.models.embeddings import get_3d_rotary_pos_embed
+        from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 
         frames, height, width = noisy.shape[2:]
         size = (height // config.patch_size, width // config.patch_size)
+        # Every size is laid over the grid the model was made for, so far as its aspect ratio allows.
+        whole = (config.sample_width // config.patch_size, config.sample_height // config.patch_size)
         return get_3d_rotary_pos_embed(
             embed_dim=config.attention_head_dim,
-            crops_coords=((0, 0), size),
+            crops_coords=get_resize_crop_region_for_grid(size, *whole),
             grid_size=size,
             temporal_size=frames,
             device=noisy.device,
@@ -222,7 +227,7 @@ class CogVideoX(Denoiser):
 class Mochi(Denoiser):
     """Mochi: time runs from noise to video."""
 
-    geometry = Geometry(temporal=6, height=480, width=848, frames=85)
+    geometry = Geometry(temporal=6, height=480, width=848, frames=85, rate=30)
     text_tokens = 256
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
@@ -248,4 +253,4 @@ class Mochi(Denoiser):
 class SanaVideo(Masked):
     """Sana-Video: Wan's latents, Sana's text."""
 
-    geometry = Geometry(temporal=4, height=480, width=832, frames=81)
+    geometry = Geometry(temporal=4, height=480, width=832, frames=81, rate=16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +106,34 @@ def with_data() -> Callable[..., Recipe]:
         return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **fields))
 
     return change
+
+
+class Pipelines(Mapping[str, Path]):
+    """Tiny pipelines by name, written when they are first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __getitem__(self, name: str) -> Path:
+        folder = self._root / name
+        return folder if folder.exists() else makers()[name](folder)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(makers())
+
+    def __len__(self) -> int:
+        return len(makers())
+
+
+def makers() -> dict[str, Callable[[Path], Path]]:
+    """Return what writes each pipeline."""
+    import tiny_pipelines
+    import tiny_recent
+
+    return {**tiny_pipelines.MAKERS, **tiny_recent.MAKERS}
+
+
+@pytest.fixture(scope="session")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
+    """Real pipelines with tiny random components."""
+    return Pipelines(tmp_path_factory.mktemp("pipelines"))

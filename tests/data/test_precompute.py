@@ -8,22 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import jsonschema
-import numpy as np
 import pytest
 import tiny_pipelines
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import load_file
+from tiny_pipelines import recipe_of
 
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.families.registry import family_of
 from fsdptool.records.recipe import Recipe
 from fsdptool.resources import load_schema
 from fsdptool.source import resolve
@@ -34,124 +32,6 @@ from fsdptool.training.precompute import plan_work, run_work
 from fsdptool.training.precompute.encoders import TEXT_OUTPUTS
 
 Recipes = Callable[..., Recipe]
-
-
-@pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("pipelines")
-    return {name: make(root / name) for name, make in tiny_pipelines.MAKERS.items()}
-
-
-def recipe_of(
-    pipeline: Path,
-    images: Path,
-    *,
-    micro: int = 2,
-    size: tuple[int, int] = (64, 64),
-    frames: int | None = None,
-    objective: dict[str, Any] | None = None,
-    evaluation: dict[str, Any] | None = None,
-    seed: int = 0,
-    global_batch: int | None = None,
-    **options: Any,
-) -> Recipe:
-    from fsdptool.records.codec import from_json
-
-    document = {
-        "model": {"reference": str(pipeline)},
-        "objective": {"options": objective or {}},
-        "data": {
-            "source": "images",
-            "path": str(images),
-            "options": {"pipeline": str(pipeline), "max_sequence_length": 16, **options},
-        },
-        "batch": {
-            "micro_batch": micro,
-            "height": size[0],
-            "width": size[1],
-            "frames": frames,
-            "sequence_length": 32 if pipeline.name == "sd3" else 16,
-            "global_batch": global_batch,
-        },
-        "evaluation": evaluation or {},
-        "seed": seed,
-    }
-    return from_json(Recipe, document)
-
-
-@pytest.mark.parametrize("name", sorted(tiny_pipelines.MAKERS))
-def test_a_family_trains_on_what_its_pipeline_makes(
-    name: str, pipelines: dict[str, Path], tmp_path: Path
-) -> None:
-    pipeline = pipelines[name]
-    if name in tiny_pipelines.VIDEO:
-        images = tiny_pipelines.clips(tmp_path / "clips", 4, 11, (80, 64))
-        recipe = recipe_of(pipeline, images, frames=9)
-    else:
-        images = tiny_pipelines.pictures(tmp_path / "images", [(80, 64), (64, 96), (128, 128), (64, 64)])
-        recipe = recipe_of(pipeline, images)
-    spec = resolve(str(pipeline))
-    assert spec.component == ("unet" if name.startswith("sd") and name != "sd3" else "transformer")
-    done = run_work(plan_work(recipe, spec, tmp_path / "c"), rank=0, world=1, device="cpu")
-    assert (done.finished, done.pictures, done.made) == (True, 4, 1)
-    batch = next(build_batches(recipe, spec, cache=tmp_path / "c"))[0]
-    family = family_of(spec)
-    wanted = {item.name: item for item in family.batch_spec(spec.config, recipe)}
-    assert {key: (tuple(value.shape), str(value.dtype)) for key, value in batch.items()} == {
-        key: (item.shape, f"torch.{item.dtype}") for key, item in wanted.items()
-    }
-    model = family.build(spec.config, model_class=spec.model_class)
-    kind = recipe.objective.name or spec.objective
-    assert kind is not None
-    objective = family.objectives()[kind](**recipe.objective.options)
-    prediction = objective.predict(model, batch)
-    loss = objective.loss(prediction, batch)
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert int(objective.weight(batch)) == 2
-    assert all(
-        p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters() if p.numel() > 64
-    )
-
-
-def test_latents_and_embeddings_are_the_pipelines_own(pipelines: dict[str, Path], tmp_path: Path) -> None:
-    images = tiny_pipelines.pictures(tmp_path / "images", [(64, 64), (96, 80)])
-    recipe = recipe_of(pipelines["sd3"], images)
-    done = run_work(
-        plan_work(recipe, resolve(str(pipelines["sd3"])), tmp_path / "c"), rank=0, world=1, device="cpu"
-    )
-    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(pipelines["sd3"])
-    image = Image.open(images / "000.png").convert("RGB")
-    pixels = pipeline.image_processor.preprocess(image)
-    with torch.no_grad():
-        mean = pipeline.vae.encode(pixels).latent_dist.mean
-        expected = (mean - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
-        embeds, _, pooled, _ = pipeline.encode_prompt(
-            prompt="a red cat", prompt_2=None, prompt_3=None, max_sequence_length=16
-        )
-    found = load_file(done.folder / "pixels-00000.safetensors")
-    text = load_file(done.folder / "text-00000.safetensors")
-    torch.testing.assert_close(found["0/latents"], expected[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(text["0/prompt_embeds"], embeds[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(text["0/pooled_prompt_embeds"], pooled[0], atol=1e-5, rtol=1e-5)
-    assert found["1/latents"].shape == (4, 8, 8)
-
-
-def test_wan_latents_are_normalised_per_channel(pipelines: dict[str, Path], tmp_path: Path) -> None:
-    images = tiny_pipelines.clips(tmp_path / "clips", 1, 5, (64, 64))
-    recipe = recipe_of(pipelines["wan"], images, frames=5)
-    done = run_work(
-        plan_work(recipe, resolve(str(pipelines["wan"])), tmp_path / "c"), rank=0, world=1, device="cpu"
-    )
-    vae = diffusers.AutoencoderKLWan.from_pretrained(pipelines["wan"], subfolder="vae")
-    stills = [np.asarray(Image.open(file)) for file in sorted((images / "0").iterdir())]
-    pixels = torch.from_numpy(np.stack(stills)).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
-    with torch.no_grad():
-        mean = vae.encode(pixels).latent_dist.mode()
-    middle = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
-    width = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
-    found = load_file(done.folder / "pixels-00000.safetensors")["0/latents"]
-    torch.testing.assert_close(found, ((mean - middle) / width)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_every_known_pipeline_exists_with_the_outputs_we_name() -> None:
@@ -181,7 +61,9 @@ def test_every_known_pipeline_exists_with_the_outputs_we_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def cached(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+def cached(
+    pipelines: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Path]:
     """SDXL latents of 23 pictures of three shapes: pipeline, images, cache."""
     root = tmp_path_factory.mktemp("cached")
     sizes = [(64, 64)] * 11 + [(24, 48)] * 7 + [(48, 24)] * 5
@@ -265,7 +147,7 @@ def test_dropped_captions_are_the_empty_ones(cached: tuple[Path, Path, Path]) ->
     assert not any(torch.allclose(embeds, empty, atol=1e-5) for embeds in shown)
 
 
-def test_a_kill_loses_nothing_that_was_finished(pipelines: dict[str, Path], tmp_path: Path) -> None:
+def test_a_kill_loses_nothing_that_was_finished(pipelines: Mapping[str, Path], tmp_path: Path) -> None:
     """Through the command: two processes, killed at the third shard, continued by one process."""
     images = tiny_pipelines.pictures(tmp_path / "images", [(64, 64)] * 24)
     recipe = {
@@ -273,7 +155,7 @@ def test_a_kill_loses_nothing_that_was_finished(pipelines: dict[str, Path], tmp_
         "data": {
             "source": "images",
             "path": "images",
-            "options": {"max_sequence_length": 16, "shard_size": 2, "latents": str(tmp_path / "latents")},
+            "options": {"shard_size": 2, "latents": str(tmp_path / "latents")},
         },
         "batch": {"height": 64, "width": 64, "sequence_length": 16},
         "steps": 1,
@@ -327,12 +209,18 @@ def complaint(action: Callable[[], Any]) -> str:
 
 
 def test_pictures_and_pipelines_that_cannot_be_used(
-    pipelines: dict[str, Path], cached: tuple[Path, Path, Path], tmp_path: Path
+    pipelines: Mapping[str, Path], cached: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     flux, spec = pipelines["flux"], resolve(str(pipelines["flux"]))
 
     def plan(images: Path, **fields: Any) -> Any:
         return plan_work(recipe_of(flux, images, **fields), spec, tmp_path / "c")
+
+    def made_of(name: str, images: Path, **fields: Any) -> Recipe:
+        recipe = recipe_of(pipelines[name], images, **fields)
+        work = plan_work(recipe, resolve(str(pipelines[name])), tmp_path / "c")
+        run_work(work, rank=0, world=1, device="cpu")
+        return recipe
 
     def make(images: Path, **fields: Any) -> Any:
         return run_work(plan(images, **fields), rank=0, world=1, device="cpu")
@@ -354,14 +242,20 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     )
     films = tiny_pipelines.clips(tmp_path / "films", 2, 5, (32, 32))
     (films / "a.mp4").write_bytes(b"")
-    assert "1 films that no library here decodes (a.mp4)" in complaint(lambda: plan(films, frames=5))
-    for name, why in (("ZImagePipeline", "takes no mask"), ("WanImageToVideoPipeline", "first image")):
+    assert "a.mp4 cannot be read" in complaint(lambda: plan(films, frames=5))
+    assert "neither spread nor a number" in complaint(lambda: plan(good, fps="slow"))
+    assert "prompt_embeds of a cached text is (16, 16), memory is planned for (8, 16)" in complaint(
+        lambda: prepare(
+            made_of("sd15", good, length=8), resolve(str(pipelines["sd15"])), cache=tmp_path / "c"
+        )
+    )
+    for name, why in (("LTXImageToVideoPipeline", "first image"), ("AmusedPipeline", "not known here")):
         other = tmp_path / name
         shutil.copytree(flux, other)
         index = json.loads((other / "model_index.json").read_text(encoding="utf-8"))
         (other / "model_index.json").write_text(json.dumps({**index, "_class_name": name}), encoding="utf-8")
-        work = plan_work(recipe_of(other, good), spec, tmp_path / "c")
-        assert why in complaint(lambda work=work: run_work(work, rank=0, world=1, device="cpu"))
+        recipe = recipe_of(other, good)
+        assert why in complaint(lambda recipe=recipe: plan_work(recipe, spec, tmp_path / "c"))
     assert "neither aspect nor a list" in complaint(lambda: plan(good, buckets="no"))
     make(good, latents=str(tmp_path / "taken"))
     other = tiny_pipelines.pictures(tmp_path / "other", [(40, 40)])
@@ -381,7 +275,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
 
 
 def test_metadata_names_captions_as_the_datasets_library_reads_them(
-    pipelines: dict[str, Path], tmp_path: Path
+    pipelines: Mapping[str, Path], tmp_path: Path
 ) -> None:
     import datasets
 

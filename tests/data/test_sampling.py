@@ -19,7 +19,7 @@ from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import Recipe
 from fsdptool.source import resolve
 from fsdptool.training.precompute import plan_work, run_work
-from fsdptool.training.precompute.encoders import ImageEncoding
+from fsdptool.training.precompute.autoencoder import ImageEncoding
 from fsdptool.training.sampling.generate import continue_text, denoise
 
 _RANK = """
@@ -118,7 +118,7 @@ def test_two_ranks_write_what_one_process_computes(tmp_path: Path) -> None:
                 data={
                     "source": "images",
                     "path": str(images),
-                    "options": {"max_sequence_length": 16, "sample_steps": 3},
+                    "options": {"sample_steps": 3},
                 },
                 batch={"height": 64, "width": 64, "sequence_length": 16},
             ),
@@ -206,12 +206,12 @@ def test_a_perfect_denoiser_gives_the_clean_latents(name: str) -> None:
 def test_an_encoded_picture_decodes_to_its_size(tmp_path: Path) -> None:
     flux = tiny_pipelines.flux(tmp_path / "flux")
     encoding = ImageEncoding(flux, device="cpu")
-    latents = encoding.encode(torch.rand(3, 1, 64, 64) * 2 - 1)["latents"]
+    latents = encoding.encode(torch.rand(3, 1, 64, 64) * 2 - 1, frames=False)["latents"]
     (image,) = encoding.decode(latents)
     assert image.size == (64, 64)
     # Undone exactly: what the VAE itself decodes from its own, unnormalised latents.
     with torch.no_grad():
-        raw = encoding._vae.decode(latents[None] / 0.5 + 0.1).sample[0]
+        raw = encoding.vae.decode(latents[None] / 0.5 + 0.1).sample[0]
     expected = ((raw.permute(1, 2, 0) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     assert torch.equal(torch.tensor(list(image.tobytes())), expected.flatten().long())
 

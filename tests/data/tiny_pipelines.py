@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fsdptool.records.codec import from_json
+from fsdptool.records.recipe import Recipe
+
 
 def tokenizer(length: int, specials: dict[str, str]) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -35,7 +38,7 @@ def t5_tokenizer() -> Any:
     return tokenizer(16, {"pad_token": "<pad>", "eos_token": "</s>"})
 
 
-def clip(*, projection: bool) -> Any:
+def clip(*, projection: bool, positions: int = 16) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
@@ -44,7 +47,7 @@ def clip(*, projection: bool) -> Any:
         intermediate_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=16,
+        max_position_embeddings=positions,
         projection_dim=16,
         bos_token_id=0,
         eos_token_id=1,
@@ -359,25 +362,29 @@ def ltx(folder: Path) -> Path:
     )
 
     torch.manual_seed(0)
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, True, False),
+        decoder_spatio_temporal_scaling=(True, True, True, False),
+        decoder_inject_noise=(False, False, False, False, False),
+        upsample_residual=(False, False, False, False),
+        upsample_factor=(1, 1, 1, 1),
+        timestep_conditioning=False,
+        patch_size=4,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+        scaling_factor=0.8,
+    )
+    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 8))
+    vae.latents_std.copy_(torch.linspace(0.5, 2.0, 8))
     LTXPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=AutoencoderKLLTXVideo(
-            latent_channels=8,
-            block_out_channels=(8, 8, 8, 8),
-            decoder_block_out_channels=(8, 8, 8, 8),
-            layers_per_block=(1, 1, 1, 1, 1),
-            decoder_layers_per_block=(1, 1, 1, 1, 1),
-            spatio_temporal_scaling=(True, True, True, False),
-            decoder_spatio_temporal_scaling=(True, True, True, False),
-            decoder_inject_noise=(False, False, False, False, False),
-            upsample_residual=(False, False, False, False),
-            upsample_factor=(1, 1, 1, 1),
-            timestep_conditioning=False,
-            patch_size=4,
-            patch_size_t=1,
-            encoder_causal=True,
-            decoder_causal=False,
-        ),
+        vae=vae,
         text_encoder=t5(),
         tokenizer=t5_tokenizer(),
         transformer=LTXVideoTransformer3DModel(
@@ -424,19 +431,52 @@ def pictures(folder: Path, sizes: list[tuple[int, int]]) -> Path:
     return folder
 
 
-def clips(folder: Path, count: int, frames: int, size: tuple[int, int]) -> Path:
-    """Write clips: every other one a GIF, the rest folders of stills."""
+def clips(folder: Path, count: int, frames: int, size: tuple[int, int], *, stills: bool = False) -> Path:
+    """Write clips: every other one a GIF, the rest folders of stills; or stills alone."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         noise = np.random.default_rng(number).integers(0, 256, (frames, *size, 3), dtype=np.uint8)
-        stills = [Image.fromarray(frame) for frame in noise]
-        if number % 2:
-            stills[0].save(folder / f"{number}.gif", save_all=True, append_images=stills[1:])
+        pictures = [Image.fromarray(frame) for frame in noise]
+        if number % 2 and not stills:
+            pictures[0].save(folder / f"{number}.gif", save_all=True, append_images=pictures[1:])
         else:
             (folder / str(number)).mkdir()
-            for frame, still in enumerate(stills):
+            for frame, still in enumerate(pictures):
                 still.save(folder / str(number) / f"{frame:03d}.png")
         (folder / f"{number}.txt").write_text("the blue sky\n", encoding="utf-8")
     return folder
+
+
+def recipe_of(
+    pipeline: Path,
+    images: Path,
+    *,
+    micro: int = 2,
+    size: tuple[int, int] = (64, 64),
+    frames: int | None = None,
+    length: int = 16,
+    objective: dict[str, Any] | None = None,
+    evaluation: dict[str, Any] | None = None,
+    seed: int = 0,
+    global_batch: int | None = None,
+    **options: Any,
+) -> Recipe:
+    """Return a recipe that trains a pipeline's denoiser on pictures."""
+    document = {
+        "model": {"reference": str(pipeline)},
+        "objective": {"options": objective or {}},
+        "data": {"source": "images", "path": str(images), "options": {"pipeline": str(pipeline), **options}},
+        "batch": {
+            "micro_batch": micro,
+            "height": size[0],
+            "width": size[1],
+            "frames": frames,
+            "sequence_length": length,
+            "global_batch": global_batch,
+        },
+        "evaluation": evaluation or {},
+        "seed": seed,
+    }
+    return from_json(Recipe, document)

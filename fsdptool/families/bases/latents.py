@@ -14,6 +14,9 @@ Sample = Mapping[str, "Tensor"]
 
 SOURCES: Mapping[str, str] = {
     "encoder_hidden_states": "prompt_embeds",
+    "encoder_hidden_states_t5": "prompt_embeds_t5",
+    "encoder_hidden_states_llama3": "prompt_embeds_llama3",
+    "pooled_embeds": "pooled_prompt_embeds",
     "pooled_projections": "pooled_prompt_embeds",
     "text_embeds": "pooled_prompt_embeds",
     "encoder_attention_mask": "prompt_attention_mask",

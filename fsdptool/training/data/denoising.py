@@ -23,7 +23,7 @@ _OTHER = "name the pipeline the model belongs to in data.options.pipeline"
 class Denoising:
     """Collates cached samples by the family's ``assemble``.
 
-    Texts are cut, or filled with zeros, to the number of tokens memory was planned for.
+    Texts that have a mask are filled with zeros up to the number of tokens memory was planned for.
 
     Args:
         spec: The model.
@@ -71,6 +71,7 @@ class Denoising:
                     f"{cached} is {sample[cached].shape[-1]} wide, the model takes {item.shape[-1]}",
                     help=_OTHER,
                 )
+        self._ready(sample)
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         family: Any = family_of(self._spec)
@@ -82,17 +83,23 @@ class Denoising:
         found = dict(sample)
         for name, cached in SOURCES.items():
             item = self._wanted.get(name)
-            if item is not None and cached in found and (len(item.shape) > 2 or item.fill == "mask"):
-                found[cached] = _of_length(found[cached], item.shape[1])
+            if item is not None and cached in found:
+                found[cached] = self._filled(cached, found[cached], item.shape[1:])
         size = found["size"].double()
         # PixArt's micro-conditions (diffusers 0.42.1, pipeline_pixart_sigma.py).
         found["resolution"], found["aspect_ratio"] = size[4:6], size[4:5] / size[5:6]
         return found
 
-
-def _of_length(tensor: Tensor, length: int) -> Tensor:
-    if tensor.shape[0] >= length:
-        return tensor[:length]
-    filled = tensor.new_zeros(length, *tensor.shape[1:])
-    filled[: tensor.shape[0]] = tensor
-    return filled
+    def _filled(self, name: str, tensor: Tensor, planned: tuple[int, ...]) -> Tensor:
+        shape = tuple(tensor.shape)
+        if shape == planned:
+            return tensor
+        masked = any(item.fill == "mask" for item in self._wanted.values())
+        if not masked or shape[1:] != planned[1:] or shape[0] > planned[0]:
+            raise ConfigError(
+                f"{name} of a cached text is {shape}, memory is planned for {planned}",
+                help=f"set batch.sequence_length to {shape[-2] if len(shape) > 1 else shape[0]}",
+            )
+        filled = tensor.new_zeros(planned)
+        filled[: shape[0]] = tensor
+        return filled

@@ -157,7 +157,7 @@ def _size(file: Path) -> tuple[int, int]:
         return film_size(file)
     with _open(file) as image:
         # A camera held upright writes the picture lying and notes how to turn it.
-        lies = image.getexif().get(_ORIENTATION, 1) > 4
+        lies = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) > 4
         return (image.width, image.height) if lies else (image.height, image.width)
 
 

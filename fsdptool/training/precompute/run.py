@@ -19,19 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, StorageError
+from fsdptool.families.bases.latents import SOURCES
 from fsdptool.families.registry import family_of
 from fsdptool.records.codec import to_json
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pictures, read_pixels
 from fsdptool.training.data.latents import INDEX, VERSION, Index, index_json, pixel_file, text_file
-from fsdptool.training.precompute.encoders import (
-    ImageEncoding,
-    TextEncoding,
-    pipeline_folder,
-    pipeline_index,
-    vae_step,
-)
+from fsdptool.training.data.synthetic import for_micro_batch
+from fsdptool.training.precompute.autoencoder import FirstFrame, ImageEncoding
+from fsdptool.training.precompute.encoders import TextEncoding, check_pipeline, pipeline_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +47,11 @@ class Work:
         buckets, pictures: Sizes and pictures.
         shard_size: Pictures per shard.
         key: Digest of everything that decides the result.
-        options: Options of the encoders.
+        name: Class of the pipeline.
+        length: Tokens of a caption, where the model takes captions of one length.
+        frames: Whether the denoiser's latents have frames.
+        rate: Frames a second that are taken of films; None spreads them over the whole film.
+        trust_remote_code: Whether code from the pipeline's folder may run.
     """
 
     folder: Path
@@ -59,7 +60,10 @@ class Work:
     pictures: tuple[Picture, ...]
     shard_size: int
     key: str
-    options: Mapping[str, Any]
+    name: str
+    length: int | None
+    frames: bool
+    rate: float | None
     trust_remote_code: bool = False
 
     @property
@@ -99,38 +103,46 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
     if batch.height is None or batch.width is None:
         raise ConfigError("batch.height and batch.width are not set", help="give the training size in pixels")
     pipeline = pipeline_folder(recipe, spec)
-    index = pipeline_index(pipeline)
-    vae = _config(pipeline / "vae" / "config.json")
-    step = vae_step(vae) * _patch(spec.config, str(index["_class_name"]))
+    name = check_pipeline(pipeline)
+    if not (pipeline / "vae" / "config.json").is_file():
+        raise ConfigError(f"{pipeline} has no vae/config.json", help="name a whole pipeline's folder")
+    family: Any = family_of(spec)
+    step = family.pixel_step(spec.config) if hasattr(family, "pixel_step") else 1
     buckets = buckets_of(batch.height, batch.width, batch.frames or 1, data.options, step=step)
     _check_sizes(recipe, spec, buckets)
-    pictures = list_pictures(data, buckets)
-    options = {key: data.options[key] for key in ("max_sequence_length",) if key in data.options}
-    shard_size = int(data.options.get("shard_size", _SHARD))
-    key = _key(recipe, pipeline, buckets, pictures, shard_size, options)
-    given = data.options.get("latents")
-    folder = Path(str(given)).expanduser() if given else cache / "latents" / key
-    return Work(
-        folder,
-        pipeline,
-        buckets,
-        pictures,
-        shard_size,
-        key,
-        options,
+    specs = {item.name: item for item in family.batch_spec(spec.config, for_micro_batch(recipe, 1))}
+    lengths = [specs[name].shape[1] for name in SOURCES if name in specs and len(specs[name].shape) == 3]
+    found = Work(
+        folder=Path(),
+        pipeline=pipeline,
+        buckets=buckets,
+        pictures=list_pictures(data, buckets),
+        shard_size=int(data.options.get("shard_size", _SHARD)),
+        key="",
+        name=name,
+        length=lengths[0] if lengths else None,
+        frames="latents" in specs and len(specs["latents"].shape) == 5,
+        rate=_rate(recipe, spec),
         trust_remote_code=spec.trust_remote_code,
     )
+    key = _key(found, Path(str(data.path)).expanduser().name)
+    given = data.options.get("latents")
+    folder = Path(str(given)).expanduser() if given else cache / "latents" / key
+    return dataclasses.replace(found, key=key, folder=folder)
 
 
-def _patch(config: Mapping[str, Any], pipeline: str) -> int:
-    """Latents per side that a size must be a multiple of."""
-    if "down_block_types" in config:  # a UNet halves the side between its blocks
-        return int(2 ** (len(config["down_block_types"]) - 1))
-    patch = config.get("patch_size", 1)
-    side = max(patch[1:]) if isinstance(patch, list | tuple) and len(patch) > 1 else patch
-    # Flux packs 2 x 2 latents itself and says patch_size 1 (diffusers 0.42.1, pipeline_flux.py).
-    packed = 2 if pipeline.startswith(("FluxPipeline", "Chroma", "QwenImage")) else 1
-    return (side if isinstance(side, int) else 1) * packed
+def _rate(recipe: Recipe, spec: ModelSpec) -> float | None:
+    """``data.options.fps``, or what the family was trained at; ``spread`` is None."""
+    family: Any = family_of(spec)
+    given = recipe.data.options.get("fps")
+    if given is None:
+        known: float | None = family.frame_rate(spec.config) if hasattr(family, "frame_rate") else None
+        return known
+    if given == "spread":
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
+        raise ConfigError(f"data.options.fps {given!r} is neither spread nor a number of frames a second")
+    return float(given)
 
 
 def _check_sizes(recipe: Recipe, spec: ModelSpec, buckets: Iterable[Bucket]) -> None:
@@ -141,33 +153,18 @@ def _check_sizes(recipe: Recipe, spec: ModelSpec, buckets: Iterable[Bucket]) -> 
         family.batch_spec(spec.config, dataclasses.replace(recipe, batch=batch))
 
 
-def _config(file: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", help="a pipeline folder needs a vae") from error
-    return found if isinstance(found, Mapping) else {}
-
-
-def _key(
-    recipe: Recipe,
-    pipeline: Path,
-    buckets: Iterable[Bucket],
-    pictures: Iterable[Picture],
-    shard_size: int,
-    options: Mapping[str, Any],
-) -> str:
-    parts: list[Any] = [VERSION, shard_size, dict(options), [dataclasses.astuple(item) for item in buckets]]
-    root = Path(str(recipe.data.path)).expanduser()
-    for picture in pictures:
+def _key(work: Work, root: str) -> str:
+    sizes = [dataclasses.astuple(item) for item in work.buckets]
+    parts: list[Any] = [VERSION, work.name, work.shard_size, work.length, work.frames, work.rate, sizes]
+    for picture in work.pictures:
         stat = [(Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for file in picture.files]
         parts.append([Path(picture.name).as_posix(), picture.caption, picture.bucket, stat])
-    for part in sorted(pipeline.iterdir()):
-        if part.is_dir() and (part.name == "vae" or part.name.startswith(("text_encoder", "tokenizer"))):
+    for part in sorted(work.pipeline.iterdir()):
+        if part.is_dir() and part.name.startswith(("image_", "text_encoder", "tokenizer", "vae")):
             for file in sorted(part.rglob("*")):
                 if file.is_file():
                     parts.append([f"{part.name}/{file.name}", file.stat().st_size, file.stat().st_mtime_ns])
-    parts.append(root.name)
+    parts.append(root)
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).hexdigest()
 
 
@@ -224,10 +221,10 @@ def _make_text(work: Work, shards: Iterable[int], rank: int, device: str, tell: 
     if not missing and not wants_none:
         return set()
     encoding = TextEncoding(
-        work.pipeline, device=device, options=work.options, trust_remote_code=work.trust_remote_code
+        work.pipeline, device=device, length=work.length, trust_remote_code=work.trust_remote_code
     )
     if wants_none:
-        (nothing,) = encoding.encode([""])
+        nothing = encoding.encode_nothing()
         _save(text_file(work.folder, None), {f"0/{name}": tensor for name, tensor in nothing.items()})
     for position, shard in enumerate(missing, 1):
         members = work.members(shard)
@@ -245,6 +242,7 @@ def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> 
     if not missing:
         return set()
     encoding = ImageEncoding(work.pipeline, device=device)
+    first = FirstFrame(work.pipeline, encoding) if work.name == "WanImageToVideoPipeline" else None
     if not encoding.video and any(bucket.frames > 1 for bucket in work.buckets):
         raise ConfigError(
             f"the VAE of {work.pipeline} takes no frames, batch.frames is {work.buckets[0].frames}",
@@ -254,9 +252,11 @@ def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> 
         tensors: dict[str, Tensor] = {}
         for number in work.members(shard):
             picture = work.pictures[number]
-            pixels = read_pixels(picture, work.buckets[picture.bucket])
-            for name, tensor in encoding.encode(pixels.values).items():
-                tensors[f"{number}/{name}"] = tensor
+            pixels = read_pixels(picture, work.buckets[picture.bucket], rate=work.rate).values
+            found = encoding.encode(pixels, frames=work.frames) | (
+                first.encode(pixels) if first is not None else {}
+            )
+            tensors |= {f"{number}/{name}": tensor for name, tensor in found.items()}
         _save(pixel_file(work.folder, shard), tensors)
         tell(f"pixels: shard {position} of {len(missing)}")
     encoding.unload()
@@ -278,7 +278,7 @@ def _finish(work: Work) -> None:
     index = Index(
         version=VERSION,
         key=work.key,
-        pipeline=str(pipeline_index(work.pipeline)["_class_name"]),
+        pipeline=work.name,
         shard_size=work.shard_size,
         buckets=work.buckets,
         pictures=tuple(dataclasses.replace(picture, files=()) for picture in work.pictures),

@@ -176,7 +176,8 @@ def _write_latents(made: list[Tensor], folder: Path, recipe: Recipe, spec: Model
 
     decoding = None
     with suppress(ConfigError):
-        from fsdptool.training.precompute.encoders import ImageEncoding, pipeline_folder
+        from fsdptool.training.precompute.autoencoder import ImageEncoding
+        from fsdptool.training.precompute.encoders import pipeline_folder
 
         decoding = ImageEncoding(pipeline_folder(recipe, spec), device="cpu")
     files = []
