@@ -13,9 +13,6 @@ import pytest
 import trainer_oracle
 from sarif_subset import SCHEMA
 
-from fsdptool.config import read_settings
-from fsdptool.config.fix import repair
-from fsdptool.config.migration import migrate_file
 from fsdptool.report.sarif import sarif_document
 
 FILES = corpus.files()
@@ -61,10 +58,10 @@ if corpus.folder() is not None:
 
     def test_verdicts_agree() -> None:
         for path in FILES:
-            assert corpus.verdict(path, read_settings(path)) == EXPECTED[path.name]
+            assert corpus.verdict(path) == EXPECTED[path.name]
 
     def test_every_finding_can_be_said_in_sarif() -> None:
-        log = sarif_document([read_settings(path) for path in FILES])
+        log = sarif_document([corpus.reading(path) for path in FILES])
         jsonschema.Draft7Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate(log)
         assert len(log["runs"][0]["results"]) > len(FILES)
 
@@ -93,7 +90,7 @@ if corpus.folder() is not None:
         @pytest.mark.parametrize("mode", ["as-is", "fix", "unsafe", "migrate"])
         def test_axolotl_runs_what_explain_prints(mode: str, tmp_path: Path) -> None:
             for path in FILES:
-                if read_settings(path).dialect != "axolotl":
+                if corpus.reading(path).dialect != "axolotl":
                     continue
                 changed = _changed(path, mode, tmp_path)
                 if changed is not None:
@@ -125,18 +122,10 @@ if corpus.folder() is not None:
             assert before.endswith("\n") == after.endswith("\n"), path.name
 
     def _changed(path: Path, mode: str, folder: Path) -> Path | None:
-        reading = read_settings(path)
-        if reading.dialect is None or reading.source is None:
+        text, source = corpus.changed(path, mode), corpus.reading(path).source
+        if text is None or source is None:
             return None
-        text = reading.source.text
-        if mode == "migrate":
-            migrated = migrate_file(path)
-            if migrated.after is None:
-                return None
-            text = migrated.after
-        elif mode != "as-is":
-            text = repair(reading, unsafe=mode == "unsafe").after.text
         folder.mkdir(exist_ok=True)
         target = folder / path.name
-        target.write_bytes(reading.source.encode(text))
+        target.write_bytes(source.encode(text))
         return target

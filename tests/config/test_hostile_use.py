@@ -166,6 +166,9 @@ def test_standard_input_is_read_by_all_and_never_written(
     pipe(monkeypatch, V1)
     assert run(["migrate", "-", "--diff"]) == 1
     assert capsys.readouterr().out.startswith("--- a/stdin\n+++ b/stdin\n")
+    pipe(monkeypatch, V1)
+    assert run(["migrate", "-"]) == 0
+    assert "  fsdp_reshard_after_forward: false  # zero 2\n" in capsys.readouterr().out
 
 
 def test_a_folder_is_migrated_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_all_values_are_read_as_accelerate_reads_them(tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     seen = {"refused": 0, "taken": 0, "split": 0}
 
-    @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(blocks())
     def check(block: dict[str, Any]) -> None:
         path.write_text(GOOD + yaml.safe_dump({"parallelism_config": block}))
@@ -95,7 +95,7 @@ def test_all_values_are_read_as_accelerate_reads_them(tmp_path: Path) -> None:
             assert again.settings == outcome.settings, block
 
     check()
-    assert min(seen.values()) > 10, seen
+    assert min(seen.values()) > 4, seen
 
 
 @pytest.mark.parametrize("to", ["env", "flags", "trainer", "axolotl"])

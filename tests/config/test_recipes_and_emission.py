@@ -80,7 +80,7 @@ def test_the_committed_schema_is_the_record() -> None:
     assert load_schema("recipe") == json.loads(json.dumps(recipe_schema()))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.builds(
         Recipe,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -67,48 +67,39 @@ ANY = settings(
 )
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_round_trip_is_the_identity(dialect: str) -> None:
-    expressed = 0
+def test_every_dialect_goes_round() -> None:
+    """Written and read again is the identity, or one line says which setting there is no word for.
+
+    Then once more without the launch settings a dialect has no words for, so that every example counts.
+    """
+    expressed: Counter[str] = Counter()
+    understood: Counter[str] = Counter()
 
     @ANY
     @given(every_setting())
     def check(chosen: FsdpSettings) -> None:
-        nonlocal expressed
-        try:
-            text = write_settings(chosen, dialect)
-        except ConfigError as error:
-            # It names the setting: a canonical name, or the thing itself.
-            assert any(name in error.message for name in (*facts_from(chosen), "mesh")), error.message
-            return
-        expressed += 1
-        reading = read_settings(text, dialect=dialect)
-        assert reading.settings == chosen, text
+        for dialect in DIALECTS:
+            try:
+                text = write_settings(chosen, dialect)
+            except ConfigError as error:
+                # It names the setting: a canonical name, or the thing itself.
+                assert any(name in error.message for name in (*facts_from(chosen), "mesh")), error.message
+            else:
+                expressed[dialect] += 1
+                assert read_settings(text, dialect=dialect).settings == chosen, text
+            try:
+                text, _ = write_across(chosen, dialect)
+            except ConfigError:
+                continue
+            understood[dialect] += 1
+            reading = read_settings(text)
+            assert reading.dialect == dialect and reading.settings is not None
+            assert write_settings(reading.settings, dialect) == text
 
     check()
-    assert expressed > 0 or dialect in ("trainer", "llamafactory", "simpletuner", "axolotl", "env")
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_a_dialect_can_say_goes_round_and_is_recognised(dialect: str) -> None:
-    """Launch settings a dialect has no words for are left out, so that every example counts."""
-    expressed = 0
-
-    @ANY
-    @given(every_setting())
-    def check(chosen: FsdpSettings) -> None:
-        nonlocal expressed
-        try:
-            text, _ = write_across(chosen, dialect)
-        except ConfigError:
-            return
-        expressed += 1
-        reading = read_settings(text)
-        assert reading.dialect == dialect and reading.settings is not None
-        assert write_settings(reading.settings, dialect) == text
-
-    check()
-    assert expressed > 3
+    # The others have no word for some setting of nearly every example.
+    assert all(expressed[dialect] for dialect in ("accelerate", "flags"))
+    assert set(understood) == set(DIALECTS) and min(understood.values()) > 3, understood
 
 
 def test_merging_says_exactly_what_was_asked() -> None:

@@ -8,6 +8,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -73,15 +74,19 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 
 def _precision(path: Path) -> str:
     """Return the precision of TrainingArguments made from the file: ``no``, ``fp16`` or ``bf16``."""
+    data = _mapping(path)
+    return _precision_of(*(data.get(key) is True for key in ("bf16", "fp16")))
+
+
+@cache
+def _precision_of(bf16: bool, fp16: bool) -> str:
     from transformers import TrainingArguments
 
-    data = _mapping(path)
-    chosen = {key: data[key] for key in ("bf16", "fp16") if isinstance(data.get(key), bool)}
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "no"}),
     ):
-        return str(TrainingArguments(output_dir=folder, use_cpu=True, **chosen).mixed_precision)
+        return str(TrainingArguments(output_dir=folder, use_cpu=True, bf16=bf16, fp16=fp16).mixed_precision)
 
 
 def check_explained(path: Path) -> str | None:
