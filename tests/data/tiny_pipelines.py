@@ -342,8 +342,10 @@ def cogvideox(folder: Path) -> Path:
             time_embed_dim=4,
             text_embed_dim=16,
             num_layers=1,
-            sample_width=8,
-            sample_height=8,
+            # Another grid than the one it is trained on: positions are laid over this.
+            use_rotary_positional_embeddings=True,
+            sample_width=12,
+            sample_height=10,
             sample_frames=5,
             patch_size=2,
             temporal_compression_ratio=4,
