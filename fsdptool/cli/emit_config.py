@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdptool.cli.output import Format, check_free, print_document, write_file
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from fsdptool.config.emission import Emission
@@ -82,13 +82,16 @@ def command(
             check_free(path, force=force)
     if into is not None:
         if not _merge(made, into, force, format):
-            return 0
+            return int(ExitCode.FINDINGS)
     else:
         _write(made, output, force, format)
     if recipe_output is not None and made.recipe is not None:
         from fsdptool.config.recipe import dump_recipe
 
         write_file(recipe_output, dump_recipe(made.recipe), force=force)
+        sys.stderr.write(f"wrote {recipe_output}\n")
+        if made.recipe.data.source == "synthetic":
+            sys.stderr.write(f"note: {recipe_output} trains on made-up samples until data: names yours\n")
     return 0
 
 

@@ -52,7 +52,7 @@ def command(
     from fsdptool.launch.prepare import absolute_job
     from fsdptool.launch.slurm import node_lines, slurm_script
 
-    options = ("--max-restarts", str(max_restarts)) if max_restarts else ()
+    options: tuple[str, ...] = ("--max-restarts", str(max_restarts)) if max_restarts else ()
     options += ("--timeout", f"{timeout:g}") if timeout is not None else ()
     job = absolute_job(recipe, config, output or Path("runs") / recipe.stem, cluster, options)
     text = None

@@ -182,7 +182,7 @@ def _steps(document: Mapping[str, Any]) -> str:
             f'<td class="wide">{escape(step["cost"])}</td></tr>'
         )
     table = _table("Next steps", ("change", "then needs", "verdict", "cost"), rows, numbers=(1,))
-    return f"<section><h2>What would make it fit</h2>{table}</section>"
+    return f"<section><h2>Next steps, from what you asked</h2>{table}</section>"
 
 
 def _settings(candidate: Mapping[str, Any]) -> str:

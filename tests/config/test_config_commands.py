@@ -245,7 +245,7 @@ def test_standard_input(files: Path) -> None:
 
 def test_merge_shows_a_diff_and_asks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (files / "good.yaml").read_text()
-    assert run(["emit-config", "--preset", "two-nodes-hybrid", "--into", "good.yaml"]) == 0
+    assert run(["emit-config", "--preset", "two-nodes-hybrid", "--into", "good.yaml"]) == 1
     assert (files / "good.yaml").read_text() == before
     assert "+  parallelism_config_dp_replicate_size: 2" in capsys.readouterr().out
     assert run(["emit-config", "--preset", "two-nodes-hybrid", "--into", "good.yaml", "--force"]) == 0
