@@ -43,8 +43,9 @@ class CudaMeter:
         """Return the allocated peak since the last reading, and start anew."""
         import torch
 
-        allocated = torch.cuda.max_memory_allocated(self._device)
-        reserved = torch.cuda.max_memory_reserved(self._device)
+        # One look at the allocator: each of torch.cuda.max_memory_* makes all of its statistics.
+        found = torch.cuda.memory_stats(self._device)
+        allocated, reserved = (found.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
         torch.cuda.reset_peak_memory_stats(self._device)
         self._seen = (max(allocated, self._seen[0]), max(reserved, self._seen[1]))
         self._peaks = (max(allocated, self._peaks[0] or 0), max(reserved, self._peaks[1] or 0))
