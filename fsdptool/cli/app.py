@@ -29,23 +29,23 @@ COMMANDS = {
 
 _MODULES: dict[str, str] = {
     "detect": "detect",
-    "families": "families",
-    "emit-config": "emit_config",
-    "schema": "schema",
-    "rule": "rule",
-    "migrate": "migrate",
-    "explain": "explain",
-    "validate": "validate",
     "plan": "plan",
+    "emit-config": "emit_config",
+    "validate": "validate",
+    "train": "train",
+    "families": "families",
+    "explain": "explain",
+    "migrate": "migrate",
+    "rule": "rule",
+    "schema": "schema",
     "compare": "compare",
     "calibrate": "calibrate",
-    "train": "train",
+    "precompute": "precompute",
     "export": "export",
     "launch": "launch",
     "doctor": "doctor",
-    "precompute": "precompute",
 }
-"""Command name to module under ``fsdptool.cli`` with a function ``command``."""
+"""Command name to module under ``fsdptool.cli`` with a function ``command``, in the order of ``--help``."""
 
 _GROUPS: dict[str, str] = {
     "cache": "cache",

@@ -14,10 +14,10 @@ from fsdptool.cli.output import Format, print_document
 def command(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write. [RUN/export]")
+        Path | None, typer.Option("--output", "-o", help="Folder to write; default: RUN/export.")
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", help="Checkpoint folder. [the newest good one]")
+        str | None, typer.Option("--checkpoint", help="Checkpoint folder; default: the newest good one.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into the base.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="Export the moving average of the weights.")] = False,

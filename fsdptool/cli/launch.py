@@ -20,7 +20,8 @@ def command(
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")],
     config: Annotated[Path, typer.Option("--config", help="The accelerate YAML (or another dialect).")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Run folder, seen by every node. [runs/RECIPE]")
+        Path | None,
+        typer.Option("--output", "-o", help="Run folder, seen by every node; default: runs/RECIPE."),
     ] = None,
     cluster: Annotated[
         Path | None, typer.Option("--cluster", help="Cluster description: nodes, NCCL settings.")
@@ -31,7 +32,7 @@ def command(
     ] = "launch-1",
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a Slurm batch script.")] = False,
     script: Annotated[Path | None, typer.Option("--script", help="Write the script here.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Slurm job name. [RECIPE]")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Slurm job name; default: RECIPE.")] = None,
     time: Annotated[str | None, typer.Option("--time", help="Slurm time limit.")] = None,
     partition: Annotated[str | None, typer.Option("--partition", help="Slurm partition.")] = None,
     account: Annotated[str | None, typer.Option("--account", help="Slurm account.")] = None,

@@ -17,7 +17,8 @@ def command(
         int, typer.Option("--processes", help="Processes on this machine; torchrun's and Slurm's are seen.")
     ] = 1,
     device: Annotated[
-        str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [a GPU per process, else cpu]")
+        str | None,
+        typer.Option("--device", help="cpu, cuda or cuda:N; default: a GPU per process, else cpu."),
     ] = None,
     format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
 ) -> int:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def command(
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")],
     config: Annotated[Path, typer.Option("--config", help="The accelerate YAML (or another dialect).")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder. [runs/RECIPE]")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Run folder; default: runs/RECIPE.")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option("--resume", help="auto (newest good checkpoint) or a checkpoint folder.")
     ] = None,

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from fsdptool.cli.app import run
+from fsdptool.cli.app import COMMANDS, build_app, run
 from fsdptool.cli.values import override_values
 
 LLAMA = {
@@ -116,3 +117,12 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert "takes no files" in capsys.readouterr().err
     assert run(["emit-config", "--preset", "cpu", "-o", str(tmp_path), "--force"]) == 2
     assert f"{tmp_path} is a folder" in capsys.readouterr().err
+
+
+def test_no_help_text_is_taken_for_markup() -> None:
+    """Typer hands help to rich, which swallows what stands in brackets."""
+    commands = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
+    texts = [str(getattr(item, "help", None)) for command in commands.values() for item in command.params]
+    assert len(texts) > 100
+    assert not [text for text in texts if "[" in text]
+    assert list(commands)[:5] == list(COMMANDS)
