@@ -158,6 +158,22 @@ class Draft:
         )
         self.findings.append(Finding(diagnostic, dict(changes or {}), start if start is not None else -1))
 
+    def report_value(self, code: str, message: str, entry: Entry, meant: Any, **more: Any) -> None:
+        """Report a value, with the fix that writes what was meant; None: that cannot be told.
+
+        ``more`` is as for :meth:`report`.
+        """
+        edits = self.editor.replace(entry.node, meant) if meant is not None else None
+        words = str(meant).lower() if isinstance(meant, bool) else str(meant)
+        self.report(code, message, entry, value=True, edits=edits, fix=f"write {words}", **more)
+
+    def report_removable(
+        self, code: str, message: str, entry: Entry, parent: Node | None, **more: Any
+    ) -> None:
+        """Report an entry of ``parent``, with the fix that removes it. ``more`` is as for :meth:`report`."""
+        edits = self.editor.remove(parent, entry)
+        self.report(code, message, entry, edits=edits, fix=f"remove {entry.key}", **more)
+
     def _span(self, at: Entry | Node | int | None, value: bool) -> tuple[int | None, int | None]:
         if at is None:
             return None, None

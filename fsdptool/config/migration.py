@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fsdptool.config.dialects import DIALECTS
 from fsdptool.config.facts import LAUNCH
 from fsdptool.config.fix import repair
 from fsdptool.config.read import read_settings
@@ -167,18 +169,14 @@ def write_across(
     Raises:
         ConfigError: A setting that shapes the run cannot be expressed; the message names it.
     """
+    cannot = import_module(f"fsdptool.config.dialects.{DIALECTS[to]}").CANNOT if to in DIALECTS else ()
     default = FsdpSettings()
-    notes: list[str] = []
-    for _ in range(len(_LAUNCH) + 1):
-        try:
-            return write_settings(settings, to, header=header), tuple(notes)
-        except ConfigError as error:
-            name = next((key for key in _LAUNCH if f"cannot express {key} =" in error.message), None)
-            if name is None:
-                raise
-            notes.append(f"give {name} = {getattr(settings, name)} at launch: {to} has no word for it")
-            settings = replace(settings, **{name: getattr(default, name)})
-    raise AssertionError("every launch setting was dropped")
+    lost = [name for name in _LAUNCH if name in cannot and getattr(settings, name) != getattr(default, name)]
+    notes = tuple(
+        f"give {name} = {getattr(settings, name)} at launch: {to} has no word for it" for name in lost
+    )
+    rest = replace(settings, **{name: getattr(default, name) for name in lost})
+    return write_settings(rest, to, header=header), notes
 
 
 def migration_document(results: Iterable[Migrated]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_top as top
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.dialects.accelerate_keys import (
+    CANNOT,
     CONVERTED,
     FSDP_KEYS,
     INERT,
@@ -125,14 +126,12 @@ def _distributed_type(draft: Draft, block: Node | None) -> str | None:
     known = values.DISTRIBUTED_TYPES
     if kind not in known:
         near = "FSDP" if str(kind).upper().startswith("FSDP") else spelling.nearest(kind, known, cutoff=0.6)
-        draft.report(
+        draft.report_value(
             "FSD206",
             f"distributed_type {kind!r} is not one of {', '.join(known)}",
             entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, near) if near else None,
+            near,
             safe=near != "FSDP",
-            fix=f"write {near}",
             changes={"*": near} if near == "FSDP" else {},
         )
         return near
@@ -216,12 +215,8 @@ def _prefix(draft: Draft, block: Node, entry: Entry, full: str, chosen: dict[str
     chosen[full] = entry
     if earlier is not None:
         draft.ignore(earlier, f"{entry.key} stands later in the file and wins")
-        draft.report(
-            "FSD215",
-            f"{earlier.key} and {entry.key} are one setting; the later one counts",
-            earlier,
-            edits=draft.editor.remove(block, earlier),
-            fix=f"remove {earlier.key}",
+        draft.report_removable(
+            "FSD215", f"{earlier.key} and {entry.key} are one setting; the later one counts", earlier, block
         )
     elif entry.key != full:
         twin = block.get(full)
@@ -236,6 +231,7 @@ def _prefix(draft: Draft, block: Node, entry: Entry, full: str, chosen: dict[str
 
 
 __all__ = [
+    "CANNOT",
     "FSDP_KEYS",
     "NAME",
     "PARALLELISM_KEYS",

@@ -3,6 +3,8 @@
 from fsdptool.config.facts import LEGACY_DEFAULTS
 
 NAME = "accelerate"
+CANNOT: tuple[str, ...] = ()
+"""Settings that there is no word for."""
 
 TOP_LEVEL = frozenset(
     [

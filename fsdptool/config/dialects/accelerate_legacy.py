@@ -170,14 +170,8 @@ def _legacy_under_1(draft: Draft, key: str, name: str, value: Any, entry: Entry,
             return
         draft.set(name, strategy, entry=entry)
         if str(value).isdigit():
-            draft.report(
-                "FSD323",
-                f"{key} {value} is {strategy.upper()}",
-                entry,
-                value=True,
-                edits=draft.editor.replace(entry.node, strategy.upper()),
-                safe=True,
-                fix=f"write {strategy.upper()}",
+            draft.report_value(
+                "FSD323", f"{key} {value} is {strategy.upper()}", entry, strategy.upper(), safe=True
             )
         return
     if name == "backward_prefetch":
@@ -200,15 +194,13 @@ def _legacy_under_1(draft: Draft, key: str, name: str, value: Any, entry: Entry,
         return
     read_boolean(draft, key, name, entry)
     if name == "sync_module_states" and not value and _loading(block):
-        draft.report(
+        draft.report_value(
             "FSD321",
             f"{key}: false makes accelerate launch refuse the file while RAM-efficient loading is on",
             entry,
-            value=True,
+            True,
             help="set it to true, or fsdp_cpu_ram_efficient_loading to false",
-            edits=draft.editor.replace(entry.node, True),
             safe=False,
-            fix="write true",
             changes={"sync_module_states": True},
         )
     elif name == "sync_module_states" and draft.get(name) is False and word_of_truth(_loading(block)):
@@ -233,12 +225,4 @@ def report_dead(draft: Draft, block: Node, entry: Entry, full: str, meant: str |
         )
         return
     draft.ignore(entry, "not read by this version of accelerate")
-    draft.report(
-        "FSD211",
-        f"{key} is not read",
-        entry,
-        help="remove it",
-        edits=draft.editor.remove(block, entry),
-        safe=True,
-        fix=f"remove {key}",
-    )
+    draft.report_removable("FSD211", f"{key} is not read", entry, block, help="remove it", safe=True)

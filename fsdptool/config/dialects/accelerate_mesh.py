@@ -26,24 +26,15 @@ def read_parallelism(draft: Draft, name: str, entry: Entry) -> None:
     # The launcher compares cp and sp with 1 before it makes text of them; the others may be text.
     if name not in ("cp", "sp") and isinstance(value, str) and good is not None and value.strip().isdecimal():
         draft.set(name, good, entry=entry)
-        draft.report(
-            "FSD217",
-            f"{entry.key} {value!r} means {good}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, good),
-            fix=f"write {good}",
-        )
+        draft.report_value("FSD217", f"{entry.key} {value!r} means {good}", entry, good)
         return
     draft.set(name, good or 1, entry=entry)
-    draft.report(
+    draft.report_value(
         "FSD306" if name == "cp" else "FSD205",
         f"{entry.key} must be a whole number of at least 1, not {value!r}",
         entry,
-        value=True,
-        edits=draft.editor.replace(entry.node, good) if good is not None else None,
+        good,
         safe=True,
-        fix=f"write {good}",
     )
 
 
@@ -54,14 +45,12 @@ def read_rotation(draft: Draft, value: Any, entry: Entry) -> None:
         return
     meant = spelling.choice(value, spelling.ROTATIONS)
     draft.set("cp_comm_strategy", meant or "allgather", entry=entry)
-    draft.report(
+    draft.report_value(
         "FSD307",
         f"unknown rotation {value!r}: allgather or alltoall",
         entry,
-        value=True,
-        severity="warning" if draft.get("cp") == 1 else None,  # nobody looks
-        edits=draft.editor.replace(entry.node, meant) if meant else None,
-        fix=f"write {meant}",
+        meant,
+        severity="warning" if draft.get("cp") == 1 else None,
     )
 
 
@@ -108,13 +97,11 @@ def read_details(draft: Draft, found: Mapping[str, Entry], *, written_in: str = 
         if entry is not None and to_python(entry.node) != only:
             value = to_python(entry.node)
             clear = value is None or spelling.nearest(value, (only,)) is not None
-            draft.report(
+            draft.report_value(
                 "FSD206",
                 f"{entry.key} {value!r} is not {only}, the only one there is",
                 entry,
-                value=True,
-                edits=draft.editor.replace(entry.node, only) if clear else None,
-                fix=f"write {only}",
+                only if clear else None,
             )
     if draft.get("sp") == 1:
         for name in ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"):
@@ -134,14 +121,12 @@ def _variable_length(draft: Draft, entry: Entry | None, any_text: bool) -> None:
     draft.set("sp_seq_length_is_variable", variable, entry=entry)
     if entry is None or isinstance(value, bool) or (any_text and spelling.boolean(value) is True):
         return
-    draft.report(
+    draft.report_value(
         "FSD207",
         f"{entry.key} {value!r} is read as {str(variable).lower()}",
         entry,
-        value=True,
+        variable,
         severity="warning" if spelling.boolean(value) is not variable else None,
-        edits=draft.editor.replace(entry.node, variable),
-        fix=f"write {str(variable).lower()}",
     )
 
 
@@ -168,12 +153,10 @@ def _attention(draft: Draft, entry: Entry | None, default: str | None) -> None:
     if entry is None or text in known or kernel:
         return
     near = "sdpa" if value is None else spelling.nearest(value, known)
-    draft.report(
+    draft.report_value(
         "FSD206",
         f"{entry.key} {value!r} is not one of {', '.join(known)} nor a flash-attn kernel of the hub",
         entry,
-        value=True,
-        edits=draft.editor.replace(entry.node, near) if near else None,
-        fix=f"write {near}",
+        near,
         changes={"sp_attn_implementation": near},
     )

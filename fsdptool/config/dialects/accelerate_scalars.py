@@ -27,14 +27,7 @@ def read_boolean(draft: Draft, key: str, name: str, entry: Entry) -> None:
     if truth is None:
         meant = spelling.boolean(value)
         draft.set(name, meant if meant is not None else False, entry=entry)
-        draft.report(
-            "FSD206",
-            f"{key} must be true or false, not {value!r}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, meant) if meant is not None else None,
-            fix=f"write {str(meant).lower()}",
-        )
+        draft.report_value("FSD206", f"{key} must be true or false, not {value!r}", entry, meant)
         return
     accept_truth(draft, key, name, entry, value, truth)
 
@@ -43,13 +36,8 @@ def accept_truth(draft: Draft, key: str, name: str, entry: Entry, value: Any, tr
     """Record what a value is read as; that it is no boolean itself is a note."""
     draft.set(name, truth, entry=entry)
     if not isinstance(value, bool):
-        draft.report(
-            "FSD207",
-            f"{key} is {type(value).__name__} {value!r}, read as {str(truth).lower()}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, truth),
-            fix=f"write {str(truth).lower()}",
+        draft.report_value(
+            "FSD207", f"{key} is {type(value).__name__} {value!r}, read as {str(truth).lower()}", entry, truth
         )
 
 

@@ -16,14 +16,12 @@ def read_top(draft: Draft, key: str, entry: Entry) -> None:
     if key in ("use_cpu", "debug"):
         if not isinstance(value, bool) and value is not None:
             meant = spelling.boolean(value)
-            draft.report(
+            draft.report_value(
                 "FSD205",
                 f"{key} must be true or false, not {value!r}",
                 entry,
-                value=True,
-                edits=draft.editor.replace(entry.node, meant) if meant is not None else None,
+                meant,
                 safe=meant == bool(value),
-                fix=f"write {str(meant).lower()}",
                 changes={key: meant},
             )
         draft.set(key, bool(value), entry=entry)
@@ -47,15 +45,7 @@ def read_top(draft: Draft, key: str, entry: Entry) -> None:
             good if good is not None else {"num_machines": 1, "machine_rank": 0}.get(key),
             entry=entry,
         )
-        draft.report(
-            "FSD205",
-            f"{key} must be a whole number, not {value!r}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, good) if good is not None else None,
-            safe=True,
-            fix=f"write {good}",
-        )
+        draft.report_value("FSD205", f"{key} must be a whole number, not {value!r}", entry, good, safe=True)
 
 
 def _null(draft: Draft, key: str, entry: Entry) -> None:
@@ -103,13 +93,8 @@ def read_precision(draft: Draft, entry: Entry) -> None:
     if isinstance(value, str) and value.lower() in ("no", "fp16", "bf16", "fp8"):
         draft.set("mixed_precision", value.lower(), entry=entry)
         if value != value.lower():
-            draft.report(
-                "FSD217",
-                f"mixed_precision {value!r} means {value.lower()}",
-                entry,
-                value=True,
-                edits=draft.editor.replace(entry.node, value.lower()),
-                fix=f"write {value.lower()}",
+            draft.report_value(
+                "FSD217", f"mixed_precision {value!r} means {value.lower()}", entry, value.lower()
             )
         return
     if value is False:
@@ -125,11 +110,6 @@ def read_precision(draft: Draft, entry: Entry) -> None:
         return
     meant = spelling.choice(value, spelling.PRECISIONS)
     draft.set("mixed_precision", meant or "no", entry=entry)
-    draft.report(
-        "FSD206",
-        f"mixed_precision {value!r} is not one of 'no', fp16, bf16, fp8",
-        entry,
-        value=True,
-        edits=draft.editor.replace(entry.node, meant) if meant else None,
-        fix=f"write {meant}",
+    draft.report_value(
+        "FSD206", f"mixed_precision {value!r} is not one of 'no', fp16, bf16, fp8", entry, meant
     )

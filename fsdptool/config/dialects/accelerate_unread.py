@@ -85,14 +85,8 @@ def report_in_parallelism(draft: Draft, block: Node, entry: Entry, known: dict[s
 
 
 def _report_unread(draft: Draft, block: Node, entry: Entry) -> None:
-    draft.report(
-        "FSD202",
-        f"{entry.key} is not read by anyone",
-        entry,
-        help="remove it",
-        edits=draft.editor.remove(block, entry),
-        safe=True,
-        fix=f"remove {entry.key}",
+    draft.report_removable(
+        "FSD202", f"{entry.key} is not read by anyone", entry, block, help="remove it", safe=True
     )
 
 
@@ -131,14 +125,13 @@ def report_top_level(draft: Draft, entry: Entry) -> None:
             changes={"*": near},
         )
     else:
-        draft.report(
+        draft.report_removable(
             "FSD201",
             f"unknown key {key!r}",
             entry,
+            draft.root,
             help="remove it; accelerate refuses the file",
-            edits=draft.editor.remove(draft.root, entry),
             safe=False,
-            fix=f"remove {key}",
             changes={},
         )
 

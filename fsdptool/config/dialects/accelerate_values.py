@@ -103,14 +103,7 @@ def read_version(draft: Draft, entry: Entry | None) -> None:
     meant = spelling.integer(value)
     fix = meant if meant in (1, 2) else None
     draft.set("fsdp_version", fix or 2, entry=entry)
-    draft.report(
-        "FSD206",
-        f"fsdp_version must be 1 or 2, not {value!r}",
-        entry,
-        value=True,
-        edits=draft.editor.replace(entry.node, fix) if fix else None,
-        fix=f"write {fix}",
-    )
+    draft.report_value("FSD206", f"fsdp_version must be 1 or 2, not {value!r}", entry, fix)
 
 
 def read_block_key(draft: Draft, key: str, name: str, entry: Entry, block: Node | None, version: int) -> None:
@@ -153,25 +146,13 @@ def read_choice(draft: Draft, key: str, name: str, entry: Entry, table: dict[str
             )
             return
         choices = ", ".join(written.values())
-        draft.report(
-            "FSD206",
-            f"{key} {value!r} is not one of {choices}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, written[meant]) if meant else None,
-            fix=f"write {written[meant]}" if meant else None,
+        draft.report_value(
+            "FSD206", f"{key} {value!r} is not one of {choices}", entry, written[meant] if meant else None
         )
         return
     draft.set(name, found, entry=entry)
     if str(value) != written[found] and found != "local":
-        draft.report(
-            "FSD217",
-            f"{key} {value!r} means {written[found]}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, written[found]),
-            fix=f"write {written[found]}",
-        )
+        draft.report_value("FSD217", f"{key} {value!r} means {written[found]}", entry, written[found])
 
 
 def _reshard(draft: Draft, entry: Entry, block: Node | None, version: int) -> None:
@@ -213,14 +194,7 @@ def read_reshard(draft: Draft, entry: Entry, key: str) -> None:
             "FSD334", f"{key} is {value!r}: hybrid sharding is a mesh under FSDP2", entry, value=True
         )
         return
-    draft.report(
-        "FSD322",
-        f"{key} must be true or false under version 2, not {value!r}",
-        entry,
-        value=True,
-        edits=draft.editor.replace(entry.node, meant) if meant is not None else None,
-        fix=f"write {str(meant).lower()}",
-    )
+    draft.report_value("FSD322", f"{key} must be true or false under version 2, not {value!r}", entry, meant)
 
 
 def read_classes(draft: Draft, entry: Entry, parent: Node | None) -> None:
@@ -278,14 +252,7 @@ def _threshold(draft: Draft, key: str, entry: Entry, block: Node | None, version
     except ValueError:
         meant = spelling.integer(value)
         draft.set("min_num_params", meant or 100_000_000, entry=entry)
-        draft.report(
-            "FSD213",
-            f"{key} {value!r} is not an integer to YAML 1.1",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, meant) if meant is not None else None,
-            fix=f"write {meant}",
-        )
+        draft.report_value("FSD213", f"{key} {value!r} is not an integer to YAML 1.1", entry, meant)
         return
     draft.set("min_num_params", number, entry=entry)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
-from fsdptool.config.dialects.axolotl_keys import CHOICES, FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
+from fsdptool.config.dialects.axolotl_keys import CANNOT, CHOICES, FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
 from fsdptool.config.dialects.axolotl_legacy import read_fsdp1, read_list, refuse
 from fsdptool.config.dialects.axolotl_write import migrate, write
 from fsdptool.config.dialects.trainer_values import read_threshold, strategy_under_1
@@ -136,13 +136,8 @@ def _version(draft: Draft, block: Node | None) -> int:
     value = entry.node.value
     meant = spelling.integer(value)
     if meant not in (1, 2) or not (isinstance(value, int) or str(value).strip().isdecimal()):
-        draft.report(
-            "FSD206",
-            f"fsdp_version must be 1 or 2, not {value!r}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, meant) if meant in (1, 2) else None,
-            fix=f"write {meant}",
+        draft.report_value(
+            "FSD206", f"fsdp_version must be 1 or 2, not {value!r}", entry, meant if meant in (1, 2) else None
         )
         meant = meant if meant in (1, 2) else 2
     draft.set("fsdp_version", meant, entry=entry)
@@ -190,12 +185,8 @@ def _chosen(draft: Draft, block: Node | None) -> dict[str, Entry]:
             continue
         if bare in KEYS or bare in OTHER or bare in FSDP1_KEYS:
             if bare in chosen and block is not None:
-                draft.report(
-                    "FSD215",
-                    f"{chosen[bare].key} and {key} are one setting",
-                    chosen[bare],
-                    edits=draft.editor.remove(block, chosen[bare]),
-                    fix=f"remove {chosen[bare].key}",
+                draft.report_removable(
+                    "FSD215", f"{chosen[bare].key} and {key} are one setting", chosen[bare], block
                 )
             chosen[bare] = entry
             if key != bare and bare not in FSDP1_KEYS:
@@ -267,13 +258,11 @@ def _choice(draft: Draft, key: str, name: str, entry: Entry) -> None:
     meant = spelling.choice(value, table)
     written = next((text for text, canonical in allowed.items() if canonical == meant), None)
     draft.set(name, meant or next(iter(allowed.values())), entry=entry)
-    draft.report(
+    draft.report_value(
         "FSD206",
         f"{key} {value!r} is not one of {', '.join(allowed)}; axolotl refuses the file",
         entry,
-        value=True,
-        edits=draft.editor.replace(entry.node, written) if written else None,
-        fix=f"write {written}",
+        written,
     )
 
 
@@ -314,14 +303,8 @@ def _unknown(draft: Draft, block: Node, entry: Entry, bare: str) -> None:
             changes={KEYS[near]: entry.node.value},
         )
     else:
-        draft.report(
-            "FSD202",
-            f"{entry.key} is not read by axolotl",
-            entry,
-            help="remove it",
-            edits=draft.editor.remove(block, entry),
-            safe=True,
-            fix=f"remove {entry.key}",
+        draft.report_removable(
+            "FSD202", f"{entry.key} is not read by axolotl", entry, block, help="remove it", safe=True
         )
 
 
@@ -340,4 +323,4 @@ def _default(draft: Draft, name: str, version: int) -> None:
         draft.set(name, defaults[name])
 
 
-__all__ = ["NAME", "matches", "migrate", "read", "write"]
+__all__ = ["CANNOT", "NAME", "matches", "migrate", "read", "write"]

@@ -104,14 +104,8 @@ def _under_1(draft: Draft, key: str, entry: Entry | None, block: Node | None) ->
         strategy_under_1(draft, strategy, entry)
         return
     draft.ignore(entry, "axolotl's schema has no such field and drops it")
-    draft.report(
-        "FSD202",
-        f"{entry.key} is not read: axolotl drops it",
-        entry,
-        help="remove it",
-        edits=draft.editor.remove(block, entry),
-        safe=True,
-        fix=f"remove {entry.key}",
+    draft.report_removable(
+        "FSD202", f"{entry.key} is not read: axolotl drops it", entry, block, help="remove it", safe=True
     )
 
 
@@ -165,15 +159,13 @@ def refuse(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: 
     quantised = four is not None and four.node.value is True
     draft.extras["four_bit"] = quantised
     if quantised and version == 2 and draft.get("cpu_ram_efficient_loading") and ram is not None:
-        draft.report(
+        draft.report_value(
             "FSD346",
             "axolotl refuses cpu_ram_efficient_loading with load_in_4bit under FSDP2",
             ram,
-            value=True,
+            False,
             help="write cpu_ram_efficient_loading: false (--unsafe-fixes)",
-            edits=draft.editor.replace(ram.node, False),
             safe=False,
-            fix="write false",
             changes={"cpu_ram_efficient_loading": False},
         )
     pin = block.get("cpu_offload_pin_memory") or block.get("fsdp_cpu_offload_pin_memory") if block else None
@@ -190,16 +182,14 @@ def _optimizer(draft: Draft, version: int) -> None:
     if name in _NO_FSDP2 and version == 1:
         draft.extras["no_migration"] = f"axolotl refuses {name} under FSDP2: use adamw_torch_8bit"
     if name in _NO_FSDP2 and version == 2:
-        draft.report(
+        draft.report_value(
             "FSD345",
             f"axolotl refuses {name} under FSDP2",
             entry,
-            value=True,
+            "adamw_torch_8bit",
             severity="error",
             help="use adamw_torch_8bit (--unsafe-fixes)",
-            edits=draft.editor.replace(entry.node, "adamw_torch_8bit"),
             safe=False,
-            fix="write adamw_torch_8bit",
         )
     elif version == 1 and "8bit" in name and draft.get("cpu_offload"):
         draft.report("FSD350", f"axolotl refuses {name} with offload_params under FSDP1", entry, value=True)

@@ -173,13 +173,11 @@ def _value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
     if name in ("reshard_after_forward",) and spelling.boolean(value) is None:
         strategy = spelling.choice(value, spelling.STRATEGIES)
         meant = {"full_shard": True, "shard_grad_op": False}.get(strategy or "")
-        draft.report(
+        draft.report_value(
             "FSD322",
             f"{key} must be true or false, not {value!r}",
             entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, str(meant).lower()) if meant is not None else None,
-            fix=f"write {str(meant).lower()}",
+            str(meant).lower() if meant is not None else None,
         )
         return meant if meant is not None else True
     if name == "config_file":

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fsdptool.config.migrate import Rewriter, Target
 
 NAME = "llamafactory"
+CANNOT = trainer.CANNOT
 _OWN = frozenset(
     ["stage", "finetuning_type", "cutoff_len", "template", "dataset", "do_train", "lora_target", "plot_loss"]
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool.config import spelling
-from fsdptool.config.dialects.simpletuner_keys import _TABLES, _TEXTS, DEFAULTS, KEYS, NAME
+from fsdptool.config.dialects.simpletuner_keys import _TABLES, _TEXTS, CANNOT, DEFAULTS, KEYS, NAME
 from fsdptool.config.dialects.simpletuner_write import mapping, migrate, write
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import WRITTEN
@@ -309,6 +309,7 @@ def _limits(draft: Draft) -> None:
 
 
 __all__ = [
+    "CANNOT",
     "DEFAULTS",
     "KEYS",
     "NAME",

@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool.config import spelling
-from fsdptool.config.dialects.trainer_keys import ARGUMENTS, ELSEWHERE, FSDP1_KEYS, KEYS, NAME, XLA_KEYS
+from fsdptool.config.dialects.trainer_keys import (
+    ARGUMENTS,
+    CANNOT,
+    ELSEWHERE,
+    FSDP1_KEYS,
+    KEYS,
+    NAME,
+    XLA_KEYS,
+)
 from fsdptool.config.dialects.trainer_switch import read_switch
 from fsdptool.config.dialects.trainer_values import default, read_fsdp1_key, read_key, read_strategy
 from fsdptool.config.dialects.trainer_write import mapping, migrate, write
@@ -195,12 +203,11 @@ def _choose(draft: Draft, block: Node | None) -> dict[str, Entry]:
                 winner = entry if loser is twin else twin
                 chosen[bare] = winner
                 draft.ignore(loser, f"{winner.key} is the same setting and wins")
-                draft.report(
+                draft.report_removable(
                     "FSD215",
                     f"{loser.key} and {winner.key} are one setting; {winner.key} counts",
                     loser,
-                    edits=draft.editor.remove(block, loser),
-                    fix=f"remove {loser.key}",
+                    block,
                 )
             else:
                 chosen[bare] = entry
@@ -218,14 +225,7 @@ def _unread(draft: Draft, block: Node, entry: Entry, bare: str) -> None:
         return
     if "activation" in bare and "offload" in bare:
         draft.ignore(entry, "TrainingArguments do not read it")
-        draft.report(
-            "FSD353",
-            f"{key} is not read by TrainingArguments",
-            entry,
-            edits=draft.editor.remove(block, entry),
-            safe=True,
-            fix=f"remove {key}",
-        )
+        draft.report_removable("FSD353", f"{key} is not read by TrainingArguments", entry, block, safe=True)
         return
     meant = ELSEWHERE.get(bare)
     if meant is not None and block.get(meant) is None and block.get(f"fsdp_{meant}") is None:
@@ -263,14 +263,13 @@ def _unread(draft: Draft, block: Node, entry: Entry, bare: str) -> None:
         )
         return
     precision = bare in ("mixed_precision", "mixed_precision_policy", "bf16", "fp16")
-    draft.report(
+    draft.report_removable(
         "FSD202",
         f"{key} is not read by TrainingArguments",
         entry,
+        block,
         help="remove it; the precision is their argument bf16 or fp16" if precision else "remove it",
-        edits=draft.editor.remove(block, entry),
         safe=True,
-        fix=f"remove {key}",
     )
 
 
@@ -303,15 +302,21 @@ def _version(draft: Draft, entry: Entry | None, block: Node | None) -> int:
             readable = int(entry.node.value) == meant
         except (TypeError, ValueError):
             readable = False
-        draft.report(
-            "FSD217" if readable else "FSD206",
-            f"version {entry.node.value!r} means {meant}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, meant),
-            fix=f"write {meant}",
+        draft.report_value(
+            "FSD217" if readable else "FSD206", f"version {entry.node.value!r} means {meant}", entry, meant
         )
     return meant
 
 
-__all__ = ["KEYS", "NAME", "mapping", "matches", "migrate", "read", "read_arguments", "read_config", "write"]
+__all__ = [
+    "CANNOT",
+    "KEYS",
+    "NAME",
+    "mapping",
+    "matches",
+    "migrate",
+    "read",
+    "read_arguments",
+    "read_config",
+    "write",
+]

@@ -79,13 +79,11 @@ def _bad_words(draft: Draft, switch: Entry, items: list[str], bad: list[str]) ->
         )
     elif len(items) == 1 and spelling.boolean(word) is not None:
         truth = spelling.boolean(word)
-        draft.report(
+        draft.report_value(
             "FSD206",
             f"fsdp: {word!r} is text, and transformers 5.23 raises: Unknown `fsdp` option",
             switch,
-            value=True,
-            edits=draft.editor.replace(switch.node, truth),
-            fix=f"write {str(truth).lower()}",
+            truth,
         )
     else:
         fixed = [spelling.normal(part) for item in items for part in item.replace(",", " ").split()]

@@ -127,25 +127,16 @@ def _offload(draft: Draft, entry: Entry, value: Any) -> None:
     if meant is None and isinstance(value, dict):
         meant = True
     if meant is None or meant != bool(value):
-        draft.report(
+        draft.report_value(
             "FSD337",
             f"cpu_offload is the text {value!r}, which counts as true",
             entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, meant) if meant is not None else None,
+            meant,
             safe=False,
-            fix=f"write {str(meant).lower()}",
             changes={"cpu_offload": meant},
         )
     else:
-        draft.report(
-            "FSD207",
-            f"cpu_offload {value!r} counts as {str(meant).lower()}",
-            entry,
-            value=True,
-            edits=draft.editor.replace(entry.node, meant),
-            fix=f"write {str(meant).lower()}",
-        )
+        draft.report_value("FSD207", f"cpu_offload {value!r} counts as {str(meant).lower()}", entry, meant)
 
 
 def _policy(draft: Draft, entry: Entry, value: Any) -> None:
@@ -161,13 +152,11 @@ def _policy(draft: Draft, entry: Entry, value: Any) -> None:
             "FSD348", f"auto_wrap_policy {value!r} is a dotted path; no program imports it", entry, value=True
         )
         return
-    draft.report(
+    draft.report_value(
         "FSD206",
         f"auto_wrap_policy {value!r} is not one of {', '.join(exact)} (upper case only)",
         entry,
-        value=True,
-        edits=draft.editor.replace(entry.node, written[meant]) if meant else None,
-        fix=f"write {written[meant]}" if meant else None,
+        written[meant] if meant else None,
     )
 
 
@@ -203,12 +192,8 @@ def read_threshold(draft: Draft, entry: Entry, block: Node | None, value: Any) -
         draft.set("min_num_params", None)
         draft.ignore(entry, "read with SIZE_BASED_WRAP only")
         if value not in (0, None):
-            draft.report(
-                "FSD325",
-                f"{entry.key} is not read: the policy is not SIZE_BASED_WRAP",
-                entry,
-                edits=draft.editor.remove(block, entry),
-                fix=f"remove {entry.key}",
+            draft.report_removable(
+                "FSD325", f"{entry.key} is not read: the policy is not SIZE_BASED_WRAP", entry, block
             )
         return
     if isinstance(value, int) and not isinstance(value, bool):
@@ -216,14 +201,7 @@ def read_threshold(draft: Draft, entry: Entry, block: Node | None, value: Any) -
         return
     meant = spelling.integer(value)
     draft.set("min_num_params", meant or 0, entry=entry)
-    draft.report(
-        "FSD213",
-        f"{entry.key} {value!r} is not a whole number",
-        entry,
-        value=True,
-        edits=draft.editor.replace(entry.node, meant) if meant is not None else None,
-        fix=f"write {meant}",
-    )
+    draft.report_value("FSD213", f"{entry.key} {value!r} is not a whole number", entry, meant)
 
 
 def read_fsdp1_key(draft: Draft, key: str, entry: Entry | None, block: Node | None, version: int) -> None:
@@ -236,24 +214,17 @@ def read_fsdp1_key(draft: Draft, key: str, entry: Entry | None, block: Node | No
         draft.ignore(entry, "FSDP1 only; not read under version 2")
         truth = spelling.boolean(entry.node.value)
         if key == "forward_prefetch" and truth:
-            draft.report(
+            draft.report_removable(
                 "FSD303",
                 f"{entry.key}: true is lost: transformers drops it under version 2",
                 entry,
+                block,
                 severity="warning",
-                edits=draft.editor.remove(block, entry),
                 safe=True,
-                fix=f"remove {entry.key}",
                 help="remove it",
             )
             return
-        draft.report(
-            "FSD302",
-            f"{entry.key} has no meaning under version 2",
-            entry,
-            edits=draft.editor.remove(block, entry),
-            fix=f"remove {entry.key}",
-        )
+        draft.report_removable("FSD302", f"{entry.key} has no meaning under version 2", entry, block)
         return
     if key == "backward_prefetch":
         text = str(entry.node.value).upper()
