@@ -209,8 +209,9 @@ def live_bytes() -> int:
         if not issubclass(type(item), torch.Tensor):
             continue
         for tensor in _plain(item):
-            if tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
+            storage = tensor.untyped_storage()
+            # A fake tensor says "cpu" and has no memory: compiling leaves 288 MiB of them (torch 2.13).
+            if storage.device.type == "cpu":
                 sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 

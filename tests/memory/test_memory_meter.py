@@ -50,3 +50,18 @@ def test_buffers_that_gloo_threads_release_do_not_add_up() -> None:
     said = [rank.communicate(timeout=180)[0].split() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert 4_000_000 <= int(said[0][-1]) < 4_100_000
+
+
+def test_fake_tensors_hold_nothing() -> None:
+    """Compiling leaves some behind, of a device they only pretend to be on."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fsdptool.training.meter import live_bytes
+
+    before = live_bytes()
+    with FakeTensorMode():
+        fake = torch.empty(1 << 20)
+    real = torch.empty(1 << 10)
+    assert live_bytes() - before == real.numel() * 4
+    assert fake.device == real.device
