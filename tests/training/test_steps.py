@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records import FsdpSettings, Mesh, Recipe
 from fsdptool.records.recipe import Ema as EmaChoice
-from fsdptool.records.recipe import Lora, Method, Optimizer, Schedule, Sharding
+from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Schedule, Sharding
 from fsdptool.training.assemble import Assembled, assemble
+from fsdptool.training.evaluate import evaluate
 from fsdptool.training.loop import Loop
 from fsdptool.training.precision import LossScaler
 from fsdptool.training.schedule import base_rate, rate
@@ -173,18 +174,22 @@ def run_policy(folder: Path, recipe: Recipe, poison: int) -> dict[str, Any]:
         "at": loop.batches.state_dict()["at"],
         "skipped": loop.state.skipped,
         "losses": [metrics.loss for metrics in log.steps],
+        "evaluated": [fields["step"] for kind, fields in log.events if kind == "evaluation"],
         "weights": weights_of(loop.assembled),
     }
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 def test_a_nan_on_one_rank_is_every_ranks_decision(pool: Pool, tmp_path: Path, policy: str) -> None:
-    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", on_nonfinite=policy, steps=6)
+    recipe, folder = prepare_case(
+        CASES["causal"], tmp_path, "full", on_nonfinite=policy, steps=6, evaluation=Evaluation(every_steps=2)
+    )
     first, second = pool.run(run_policy, 2, folder, recipe, 3)
     if policy == "stop":
         assert first["error"] == second["error"] == "step 4: the loss is not finite"
         return
     assert first["status"] == second["status"] == "completed"
+    assert first["evaluated"] == [2, 4, 6]
     assert all(torch.isfinite(tensor).all() for tensor in first["weights"].values())
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
     if policy == "skip":
@@ -257,6 +262,22 @@ def test_validation_sees_the_current_weights_under_any_reshard(
         first, second, third = result["found"]
         assert third == pytest.approx(result["expected"], rel=1e-5)
         assert len({first, second, third}) == 3
+
+
+def run_without_targets(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    assembled, session = opened(folder, recipe)
+    batch = {"input_ids": torch.arange(12)[None], "labels": torch.full((1, 12), -100)}
+    outcome = assembled.stepper.run([batch], rate=0.0)
+    found = evaluate(assembled.model, assembled.objective, [[batch]], session)
+    return {"step": (outcome.weight, outcome.loss, outcome.finite), "validation": (found.items, found.loss)}
+
+
+def test_nothing_to_predict_is_no_token_and_no_validation_loss(pool: Pool, tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", optimizer=ADAM)
+    for found in pool.run(run_without_targets, 2, folder, recipe):
+        assert found["step"] == (0, 0.0, True)
+        assert found["validation"][0] == 0
+        assert math.isnan(found["validation"][1])
 
 
 def run_average(folder: Path, recipe: Recipe) -> dict[str, Any]:
