@@ -25,7 +25,7 @@ def judge_mesh(draft: Draft) -> None:
         return
     open_shard = draft.get("dp_shard") is None
     processes = draft.get("num_processes")
-    if sizes["cp"] > 1 and isinstance(processes, int) and _context_size(draft, sizes["cp"], processes):
+    if sizes["cp"] > 1 and refuse_context_size(draft, sizes["cp"], processes):
         return
     if block is None and open_shard and all(size == 1 for size in sizes.values()):
         return
@@ -42,24 +42,14 @@ def judge_mesh(draft: Draft) -> None:
         )
 
 
-def _context_size(draft: Draft, size: int, processes: int) -> bool:
-    if size > processes:
-        draft.report(
-            "FSD306",
-            f"Context parallel size ({size}) cannot exceed process count ({processes}).",
-            draft.at("cp"),
-            value=True,
-        )
-        return True
-    if processes % size:
-        draft.report(
-            "FSD306",
-            f"Context parallel size ({size}) must evenly divide process count ({processes}).",
-            draft.at("cp"),
-            value=True,
-        )
-        return True
-    return False
+def refuse_context_size(draft: Draft, size: int, processes: Any) -> bool:
+    """Report a context-parallel size above 1 that the processes, where they are known, do not divide by."""
+    if not isinstance(processes, int) or processes % size == 0:
+        return False
+    how = "cannot exceed" if size > processes else "must evenly divide"
+    message = f"Context parallel size ({size}) {how} process count ({processes})."
+    draft.report("FSD306", message, draft.at("cp"), value=True)
+    return True
 
 
 def _combinations(draft: Draft, sizes: dict[str, int], open_shard: bool) -> bool:

@@ -13,6 +13,7 @@ from fsdptool.config.dialects.simpletuner_keys import _TABLES, _TEXTS, CANNOT, D
 from fsdptool.config.dialects.simpletuner_write import mapping, migrate, write
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import WRITTEN
+from fsdptool.config.mesh_rules import refuse_context_size
 from fsdptool.config.tree import Entry, Node, effective_entries, to_python
 
 
@@ -125,7 +126,7 @@ def _without_fsdp(draft: Draft, chosen: dict[str, Entry]) -> None:
     size = draft.get("cp") or 1
     if size > 1:
         _topology(draft, "dp_replicate", "dp_shard")
-        if not draft.has("FSD306"):
+        if not refuse_context_size(draft, size, draft.get("num_processes")):
             draft.report(
                 "FSD305",
                 "Context parallelism requires FSDP2.",
@@ -147,29 +148,8 @@ def _topology(draft: Draft, rest: str, other: str) -> None:
     size, processes = draft.get("cp") or 1, draft.get("num_processes")
     draft.set(other, 1)
     draft.set(rest, None)
-    if not isinstance(processes, int) or size <= 1:
-        return
-    if size > processes:
-        draft.report(
-            "FSD306",
-            f"Context parallel size ({size}) cannot exceed process count ({processes}).",
-            _at(draft, "cp"),
-            value=True,
-        )
-    elif processes % size:
-        draft.report(
-            "FSD306",
-            f"Context parallel size ({size}) must evenly divide process count ({processes}).",
-            _at(draft, "cp"),
-            value=True,
-        )
-    else:
+    if isinstance(processes, int) and 1 < size <= processes and processes % size == 0:
         draft.set(rest, processes // size)
-
-
-def _at(draft: Draft, key: str) -> Entry | None:
-    fact = draft.facts.get(key)
-    return fact.entry if fact is not None else None
 
 
 def read_value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
