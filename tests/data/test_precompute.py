@@ -249,11 +249,17 @@ def test_pictures_and_pipelines_that_cannot_be_used(
             made_of("sd15", good, length=8), resolve(str(pipelines["sd15"])), cache=tmp_path / "c"
         )
     )
-    for name, why in (("LTXImageToVideoPipeline", "first image"), ("AmusedPipeline", "not known here")):
+    for name, why in (
+        ("LTXImageToVideoPipeline", "first image"),
+        ("WanImageToVideoPipeline", "a time of its own"),
+        ("AmusedPipeline", "not known here"),
+    ):
         other = tmp_path / name
         shutil.copytree(flux, other)
         index = json.loads((other / "model_index.json").read_text(encoding="utf-8"))
-        (other / "model_index.json").write_text(json.dumps({**index, "_class_name": name}), encoding="utf-8")
+        (other / "model_index.json").write_text(
+            json.dumps({**index, "_class_name": name, "expand_timesteps": True}), encoding="utf-8"
+        )
         recipe = recipe_of(other, good)
         assert why in complaint(lambda recipe=recipe: plan_work(recipe, spec, tmp_path / "c"))
     assert "neither aspect nor a list" in complaint(lambda: plan(good, buckets="no"))

@@ -268,9 +268,14 @@ def _frames(picture: Picture, count: int, rate: float | None) -> Iterator[Image]
     for number in spread(picture.name, length, count):
         if image is None:
             yield _open(picture.files[number])
-        else:
+            continue
+        try:
             image.seek(number)
-            yield image
+        except (EOFError, OSError) as error:
+            raise ConfigError(
+                f"clip {picture.name} cannot be read: {error}", help="repair it or take it out of data.path"
+            ) from error
+        yield image
 
 
 def _fit(image: Image, bucket: Bucket) -> tuple[Image, int, int]:
