@@ -33,7 +33,10 @@ def command(
     """Write the trained model of RUN for transformers, diffusers or peft."""
     from fsdptool.errors import ConfigError
     from fsdptool.training.export.api import export_run
+    from fsdptool.training.folder import RUN
 
+    if not (run / RUN).exists():
+        raise ConfigError(f"{run} is no run folder", help="give the folder that fsdptool train wrote")
     if dtype not in (None, "float32", "bfloat16", "float16", "float64"):
         raise ConfigError(f"there is no dtype {dtype!r}", help="choose float32, bfloat16, float16 or float64")
     exported = export_run(

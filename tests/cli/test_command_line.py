@@ -115,6 +115,8 @@ def test_what_cannot_be_written_is_said_before_the_work(
     (tmp_path / "file").touch()
     assert run(["plan", "no:model", "--gpu", "H100", "-o", str(tmp_path / "file" / "plan.json")]) == 2
     assert "takes no files" in capsys.readouterr().err
+    assert run(["export", str(tmp_path)]) == 2
+    assert f"{tmp_path} is no run folder" in capsys.readouterr().err
     assert run(["emit-config", "--preset", "cpu", "-o", str(tmp_path), "--force"]) == 2
     assert f"{tmp_path} is a folder" in capsys.readouterr().err
 
