@@ -71,16 +71,12 @@ class Beside:
         return early and policy.mode == "async" and self.saves == "sharded"
 
     @property
-    def copies(self) -> tuple[int, ...]:
-        """Bytes of each tensor an asynchronous save copies, persistent buffers included."""
-        return (*self.held.saved, *_persistent(self.schedule.trace))
-
-    @property
     def staged(self) -> Block | None:
         """The copies where they are device memory, too: on the CPU. They are kept for the next save."""
         if not self.staging or self.profile == "cuda":
             return None
-        return Block(STAGED, sum(self.copies), self.copies)
+        copies = (*self.held.saved, *_persistent(self.schedule.trace))
+        return Block(STAGED, sum(copies), copies)
 
     @property
     def exporting(self) -> int:
@@ -94,9 +90,9 @@ class Beside:
         """
         if not self.staging or self.profile != "cuda":
             return 0
-        if self.schedule.plan.cpu_offload:
-            return sum(self.copies)
-        return sum(pinned(size) for size in self.copies)
+        buffers = _persistent(self.schedule.trace)
+        offloaded = self.schedule.plan.cpu_offload
+        return self.held.copied + (sum(buffers) if offloaded else sum(map(pinned, buffers)))
 
 
 def loading(run: Beside, buffers: Block) -> None:
@@ -163,14 +159,14 @@ def _forwards(run: Beside, name: str, trace: Trace | None, *, count: int) -> Non
     if run.recipe.ema.decay is not None:
         _spike(run, EMA, 4 * max((numel for numel, _ in _trained(run)), default=0))
     ledger.prefix = f"{name}: "
-    schedule = Schedule(before.plan, before.ranks, ledger, trace, grain=before.grain, gloo=before.gloo)
+    schedule = Schedule(before.rank, before.replicate, ledger, trace, gloo=before.gloo)
     # The loader's batch is all of a step's; on a device one micro-batch of it is alive.
     inputs = trace.input_bytes
     if run.profile != "cuda" and name == "evaluation":
         inputs = inputs * run.recipe.batch.accumulation
     block = Block(INPUTS, rounded_sum(inputs, before.grain), inputs)
     ledger.add(block)
-    pieces = program(trace, schedule.by_module, before.grain)
+    pieces = program(trace, before.rank.modules, before.grain)
     for _ in range(count):
         schedule.micro_batch(pieces, backward=False)
     schedule.reshard()
@@ -194,14 +190,14 @@ def _gathered(run: Beside) -> tuple[int, ...]:
     ``full_tensor`` gathers padded rows; uneven ones are cut by a copy (torch 2.13,
     ``placement_types.py``, ``Shard._to_replicate_tensor``). gloo receives into memory of its own.
     """
-    ranks = run.schedule.ranks
+    ranks = run.schedule.rank.degree
     largest: tuple[int, ...] = ()
     for weights in _weights(run.schedule):
         if not weights.trainable:
             continue
         width = max(weights.stored, 4 if run.recipe.ema.decay is not None else 0)
         sizes = [weights.whole * width]
-        if run.profile == "cpu-gloo" and ranks.shard > 1:
+        if run.profile == "cpu-gloo" and ranks > 1:
             sizes.append(weights.whole * width)
         elif weights.whole != weights.parameter.numel:
             sizes.append(weights.parameter.numel * width)
@@ -250,13 +246,14 @@ def _spike(run: Beside, kind: int, *sizes: int) -> None:
 
 
 def _weights(schedule: Schedule) -> Iterable[Weights]:
-    return (weights for group in schedule.groups for weights in group.weights)
+    """Yield the sizes of every kind of parameter there is."""
+    return (weights for unit in schedule.rank.distinct for weights in unit)
 
 
 def _trained(run: Beside) -> list[tuple[int, int]]:
     """Return elements on this rank and bytes per element of everything that is trained."""
     plan = run.schedule.plan
-    found = [(w.shard, w.stored) for w in _weights(run.schedule) if w.trainable]
+    found = [(w.shard, w.stored) for g in run.schedule.groups for w in g.weights if w.trainable]
     return found + [(p.numel, WIDTH.get(stored_dtype(p, plan), 4)) for p in plan.ignored if p.trainable]
 
 

@@ -80,7 +80,7 @@ def verified(shallow: Trace, deep: Trace) -> bool:
 
 
 def _outline(trace: Trace) -> list[Any]:
-    borders = {_real(segment.path, trace) for segment in trace.segments}
+    borders = frozenset(_real(segment.path, trace) for segment in trace.segments)
     return [
         (p.marker, p.path, p.body.net, p.body.peak, p.body.at_peak, sorted(p.gradients))
         for p in program(trace, borders, 1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdptool.memory.beside import host_bytes
 from fsdptool.memory.ledger import COMPONENTS, OF_TRACE, OFFLOADED, Ledger
-from fsdptool.memory.simulation import MemoryProfile, Simulated, simulate
+from fsdptool.memory.simulation import MemoryProfile, Prepared, Simulated, play, prepare
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.plan import Basis, Component, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
@@ -71,40 +71,66 @@ def footprint(
         saves: Whether checkpoints are sharded or full.
         workspaces: Bytes of each workspace that matrix products keep on the device.
     """
+    return foresee(
+        trace,
+        prepared(units, mesh, recipe, profile=profile, teacher=teacher),
+        mesh,
+        recipe,
+        timeline=timeline,
+        reserved=reserved,
+        expandable=expandable,
+        saves=saves,
+        workspaces=workspaces,
+    )
 
-    def play(ledger: Ledger | None = None, *, warm: bool = False) -> Simulated:
-        return simulate(
-            trace,
-            units,
-            mesh,
-            recipe,
-            profile=profile,
-            grain=_GRAIN[profile],
-            timeline=timeline and not warm,
-            teacher=teacher,
-            ledger=ledger,
-            warm=warm,
-            saves=saves,
-            workspaces=workspaces,
-        )
 
-    made = play()
+def prepared(
+    units: UnitPlan,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
+    profile: MemoryProfile = "cuda",
+    teacher: UnitPlan | None = None,
+) -> Prepared:
+    """Return what :func:`foresee` takes; only the ranks that share a copy, the optimizer and whether
+    there is an average matter of mesh and recipe."""
+    return prepare(units, mesh, recipe, profile=profile, grain=_GRAIN[profile], teacher=teacher)
+
+
+def foresee(
+    trace: Trace,
+    rank: Prepared,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
+    timeline: bool = True,
+    reserved: bool | None = None,
+    expandable: bool = False,
+    saves: StateDictType = "sharded",
+    workspaces: tuple[int, ...] = (),
+) -> Footprint:
+    """Return the :func:`footprint` of what was prepared before: the same arguments."""
+
+    def played(ledger: Ledger, *, warm: bool = False) -> Simulated:
+        return play(trace, rank, mesh, recipe, ledger=ledger, warm=warm, saves=saves, workspaces=workspaces)
+
+    made = played(Ledger(timeline=[] if timeline else None))
     ledger = made.ledger
     phases = _phases(made, recipe)
     host = max(phase.host_bytes_per_rank for phase in phases)
     if not made.complete:
         return _states_only(ledger, trace, host, phases)
-    segments = None
-    if profile == "cuda" and (timeline if reserved is None else reserved):
+    segments = warmed = None
+    if rank.profile == "cuda" and (timeline if reserved is None else reserved):
         from fsdptool.memory.allocator import CachingAllocator
         from fsdptool.memory.replay import ReplayLedger
 
         # What the allocator has taken by the end depends on step 1, too.
         replayed = ReplayLedger(allocator=CachingAllocator(expandable=expandable))
-        play(replayed, warm=True)
+        warmed = played(replayed, warm=True)
         segments = replayed.allocator.reserved_peak
     if timeline:
-        phases = _phases(play(warm=True), recipe)
+        phases = _phases(warmed or played(Ledger(), warm=True), recipe)
     return Footprint(
         allocated_peak_bytes=ledger.best,
         reserved_peak_bytes=segments,

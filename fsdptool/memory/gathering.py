@@ -6,35 +6,24 @@ Mirrors the unsharding half of ``_fsdp_param_group.py`` and ``_fsdp_collectives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from fsdptool.memory.groups import FORWARD, POST_FORWARD, PRE_BACKWARD, SHARDED, UNSHARDED_STATE, Group
+from fsdptool.memory.groups import FORWARD, POST_FORWARD, PRE_BACKWARD, SHARDED, UNSHARDED_STATE, Group, Rank
 from fsdptool.memory.ledger import GATHER, STAGING, Block, Ledger
 from fsdptool.memory.sizes import rounded
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Sizes of the mesh that matter to memory."""
-
-    shard: int
-    replicate: int = 1
 
 
 class Gathering:
     """One rank's gathers, and the buffers that outlive them.
 
     Args:
-        ranks: Mesh sizes.
+        rank: What it holds.
         ledger: Where bytes are counted.
-        grain: Bytes the allocator rounds to.
         gloo: Whether collectives stage in host memory of their own.
     """
 
-    def __init__(self, ranks: Ranks, ledger: Ledger, *, grain: int, gloo: bool) -> None:
-        self.ranks = ranks
+    def __init__(self, rank: Rank, ledger: Ledger, *, gloo: bool) -> None:
+        self.rank = rank
         self.ledger = ledger
-        self.grain = grain
+        self.grain = rank.grain
         self.gloo = gloo
         self._gathered: Block | None = None
 
@@ -66,7 +55,7 @@ class Gathering:
         An all-gather receives into a flat buffer of the output's size; a reduce-scatter is an
         all-reduce on a clone of the input.
         """
-        if self.gloo and self.ranks.shard > 1:
+        if self.gloo and self.rank.degree > 1:
             staging = Block(STAGING, block.total, block.sizes)
             self.ledger.add(staging)
             self.ledger.drop(staging)
@@ -93,7 +82,7 @@ class Gathering:
         group.state = UNSHARDED_STATE
 
     def _copy_out(self, group: Group) -> None:
-        if self.ranks.shard > 1:
+        if self.rank.degree > 1:
             self.ledger.add(group.sizes.whole)
             return
         # One rank: each shard is cast and copied by itself (``wait_for_unshard``).

@@ -1,12 +1,11 @@
-"""FSDP units as the simulation sees them: sizes worked out once, state while it runs."""
+"""FSDP units as one rank holds them: sizes, worked out once for every step played on them, and state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdptool.memory.ledger import (
-    ALL_REDUCE,
     GATHER,
     GRADIENTS,
     REDUCE,
@@ -15,7 +14,7 @@ from fsdptool.memory.ledger import (
     UNSHARDED_GRADIENTS,
     Block,
 )
-from fsdptool.memory.sizes import WIDTH, Weights, reduce_width, rounded, rounded_sum, weigh
+from fsdptool.memory.sizes import Weights, reduce_width, rounded, rounded_sum, weigh
 from fsdptool.records.units import Unit, UnitPlan
 
 IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD = range(4)
@@ -26,8 +25,8 @@ COMPUTE, COPY_IN, REDUCE_SCATTER, ALL_REDUCE_STREAM = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What one unit allocates; equal for units of one signature but for the names.
+class Buffers:
+    """What one unit allocates when it is gathered; equal for units of one signature.
 
     Attributes:
         cast: Flat copy of the shards in the compute dtype, while gathering.
@@ -45,14 +44,67 @@ class Recipe:
     offloaded: Block | None
 
 
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Buffers of one unit's gradient reduction (``foreach_reduce``)."""
+
+    input: Block
+    output: Block
+    stored: Block | None
+    """The output in the parameters' own dtype, if that differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One unit as a rank holds it: what no step changes.
+
+    Attributes:
+        unit: The unit.
+        weights: Its parameters' sizes, in order, and by name.
+        buffers: What gathering it allocates.
+        reduction: What reducing all of its gradients allocates.
+        reshard: ``reshard_after_forward`` with torch's own rule worked out.
+    """
+
+    unit: Unit
+    weights: tuple[Weights, ...]
+    by_name: Mapping[str, Weights]
+    buffers: Buffers
+    reduction: Reduction
+    reshard: bool | int
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A unit plan as one rank holds it: sizes that neither micro-batch nor recipe changes.
+
+    Attributes:
+        plan: The units.
+        degree: Ranks that share one copy.
+        grain: Bytes the allocator rounds to.
+        shares: Every unit, in the plan's order.
+        distinct: The parameters' sizes of one unit of each signature.
+        modules: Paths of every module that is (part of) a unit.
+        home: Place in ``shares`` by parameter name.
+    """
+
+    plan: UnitPlan
+    degree: int
+    grain: int
+    shares: tuple[Share, ...]
+    distinct: tuple[tuple[Weights, ...], ...]
+    modules: frozenset[str]
+    home: Mapping[str, int]
+
+
 @dataclass(slots=True)
 class Group:
     """One unit while it is simulated."""
 
     unit: Unit
     weights: tuple[Weights, ...]
-    sizes: Recipe
-    by_name: dict[str, Weights]
+    sizes: Buffers
+    share: Share
     reshard: bool | int
     state: int = SHARDED
     training: int = IDLE
@@ -75,26 +127,44 @@ class Group:
         return self.unit.id
 
 
-def make_groups(plan: UnitPlan, ranks: int, grain: int) -> list[Group]:
-    """Return the plan's units with their sizes; units of one signature share them.
+def make_groups(rank: Rank) -> list[Group]:
+    """Return the units of ``rank`` before anything has run."""
+    return [Group(s.unit, s.weights, s.buffers, s, s.reshard) for s in rank.shares]
+
+
+def cut(plan: UnitPlan, degree: int, grain: int) -> Rank:
+    """Return what one rank holds of a plan; units of one signature share their sizes.
 
     Args:
         plan: The units.
-        ranks: Ranks that share one copy.
+        degree: Ranks that share one copy.
         grain: Bytes the allocator rounds to.
     """
-    known: dict[object, tuple[tuple[Weights, ...], Recipe]] = {}
-    groups = []
+    known: dict[object, tuple[tuple[Weights, ...], Buffers, Reduction]] = {}
+    shares = []
     for unit in plan.units:
         reshard = _resharding(unit)
         key = (unit.signature, reshard)
         if key not in known:
-            weights = tuple(weigh(parameter, plan, ranks) for parameter in unit.parameters)
-            known[key] = (weights, _recipe(weights, plan, ranks, reshard, grain))
-        shared, sizes = known[key]
-        by_name = {p.fqn: w for p, w in zip(unit.parameters, shared, strict=True)}
-        groups.append(Group(unit, shared, sizes, by_name, reshard))
-    return groups
+            weights = tuple(weigh(parameter, plan, degree) for parameter in unit.parameters)
+            trained = [w for w in weights if w.trainable]
+            known[key] = (
+                weights,
+                _buffers(weights, plan, degree, reshard, grain),
+                reduction(trained, plan, grain),
+            )
+        weights, buffers, reduced = known[key]
+        by_name = {p.fqn: w for p, w in zip(unit.parameters, weights, strict=True)}
+        shares.append(Share(unit, weights, by_name, buffers, reduced, reshard))
+    return Rank(
+        plan,
+        degree,
+        grain,
+        tuple(shares),
+        tuple(weights for weights, _, _ in known.values()),
+        frozenset(path for unit in plan.units for path in unit.modules),
+        {p.fqn: place for place, unit in enumerate(plan.units) for p in unit.parameters},
+    )
 
 
 def _resharding(unit: Unit) -> bool | int:
@@ -103,13 +173,13 @@ def _resharding(unit: Unit) -> bool | int:
     return unit.reshard_after_forward
 
 
-def _recipe(
+def _buffers(
     weights: Sequence[Weights], plan: UnitPlan, ranks: int, reshard: bool | int, grain: int
-) -> Recipe:
+) -> Buffers:
     whole_sizes = tuple(w.whole * w.computed for w in weights)
     whole = Block(UNSHARDED, rounded_sum(whole_sizes, grain), whole_sizes, COMPUTE)
     if ranks == 1:
-        return Recipe(None, None, whole, None, None, None)
+        return Buffers(None, None, whole, None, None, None)
     casts = [w for w in weights if w.casts]
     cast_bytes = sum(w.shard * w.computed for w in casts)
     gather_bytes = sum(whole_sizes)
@@ -127,23 +197,12 @@ def _recipe(
         if casts:
             again = sum(w.whole * w.computed for w in casts) // reshard
             smaller_cast = Block(GATHER, rounded(again, grain), (again,), COPY_IN)
-    return Recipe(cast, gather, whole, smaller, smaller_cast, offloaded)
+    return Buffers(cast, gather, whole, smaller, smaller_cast, offloaded)
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """Buffers of one unit's gradient reduction (``foreach_reduce``)."""
-
-    input: Block
-    output: Block
-    stored: Block | None
-    """The output in the parameters' own dtype, if that differs."""
-
-
-def reduction(group: Group, names: Sequence[str], plan: UnitPlan, compute: str, grain: int) -> Reduction:
-    """Return the buffers that reduce the gradients of ``names``."""
-    weights = [group.by_name[name] for name in names]
-    width = reduce_width(plan, compute) or max((w.computed for w in weights), default=4)
+def reduction(weights: Sequence[Weights], plan: UnitPlan, grain: int) -> Reduction:
+    """Return the buffers that reduce the gradients of ``weights``."""
+    width = reduce_width(plan) or max((w.computed for w in weights), default=4)
     shard = sum(w.shard for w in weights)
     whole = sum(w.whole for w in weights)
     stored = max((w.stored for w in weights), default=4)
@@ -152,35 +211,21 @@ def reduction(group: Group, names: Sequence[str], plan: UnitPlan, compute: str, 
     if stored != width:
         kept = Block(GRADIENTS, rounded(shard * stored, grain), (shard * stored,), REDUCE_SCATTER)
     return Reduction(
-        Block(REDUCE, rounded(whole * width, grain), (whole * width,), COMPUTE, group.name),
-        Block(output_kind, rounded(shard * width, grain), (shard * width,), REDUCE_SCATTER, group.name),
+        Block(REDUCE, rounded(whole * width, grain), (whole * width,), COMPUTE),
+        Block(output_kind, rounded(shard * width, grain), (shard * width,), REDUCE_SCATTER),
         kept,
     )
 
 
-def gradient_block(name: str, size: int) -> Block:
+def gradient_block(size: int) -> Block:
     """Return a parameter's unsharded gradient as the trace made it."""
-    return Block(UNSHARDED_GRADIENTS, size, (size,), COMPUTE, name)
+    return Block(UNSHARDED_GRADIENTS, size, (size,), COMPUTE)
 
 
-def widened(group: Group, name: str, plan: UnitPlan, grain: int) -> Block | None:
+def widened(weights: Weights, plan: UnitPlan, grain: int) -> Block | None:
     """Return an unsharded gradient in the reduce dtype, or None where it stays as it is."""
-    width = reduce_width(plan, "")
-    weights = group.by_name[name]
+    width = reduce_width(plan)
     if width is None or width == weights.computed:
         return None
     size = weights.parameter.numel * width
-    return Block(UNSHARDED_GRADIENTS, rounded(size, grain), (size,), COMPUTE, name)
-
-
-__all__ = [
-    "ALL_REDUCE",
-    "WIDTH",
-    "Group",
-    "Recipe",
-    "Reduction",
-    "gradient_block",
-    "make_groups",
-    "reduction",
-    "widened",
-]
+    return Block(UNSHARDED_GRADIENTS, rounded(size, grain), (size,), COMPUTE)

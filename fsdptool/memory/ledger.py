@@ -77,14 +77,12 @@ class Block:
         total: Bytes as the allocator counts them.
         sizes: Bytes of each allocation, as asked for.
         stream: 0 compute, 1 all-gather copy-in, 2 reduce-scatter, 3 all-reduce.
-        name: Whose it is.
     """
 
     kind: int
     total: int
     sizes: tuple[int, ...]
     stream: int = 0
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

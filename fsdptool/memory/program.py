@@ -57,7 +57,7 @@ class Piece:
 _programs: OrderedDict[tuple[int, frozenset[str], int], tuple[Trace, list[Piece]]] = OrderedDict()
 
 
-def program(trace: Trace, modules: Iterable[str], grain: int) -> list[Piece]:
+def program(trace: Trace, modules: frozenset[str], grain: int) -> list[Piece]:
     """Return the pieces of ``trace`` between the borders of ``modules``, at full depth.
 
     Args:
@@ -65,15 +65,14 @@ def program(trace: Trace, modules: Iterable[str], grain: int) -> list[Piece]:
         modules: Real module paths that are (part of) units.
         grain: Bytes the allocator rounds to.
     """
-    units = {traced_path(path, trace.repeats) for path in modules}
-    # Blocks that were not traced are copies of pieces: each block is pieces of its own, a unit or not.
-    blocks = {f"{repeat.path}.{index}" for repeat in trace.repeats for index in range(repeat.traced)}
-    borders = frozenset(units | blocks)
-    key = (id(trace), borders, grain)
+    key = (id(trace), modules, grain)
     if key in _programs:
         _programs.move_to_end(key)
         return _programs[key][1]
-    pieces = list(_expand(_cut(trace, borders, grain), trace.repeats))
+    units = {traced_path(path, trace.repeats) for path in modules}
+    # Blocks that were not traced are copies of pieces: each block is pieces of its own, a unit or not.
+    blocks = {f"{repeat.path}.{index}" for repeat in trace.repeats for index in range(repeat.traced)}
+    pieces = list(_expand(_cut(trace, units | blocks, grain), trace.repeats))
     # The trace is kept with its pieces, so that its id cannot be given to another one.
     _programs[key] = (trace, pieces)
     while len(_programs) > _KEPT:
@@ -81,7 +80,7 @@ def program(trace: Trace, modules: Iterable[str], grain: int) -> list[Piece]:
     return pieces
 
 
-def _cut(trace: Trace, borders: frozenset[str], grain: int) -> list[Piece]:
+def _cut(trace: Trace, borders: set[str], grain: int) -> list[Piece]:
     names = {number: fqn for fqn, number in trace.gradients.items()}
     sizes = [
         pinned(size) if kind == OFFLOADED else rounded(size, grain)

@@ -31,6 +31,7 @@ class ReplayLedger(Ledger):
     _alike: dict[tuple[int, int, int], list[tuple[int, int]]] = field(default_factory=dict)
     _gradients: dict[int, list[Chunk]] = field(default_factory=dict)
     _answers: list[Chunk] = field(default_factory=list)
+    _lasting: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
         """Allocate every part of ``block`` on its stream."""
@@ -102,5 +103,8 @@ class ReplayLedger(Ledger):
                     break
 
     def _kept(self, trace: Trace) -> frozenset[int]:
-        ends = {-event - 1 for segment in trace.segments for event in segment.events if event < 0}
-        return frozenset(range(len(trace.sizes))) - ends
+        """Return what a trace never frees: a teacher's prediction. Worked out once for each trace."""
+        if id(trace) not in self._lasting:
+            ends = {-event - 1 for segment in trace.segments for event in segment.events if event < 0}
+            self._lasting[id(trace)] = frozenset(range(len(trace.sizes))) - ends
+        return self._lasting[id(trace)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdptool.memory.gathering import Gathering, Ranks
+from fsdptool.memory.gathering import Gathering
 from fsdptool.memory.groups import (
     FORWARD,
     IDLE,
@@ -18,6 +18,7 @@ from fsdptool.memory.groups import (
     PRE_BACKWARD,
     UNSHARDED_STATE,
     Group,
+    Rank,
     gradient_block,
     make_groups,
     reduction,
@@ -26,30 +27,28 @@ from fsdptool.memory.groups import (
 from fsdptool.memory.ledger import ALL_REDUCE, REDUCE, Block, Ledger
 from fsdptool.memory.program import Piece
 from fsdptool.records.trace import Trace
-from fsdptool.records.units import UnitPlan
 
 
 class Schedule(Gathering):
     """One rank's units over a step; :meth:`micro_batch` plays the trace through them.
 
     Args:
-        plan: The units.
-        ranks: Mesh sizes.
+        rank: The units.
+        replicate: Copies of them (HSDP).
         ledger: Where bytes are counted.
         trace: What is played.
-        grain: Bytes the allocator rounds to.
         gloo: Whether collectives stage in host memory of their own.
     """
 
     def __init__(
-        self, plan: UnitPlan, ranks: Ranks, ledger: Ledger, trace: Trace, *, grain: int, gloo: bool = False
+        self, rank: Rank, replicate: int, ledger: Ledger, trace: Trace, *, gloo: bool = False
     ) -> None:
-        super().__init__(ranks, ledger, grain=grain, gloo=gloo)
-        self.plan = plan
+        super().__init__(rank, ledger, gloo=gloo)
+        self.replicate = replicate
+        self.plan = rank.plan
         self.trace = trace
-        self.groups = make_groups(plan, ranks.shard, grain)
+        self.groups = make_groups(rank)
         self.by_module = {path: group for group in self.groups for path in group.unit.modules}
-        self.owner = {p.fqn: g for g in self.groups for p in g.unit.parameters}
         self.root = self.by_module.get("")
         self._reducing: list[Block] = []
         self._visited: list[Group] = []
@@ -152,18 +151,14 @@ class Schedule(Gathering):
             group.behind = tuple(reversed(chain[max(index - depth, 0) : index]))
 
     def _own_gradient(self, name: str, size: int) -> None:
-        block = gradient_block(name, size)
-        group = self.owner.get(name)
-        if group is None:
-            if name in self._replicated:
-                self.ledger.drop(block)
-            else:
-                self._replicated[name] = block
-        elif name in group.gradients:
+        block = gradient_block(size)
+        place = self.rank.home.get(name)
+        gradients = self._replicated if place is None else self.groups[place].gradients
+        if name in gradients:
             # AccumulateGrad adds in place and drops the new one.
             self.ledger.drop(block)
         else:
-            group.gradients[name] = block
+            gradients[name] = block
 
     # Forward ---------------------------------------------------------------------------------
 
@@ -244,7 +239,7 @@ class Schedule(Gathering):
 
     def _keep_unsharded(self, group: Group) -> None:
         for name, block in list(group.gradients.items()):
-            wide = widened(group, name, self.plan, self.grain)
+            wide = widened(group.share.by_name[name], self.plan, self.grain)
             if wide is not None:
                 self.ledger.add(wide)
                 self.ledger.drop(block)
@@ -257,20 +252,22 @@ class Schedule(Gathering):
         if group.all_reduce is not None:
             ledger.drop(group.all_reduce)
             group.all_reduce = None
-        names = [name for name in group.by_name if name in gradients]
-        made = reduction(group, names, self.plan, self.trace.compute_dtype, self.grain)
+        weights = [w for name, w in group.share.by_name.items() if name in gradients]
+        made = group.share.reduction
+        if len(weights) < sum(w.trainable for w in group.weights):
+            made = reduction(weights, self.plan, self.grain)
         ledger.add(made.input)
         for block in gradients.values():
             ledger.drop(block)
         ledger.add(made.output)
         self._stage(made.input)
-        if self.ranks.shard == 1 and self.ranks.replicate > 1:
+        if self.rank.degree == 1 and self.replicate > 1:
             # The factor is set, and where nothing is scattered divides out of place (``foreach_reduce``).
             scaled = Block(REDUCE, made.input.total, made.input.sizes)
             ledger.add(scaled)
             ledger.drop(scaled)
         self._reducing.append(made.input)
-        if self.ranks.replicate > 1 and not self._last:
+        if self.replicate > 1 and not self._last:
             # HSDP between micro-batches: only reduce-scattered, in the reduce dtype.
             if group.partial is None:
                 group.partial = made.output
@@ -285,12 +282,12 @@ class Schedule(Gathering):
             ledger.add(made.stored)
             kept = made.stored
             ledger.drop(made.output)
-            if self.ranks.replicate > 1:
+            if self.replicate > 1:
                 group.all_reduce = replace(made.output, kind=ALL_REDUCE)
                 ledger.add(group.all_reduce)
         if group.sharded_gradient is None and not self.plan.cpu_offload:
             group.sharded_gradient = kept
-        elif self.ranks.replicate > 1 and made.stored is None:
+        elif self.replicate > 1 and made.stored is None:
             # The reduced buffer itself is held until backward ends.
             group.all_reduce = kept
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdptool.memory.beside import Beside, loading, play_beside
-from fsdptool.memory.gathering import Ranks
+from fsdptool.memory.groups import Rank, cut
 from fsdptool.memory.ledger import (
     ALL_REDUCE,
     BUFFERS,
@@ -29,6 +29,52 @@ from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 
 MemoryProfile = Literal["cuda", "cpu-fake", "cpu-gloo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is simulated, as far as no micro-batch changes it: a search makes it once for many steps.
+
+    Attributes:
+        rank: The units.
+        held: What the rank keeps between steps.
+        teacher: A distillation's teacher, or None.
+        profile: Whose memory is counted.
+    """
+
+    rank: Rank
+    held: States
+    teacher: Rank | None
+    profile: MemoryProfile
+
+
+def prepare(
+    units: UnitPlan,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
+    profile: MemoryProfile,
+    grain: int,
+    teacher: UnitPlan | None = None,
+) -> Prepared:
+    """Work out everything that depends on units, ranks and optimizer alone.
+
+    Args:
+        units, teacher: How model and teacher are sharded.
+        mesh: Resolved; only how many ranks share a copy counts here.
+        recipe: Optimizer and average.
+        profile: Whose memory is counted.
+        grain: Bytes sizes are rounded to.
+    """
+
+    def held(plan: UnitPlan) -> Rank:
+        # Where the host is the device, nothing moves: ``.to("cpu")`` returns the tensor itself.
+        moves = plan.cpu_offload and profile == "cuda"
+        return cut(replace(plan, cpu_offload=moves), mesh.shard_degree, grain)
+
+    rank = held(units)
+    taught = held(teacher) if teacher is not None else None
+    return Prepared(rank, states(rank, recipe, cuda=profile == "cuda"), taught, profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +102,46 @@ def simulate(
     *,
     profile: MemoryProfile,
     grain: int,
-    timeline: bool = False,
     teacher: UnitPlan | None = None,
+) -> Simulated:
+    """Play loading, step 2 and what happens between steps. Arguments as in :func:`footprint`."""
+    prepared = prepare(units, mesh, recipe, profile=profile, grain=grain, teacher=teacher)
+    return play(trace, prepared, mesh, recipe)
+
+
+def play(
+    trace: Trace,
+    prepared: Prepared,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
     ledger: Ledger | None = None,
     warm: bool = False,
     saves: StateDictType = "sharded",
     workspaces: tuple[int, ...] = (),
 ) -> Simulated:
-    """Play loading, step 2 and what happens between steps. Arguments as in :func:`footprint`.
+    """Play a run of what was prepared.
 
     Args:
-        grain: Bytes sizes are rounded to.
+        trace: One micro-batch.
+        prepared: The rank.
+        mesh: Resolved mesh.
+        recipe: Accumulation, EMA, evaluation, checkpoints.
         ledger: Where to count; None makes one.
         warm: Play step 1, too, which makes the optimizer's states at its end: what an allocator
             has reserved by step 2 depends on it.
+        saves: Whether checkpoints are sharded or full.
+        workspaces: Bytes of each workspace that matrix products keep on the device.
     """
-    if profile != "cuda":
-        # Where the host is the device, nothing moves: ``.to("cpu")`` returns the tensor itself.
-        units = replace(units, cpu_offload=False)
-        teacher = replace(teacher, cpu_offload=False) if teacher is not None else None
-    ledger = ledger if ledger is not None else Ledger(timeline=[] if timeline else None)
-    ranks = Ranks(mesh.shard_degree, mesh.dp_replicate)
+    profile, held, grain = prepared.profile, prepared.held, prepared.rank.grain
+    ledger = ledger if ledger is not None else Ledger()
     gloo = profile == "cpu-gloo"
-    schedule = Schedule(units, ranks, ledger, trace, grain=grain, gloo=gloo)
-    held = states(schedule.groups, units, recipe, mesh.shard_degree, grain, cuda=profile == "cuda")
+    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace, gloo=gloo)
     beside = Beside(schedule, held, recipe, profile=profile, saves=saves)
     ledger.note("between steps")
     ledger.begin("load")
     loading(beside, _buffers(trace.buffers, grain))
-    taught = _teacher(trace, teacher, ranks, ledger, grain, gloo=gloo)
+    taught = _teacher(trace, prepared.teacher, mesh.dp_replicate, ledger, gloo=gloo)
     _add(ledger, held, EMA)
     ledger.begin("between steps")
     # Made by the first products of forward and of backward, and kept to the end of the process.
@@ -122,7 +179,7 @@ def _step(
     ledger.note("batch")
     ledger.begin("forward")
     ledger.add(inputs)
-    pieces = program(trace, schedule.by_module, grain)
+    pieces = program(trace, schedule.rank.modules, grain)
     passes = _passes(recipe)
     for index, reduce in enumerate(passes):
         ledger.begin("forward")
@@ -151,7 +208,7 @@ def _add(ledger: Ledger, held: States, kind: int) -> None:
 
 def _reduce_replicated(schedule: Schedule) -> None:
     """The gradients of parameters FSDP does not manage travel in one fp32 message per dtype."""
-    if schedule.ranks.shard * schedule.ranks.replicate == 1:
+    if schedule.rank.degree * schedule.replicate == 1:
         return
     plan = schedule.plan
     by_dtype: dict[str, int] = {}
@@ -184,19 +241,19 @@ class _Taught:
 
 
 def _teacher(
-    trace: Trace, plan: UnitPlan | None, ranks: Ranks, ledger: Ledger, grain: int, *, gloo: bool
+    trace: Trace, rank: Rank | None, replicate: int, ledger: Ledger, *, gloo: bool
 ) -> _Taught | None:
     """Hold the teacher's shards, and return it ready to run if its forward is known."""
     taught = trace.teacher
-    if taught is None or plan is None:
+    if taught is None or rank is None:
         return None
-    schedule = Schedule(plan, ranks, ledger, taught, grain=grain, gloo=gloo)
+    schedule = Schedule(rank, replicate, ledger, taught, gloo=gloo)
     for group in schedule.groups:
         sizes = tuple(w.shard * w.stored for w in group.weights)
-        ledger.add(Block(TEACHER, rounded_sum(sizes, grain), sizes))
+        ledger.add(Block(TEACHER, rounded_sum(sizes, rank.grain), sizes))
     if not taught.known:
         return None
-    pieces = program(taught, schedule.by_module, grain)
+    pieces = program(taught, rank.modules, rank.grain)
     kept = sum(piece.body.total for piece in pieces)
     return _Taught(schedule, pieces, Block(TEACHER, kept, (kept,)))
 

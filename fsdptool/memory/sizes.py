@@ -100,7 +100,7 @@ def stored_dtype(parameter: Parameter, plan: UnitPlan) -> str:
     return parameter.dtype
 
 
-def reduce_width(plan: UnitPlan, compute: str) -> int | None:
+def reduce_width(plan: UnitPlan) -> int | None:
     """Return bytes per element of reduction, or None where gradients are reduced as they are.
 
     ``init_dtype_attrs``: a reduce dtype equal to the policy's parameter dtype is dropped.

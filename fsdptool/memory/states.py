@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from fsdptool.memory.groups import Group
+from fsdptool.memory.groups import Rank
 from fsdptool.memory.ledger import (
     EMA,
     OPTIMIZER,
@@ -15,10 +15,8 @@ from fsdptool.memory.ledger import (
     REPLICATED,
     Block,
 )
-from fsdptool.memory.sizes import WIDTH, rounded_sum, shard_numel, stored_dtype
-from fsdptool.records.anatomy import Parameter
+from fsdptool.memory.sizes import WIDTH, Weights, pinned, rounded_sum, stored_dtype
 from fsdptool.records.recipe import Optimizer, Recipe
-from fsdptool.records.units import UnitPlan
 
 _BLOCK8 = 256
 """Elements per quantisation block of 8-bit AdamW, and the size from which a tensor is quantised."""
@@ -35,37 +33,31 @@ class States:
     """Temporaries of ``optimizer.step``, on the device."""
     saved: tuple[int, ...] = ()
     """Bytes of each tensor this rank adds to a checkpoint: trained parameters, optimizer, average."""
+    copied: int = 0
+    """Host bytes of a copy of those: page-locked, but as they are where they are offloaded already."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Local:
     shape: tuple[int, ...]
+    numel: int
     width: int
     trainable: bool
 
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
-
-def states(
-    groups: Sequence[Group], plan: UnitPlan, recipe: Recipe, ranks: int, grain: int, *, cuda: bool
-) -> States:
+def states(rank: Rank, recipe: Recipe, *, cuda: bool) -> States:
     """Return what the rank holds from step 2 on (optimizer states exist).
 
     Args:
-        groups: The units.
-        plan: Their plan.
+        rank: The units.
         recipe: Optimizer, EMA.
-        ranks: Ranks that share one copy.
-        grain: Bytes the allocator rounds to.
         cuda: Whether optimizer ``auto`` means fused.
     """
-    ordered = sorted(groups, key=lambda group: _ORDER.index(group.unit.kind))
-    shards = [
-        _Local(_shard_shape(w.parameter, ranks), w.stored, w.trainable) for g in ordered for w in g.weights
-    ]
-    whole = [_Local(p.shape, WIDTH.get(stored_dtype(p, plan), 4), p.trainable) for p in plan.ignored]
+    plan, grain = rank.plan, rank.grain
+    shapes = {id(w): _shard_shape(w, rank.degree) for weights in rank.distinct for w in weights}
+    ordered = sorted(rank.shares, key=lambda share: _ORDER.index(share.unit.kind))
+    shards = [_Local(shapes[id(w)], w.shard, w.stored, w.trainable) for s in ordered for w in s.weights]
+    whole = [_Local(p.shape, p.numel, WIDTH.get(stored_dtype(p, plan), 4), p.trainable) for p in plan.ignored]
     implementation = recipe.optimizer.implementation
     if implementation == "auto":
         implementation = "fused"
@@ -85,22 +77,22 @@ def states(
     trained = [local for local in [*shards, *whole] if local.trainable]
     optimizer, average, update = kept(trained)
     saved = (*(t.numel * t.width for t in trained), *optimizer.sizes, *average.sizes)
-    host = 0
+    host, copied = 0, sum(pinned(size) for size in saved)
     if plan.cpu_offload:
+        copied = sum(saved)
         # FSDP moves what it manages; parameters it does not stay on the device with all that is theirs.
         managed = kept([s for s in shards if s.trainable])
         host = sum(sum(block.sizes) for block in (parameters, *managed))
         host += sum(s.numel * s.width for s in shards if s.trainable)
         parameters = _block(PARAMETERS, [], grain)
         optimizer, average, update = kept([w for w in whole if w.trainable])
-    return States((parameters, replicated, optimizer, average), host, update if update.sizes else None, saved)
+    device = (parameters, replicated, optimizer, average)
+    return States(device, host, update if update.sizes else None, saved, copied)
 
 
-def _shard_shape(parameter: Parameter, ranks: int) -> tuple[int, ...]:
-    if not parameter.shape:
-        return ()
-    rows = shard_numel(parameter.shape, ranks) // max(prod(parameter.shape[1:]), 1)
-    return (rows, *parameter.shape[1:])
+def _shard_shape(weights: Weights, ranks: int) -> tuple[int, ...]:
+    shape = weights.parameter.shape
+    return (-(-shape[0] // ranks), *shape[1:]) if shape else ()
 
 
 def _block(kind: int, sizes: Sequence[int], grain: int) -> Block:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.planning.knobs import Knobs
+from fsdptool.planning.limits import MAX_TOKENS
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.predict import MAX_TOKENS, Estimator
+from fsdptool.planning.predict import Estimator
 from fsdptool.planning.search import roomy
 from fsdptool.records.plan import Candidate
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdptool.memory.program import traced_path
 from fsdptool.planning.machine import Machine
 from fsdptool.records.cluster import Gpu
 from fsdptool.records.trace import Repeat, Segment, Trace
@@ -19,19 +20,17 @@ from fsdptool.records.units import UnitPlan
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One module's own work in one micro-batch: seconds forward and backward (recomputation
-    included), and the FLOPs a model needs without recomputation."""
+    """One module's own work in one micro-batch: seconds forward and backward (recomputation included)."""
 
     forward: float = 0.0
     backward: float = 0.0
-    flops: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.forward + other.forward, self.backward + other.backward, self.flops + other.flops)
+        return Cost(self.forward + other.forward, self.backward + other.backward)
 
     def times(self, count: int) -> Cost:
         """Return the work of ``count`` such modules."""
-        return Cost(self.forward * count, self.backward * count, self.flops * count)
+        return Cost(self.forward * count, self.backward * count)
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
@@ -63,9 +62,7 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
         seconds = segment_seconds(segment, gpu, machine)
         if not seconds:
             continue
-        # Recomputation takes time, but is no work the model needs.
-        flops = sum(segment.flops.values()) - segment.recomputed
-        cost = Cost(0.0, seconds, flops) if backward else Cost(seconds, 0.0, flops)
+        cost = Cost(0.0, seconds) if backward else Cost(seconds)
         costs[owner] = costs.get(owner, Cost()) + cost
     return costs
 
@@ -152,24 +149,3 @@ def _holder(path: str, owners: Mapping[str, int]) -> str:
     while path and path not in owners:
         path = path.rpartition(".")[0]
     return path
-
-
-def traced_path(path: str, repeats: Sequence[Repeat]) -> str:
-    """Return the traced module that stands for a module of the real model."""
-    for repeat in repeats:
-        prefix = f"{repeat.path}." if repeat.path else ""
-        if not path.startswith(prefix):
-            continue
-        number, dot, rest = path[len(prefix) :].partition(".")
-        if not number.isdigit():
-            continue
-        path = f"{prefix}{_traced_index(int(number), repeat)}{dot}{rest}"
-    return path
-
-
-def _traced_index(real: int, repeat: Repeat) -> int:
-    if real < repeat.cut:
-        return real
-    if real >= repeat.cut + repeat.skipped:
-        return real - repeat.skipped
-    return repeat.cut - repeat.period + (real - repeat.cut) % repeat.period

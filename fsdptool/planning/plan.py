@@ -15,9 +15,10 @@ from fsdptool.planning.document import inputs_of
 from fsdptool.planning.judge import HEADROOM, gib
 from fsdptool.planning.knobs import Knobs, apply_knobs, knobs_from_json, read_knobs
 from fsdptool.planning.ladder import climb
+from fsdptool.planning.limits import check_sizes
 from fsdptool.planning.notebook import ShownPlan, shown
 from fsdptool.planning.options import Options, PlanInputs, Request
-from fsdptool.planning.predict import Estimator, check_sizes
+from fsdptool.planning.predict import Estimator
 from fsdptool.planning.request import read_request
 from fsdptool.planning.routing import routing, routing_note
 from fsdptool.planning.search import Weighed, roomy, weigh
@@ -271,21 +272,21 @@ def _conclude(
 
 def _remarks(inputs: PlanInputs, asked: Candidate, chosen: Candidate | None) -> list[Diagnostic]:
     found = []
-    gpu = inputs.clusters[0].gpu
     precision = inputs.settings.mixed_precision
-    if gpu is not None and not gpu.native_bf16 and precision == "bf16":
-        found.append(
-            Diagnostic(
-                "PLN002",
-                "warning",
-                f"{gpu.name} has no bfloat16 units: bf16 runs there at fp32 speed or slower",
-                help="use --precision fp16 (with loss scaling) or a newer GPU",
+    for gpu in {c.gpu.name: c.gpu for c in inputs.clusters if c.gpu is not None}.values():
+        if not gpu.native_bf16 and precision == "bf16":
+            found.append(
+                Diagnostic(
+                    "PLN002",
+                    "warning",
+                    f"{gpu.name} has no bfloat16 units: bf16 runs there at fp32 speed or slower",
+                    help="use --precision fp16 (with loss scaling) or a newer GPU",
+                )
             )
-        )
-    if gpu is not None and not gpu.native_fp8 and precision == "fp8":
-        found.append(
-            Diagnostic("PLN002", "warning", f"{gpu.name} has no fp8 units", help="use --precision bf16")
-        )
+        if not gpu.native_fp8 and precision == "fp8":
+            found.append(
+                Diagnostic("PLN002", "warning", f"{gpu.name} has no fp8 units", help="use --precision bf16")
+            )
     if chosen is not None and not roomy(chosen):
         found.append(
             Diagnostic(

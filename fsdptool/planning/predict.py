@@ -5,16 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdptool.errors import PlanError
 from fsdptool.layout import group
-from fsdptool.planning.compute import Cost, model_flops, module_costs, peak_flops
+from fsdptool.planning.compute import (
+    Cost,
+    exchanged_bytes,
+    model_flops,
+    module_costs,
+    peak_flops,
+    unit_costs,
+)
 from fsdptool.planning.environment import expands, workspaces
 from fsdptool.planning.judge import Judgement, judge
 from fsdptool.planning.knobs import Knobs, apply_knobs, read_knobs, resolve_mesh
 from fsdptool.planning.machine import Machine, machine_for
-from fsdptool.planning.stages import Timing, model_states, time_candidate
+from fsdptool.planning.schedule import Stage
+from fsdptool.planning.stages import (
+    Timing,
+    Traffic,
+    fill,
+    measure_traffic,
+    model_states,
+    time_candidate,
+)
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.cluster import Cluster, Gpu
+from fsdptool.records.cluster import Cluster
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
@@ -23,6 +37,7 @@ from fsdptool.records.settings import FsdpSettings, Mesh, StateDictType
 from fsdptool.records.units import UnitPlan
 
 if TYPE_CHECKING:
+    from fsdptool.memory.simulation import Prepared
     from fsdptool.records.trace import Trace
 
 Profile = Literal["cuda", "cpu-fake", "cpu-gloo"]
@@ -33,12 +48,6 @@ _CONTEXT_PARALLEL = (
     "context parallel on GPUs is unverified: which attention kernel runs follows torch's rules, and what"
     " NCCL keeps for its group is not known"
 )
-
-MAX_SIZE = 1 << 40
-"""Samples x positions or pixels of a micro-batch beyond which byte counts no longer mean anything."""
-
-MAX_TOKENS = 1 << 24
-"""Tokens of a micro-batch: sixteen million. Losses run over them in chunks, a trace through every one."""
 
 
 def predict(
@@ -70,6 +79,15 @@ def predict(
     return estimator.candidate("asked", knobs, cluster, machine or machine_for(cluster.gpu))
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one rank holds and moves under one sharding; ``taught`` is what a teacher moves."""
+
+    memory: Prepared
+    traffic: Traffic
+    taught: Traffic | None
+
+
 @dataclass(slots=True)
 class Estimator:
     """Judges many configurations of one model and keeps what they share.
@@ -86,9 +104,10 @@ class Estimator:
     settings: FsdpSettings
     profile: Profile = "cuda"
     _traces: dict[Any, Trace] = field(default_factory=dict)
-    _costs: dict[Any, dict[str, Cost]] = field(default_factory=dict)
+    _costs: dict[Any, list[Cost]] = field(default_factory=dict)
     _flops: dict[int, float] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
+    _ranks: dict[Any, _Held] = field(default_factory=dict)
     _teacher: Anatomy | None = None
     _adapted: tuple[Anatomy, tuple[str, ...]] | None = None
     notes: dict[str, None] = field(default_factory=dict)
@@ -116,19 +135,16 @@ class Estimator:
                 taking the machine's ratio; None: with the detail.
         """
         recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
-        key = _trace_key(knobs)
-        trace = self._trace(key, recipe, settings)
-        units = self._group(knobs, recipe, settings)
+        trace = self._trace(_trace_key(knobs), recipe, settings)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
-        taught = self._teach(recipe, settings)
+        held = self._hold(knobs, recipe, settings, mesh)
         footprint = self._footprint(
             trace,
-            units,
+            held.memory,
             mesh,
             recipe,
             saves=settings.state_dict_type,
             timeline=detail,
-            teacher=taught,
             reserved=self.profile == "cuda" and (detail if replay is None else replay),
             expandable=expands(cluster),
             workspaces=workspaces(cluster),
@@ -138,20 +154,58 @@ class Estimator:
         worked = trace
         if cluster.gpu is not None:
             # Ranks share the work of the whole sequence, whose attention grows with its square.
-            whole = replace(knobs, cp=1)
             if knobs.cp > 1:
                 self.notes[_CONTEXT_PARALLEL] = None
                 alone = replace(settings, mesh=replace(settings.mesh, cp=1))
-                worked = self._trace(_trace_key(whole), recipe, alone)
-            costs = self._module_costs(_trace_key(whole), worked, cluster.gpu, machine)
-            shared = trace if knobs.cp > 1 and trace.known else None
-            timing = time_candidate(units, costs, worked, recipe, mesh, cluster, machine, shared=shared)
+                worked = self._trace(_trace_key(replace(knobs, cp=1)), recipe, alone)
+            if worked.known and trace.known:
+                timing = self._time(knobs, held, trace, worked, recipe, mesh, cluster, machine)
         made = _assemble(id, knobs, cluster, footprint, verdict, timing)
         if not worked.known or (knobs.cp > 1 and worked is trace):
             return made
-        batches = recipe.batch.accumulation * cluster.world_size // knobs.cp
-        peak = peak_flops(cluster.gpu, worked.compute_dtype) if cluster.gpu is not None else None
-        return replace(made, step_flops=self._work(worked) * batches, peak_flops=peak)
+        flops = self._work(worked) * (recipe.batch.accumulation * cluster.world_size // knobs.cp)
+        if cluster.gpu is None:
+            return replace(made, step_flops=flops)
+        peak = peak_flops(cluster.gpu, worked.compute_dtype)
+        mfu = None
+        if timing is not None and flops:
+            mfu = flops / (cluster.world_size * timing.step.seconds * peak)
+        return replace(made, step_flops=flops, peak_flops=peak, mfu=mfu)
+
+    def _time(
+        self,
+        knobs: Knobs,
+        held: _Held,
+        trace: Trace,
+        worked: Trace,
+        recipe: Recipe,
+        mesh: Mesh,
+        cluster: Cluster,
+        machine: Machine,
+    ) -> Timing | None:
+        """Return the step's time from the work of ``worked`` and what ``trace`` exchanges."""
+
+        def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
+            # One table row may serve several GPUs, and one GPU several rows.
+            gpu = cluster.gpu
+            assert gpu is not None
+            where = (name, knobs.layout, knobs.wrap_policy, knobs.wrap_classes)
+            key = (*where, _trace_key(replace(knobs, cp=1)), gpu.name, machine.name)
+            if key not in self._costs:
+                self._costs[key] = unit_costs(module_costs(whole, gpu, machine), whole.repeats, plan)
+            shared = None
+            if knobs.cp > 1:
+                shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
+            return fill(traffic, self._costs[key], knobs.cp, shared)
+
+        student = stages(held.traffic, held.memory.rank.plan, trace, worked, "student")
+        teacher: list[Stage] = []
+        if held.taught is not None and held.memory.teacher is not None:
+            part, whole = trace.teacher, worked.teacher
+            if part is None or whole is None or not (part.known and whole.known):
+                return None
+            teacher = stages(held.taught, held.memory.teacher.plan, part, whole, "teacher")
+        return time_candidate(held.traffic, student, recipe, mesh, cluster, machine, teacher=teacher)
 
     def _work(self, trace: Trace) -> float:
         if id(trace) not in self._flops:
@@ -164,9 +218,8 @@ class Estimator:
         Gradients are those of a whole step; at the peak fewer may be alive.
         """
         recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
-        units = self._group(knobs, recipe, settings)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
-        return model_states(units, mesh)
+        return model_states(self._hold(knobs, recipe, settings, mesh).memory.rank)
 
     def _trace(self, key: Key, recipe: Recipe, settings: FsdpSettings) -> Trace:
         if key not in self._traces:
@@ -177,8 +230,11 @@ class Estimator:
             self.notes |= dict.fromkeys(made.notes)
         return self._traces[key]
 
-    def _group(self, knobs: Knobs, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
-        key = (
+    def _hold(self, knobs: Knobs, recipe: Recipe, settings: FsdpSettings, mesh: Mesh) -> _Held:
+        """Return what a rank holds and moves: worked out once for all that only differs in micro-batches."""
+        from fsdptool.memory import prepared
+
+        grouped = (
             knobs.layout,
             knobs.wrap_policy,
             knobs.wrap_classes,
@@ -189,9 +245,20 @@ class Estimator:
             knobs.prefetch,
             knobs.reduce_dtype,
         )
-        if key not in self._units:
-            self._units[key] = self._plan_units(recipe, settings)
-        return self._units[key]
+        key = (*grouped, mesh.shard_degree, knobs.optimizer_implementation)
+        if key not in self._ranks:
+            if grouped not in self._units:
+                self._units[grouped] = self._plan_units(recipe, settings)
+            memory = prepared(
+                self._units[grouped],
+                mesh,
+                recipe,
+                profile=self.profile,
+                teacher=self._teach(recipe, settings),
+            )
+            taught = measure_traffic(memory.teacher) if memory.teacher is not None else None
+            self._ranks[key] = _Held(memory, measure_traffic(memory.rank), taught)
+        return self._ranks[key]
 
     def _plan_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
         if recipe.method.name != "lora":
@@ -213,37 +280,27 @@ class Estimator:
             self._teacher = _inspect_teacher(recipe.method.distillation.teacher)
         return plan_teacher(self._teacher, recipe, settings)
 
-    def _module_costs(self, key: Key, trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
-        # One table row may serve several GPUs, and one GPU several rows.
-        full = (*key, gpu.name, machine.name)
-        if full not in self._costs:
-            self._costs[full] = module_costs(trace, gpu, machine)
-        return self._costs[full]
-
     def _footprint(
         self,
         trace: Trace,
-        units: UnitPlan,
+        held: Prepared,
         mesh: Mesh,
         recipe: Recipe,
         *,
         saves: StateDictType,
         timeline: bool,
-        teacher: UnitPlan | None,
         reserved: bool,
         expandable: bool,
         workspaces: tuple[int, ...],
     ) -> Footprint:
-        from fsdptool.memory import footprint
+        from fsdptool.memory import foresee
 
-        result = footprint(
+        result = foresee(
             trace,
-            units,
+            held,
             mesh,
             recipe,
-            profile=self.profile,
             timeline=timeline,
-            teacher=teacher,
             reserved=reserved,
             expandable=expandable,
             saves=saves,
@@ -287,40 +344,6 @@ def _trace_key(knobs: Knobs) -> Key:
     return knobs.micro_batch, knobs.checkpointing, knobs.layout, knobs.cp, wrapped
 
 
-def check_sizes(recipe: Recipe) -> None:
-    """Refuse sizes no memory arithmetic can mean.
-
-    Raises:
-        PlanError: The micro-batch holds more positions, pixels or samples than anything could.
-    """
-    batch = recipe.batch
-    sizes = {
-        "micro-batch": batch.micro_batch,
-        "sequence length": batch.sequence_length,
-        "height": batch.height,
-        "width": batch.width,
-        "frames": batch.frames,
-    }
-    total = 1
-    for name, size in sizes.items():
-        if size is not None and size > MAX_SIZE:
-            raise PlanError(
-                f"{name} {size:,} is too large for memory arithmetic", help="check for a typing error"
-            )
-        total *= size or 1
-    tokens = batch.micro_batch * (batch.sequence_length or 1)
-    if tokens > MAX_TOKENS and total <= MAX_SIZE:
-        raise PlanError(
-            f"{tokens:,} tokens in one forward are too many for one rank",
-            help="check for a typing error, or accumulate smaller micro-batches",
-        )
-    if total > MAX_SIZE:
-        parts = " x ".join(f"{name} {size:,}" for name, size in sizes.items() if size is not None)
-        raise PlanError(
-            f"{parts} = {total:,} is too large for memory arithmetic", help="check for a typing error"
-        )
-
-
 def _assemble(
     id: str,
     knobs: Knobs,
@@ -350,7 +373,6 @@ def _assemble(
         tokens_per_second=timing.tokens_per_second if timing is not None else None,
         rejected_by=verdict.reason,
         samples_per_second=timing.samples_per_second if timing is not None else None,
-        mfu=timing.mfu if timing is not None else None,
         price_per_million_samples=price,
         seconds=step.parts() if step is not None else {},
         phases=footprint.phases if footprint.timeline else (),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fsdptool.planning.collectives import make_ring
+from fsdptool.planning.collectives import Ring, make_ring
 from fsdptool.planning.machine import Machine
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.settings import Mesh
@@ -89,7 +89,13 @@ class Run:
 
 
 def time_step(
-    stages: Sequence[Stage], run: Run, mesh: Mesh, cluster: Cluster, machine: Machine
+    stages: Sequence[Stage],
+    run: Run,
+    mesh: Mesh,
+    cluster: Cluster,
+    machine: Machine,
+    *,
+    teacher: Sequence[Stage] = (),
 ) -> StepTime | None:
     """Return the time of one optimizer step; None on CPU clusters, whose rates nobody publishes.
 
@@ -99,6 +105,7 @@ def time_step(
         mesh: Resolved mesh.
         cluster: The hardware.
         machine: Achieved efficiencies.
+        teacher: Units that run forward, and forward only, before every forward of ``stages``.
     """
     gpu = cluster.gpu
     if gpu is None:
@@ -106,6 +113,7 @@ def time_step(
     shard = make_ring(cluster, machine, ranks=mesh.shard_degree)
     replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.shard_degree)
     context = make_ring(cluster, machine, ranks=mesh.cp)
+    rings = {n: make_ring(cluster, machine, ranks=n) for n in {stage.backward_ranks for stage in stages}}
     # Attention waits for what it exchanges: nothing hides it.
     moved = [context.gather(stage.exchanged) for stage in stages]
     forward = [stage.forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
@@ -113,23 +121,25 @@ def time_step(
         stage.backward + stage.exchanges * seconds for stage, seconds in zip(stages, moved, strict=True)
     ]
     gathers = [shard.gather(stage.gather_bytes) for stage in stages]
-    again = [
-        make_ring(cluster, machine, ranks=stage.backward_ranks).gather(stage.gather_bytes) for stage in stages
-    ]
+    again = [rings[stage.backward_ranks].gather(stage.gather_bytes) for stage in stages]
     reduces = [
         shard.gather(stage.reduce_bytes) + replicas.reduce(stage.shard_reduce_bytes) for stage in stages
     ]
+    # Micro-batches are alike, but for the last where only it reduces.
+    whole = _play(forward, backward, gathers, again, reduces, run.prefetch)
+    kept = whole
+    if not run.reduce_each and run.accumulation > 1:
+        kept = _play(forward, backward, gathers, again, [0.0] * len(stages), run.prefetch)
+    busy = sum(stage.forward + stage.backward for stage in stages)
+    shared = sum(seconds * (1 + stage.exchanges) for stage, seconds in zip(stages, moved, strict=True))
+    taught = _teach(teacher, shard, context, run.prefetch)
     total = compute = communication = 0.0
     for index in range(run.accumulation):
-        last = index == run.accumulation - 1
-        reduced = reduces if last or run.reduce_each else [0.0] * len(stages)
-        play = _play(forward, backward, gathers, again, reduced, run.prefetch)
-        total += play[0]
-        communication += play[1]
-        compute += sum(stage.forward + stage.backward for stage in stages)
-        communication += sum(
-            seconds * (1 + stage.exchanges) for stage, seconds in zip(stages, moved, strict=True)
-        )
+        seconds, link = whole if index == run.accumulation - 1 else kept
+        total += seconds + taught.seconds
+        compute += busy + taught.compute
+        communication += link + taught.communication
+        communication += shared
     update = max(
         run.optimizer_bytes / (gpu.memory_bandwidth * machine.memory_efficiency),
         run.optimizer_operators * machine.kernel_latency,
@@ -148,6 +158,36 @@ def time_step(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Taught:
+    """A teacher's forward: its length, and how busy compute and links are in it. Seconds."""
+
+    seconds: float
+    compute: float
+    communication: float
+
+
+def _teach(stages: Sequence[Stage], shard: Ring, context: Ring, prefetch: int) -> _Taught:
+    moved = [context.gather(stage.exchanged) for stage in stages]
+    forward = [stage.forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
+    gathers = [shard.gather(stage.gather_bytes) for stage in stages]
+    _, seconds = _play_forward(forward, gathers, prefetch)
+    return _Taught(seconds, sum(stage.forward for stage in stages), sum(gathers) + sum(moved))
+
+
+def _play_forward(forward: Sequence[float], gathers: Sequence[float], prefetch: int) -> tuple[float, float]:
+    """Play a forward from time 0; return when the link and when compute is done with it."""
+    link = compute = 0.0
+    starts: list[float] = []
+    for index, seconds in enumerate(forward):
+        allowed = starts[index - prefetch] if index >= prefetch else 0.0
+        link = max(link, allowed) + gathers[index]
+        start = max(compute, link) if gathers[index] else compute
+        starts.append(start)
+        compute = start + seconds
+    return link, compute
+
+
 def _play(
     forward: Sequence[float],
     backward: Sequence[float],
@@ -162,15 +202,8 @@ def _play(
     (``_fsdp_param_group.py:_wait_all_gather_streams_on_event``), and a unit's reduce-scatter is
     waited for before the next one is issued (``_fsdp_collectives.py:foreach_reduce``).
     """
-    link = compute = busy = 0.0
-    starts: list[float] = []
-    for index, seconds in enumerate(forward):
-        allowed = starts[index - prefetch] if index >= prefetch else 0.0
-        link = max(link, allowed) + gathers[index]
-        busy += gathers[index]
-        start = max(compute, link) if gathers[index] else compute
-        starts.append(start)
-        compute = start + seconds
+    link, compute = _play_forward(forward, gathers, prefetch)
+    busy = sum(gathers)
     order = range(len(forward) - 1, -1, -1)
     again = [regathers[index] for index in order]
     ready = [0.0] * len(again)

@@ -1,21 +1,19 @@
-"""From units and a trace to the stages the schedule plays, and to throughput."""
+"""From a rank's units and their work to the stages the schedule plays, and to throughput."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
-from fsdptool.memory.sizes import WIDTH, weigh
-from fsdptool.planning.compute import Cost, exchanged_bytes, peak_flops, unit_costs
+from fsdptool.memory.groups import Rank, Share
+from fsdptool.memory.sizes import WIDTH, stored_dtype
+from fsdptool.planning.compute import Cost
 from fsdptool.planning.machine import Machine
 from fsdptool.planning.schedule import Run, Stage, StepTime, time_step
-from fsdptool.records.anatomy import Parameter
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.recipe import Optimizer, Recipe
 from fsdptool.records.settings import Mesh
-from fsdptool.records.trace import Trace
-from fsdptool.records.units import Unit, UnitPlan
+from fsdptool.records.units import UnitPlan
 
 _ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "tail": 4}
 """Forward order by kind: the root gathers first, the tail computes last."""
@@ -41,122 +39,150 @@ class Timing:
     step: StepTime
     tokens_per_second: float | None
     samples_per_second: float
-    mfu: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank moves in a step, as far as no micro-batch changes it.
+
+    Attributes:
+        order: Places of the units in their plan, as forward visits them.
+        stages: Their collectives in that order, without any work.
+        trained: Elements one rank updates: its shards, and whole what is replicated.
+        tensors: Parameters with a gradient that are sharded.
+        offloaded: Bytes of shards copied to the device for forward and backward, and of gradients back.
+        prefetch: Units gathered ahead.
+    """
+
+    order: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    trained: float
+    tensors: int
+    offloaded: float
+    prefetch: int
+
+
+def measure_traffic(rank: Rank) -> Traffic:
+    """Return what a rank moves for its units."""
+    plan = rank.plan
+    order = sorted(range(len(rank.shares)), key=lambda place: _ORDER.get(plan.units[place].kind, 3))
+    sharded = [p for unit in plan.units for p in unit.parameters]
+    whole = sum(p.numel for p in plan.ignored if p.trainable)
+    trained = sum(p.numel for p in sharded if p.trainable)
+    offloaded = 0.0
+    if plan.cpu_offload:
+        weights = sum(p.numel * WIDTH.get(p.dtype, 4) for p in sharded)
+        offloaded = (2 * weights + 4 * trained) / rank.degree
+    return Traffic(
+        order=tuple(order),
+        stages=tuple(_stage(rank.shares[place], rank) for place in order),
+        trained=trained / rank.degree + whole,
+        tensors=sum(1 for p in sharded if p.trainable),
+        offloaded=offloaded,
+        prefetch=plan.prefetch,
+    )
+
+
+def fill(
+    traffic: Traffic, work: Sequence[Cost], sharing: int = 1, exchanged: Sequence[Cost] | None = None
+) -> list[Stage]:
+    """Return the stages with their work.
+
+    Args:
+        traffic: The collectives.
+        work: Compute of each unit, in the plan's order (:func:`~fsdptool.planning.compute.unit_costs`).
+        sharing: Ranks that share a sequence, and so its work.
+        exchanged: Bytes each unit gathers from them, under ``forward``.
+    """
+    return [
+        Stage(
+            stage.gather_bytes,
+            stage.reduce_bytes,
+            stage.shard_reduce_bytes,
+            stage.backward_ranks,
+            work[place].forward / sharing,
+            work[place].backward / sharing,
+            exchanged[place].forward if exchanged is not None else 0.0,
+            stage.exchanges,
+        )
+        for place, stage in zip(traffic.order, traffic.stages, strict=True)
+    ]
 
 
 def time_candidate(
-    units: UnitPlan,
-    costs: Mapping[str, Cost],
-    trace: Trace,
+    traffic: Traffic,
+    stages: Sequence[Stage],
     recipe: Recipe,
     mesh: Mesh,
     cluster: Cluster,
     machine: Machine,
     *,
-    teacher: Cost | None = None,
-    shared: Trace | None = None,
+    teacher: Sequence[Stage] = (),
 ) -> Timing | None:
     """Return the time of one optimizer step of ``recipe`` (sizes resolved); None without GPUs.
 
     Args:
-        units: The FSDP units.
-        costs: Compute per traced module (:func:`~fsdptool.planning.compute.module_costs`).
-        trace: Where they come from.
+        traffic: What the rank moves.
+        stages: Its units in forward order, with their work.
         recipe: Accumulation and optimizer.
         mesh: Resolved mesh.
         cluster, machine: The hardware.
-        teacher: Compute of a distillation teacher's forward.
-        shared: The trace of one of several ranks that share a sequence: says what they exchange.
+        teacher: A distillation teacher's units, which run before every forward.
     """
-    if cluster.gpu is None or not trace.known:
-        return None
-    work = unit_costs(costs, trace.repeats, units)
-    if teacher is not None:
-        work[-1] = work[-1] + teacher
-    order = sorted(range(len(units.units)), key=lambda index: _ORDER.get(units.units[index].kind, 3))
-    exchanged = [0.0] * len(work)
-    if shared is not None:
-        exchanged = [cost.forward for cost in unit_costs(exchanged_bytes(shared), shared.repeats, units)]
-    stages = [_stage(units.units[index], units, work[index], mesh, exchanged[index]) for index in order]
     implementation = _implementation(recipe.optimizer)
-    local = local_trained(units, mesh)
+    moved = traffic.trained * _update_bytes(recipe.optimizer.name, implementation)
     run = Run(
         accumulation=recipe.batch.accumulation,
         reduce_each=recipe.sharding.accumulation == "sharded",
-        prefetch=units.prefetch,
-        optimizer_bytes=local * _update_bytes(recipe.optimizer.name, implementation) + local * _ema(recipe),
-        optimizer_operators=_kernels(recipe.optimizer.name, implementation, units),
-        offloaded_bytes=_offloaded(units, mesh),
+        prefetch=traffic.prefetch,
+        optimizer_bytes=moved + traffic.trained * _ema(recipe),
+        optimizer_operators=_kernels(recipe.optimizer.name, implementation, traffic.tensors),
+        offloaded_bytes=traffic.offloaded,
     )
-    step = time_step(stages, run, mesh, cluster, machine)
+    step = time_step(stages, run, mesh, cluster, machine, teacher=teacher)
     if step is None or step.seconds <= 0:
         return None
     samples = recipe.batch.micro_batch * recipe.batch.accumulation * mesh.dp_replicate * (mesh.dp_shard or 1)
     length = recipe.batch.sequence_length
-    flops = sum(cost.flops for cost in work) * recipe.batch.accumulation
-    peak = peak_flops(cluster.gpu, trace.compute_dtype)
     return Timing(
         step=step,
         tokens_per_second=samples * length / step.seconds if length is not None else None,
         samples_per_second=samples / step.seconds,
-        mfu=flops / mesh.cp / step.seconds / peak if flops else None,
     )
 
 
-def local_trained(units: UnitPlan, mesh: Mesh) -> float:
-    """Return trained elements one rank updates: its shards, and whole what is replicated."""
-    sharded = sum(p.numel for unit in units.units for p in unit.parameters if p.trainable)
-    whole = sum(p.numel for p in units.ignored if p.trainable)
-    return sharded / mesh.shard_degree + whole
-
-
-def model_states(units: UnitPlan, mesh: Mesh) -> dict[str, int]:
+def model_states(rank: Rank) -> dict[str, int]:
     """Return parameter and gradient bytes of rank 0, which holds the largest shards (torch 2.13)."""
-    kept = {"parameters": 0, "gradients": 0}
-    sharded = [(p, mesh.shard_degree) for unit in units.units for p in unit.parameters]
-    for parameter, ranks in [*sharded, *((p, 1) for p in units.ignored)]:
-        stored = units.master_dtype if units.master_dtype and parameter.trainable else parameter.dtype
-        size = _padded(parameter, ranks) // ranks * WIDTH.get(stored, 4)
-        kept["parameters"] += size
-        kept["gradients"] += size if parameter.trainable else 0
-    return kept
+    sharded = [(w.shard * w.stored, w.trainable) for share in rank.shares for w in share.weights]
+    whole = [(p.numel * WIDTH.get(stored_dtype(p, rank.plan), 4), p.trainable) for p in rank.plan.ignored]
+    kept = [*sharded, *whole]
+    return {
+        "parameters": sum(size for size, _ in kept),
+        "gradients": sum(size for size, trained in kept if trained),
+    }
 
 
-def _stage(unit: Unit, units: UnitPlan, cost: Cost, mesh: Mesh, exchanged: float) -> Stage:
-    ranks = mesh.shard_degree
-    padded = [(_padded(p, ranks), p) for p in unit.parameters]
-    gather = sum(size * weigh(p, units, ranks).computed for size, p in padded)
-    reduce = sum(
-        size * WIDTH.get(units.reduce_dtype or units.param_dtype or p.dtype, 4)
-        for size, p in padded
-        if p.trainable
-    )
+def _stage(share: Share, rank: Rank) -> Stage:
+    reduce = sum(w.whole * _reduced(w.parameter.dtype, rank.plan) for w in share.weights if w.trainable)
     return Stage(
-        gather_bytes=gather,
+        gather_bytes=sum(share.buffers.whole.sizes),
         reduce_bytes=reduce,
-        shard_reduce_bytes=reduce / ranks,
-        backward_ranks=_backward_ranks(unit, ranks),
-        forward=cost.forward / mesh.cp,
-        backward=cost.backward / mesh.cp,
-        exchanged=exchanged,
-        exchanges=2 if unit.checkpointed else 1,
+        shard_reduce_bytes=reduce / rank.degree,
+        backward_ranks=_backward_ranks(share, rank.degree),
+        forward=0.0,
+        backward=0.0,
+        exchanges=2 if share.unit.checkpointed else 1,
     )
 
 
-def _backward_ranks(unit: Unit, ranks: int) -> int:
-    reshard = unit.reshard_after_forward
-    if not unit.unshard_in_backward or reshard is False or (reshard is None and unit.kind == "root"):
+def _reduced(dtype: str, plan: UnitPlan) -> int:
+    return WIDTH.get(plan.reduce_dtype or plan.param_dtype or dtype, 4)
+
+
+def _backward_ranks(share: Share, ranks: int) -> int:
+    if not share.unit.unshard_in_backward or share.reshard is False:
         return 1
-    if reshard is True or reshard is None:
-        return ranks
-    return reshard
-
-
-def _padded(parameter: Parameter, ranks: int) -> int:
-    """Elements gathered: dim 0 is padded to a multiple of the ranks (torch 2.13, ``_fsdp_param.py``)."""
-    if not parameter.shape:
-        return ranks
-    return -(-parameter.shape[0] // ranks) * ranks * prod(parameter.shape[1:])
+    return ranks if share.reshard is True else share.reshard
 
 
 def _implementation(optimizer: Optimizer) -> str:
@@ -167,8 +193,7 @@ def _update_bytes(name: str, implementation: str) -> int:
     return _UPDATE_BYTES.get((name, implementation), _UPDATE_BYTES[(name, "fused")])
 
 
-def _kernels(name: str, implementation: str, units: UnitPlan) -> int:
-    tensors = sum(1 for unit in units.units for p in unit.parameters if p.trainable)
+def _kernels(name: str, implementation: str, tensors: int) -> int:
     if implementation == "for_loop":
         return tensors * _PASSES[name]
     # Multi-tensor kernels take about a hundred tensors at a time (``ForeachUtils.h``, torch 2.13).
@@ -177,13 +202,3 @@ def _kernels(name: str, implementation: str, units: UnitPlan) -> int:
 
 def _ema(recipe: Recipe) -> int:
     return 12 if recipe.ema.decay is not None else 0
-
-
-def _offloaded(units: UnitPlan, mesh: Mesh) -> float:
-    """Bytes of shards copied to the device for forward and backward, and of gradients back."""
-    if not units.cpu_offload:
-        return 0.0
-    shards: Sequence[Parameter] = [p for unit in units.units for p in unit.parameters]
-    weights = sum(p.numel * WIDTH.get(p.dtype, 4) for p in shards)
-    gradients = sum(p.numel * 4 for p in shards if p.trainable)
-    return (2 * weights + gradients) / mesh.shard_degree

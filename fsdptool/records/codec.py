@@ -107,6 +107,8 @@ def _convert_tuple(hint: Any, data: Any, where: str) -> Any:
         raise ConfigError(f"{where}: expected a list, got {type(data).__name__}")
     items = get_args(hint)
     if len(items) == 2 and items[1] is Ellipsis:
+        if items[0] in (int, str) and all(type(item) is items[0] for item in data):
+            return tuple(data)  # a trace holds a hundred thousand of them
         return tuple(_convert(items[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if len(items) != len(data):
         raise ConfigError(f"{where}: expected {len(items)} items, got {len(data)}")

@@ -439,6 +439,7 @@ def test_sequences_that_cannot_be_split_are_no_candidates(
         ([*HARDWARE, "--checkpointing", "some"], "is not known"),
         ([*HARDWARE, "--optimizer", "magic"], "is not known"),
         ([*HARDWARE, "--lora-rank", "0"], "adapts nothing"),
+        ([*HARDWARE, "--lora-rank", "100000000"], "larger than any layer is wide"),
         ([*HARDWARE, "--method", "distillation"], "needs a teacher"),
         ([*HARDWARE, "-o", "plan.pdf"], "written as .json or .html"),
         ([*HARDWARE, "--override", "hidden_size"], "is not KEY=VALUE"),

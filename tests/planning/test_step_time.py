@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from fsdptool.memory.program import traced_path
 from fsdptool.planning.catalogue import load_gpu
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.collectives import make_ring
-from fsdptool.planning.compute import model_flops, segment_seconds, traced_path
+from fsdptool.planning.compute import model_flops, segment_seconds
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.schedule import Run, Stage, time_step
 from fsdptool.records.settings import Mesh
@@ -89,6 +90,21 @@ def test_unsharded_accumulation_reduces_once() -> None:
     assert last is not None
     reduce = make_ring(NODE, MACHINE, ranks=8).gather(8e8)
     assert every.communication - last.communication == pytest.approx(3 * 8 * reduce)
+
+
+def test_a_teacher_runs_before_every_forward() -> None:
+    mesh, own = Mesh(1, 8), stages(8, size=4e8, forward=0.01)
+    teacher = stages(4, size=4e8, forward=0.02)
+    run = replace(RUN, accumulation=3)
+    alone = time_step(own, run, mesh, NODE, MACHINE)
+    taught = time_step(own, run, mesh, NODE, MACHINE, teacher=teacher)
+    assert alone is not None
+    assert taught is not None
+    once = make_ring(NODE, MACHINE, ranks=8).gather(4e8)
+    assert taught.compute - alone.compute == pytest.approx(3 * 4 * 0.02)
+    assert taught.communication - alone.communication == pytest.approx(3 * 4 * once)
+    # Its first gather is exposed, the others hide behind its own compute.
+    assert taught.seconds - alone.seconds == pytest.approx(3 * (4 * 0.02 + once))
 
 
 def test_cpu_clusters_have_no_time() -> None:
