@@ -167,7 +167,8 @@ def _run(
     finally:
         progress.close()
     if quiet:
-        # The first machine sums up; this one has only its own exit status to give.
+        # The first machine sums up, if it is there to do it; this one says how it ended.
+        _say_failure(outcome, progress)
         return int(exit_status(outcome))
     return _close(prepared, folder, outcome, progress, format)
 
@@ -199,13 +200,17 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
         sys.stdout.write(closing_text(document, _shown(folder), losses))
     if account is not None:
         progress.say(memory_text(to_json(account)))
+    _say_failure(outcome, progress)
+    if outcome.failure is None and summary.resumable:
+        progress.say("stopped; continue with --resume auto")
+    return summary.exit_code
+
+
+def _say_failure(outcome: Outcome, progress: Progress) -> None:
     if outcome.failure is not None:
         progress.say(f"error: {outcome.failure.message}")
         if outcome.failure.help:
             progress.say(f"help: {outcome.failure.help}")
-    elif summary.resumable:
-        progress.say("stopped; continue with --resume auto")
-    return summary.exit_code
 
 
 def _silent(event: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -32,6 +33,13 @@ _PEER_SYMPTOMS = (
     "Connection was likely closed",
 )
 """What gloo, the TCP store and NCCL say when another rank has gone (torch 2.13)."""
+
+_PLACE = re.compile(r"^\[[^\]]*\.\w+:\d+\]\s*")
+"""Where in its own sources gloo raised, which it puts first."""
+
+_NO_ANSWER = (
+    "another rank or the network did not answer: read the stacks in logs/; continue with --resume auto"
+)
 
 _LINGER_SECONDS = 10.0
 """How long a rank that no other start could help waits to be ended."""
@@ -91,16 +99,17 @@ def describe(error: BaseException) -> dict[str, Any]:
     ``retryable`` says whether starting again could help; ``secondary`` marks what is only the
     consequence of another rank's death.
     """
-    text = str(error).strip() or type(error).__name__
+    text = _PLACE.sub("", str(error).strip()) or type(error).__name__
     known = isinstance(error, FsdptoolError)
+    timeout = not known and ("timed out" in text.lower() or "timeout" in text.lower())
     return {
         "error": type(error).__name__,
         "message": text.splitlines()[0][:500],
-        "help": getattr(error, "help", None) if known else None,
+        "help": getattr(error, "help", None) if known else _NO_ANSWER if timeout else None,
         "exit_code": int(exit_code(error)),
         "retryable": (not known or exit_code(error) is ExitCode.WORKER_FAILED) and not is_exhaustion(error),
         "secondary": not known and any(symptom in text for symptom in _PEER_SYMPTOMS),
-        "timeout": not known and ("timed out" in text.lower() or "timeout" in text.lower()),
+        "timeout": timeout,
         "out_of_memory": is_exhaustion(error),
         "traceback": _shortened(traceback.format_exception(error)),
     }
