@@ -57,12 +57,12 @@ def migrate_file(
 
     Args:
         path: The file.
-        to: Dialect to write, or None for FSDP2 in the file's own.
+        to: Dialect to write, or None for FSDP2 in the file's own. One that is not known is a refusal.
         dialect: Its dialect, or None to detect it.
         source: The text, when it does not come from the file.
 
     Raises:
-        ConfigError: ``to`` or ``dialect`` is not known.
+        ConfigError: ``dialect`` is not known.
     """
     reading = read_settings(source if source is not None else path, dialect=dialect)
     before = reading.source.text if reading.source is not None else ""

@@ -161,8 +161,10 @@ def test_bombs_are_refused(name: str) -> None:
         f"distributed_type: FSDP\nnum_processes: 0x{'f' * 3900}\n",
         "ACCELERATE_USE_FSDP=1\nACCELERATE_USE_PARALLELISM_CONFIG=1\nPARALLELISM_CONFIG_TP_SIZE=\u00b2\n",
         "base_model: a\ndatasets: []\nfsdp_version: 2\nfsdp_config:\n  min_num_params: '\u00b2'\n",
+        "ACCELERATE_USE_FSDP=1\nACCELERATE_USE_PARALLELISM_CONFIG=1\nPARALLELISM_CONFIG_TP_SIZE="
+        + "9" * 5000,
     ],
-    ids=["too many digits to print", "a digit that is no number", "another such digit"],
+    ids=["too many digits to print", "a digit that is no number", "another such digit", "too many to read"],
 )
 def test_numbers_that_python_cannot_make_are_findings(text: str) -> None:
     found = Verdict((read_settings(text),)).document()["files"][0]["findings"]

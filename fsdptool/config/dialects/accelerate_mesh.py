@@ -29,13 +29,13 @@ def read_parallelism(draft: Draft, name: str, entry: Entry) -> None:
         draft.report_value("FSD217", f"{entry.key} {value!r} means {good}", entry, good)
         return
     draft.set(name, good or 1, entry=entry)
-    draft.report_value(
-        "FSD306" if name == "cp" else "FSD205",
-        f"{entry.key} must be a whole number of at least 1, not {value!r}",
-        entry,
-        good,
-        safe=True,
-    )
+    report_size(draft, str(entry.key), name, entry, good)
+
+
+def report_size(draft: Draft, key: str, name: str, entry: Entry, meant: int | None = None) -> None:
+    """Report a mesh size that is none; ``meant`` is what it can only have meant, or None."""
+    message = f"{key} must be a whole number of at least 1, not {to_python(entry.node)!r}"
+    draft.report_value("FSD306" if name == "cp" else "FSD205", message, entry, meant, safe=True)
 
 
 def read_rotation(draft: Draft, value: Any, entry: Entry) -> None:

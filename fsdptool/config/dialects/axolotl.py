@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
+from fsdptool.config.dialects.accelerate_mesh import report_size
 from fsdptool.config.dialects.axolotl_keys import CANNOT, CHOICES, FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
 from fsdptool.config.dialects.axolotl_legacy import read_fsdp1, read_list, refuse
 from fsdptool.config.dialects.axolotl_write import migrate, write
@@ -112,12 +113,7 @@ def _around(draft: Draft) -> None:
             continue
         size = spelling.integer(entry.node.value)
         if size is None or size < 1:
-            draft.report(
-                "FSD306" if name == "cp" else "FSD205",
-                f"{key} must be a whole number of at least 1, not {entry.node.value!r}",
-                entry,
-                value=True,
-            )
+            report_size(draft, key, name, entry)
             size = 1
         # axolotl exports sizes above 1 only: a written dp_shard_size of 1 leaves the dimension to the rest.
         draft.set(name, None if name == "dp_shard" and size == 1 else size, entry=entry)
@@ -231,7 +227,7 @@ def _keys(draft: Draft, block: Node | None, chosen: dict[str, Entry], version: i
 def _threshold(draft: Draft, entry: Entry, block: Node | None) -> None:
     """axolotl's schema looks at the number under every policy: whole, and at least 1."""
     written = str(entry.node.value)
-    if (written.isdecimal() and int(written) >= 1) or draft.get("wrap_policy") == "size":
+    if (written.isdecimal() and (spelling.integer(written) or 0) >= 1) or draft.get("wrap_policy") == "size":
         read_threshold(draft, entry, block, to_python(entry.node))
         return
     draft.set("min_num_params", None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.dialects.accelerate_keys import DETAILS
-from fsdptool.config.dialects.accelerate_mesh import read_details, read_rotation
+from fsdptool.config.dialects.accelerate_mesh import read_details, read_rotation, report_size
 from fsdptool.config.dialects.accelerate_top import read_precision
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
@@ -84,8 +85,6 @@ def read(draft: Draft) -> None:
 
 
 def _unknown(draft: Draft, chosen: dict[str, Entry]) -> None:
-    from fsdptool.config import spelling
-
     known = {
         *KEYS,
         *SIZES,
@@ -121,8 +120,6 @@ def _read(draft: Draft, key: str, name: str, entry: Entry | None, version: int) 
         _default(draft, name, version)
         return
     if name == "sharding_strategy":
-        from fsdptool.config import spelling
-
         draft.set(
             name,
             spelling.choice(entry.node.value, spelling.STRATEGIES) or "full_shard",
@@ -168,8 +165,6 @@ def _threshold(draft: Draft, entry: Entry) -> None:
     try:
         draft.set("min_num_params", int(entry.node.value), entry=entry)
     except ValueError:
-        from fsdptool.config import spelling
-
         meant = spelling.integer(entry.node.value)
         draft.set("min_num_params", meant or 0, entry=entry)
         draft.report(
@@ -206,16 +201,11 @@ def _sizes(draft: Draft, chosen: dict[str, Entry], active: bool) -> None:
         if not active:
             draft.ignore(entry, "ACCELERATE_USE_PARALLELISM_CONFIG is not true")
             continue
-        text = str(entry.node.value)
-        if text.isdecimal() and int(text) >= 1:
-            draft.set(name, int(text), entry=entry)
+        size = spelling.integer(entry.node.value) if str(entry.node.value).isdecimal() else None
+        if size is not None and size >= 1:
+            draft.set(name, size, entry=entry)
         else:
-            draft.report(
-                "FSD306" if name == "cp" else "FSD205",
-                f"{key} must be a whole number of at least 1, not {text!r}",
-                entry,
-                value=True,
-            )
+            report_size(draft, key, name, entry)
     rotation = chosen.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
     draft.set("cp_comm_strategy", "allgather")
     if rotation is not None:

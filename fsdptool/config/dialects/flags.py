@@ -7,7 +7,7 @@ from typing import Any
 from fsdptool.config import spelling
 from fsdptool.config.dialects import accelerate, simpletuner
 from fsdptool.config.dialects.accelerate_keys import DETAILS
-from fsdptool.config.dialects.accelerate_mesh import read_details
+from fsdptool.config.dialects.accelerate_mesh import read_details, report_size
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
 from fsdptool.config.facts import LEGACY_DEFAULTS, MESH
@@ -185,12 +185,7 @@ def _value(draft: Draft, key: str, name: str, entry: Entry) -> Any:
     if name in MESH:
         size = spelling.integer(value)
         if size is None or size < 1:
-            draft.report(
-                "FSD306" if name == "cp" else "FSD205",
-                f"{key} must be a whole number of at least 1, not {value!r}",
-                entry,
-                value=True,
-            )
+            report_size(draft, key, name, entry)
             return 1
         return size
     return simpletuner.read_value(draft, key, name, entry)
