@@ -41,7 +41,7 @@ class ImageEncoding:
             vae = cls.from_pretrained(
                 str(folder),
                 subfolder="vae",
-                torch_dtype=torch.float32,
+                dtype=torch.float32,
                 local_files_only=True,
                 use_safetensors=True,
             )

@@ -145,7 +145,7 @@ class TextEncoding:
         try:
             pipeline = cls.from_pretrained(
                 str(folder),
-                torch_dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+                dtype=torch.float32 if device == "cpu" else torch.bfloat16,
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
