@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +34,7 @@ from fsdptool.training.recompute import checkpoint_units
 from fsdptool.training.unitplan import plan_teacher, plan_units
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fsdptool.families.protocol import Objective, TensorSpec
 
@@ -44,6 +45,19 @@ _COMPILED = (
 )
 
 
+@contextmanager
+def _usual_torch() -> Iterator[None]:
+    """Trace alike whatever the caller has set: a notebook's default dtype, or ``torch.no_grad``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@_usual_torch()
 def make_trace(
     spec: ModelSpec,
     recipe: Recipe,

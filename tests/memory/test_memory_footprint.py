@@ -157,6 +157,19 @@ def test_alternating_blocks_are_one_period() -> None:
     assert [(repeat.period, repeat.traced, repeat.total) for repeat in trace.repeats] == [(2, 8, 16)]
 
 
+def test_a_trace_does_not_depend_on_what_the_caller_has_set() -> None:
+    import torch
+
+    usual = Case().trace()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.no_grad():
+            assert Case().trace() == usual
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_trace_survives_json() -> None:
     trace = Case().trace()
     assert from_json(Trace, to_json(trace)) == trace
