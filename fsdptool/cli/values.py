@@ -14,7 +14,7 @@ def hsdp_shape(text: str | None) -> tuple[int | None, int | None]:
     if text is None:
         return None, None
     left, _, right = text.lower().replace(" ", "").partition("x")
-    if not left.isdigit() or not right.isdigit():
+    if not left.isdecimal() or not right.isdecimal():
         raise PlanError(f"--hsdp {text!r} is no shape", help="write replicate x shard, for example 2x8")
     return int(left), int(right)
 
@@ -26,7 +26,7 @@ def reshard_value(text: str | None) -> bool | int | None:
     words = {"true": True, "yes": True, "false": False, "no": False}
     if text.lower() in words:
         return words[text.lower()]
-    if text.isdigit() and int(text) > 1:
+    if text.isdecimal() and int(text) > 1:
         return int(text)
     raise PlanError(f"--reshard {text!r} is not known", help="write true, false or a number of ranks above 1")
 

@@ -22,7 +22,7 @@ from fsdptool.config.tree import Entry, Node, ParseError, duplicates, effective_
 from fsdptool.config.yaml_tree import parse_yaml
 from fsdptool.errors import ConfigError
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 
 OWNED_BY_YAML = {
     "num_processes": "num_processes",
@@ -142,6 +142,14 @@ def _check_record(source: SourceText, record: type, node: Node, where: str) -> N
             )
 
 
+def _check_names(source: SourceText, node: Node, where: str, known: tuple[str, ...]) -> None:
+    for entry in effective_entries(node):
+        if entry.key not in known:
+            near = spelling.nearest(str(entry.key), known, cutoff=0.6)
+            advice = f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}"
+            raise _error(source, entry.key_node.start, f"unknown key {f'{where}.{entry.key}'!r}", advice)
+
+
 def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> ConfigError:
     key = str(entry.key)
     fields = [field.name for field in dataclasses.fields(record)]
@@ -226,6 +234,8 @@ def _check_one(source: SourceText, hint: Any, node: Node, where: str) -> None:
     elif origin is not None:
         if node.kind != "map":
             raise _error(source, node.start, f"{where} must be a mapping of names to values")
+        if where.endswith("data.options"):
+            _check_names(source, node, where, DATA_OPTIONS)
     else:
         _check_scalar(source, hint, node, where)
 

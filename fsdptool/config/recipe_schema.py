@@ -7,7 +7,7 @@ import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool.records.codec import to_json
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import DATA_OPTIONS, Data, Recipe
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -62,6 +62,8 @@ def _object_schema(record: type) -> dict[str, Any]:
         if field.default is not dataclasses.MISSING and not dataclasses.is_dataclass(field.default):
             entry = {**entry, "default": to_json(field.default)}
         properties[field.name] = entry
+    if record is Data:
+        properties["options"]["propertyNames"] = {"enum": list(DATA_OPTIONS)}
     doc = (record.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
     body: dict[str, Any] = {"type": "object", "description": " ".join(doc.split()), "properties": properties}
     if required:

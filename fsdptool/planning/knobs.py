@@ -209,7 +209,7 @@ def split_checkpointing(name: str) -> tuple[CheckpointingMode, int]:
     if name in ("none", "full", "selective"):
         return name, 1  # type: ignore[return-value]  # narrowed by the line above
     prefix, _, number = name.rpartition("_")
-    if prefix == "every" and number.isdigit() and int(number) >= 1:
+    if prefix == "every" and number.isdecimal() and int(number) >= 1:
         return "every_n", int(number)
     raise PlanError(
         f"checkpointing {name!r} is not known", help="choose none, full, selective or every_2, every_3, ..."

@@ -67,6 +67,16 @@ class Objective:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+DATA_OPTIONS = (
+    *("name", "data_files", "revision", "document", "samples"),
+    *("messages_column", "prompt_column", "source_column", "target_column", "prefix"),
+    *("label_column", "labels", "packing", "mask_share", "start_method"),
+    *("pipeline", "latents", "shard_size", "buckets", "fps", "posterior"),
+    *("prompts", "sample_steps", "sample_tokens", "temperature"),
+)
+"""Every name ``data.options`` may hold (docs/data.md says what reads which)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
     """Where samples come from. ``synthetic`` makes them from the family's batch spec."""

@@ -13,6 +13,7 @@ from accelerate_oracle import check_explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fsdptool
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
 from fsdptool.config.fix import repair
@@ -22,7 +23,7 @@ from fsdptool.config.recipe import dump_recipe, read_recipe
 from fsdptool.config.recipe_ranges import RANGES
 from fsdptool.config.recipe_schema import recipe_schema
 from fsdptool.errors import ConfigError
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 from fsdptool.resources import load_schema
 
 MINIMAL = "model:\n  reference: llama3:8b\n"
@@ -46,6 +47,7 @@ WRONG = {
     "seed: 1\nseed: 2\n": ("written again on line 4", "keep one"),
     "tracking:\n  backends: wandb\n": ("must be a list", None),
     "steps:\n  - 1\n": ("must be a whole number", None),
+    "data:\n  options: {mask_shar: 0.2}\n": ("key 'data.options.mask_shar'", "did you mean mask_share?"),
     "model2: [\n": ("not YAML", None),
 }  # fmt: skip
 
@@ -67,6 +69,20 @@ def test_every_range_is_about_a_number_of_the_record() -> None:
             options = node.get("anyOf", [node])
             node = next(option["properties"][name] for option in options if "properties" in option)
         assert {"integer", "number"} & set(re.findall(r"'type': '(\w+)'", str(node))), path
+
+
+def test_every_data_option_is_read_and_no_other() -> None:
+    reading = re.compile(
+        r"(?:data\.options|_options|options)(?:\.get\(|\[)\"(\w+)\"|for key in \((\"name\".*?)\) if"
+    )
+    found: set[str] = set()
+    for room in ("data", "precompute", "sampling"):
+        for file in (Path(fsdptool.__file__).parent / "training" / room).glob("*.py"):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                if "objective.options" not in line:
+                    for one, several in reading.findall(line):
+                        found |= {one} if one else set(re.findall(r"\w+", several))
+    assert found == set(DATA_OPTIONS)
 
 
 def test_the_model_is_required(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ _USED: dict[str, tuple[str, ...]] = {
     "causal_lm": ("messages_column", "prompt_column"),
     "masked_lm": (),
     "seq2seq": ("source_column", "target_column", "prefix"),
-    "classification": ("label_column", "labels", "pair_column"),
+    "classification": ("label_column", "labels"),
 }
 
 
