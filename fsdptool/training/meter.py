@@ -44,7 +44,7 @@ class CudaMeter:
         import torch
 
         # One look at the allocator: each of torch.cuda.max_memory_* makes all of its statistics.
-        found = torch.cuda.memory_stats(self._device)
+        found: dict[str, int] = torch.cuda.memory_stats(self._device)
         allocated, reserved = (found.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
         torch.cuda.reset_peak_memory_stats(self._device)
         self._seen = (max(allocated, self._seen[0]), max(reserved, self._seen[1]))

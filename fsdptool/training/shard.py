@@ -98,18 +98,36 @@ def _reshard(unit: Unit, session: Session) -> bool | int | None:
 
 
 def _set_prefetch(plan: UnitPlan, model: nn.Module, units: list[FSDPModule]) -> None:
-    """Gather ``plan.prefetch`` units ahead. 1 is what torch does by itself.
+    """Gather ``plan.prefetch`` units ahead, from the first backward on. 1 is what torch does by itself.
 
-    Units run in the order of the model's modules; the root's parameters are gathered first.
+    The first forward tells in which order units run: a U-Net lists its middle block after the last one.
+    The root's parameters are gathered before all others.
     """
     if plan.prefetch <= 1:
         return
-    position = {id(module): index for index, module in enumerate(model.modules())}
-    chain = sorted((unit for unit in units if id(unit) != id(model)), key=lambda unit: position[id(unit)])
-    for index, unit in enumerate(chain):
-        unit.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + plan.prefetch])
-        before = chain[max(index - plan.prefetch, 0) : index]
-        unit.set_modules_to_backward_prefetch(before[::-1])
+    by_state = {id(unit._get_fsdp_state()): unit for unit in units if id(unit) != id(model)}
+    order: dict[int, FSDPModule] = {}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note(module: nn.Module, arguments: object) -> None:
+        state = id(module._get_fsdp_state())  # type: ignore[operator]
+        order.setdefault(state, by_state[state])
+
+    def chain_units(module: nn.Module, arguments: object, output: object) -> None:
+        for hook in hooks:
+            hook.remove()
+        chain = list(order.values())
+        for index, unit in enumerate(chain):
+            unit.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + plan.prefetch])
+            before = chain[max(index - plan.prefetch, 0) : index]
+            unit.set_modules_to_backward_prefetch(before[::-1])
+
+    hooks = [
+        module.register_forward_pre_hook(note)
+        for module in sharded_modules(model)
+        if id(module._get_fsdp_state()) in by_state and isinstance(module, nn.Module)
+    ]
+    hooks.append(model.register_forward_hook(chain_units))
 
 
 def _module(model: nn.Module, path: str) -> nn.Module:

@@ -48,6 +48,14 @@ SD3 = {
     "caption_projection_dim": 128,
     "pooled_projection_dim": 64,
 }
+UNET = {
+    "block_out_channels": [32, 64],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "transformer_layers_per_block": [1, 1],
+    "attention_head_dim": [2, 4],
+    "cross_attention_dim": 64,
+}
 WAN = {"num_layers": 3, "num_attention_heads": 2, "ffn_dim": 256, "text_dim": 128}
 
 DEEP = LLAMA | {"num_hidden_layers": 9}
@@ -78,6 +86,9 @@ CASES: dict[str, Case] = {
     ),
     "resharded to two": Case(sharding={"reshard_after_forward": 2}),
     "two ahead": Case(sharding={"prefetch": 2}),
+    "two ahead, in another order than that of the modules": Case(
+        "sdxl:unet", UNET, batch={"height": 64, "width": 64}, sharding={"prefetch": 2}
+    ),
     "accumulation": Case(batch={"accumulation": 3}),
     "accumulation, unsharded": Case(batch={"accumulation": 3}, sharding={"accumulation": "unsharded"}),
     "accumulation, unsharded fp32": Case(
