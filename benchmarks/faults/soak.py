@@ -31,7 +31,7 @@ from typing import Any
 
 from fsdptool.records.document import library_versions, tool_version
 from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.events import read_lines
+from fsdptool.training.run.events import read_lines
 
 RANKS = 2
 GRACE_SECONDS = 5.0
@@ -70,10 +70,10 @@ def preload() -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import fsdptool.training.assemble
     import fsdptool.training.checkpoint.checkpointer
     import fsdptool.training.data
-    import fsdptool.training.loop
+    import fsdptool.training.engine.assemble
+    import fsdptool.training.engine.loop
     import fsdptool.training.sampling  # noqa: F401
 
     torch.set_num_threads(1)

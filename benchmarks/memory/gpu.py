@@ -29,10 +29,10 @@ from fsdptool.families.synthetic import synthesise
 from fsdptool.memory import footprint, trace
 from fsdptool.records.codec import to_json
 from fsdptool.records.document import library_versions
-from fsdptool.training.assemble import build_sharded, objective_for
+from fsdptool.training.engine.assemble import build_sharded, objective_for
+from fsdptool.training.engine.optimizer import build_optimizer
 from fsdptool.training.methods.losses import Task
-from fsdptool.training.optimizer import build_optimizer
-from fsdptool.training.session import open_session
+from fsdptool.training.run.session import open_session
 
 TEXT = {"sequence_length": 2048, "micro_batch": 1}
 SETTINGS = [

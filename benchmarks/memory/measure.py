@@ -30,12 +30,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
-from fsdptool.training.assemble import build_sharded, objective_for
-from fsdptool.training.meter import settled_collectives
+from fsdptool.training.engine.assemble import build_sharded, objective_for
+from fsdptool.training.engine.optimizer import build_optimizer
+from fsdptool.training.engine.step import Stepper, _Agreed
 from fsdptool.training.methods.losses import Student, Task
-from fsdptool.training.optimizer import build_optimizer
-from fsdptool.training.session import open_session
-from fsdptool.training.step import Stepper, _Agreed
+from fsdptool.training.run.meter import settled_collectives
+from fsdptool.training.run.session import open_session
 
 STEPS = 2
 

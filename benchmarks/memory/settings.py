@@ -23,8 +23,8 @@ from fsdptool.records.recipe import (
 )
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.source import resolve
-from fsdptool.training.run_inputs import RunInputs
-from fsdptool.training.unitplan import plan_teacher, plan_units
+from fsdptool.training.run.run_inputs import RunInputs
+from fsdptool.training.sharding.unitplan import plan_teacher, plan_units
 
 
 @dataclass(frozen=True, slots=True)

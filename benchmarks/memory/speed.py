@@ -23,7 +23,7 @@ from fsdptool.records.document import library_versions
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.source import resolve
-from fsdptool.training.unitplan import plan_units
+from fsdptool.training.sharding.unitplan import plan_units
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_speed.json"
 MODELS = {"70B dense": ("llama3:70b", 64), "235B MoE": ("qwen3-moe:235b-a22b", 128)}

@@ -63,9 +63,9 @@ def ours(folder: Path) -> Callable[[], Any]:
     from fsdptool.records import FsdpSettings, Recipe
     from fsdptool.records.recipe import Batch, ModelChoice
     from fsdptool.source import resolve
-    from fsdptool.training.assemble import build_sharded
-    from fsdptool.training.session import open_session
-    from fsdptool.training.unitplan import plan_units
+    from fsdptool.training.engine.assemble import build_sharded
+    from fsdptool.training.run.session import open_session
+    from fsdptool.training.sharding.unitplan import plan_units
 
     spec = resolve(str(folder))
     settings = FsdpSettings(wrap_classes=("LlamaDecoderLayer",), use_cpu=True, mixed_precision="no")

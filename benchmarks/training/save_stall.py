@@ -56,12 +56,12 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     from fsdptool.records import FsdpSettings, Recipe
     from fsdptool.records.recipe import Batch, Checkpoints, ModelChoice
     from fsdptool.source import resolve
-    from fsdptool.training.assemble import assemble
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-    from fsdptool.training.run_inputs import RunInputs
-    from fsdptool.training.session import open_session
-    from fsdptool.training.state import RunState
-    from fsdptool.training.unitplan import plan_units
+    from fsdptool.training.engine.assemble import assemble
+    from fsdptool.training.engine.state import RunState
+    from fsdptool.training.run.run_inputs import RunInputs
+    from fsdptool.training.run.session import open_session
+    from fsdptool.training.sharding.unitplan import plan_units
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))

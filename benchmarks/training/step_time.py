@@ -38,10 +38,10 @@ def ours(folder: Path) -> tuple[Step, float]:
     from fsdptool.records import FsdpSettings, Recipe
     from fsdptool.records.recipe import Batch, ModelChoice, Optimizer
     from fsdptool.source import resolve
-    from fsdptool.training.assemble import assemble
-    from fsdptool.training.run_inputs import RunInputs
-    from fsdptool.training.session import open_session
-    from fsdptool.training.unitplan import plan_units
+    from fsdptool.training.engine.assemble import assemble
+    from fsdptool.training.run.run_inputs import RunInputs
+    from fsdptool.training.run.session import open_session
+    from fsdptool.training.sharding.unitplan import plan_units
 
     began = time.perf_counter()
     spec = resolve(str(folder))

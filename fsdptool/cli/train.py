@@ -70,7 +70,7 @@ def command(
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
     from fsdptool.launch.stops import early_stops
-    from fsdptool.training.folder import ACCELERATE
+    from fsdptool.training.run.folder import ACCELERATE
 
     if launcher not in ("torchrun", "accelerate"):
         raise ConfigError(f"there is no launcher {launcher!r}", help="choose torchrun or accelerate")
@@ -180,8 +180,8 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
     from fsdptool.launch.exhaustion import account_for, write_report
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import closing_text, memory_text
-    from fsdptool.training.events import read_lines
-    from fsdptool.training.folder import METRICS
+    from fsdptool.training.run.events import read_lines
+    from fsdptool.training.run.folder import METRICS
 
     mesh = asdict(prepared.settings.mesh.resolve(prepared.world_size))
     summary = summarise(folder, outcome, units=len(prepared.units.units), mesh=mesh)

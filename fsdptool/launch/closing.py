@@ -14,8 +14,15 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.document import envelope
 from fsdptool.records.run import Summary
 from fsdptool.training.checkpoint.manifest import folder_name
-from fsdptool.training.events import event_path, read_lines
-from fsdptool.training.folder import CHECKPOINTS, METRICS, SUMMARY, read_prediction, read_start, write_json
+from fsdptool.training.run.events import event_path, read_lines
+from fsdptool.training.run.folder import (
+    CHECKPOINTS,
+    METRICS,
+    SUMMARY,
+    read_prediction,
+    read_start,
+    write_json,
+)
 
 
 def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, int]) -> Summary:

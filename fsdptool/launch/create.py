@@ -13,7 +13,7 @@ from fsdptool.errors import ConfigError, StorageError
 from fsdptool.launch.prepare import Prepared
 from fsdptool.records.codec import to_json
 from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.folder import (
+from fsdptool.training.run.folder import (
     CHECKPOINTS,
     ENVIRONMENT,
     EVENTS,
@@ -31,7 +31,7 @@ from fsdptool.training.folder import (
     write_start,
     write_text,
 )
-from fsdptool.training.run_inputs import RunInputs, write_inputs
+from fsdptool.training.run.run_inputs import RunInputs, write_inputs
 
 _OURS = (CHECKPOINTS, EVENTS, LOGS, EXPORT, METRICS, SUMMARY, RUN)
 

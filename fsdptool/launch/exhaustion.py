@@ -12,7 +12,7 @@ from fsdptool.launch.failure import Failure
 from fsdptool.launch.prepare import Prepared
 from fsdptool.records.codec import to_json
 from fsdptool.records.plan import Candidate, NextStep
-from fsdptool.training.folder import LOGS, write_json
+from fsdptool.training.run.folder import LOGS, write_json
 
 REPORT = f"{LOGS}/out-of-memory.json"
 
@@ -23,7 +23,7 @@ class Exhaustion:
 
     Attributes:
         rank: Who.
-        seen: The rank's own account (``training/exhaustion.py``).
+        seen: The rank's own account (``training/run/exhaustion.py``).
         planned_moment: The plan's moment that corresponds to where it failed, or None.
         planned_bytes: What the plan expected to be allocated there.
         peak_moment, peak_bytes: Where and how high the plan expects the peak.

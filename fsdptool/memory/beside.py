@@ -1,7 +1,7 @@
 """What a run does beside its steps: loading, averaging, evaluation, samples, checkpoints.
 
-Each is played in the order of the trainer's own code: ``training/assemble.py``, ``training/loop.py``
-and ``training/checkpoint``.
+Each is played in the order of the trainer's own code: ``training/engine/assemble.py``,
+``training/engine/loop.py`` and ``training/checkpoint``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RANDOM_STATES = 5056
 """Bytes of a rank's generator state, copied for every save (torch 2.13, Mersenne Twister)."""
 
 _BLOCK = 1 << 16
-"""Elements drawn at a time where a shard cuts a block (``training/random_values.py``)."""
+"""Elements drawn at a time where a shard cuts a block (``training/sharding/random_values.py``)."""
 
 _CONVERTED = 3
 """Whole tensors held while experts of a checkpoint are fused: the parts, their stack, the result."""
@@ -113,7 +113,7 @@ def loading_temporaries(run: Beside) -> int:
     """Return the most bytes beside the values of one parameter while they are made or read.
 
     Random values are drawn in fp32 and cast; pretrained ones are cut out of a file's map and copied,
-    and stacked experts are put together whole on every rank (``training/weights.py``).
+    and stacked experts are put together whole on every rank (``training/sharding/weights.py``).
     """
     random = run.recipe.model.weights == "random"
     most = 0

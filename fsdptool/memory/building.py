@@ -24,14 +24,14 @@ from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 from fsdptool.records.units import UnitPlan
-from fsdptool.training.assemble import objective_for
-from fsdptool.training.context import attention_of, check_context
+from fsdptool.training.engine.assemble import objective_for
 from fsdptool.training.methods.apply import prepare_model
 from fsdptool.training.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.training.methods.float8 import check_method
 from fsdptool.training.methods.quantised.replace import describe_base
-from fsdptool.training.recompute import checkpoint_units
-from fsdptool.training.unitplan import plan_teacher, plan_units
+from fsdptool.training.sharding.context import attention_of, check_context
+from fsdptool.training.sharding.recompute import checkpoint_units
+from fsdptool.training.sharding.unitplan import plan_teacher, plan_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -127,7 +127,7 @@ def offloading(recorder: Recorder) -> Iterator[None]:
     ``save_on_cpu`` does nothing to tensors that are on the CPU, as fake ones are (torch 2.13,
     ``torch/autograd/graph.py``).
     """
-    from fsdptool.training import recompute
+    from fsdptool.training.sharding import recompute
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         copy = torch.empty(tensor.size(), dtype=tensor.dtype)

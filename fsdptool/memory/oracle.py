@@ -161,9 +161,9 @@ def observe(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fsdptool.training.optimizer import build_optimizer
-    from fsdptool.training.session import open_session
-    from fsdptool.training.shard import shard, store_masters
+    from fsdptool.training.engine.optimizer import build_optimizer
+    from fsdptool.training.run.session import open_session
+    from fsdptool.training.sharding.shard import shard, store_masters
 
     with fake_ranks(world_size):
         session = open_session(settings)
@@ -208,7 +208,7 @@ class _Runner:
     session: Any
 
     def step(self) -> Observation:
-        """Take one step in the order of ``training/step.py``."""
+        """Take one step in the order of ``training/engine/step.py``."""
         counter = self.counter
         count = self.recipe.batch.accumulation
         seen = Observation(counter.level, 0)

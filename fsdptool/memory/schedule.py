@@ -92,7 +92,7 @@ class Schedule(Gathering):
                 group.order.clear()
 
     def reshard(self) -> None:
-        """Reshard what forwards without a backward left gathered (``training/shard.py:reshard_all``).
+        """Reshard what forwards without a backward left gathered, as ``reshard_all`` of the trainer does.
 
         ``to_sharded`` keeps what an integer reshard left until it is next replaced (torch 2.13,
         ``_fsdp_param.py``).
@@ -135,7 +135,7 @@ class Schedule(Gathering):
             self._final(reduce)
 
     def _chain(self, pieces: Sequence[Piece]) -> None:
-        """Order units as explicit prefetching does (``training/shard.py:_set_prefetch``)."""
+        """Order units as explicit prefetching does (``training/sharding/shard.py:_set_prefetch``)."""
         if self._chained or self.plan.prefetch <= 1:
             return
         self._chained = True

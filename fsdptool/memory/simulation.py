@@ -171,7 +171,7 @@ def _step(
     *,
     first: bool = False,
 ) -> None:
-    """Play one optimizer step in the order of ``training/step.py``."""
+    """Play one optimizer step in the order of ``training/engine/step.py``."""
     ledger, trace = schedule.ledger, schedule.trace
     accumulation = recipe.batch.accumulation
     sizes = trace.input_bytes * accumulation

@@ -23,10 +23,10 @@ _OWN = (
     "memory",
     "layout",
     "inspection",
-    "training/recompute.py",
-    "training/context.py",
+    "training/sharding/recompute.py",
+    "training/sharding/context.py",
     "training/methods",
-    "training/unitplan.py",
+    "training/sharding/unitplan.py",
     "families",
     "records/trace.py",
 )

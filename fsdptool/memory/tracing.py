@@ -1,6 +1,6 @@
 """Runs the real forward, loss and backward on fake tensors and writes down what happens.
 
-The order of operations is the trainer's own: ``training/step.py`` (one micro-batch) and
+The order of operations is the trainer's own: ``training/engine/step.py`` (one micro-batch) and
 ``training/methods/losses.py`` (the method's loss).
 """
 
@@ -105,7 +105,7 @@ def _forward(model: nn.Module, objective: Objective, batch: dict[str, Any], reco
 def _beside(
     model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder, *, loss: bool
 ) -> None:
-    """Predict, and measure the loss as ``training/evaluate.py`` does; everything dies at the end."""
+    """Predict, and measure the loss as ``training/engine/evaluate.py`` does; everything dies at the end."""
     recorder.phase("temporary")
     with torch.no_grad():
         prediction = objective.predict(model, batch)

@@ -126,7 +126,7 @@ def _numbered(moments: Sequence[Moment]) -> dict[tuple[str, int], int]:
 
 
 def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
-    from fsdptool.training.events import read_lines
+    from fsdptool.training.run.events import read_lines
 
     summary = read_json(folder / _SUMMARY)
     metrics = list(read_lines(folder / _METRICS))

@@ -262,7 +262,7 @@ class Estimator:
 
     def _plan_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
         if recipe.method.name != "lora":
-            from fsdptool.training.unitplan import plan_units
+            from fsdptool.training.sharding.unitplan import plan_units
 
             return plan_units(self.anatomy, recipe, settings)
         if self._adapted is None:
@@ -274,7 +274,7 @@ class Estimator:
         """Return the units of a distillation's teacher; its anatomy is inspected once."""
         if recipe.method.distillation is None:
             return None
-        from fsdptool.training.unitplan import plan_teacher
+        from fsdptool.training.sharding.unitplan import plan_teacher
 
         if self._teacher is None:
             self._teacher = _inspect_teacher(recipe.method.distillation.teacher)
@@ -331,7 +331,7 @@ def _adapt(anatomy: Anatomy, recipe: Recipe) -> tuple[Anatomy, tuple[str, ...]]:
     from fsdptool.families.registry import family_of
     from fsdptool.inspection.build import build
     from fsdptool.training.methods.apply import prepare_model, replicated_names
-    from fsdptool.training.unitplan import anatomy_of_live
+    from fsdptool.training.sharding.unitplan import anatomy_of_live
 
     model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
     model = prepare_model(model, recipe, family_of(anatomy.spec), anatomy.spec.config)

@@ -185,7 +185,7 @@ class Meter(Protocol):
 
 
 class RunParts(Protocol):
-    """What the runs room hands the engine in one object (``fsdptool.training.parts.open_parts``)."""
+    """What the runs room hands the engine in one object (``fsdptool.training.run.parts.open_parts``)."""
 
     @property
     def events(self) -> Events: ...

@@ -17,7 +17,7 @@ from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.failure import running
 from fsdptool.launch.supervise import Outcome, Supervisor
-from fsdptool.training.events import event_path, read_lines
+from fsdptool.training.run.events import event_path, read_lines
 
 PLAY = Path(__file__).with_name("play_workers.py")
 

@@ -18,7 +18,7 @@ from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 from fsdptool.source import resolve
-from fsdptool.training.unitplan import plan_units
+from fsdptool.training.sharding.unitplan import plan_units
 
 LLAMA: dict[str, Any] = {
     "num_hidden_layers": 4,

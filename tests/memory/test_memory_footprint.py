@@ -20,7 +20,7 @@ from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.trace import Trace
 from fsdptool.source import resolve
-from fsdptool.training.unitplan import plan_units
+from fsdptool.training.sharding.unitplan import plan_units
 
 
 def states_of(reference: str, ranks: int) -> tuple[Anatomy, dict[str, int | None]]:

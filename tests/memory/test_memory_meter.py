@@ -10,7 +10,7 @@ import sys
 _SCRIPT = """
 import torch
 import torch.distributed as dist
-from fsdptool.training.meter import CpuMeter, live_bytes
+from fsdptool.training.run.meter import CpuMeter, live_bytes
 
 SIZE = 1_000_000
 dist.init_process_group("gloo")
@@ -57,7 +57,7 @@ def test_fake_tensors_hold_nothing() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fsdptool.training.meter import live_bytes
+    from fsdptool.training.run.meter import live_bytes
 
     before = live_bytes()
     with FakeTensorMode():

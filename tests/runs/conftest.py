@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.events import event_path, read_lines
+from fsdptool.training.run.events import event_path, read_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.resources import load_schema
 from fsdptool.training.checkpoint.manifest import list_checkpoints
-from fsdptool.training.events import read_lines
-from fsdptool.training.folder import read_json
+from fsdptool.training.run.events import read_lines
+from fsdptool.training.run.folder import read_json
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

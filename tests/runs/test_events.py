@@ -13,8 +13,8 @@ import pytest
 from fsdptool.launch.watch import Follower
 from fsdptool.records.run import Metrics
 from fsdptool.training.checkpoint.manifest import sync_folder
-from fsdptool.training.events import EventLog, LineFile, event_path, read_lines
-from fsdptool.training.folder import METRICS
+from fsdptool.training.run.events import EventLog, LineFile, event_path, read_lines
+from fsdptool.training.run.folder import METRICS
 
 
 @contextmanager

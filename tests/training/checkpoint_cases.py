@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdptool.errors import FsdptoolError
 from fsdptool.records.recipe import Checkpoints
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.events import EventLog
-from fsdptool.training.guard import describe
+from fsdptool.training.run.events import EventLog
+from fsdptool.training.run.guard import describe
 
 SHAPES = {
     "model/uneven": ((5, 3), torch.float32),

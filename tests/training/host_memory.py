@@ -7,9 +7,9 @@ import threading
 import time
 from pathlib import Path
 
-from fsdptool.training.assemble import assemble
-from fsdptool.training.run_inputs import RunInputs
-from fsdptool.training.session import Session
+from fsdptool.training.engine.assemble import assemble
+from fsdptool.training.run.run_inputs import RunInputs
+from fsdptool.training.run.session import Session
 
 
 def anonymous_bytes() -> int:

@@ -15,9 +15,9 @@ from cases import CASES, LLAMA, MOE, SD3, Case, inputs_for
 from host_memory import growth
 
 from fsdptool.records import Mesh, Recipe
-from fsdptool.training.assemble import assemble
+from fsdptool.training.engine.assemble import assemble
 from fsdptool.training.methods.quantised.replace import quantised_layers
-from fsdptool.training.session import open_session
+from fsdptool.training.run.session import open_session
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 192}
 # Rows that neither two nor four ranks divide evenly (24, 6 and 130), and two layers nf4 has to leave.

@@ -11,9 +11,9 @@ from cases import CASES, MICRO_BATCHES, STEPS, inputs_for, micro_batch
 from torch.distributed.tensor import DTensor
 
 from fsdptool.records import Mesh, Recipe
-from fsdptool.training.assemble import Assembled, assemble
-from fsdptool.training.proof import replica_hash
-from fsdptool.training.session import Session, open_session
+from fsdptool.training.engine.assemble import Assembled, assemble
+from fsdptool.training.run.session import Session, open_session
+from fsdptool.training.sharding.proof import replica_hash
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

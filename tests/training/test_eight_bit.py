@@ -17,8 +17,8 @@ from fsdptool.errors import ConfigError
 from fsdptool.records import Recipe
 from fsdptool.records.recipe import Checkpoints, Optimizer
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.events import EventLog
-from fsdptool.training.loop import Loop
+from fsdptool.training.engine.loop import Loop
+from fsdptool.training.run.events import EventLog
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("bitsandbytes")

@@ -18,7 +18,7 @@ from pool import Pool
 from fsdptool.records.recipe import Recipe
 from fsdptool.resources import load_schema
 from fsdptool.training.checkpoint.manifest import newest_good
-from fsdptool.training.events import event_path, read_lines
+from fsdptool.training.run.events import event_path, read_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))

@@ -13,7 +13,7 @@ from pool import Pool
 
 from fsdptool.families.registry import load_registry
 from fsdptool.families.testing import small_batch, small_spec
-from fsdptool.training.initialisation import draw_blueprint, loose_tensors
+from fsdptool.training.sharding.initialisation import draw_blueprint, loose_tensors
 
 
 def test_they_are_found_with_their_values() -> None:

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from fsdptool.errors import ModelError, WorkerError
 from fsdptool.records import FsdpSettings, Mesh, Recipe
 from fsdptool.source import resolve
-from fsdptool.training.assemble import assemble
-from fsdptool.training.proof import prove
-from fsdptool.training.random_values import BLOCK, fill_slice
-from fsdptool.training.run_inputs import RunInputs
-from fsdptool.training.session import open_session
-from fsdptool.training.unitplan import plan_units
+from fsdptool.training.engine.assemble import assemble
+from fsdptool.training.run.run_inputs import RunInputs
+from fsdptool.training.run.session import open_session
+from fsdptool.training.sharding.proof import prove
+from fsdptool.training.sharding.random_values import BLOCK, fill_slice
+from fsdptool.training.sharding.unitplan import plan_units
 
 pytestmark = pytest.mark.distributed
 

@@ -22,8 +22,8 @@ from fsdptool.records import Mesh
 from fsdptool.records.recipe import Checkpointing, Sharding
 from fsdptool.source import resolve
 from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.events import read_lines
 from fsdptool.training.methods.quantised import formats
+from fsdptool.training.run.events import read_lines
 
 pytestmark = pytest.mark.distributed
 

@@ -14,9 +14,9 @@ from ranks import share, weights_of
 
 from fsdptool.records import Recipe
 from fsdptool.records.recipe import Optimizer, Sharding
-from fsdptool.training.assemble import assemble
-from fsdptool.training.proof import replica_hash
-from fsdptool.training.session import open_session
+from fsdptool.training.engine.assemble import assemble
+from fsdptool.training.run.session import open_session
+from fsdptool.training.sharding.proof import replica_hash
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,7 @@ from fsdptool.training.checkpoint.manifest import (
     step_of,
 )
 from fsdptool.training.checkpoint.saving import own_name, translated
-from fsdptool.training.exhaustion import is_exhaustion
+from fsdptool.training.run.exhaustion import is_exhaustion
 
 if TYPE_CHECKING:
     from fsdptool.training.interfaces import Events, TrainState

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from fsdptool.errors import ConfigError
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.training.checkpoint.stream import Written, digest_file
-from fsdptool.training.folder import write_json
+from fsdptool.training.run.folder import write_json
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdptool-checkpoint-1"

@@ -11,12 +11,12 @@ from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.records.document import tool_version
 from fsdptool.training.checkpoint.manifest import publish
 from fsdptool.training.export.shards import SHARD_BYTES
-from fsdptool.training.folder import EXPORT, write_json
+from fsdptool.training.run.folder import EXPORT, write_json
 
 if TYPE_CHECKING:
     import torch
 
-    from fsdptool.training.run_inputs import RunInputs
+    from fsdptool.training.run.run_inputs import RunInputs
 
 MARK = "fsdptool-export.json"
 """Says where an export came from; ``--force`` replaces nothing without it."""
@@ -78,7 +78,7 @@ def export_run(
             half-written stays.
     """
     from fsdptool.training.export.values import open_saved
-    from fsdptool.training.run_inputs import read_inputs
+    from fsdptool.training.run.run_inputs import read_inputs
 
     target = output or run / EXPORT
     _check_target(target, force=force)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.training.assemble import open_weights
 from fsdptool.training.checkpoint.manifest import Manifest, check_file, newest_good, read_manifest
-from fsdptool.training.folder import CHECKPOINTS
-from fsdptool.training.initialisation import Blueprint, draw_blueprint, replay
-from fsdptool.training.materialize import base_name
+from fsdptool.training.engine.assemble import open_weights
 from fsdptool.training.methods.quantised.formats import Format, decode, encode
+from fsdptool.training.run.folder import CHECKPOINTS
+from fsdptool.training.sharding.initialisation import Blueprint, draw_blueprint, replay
+from fsdptool.training.sharding.materialize import base_name
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdptool.training.run_inputs import RunInputs
+    from fsdptool.training.run.run_inputs import RunInputs
 
 
 class Saved:

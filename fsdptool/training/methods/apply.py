@@ -70,7 +70,7 @@ def quantised_weights(model: nn.Module, recipe: Recipe) -> dict[str, Format]:
     lora = recipe.method.lora
     if recipe.method.name != "lora" or lora is None or lora.base == "unchanged":
         return {}
-    from fsdptool.training.materialize import base_name
     from fsdptool.training.methods.quantised.replace import choose_layers
+    from fsdptool.training.sharding.materialize import base_name
 
     return {f"{base_name(path)}.weight": lora.base for path in choose_layers(model, lora.base).layers}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fsdptool.families.protocol import Family
     from fsdptool.records.recipe import Recipe
-    from fsdptool.training.initialisation import Blueprint
+    from fsdptool.training.sharding.initialisation import Blueprint
 
 ADAPTER = "default"
 
@@ -87,7 +87,7 @@ def adapter_blueprint(model: nn.Module) -> Blueprint:
     """Return how adapters start: peft's own initialisation, recorded (A Kaiming uniform, B zero)."""
     from peft.tuners.lora import LoraLayer
 
-    from fsdptool.training.initialisation import note_initialisation
+    from fsdptool.training.sharding.initialisation import note_initialisation
 
     def reset() -> None:
         for module in model.modules():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdptool.training.shard import reshard_all
+from fsdptool.training.sharding.shard import reshard_all
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fsdptool.training.data.loader import Loader
-    from fsdptool.training.session import Session
+    from fsdptool.training.run.session import Session
 
 FOLDER = "samples"
 """Folder of a run folder: ``samples/step-00000100/0.txt`` (or ``.png``, ``.safetensors``)."""
@@ -62,7 +62,7 @@ class Sampler:
         import torch
 
         from fsdptool.families.objectives.context import using
-        from fsdptool.training.shard import reshard_all
+        from fsdptool.training.sharding.shard import reshard_all
 
         was_training = model.training
         model.eval()

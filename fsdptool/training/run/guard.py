@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdptool.errors import ExitCode, FsdptoolError, StorageError
-from fsdptool.training import events as event_module
-from fsdptool.training.events import EventLog
-from fsdptool.training.exhaustion import describe_exhaustion, is_exhaustion
-from fsdptool.training.folder import LOGS
-from fsdptool.training.parts import SUPERVISOR, open_events, open_flag, place
-from fsdptool.training.stop import SignalFlag
+from fsdptool.training.run import events as event_module
+from fsdptool.training.run.events import EventLog
+from fsdptool.training.run.exhaustion import describe_exhaustion, is_exhaustion
+from fsdptool.training.run.folder import LOGS
+from fsdptool.training.run.parts import SUPERVISOR, open_events, open_flag, place
+from fsdptool.training.run.stop import SignalFlag
 
 _PEER_SYMPTOMS = (
     "Connection closed by peer",

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdptool.errors import ConfigError
-from fsdptool.training.adafactor import RowAdafactor, Whole
-from fsdptool.training.shard import local
+from fsdptool.training.engine.adafactor import RowAdafactor, Whole
+from fsdptool.training.sharding.shard import local
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Optimizer
@@ -123,7 +123,7 @@ def build_optimizer(wanted: Optimizer, named: NamedParameters, *, rate: float) -
         ConfigError: The optimizer needs a library that is not installed, or has no such kernel.
     """
     if wanted.name == "adamw8bit":
-        from fsdptool.training.eight_bit import EightBitUpdate
+        from fsdptool.training.engine.eight_bit import EightBitUpdate
 
         return EightBitUpdate(wanted, named, rate=rate)
     return Update(wanted, named, rate=rate)
@@ -167,7 +167,7 @@ def _make(
     wanted: Optimizer, groups: list[dict[str, Any]], pairs: Pairs, rate: float
 ) -> torch.optim.Optimizer:
     if wanted.name == "adamw8bit":
-        from fsdptool.training.eight_bit import make_adamw8bit
+        from fsdptool.training.engine.eight_bit import make_adamw8bit
 
         return make_adamw8bit(wanted, groups, rate)
     kernels = _kernels(wanted)

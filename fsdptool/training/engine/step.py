@@ -15,15 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdptool.families.objectives.context import share
-from fsdptool.training.shard import local
+from fsdptool.training.sharding.shard import local
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fsdptool.families.protocol import Objective
-    from fsdptool.training.optimizer import Update
-    from fsdptool.training.precision import LossScaler
-    from fsdptool.training.session import Session
+    from fsdptool.training.engine.optimizer import Update
+    from fsdptool.training.run.session import Session
+    from fsdptool.training.sharding.precision import LossScaler
 
 
 class MicroLoss(Protocol):

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import (
 
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.units import Unit, UnitPlan
-from fsdptool.training.precision import to_dtype
+from fsdptool.training.sharding.precision import to_dtype
 
 if TYPE_CHECKING:
-    from fsdptool.training.session import Session
+    from fsdptool.training.run.session import Session
 
 
 def store_masters(model: nn.Module, plan: UnitPlan) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.errors import ModelError, StorageError
-from fsdptool.training.pulse import beat
+from fsdptool.training.run.pulse import beat
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdptool.training.random_values import derive_seed
+from fsdptool.training.sharding.random_values import derive_seed
 
 if TYPE_CHECKING:
-    from fsdptool.training.ema import Ema
+    from fsdptool.training.engine.ema import Ema
+    from fsdptool.training.engine.optimizer import Update
     from fsdptool.training.interfaces import Batches
-    from fsdptool.training.optimizer import Update
-    from fsdptool.training.precision import LossScaler
+    from fsdptool.training.sharding.precision import LossScaler
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from fsdptool.errors import ModelError
-from fsdptool.training.pulse import beat
-from fsdptool.training.random_values import derive_seed, fill_slice
-from fsdptool.training.recording import DRAWS, Note, Recorder
+from fsdptool.training.run.pulse import beat
+from fsdptool.training.sharding.random_values import derive_seed, fill_slice
+from fsdptool.training.sharding.recording import DRAWS, Note, Recorder
 
 
 @dataclass(slots=True)

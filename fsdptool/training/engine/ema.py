@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdptool.training.shard import local
+from fsdptool.training.sharding.shard import local
 
 
 class Ema:

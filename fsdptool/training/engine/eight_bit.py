@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.errors import ConfigError
+from fsdptool.training.engine.optimizer import Update
 from fsdptool.training.methods.quantised.formats import load_kernels
-from fsdptool.training.optimizer import Update
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from fsdptool.families.objectives.context import share
-from fsdptool.training.shard import reshard_all
-from fsdptool.training.step import per_item, to_device
+from fsdptool.training.engine.step import per_item, to_device
+from fsdptool.training.sharding.shard import reshard_all
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fsdptool.families.protocol import Objective
-    from fsdptool.training.session import Session
+    from fsdptool.training.run.session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fsdptool.errors import StorageError
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import Metrics
-from fsdptool.training.folder import EVENTS, METRICS, write_text
+from fsdptool.training.run.folder import EVENTS, METRICS, write_text
 
 if TYPE_CHECKING:
-    from fsdptool.training.trackers import Tracker
+    from fsdptool.training.run.trackers import Tracker
 
 STDERR_MARK = "fsdptool-event "
 """Prefix of an event on standard error, used when the event file cannot be written (full disk)."""

@@ -13,7 +13,7 @@ from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
-from fsdptool.training.folder import write_json
+from fsdptool.training.run.folder import write_json
 
 T = TypeVar("T")
 

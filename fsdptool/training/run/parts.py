@@ -1,6 +1,6 @@
 """Assembles what a worker needs besides the engine: events, stop flag, checkpoints, memory meter.
 
-``training/worker.py`` is ``guard(folder, body)`` (``training/guard.py``): the guard opens the flag
+``training/worker.py`` is ``guard(folder, body)`` (``training/run/guard.py``): the guard opens the flag
 before anything slow is imported, then the events, and gives both to ``body``, which imports the rest
 and calls :func:`open_parts` once the process group exists.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdptool.training.events import EventLog
-from fsdptool.training.folder import CHECKPOINTS, LOGS, read_start
-from fsdptool.training.stop import SignalFlag, install_stack_dump
+from fsdptool.training.run.events import EventLog
+from fsdptool.training.run.folder import CHECKPOINTS, LOGS, read_start
+from fsdptool.training.run.stop import SignalFlag, install_stack_dump
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
     from fsdptool.records.settings import FsdpSettings
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-    from fsdptool.training.meter import CpuMeter, CudaMeter
+    from fsdptool.training.run.meter import CpuMeter, CudaMeter
 
 SUPERVISOR = "FSDPTOOL_SUPERVISOR_PID"
 """Environment variable with the process id of the fsdptool parent on this machine."""
@@ -83,8 +83,8 @@ def open_parts(
 ) -> Parts:
     """Assemble the parts. Collective: checkpoints get process groups of their own."""
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-    from fsdptool.training.meter import CpuMeter, CudaMeter
-    from fsdptool.training.trackers import open_trackers
+    from fsdptool.training.run.meter import CpuMeter, CudaMeter
+    from fsdptool.training.run.trackers import open_trackers
 
     start = read_start(folder)
     checkpointer = RunCheckpointer(

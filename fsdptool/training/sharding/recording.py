@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptool.errors import ModelError
-from fsdptool.training.random_values import derive_seed
+from fsdptool.training.sharding.random_values import derive_seed
 
 aten = torch.ops.aten
 _OVERWRITES = {

@@ -11,21 +11,21 @@ from torch import nn
 from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection.build import build
-from fsdptool.training.context import attention_of, check_context
-from fsdptool.training.ema import Ema
-from fsdptool.training.initialisation import Blueprint, draw_blueprint
-from fsdptool.training.materialize import Origins, materialize
+from fsdptool.training.engine.ema import Ema
+from fsdptool.training.engine.optimizer import Update, build_optimizer
+from fsdptool.training.engine.schedule import base_rate
+from fsdptool.training.engine.step import MicroLoss, Stepper
 from fsdptool.training.methods.apply import prepare_model
 from fsdptool.training.methods.float8 import convert_layers
 from fsdptool.training.methods.losses import Student, Task
-from fsdptool.training.optimizer import Update, build_optimizer
-from fsdptool.training.precision import LossScaler
-from fsdptool.training.proof import prove
-from fsdptool.training.recompute import checkpoint_units
-from fsdptool.training.schedule import base_rate
-from fsdptool.training.shard import shard, store_masters
-from fsdptool.training.step import MicroLoss, Stepper
-from fsdptool.training.weights import Weights
+from fsdptool.training.sharding.context import attention_of, check_context
+from fsdptool.training.sharding.initialisation import Blueprint, draw_blueprint
+from fsdptool.training.sharding.materialize import Origins, materialize
+from fsdptool.training.sharding.precision import LossScaler
+from fsdptool.training.sharding.proof import prove
+from fsdptool.training.sharding.recompute import checkpoint_units
+from fsdptool.training.sharding.shard import shard, store_masters
+from fsdptool.training.sharding.weights import Weights
 
 if TYPE_CHECKING:
     from fsdptool.families.protocol import Objective
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import ModelChoice, Recipe
     from fsdptool.records.settings import FsdpSettings
     from fsdptool.records.units import UnitPlan
-    from fsdptool.training.run_inputs import RunInputs
-    from fsdptool.training.session import Session
+    from fsdptool.training.run.run_inputs import RunInputs
+    from fsdptool.training.run.session import Session
 
 Phase = Callable[[str], None]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
 from fsdptool.records.settings import FsdpSettings, Mesh
-from fsdptool.training.pulse import TIMEOUT
+from fsdptool.training.run.pulse import TIMEOUT
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from fsdptool.errors import ModelError
-from fsdptool.training.initialisation import Blueprint, loose_tensors, replay
 from fsdptool.training.methods.quantised.formats import empty_parts, encode
 from fsdptool.training.methods.quantised.linear import QuantisedLinear
 from fsdptool.training.methods.quantised.replace import quantised_layers
-from fsdptool.training.shard import local
+from fsdptool.training.sharding.initialisation import Blueprint, loose_tensors, replay
+from fsdptool.training.sharding.shard import local
 
 if TYPE_CHECKING:
-    from fsdptool.training.session import Session
-    from fsdptool.training.weights import Weights
+    from fsdptool.training.run.session import Session
+    from fsdptool.training.sharding.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdptool.records.units import Unit, UnitPlan
-from fsdptool.training.materialize import rows_of
 from fsdptool.training.methods.quantised.replace import describe_base
-from fsdptool.training.shard import local, managed_names, require, sharded_modules
+from fsdptool.training.sharding.materialize import rows_of
+from fsdptool.training.sharding.shard import local, managed_names, require, sharded_modules
 
 if TYPE_CHECKING:
-    from fsdptool.training.session import Session
+    from fsdptool.training.run.session import Session
 
 _EXAMPLES = 4
 

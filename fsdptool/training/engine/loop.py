@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.run import Metrics
-from fsdptool.training import pulse
-from fsdptool.training.evaluate import Evaluated, evaluate
-from fsdptool.training.schedule import rate
-from fsdptool.training.state import RunState
+from fsdptool.training.engine.evaluate import Evaluated, evaluate
+from fsdptool.training.engine.schedule import rate
+from fsdptool.training.engine.state import RunState
+from fsdptool.training.run import pulse
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
-    from fsdptool.training.assemble import Assembled
+    from fsdptool.training.engine.assemble import Assembled
+    from fsdptool.training.engine.step import Outcome
     from fsdptool.training.interfaces import Batches, RunParts
+    from fsdptool.training.run.session import Session
     from fsdptool.training.sampling import Sampler
-    from fsdptool.training.session import Session
-    from fsdptool.training.step import Outcome
 
 _ROLLBACKS = 3
 """Rolling back to one checkpoint this often without passing it means that it does not help."""

@@ -1,0 +1,1 @@
+"""What surrounds the steps of a worker: its folder, events, signals, measurements, failures."""
