@@ -66,6 +66,13 @@ def test_a_module_keeps_to_its_room(path: Path) -> None:
         assert set(others) <= {"fsdptool.errors"}, "records know nobody but the errors"
 
 
+@pytest.mark.parametrize(("lower", "upper"), [("run", "sharding"), ("run", "engine"), ("sharding", "engine")])
+def test_the_trainers_rooms_are_used_in_one_direction(lower: str, upper: str) -> None:
+    for path in (PACKAGE / "training" / lower).glob("*.py"):
+        every = imports(parsed(path), top_level_only=False)
+        assert not [name for name in every if name.startswith(f"fsdptool.training.{upper}")], path
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_torch_free_rooms_never_import_torch(path: Path) -> None:
     if room(path) not in TORCH_FREE or path.is_relative_to(OBJECTIVES):
