@@ -105,8 +105,11 @@ def _record(model: nn.Module, objective: Any, batch: dict[str, torch.Tensor], st
 def test_fakes_allocate_what_the_real_run_does(name: str, flavour: str) -> None:
     family = load_registry().get(name)
     small = small_model(family, family.flavours()[flavour])
-    real = _record(small.model, small.objective, small.batch, ExitStack())
-    small.model.zero_grad(set_to_none=True)
+    runs = []
+    for _ in range(2):  # a first run may fill caches of the library
+        runs.append(_record(small.model, small.objective, small.batch, ExitStack()))
+        small.model.zero_grad(set_to_none=True)
+    real = min(runs, key=max)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _, specs = small_batch(family, small.spec)
     batch = fake_batch(specs, mode)

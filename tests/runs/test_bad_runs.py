@@ -186,7 +186,9 @@ def test_exporting_what_is_no_run(place: Work, capsys: pytest.CaptureFixture[str
 
 
 def test_exporting_over_what_is_no_export(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["export", str(place.folder), "-o", str(place.folder / "model"), "--force"]
-    assert run(arguments) == 2
+    trained = place.folder / "trained"
+    trained.mkdir()
+    (trained / "run.json").touch()
+    assert run(["export", str(trained), "-o", str(place.folder / "model"), "--force"]) == 2
     assert "is no export of fsdptool's" in capsys.readouterr().err
     assert (place.folder / "model" / "config.json").exists()
