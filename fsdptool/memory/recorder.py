@@ -43,7 +43,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: set[int] = set()
         for tensor in known:
             storage = tensor.untyped_storage()
-            self._seen[storage._cdata] = weakref.ref(storage)
+            self._seen[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))
         self.mark("start", "")
 
     def mark(self, marker: Marker, path: str) -> None:
@@ -150,6 +150,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # What forward frees again was never kept for backward.
             if self.kinds[number] == _KIND["activation"] and self._phase != "temporary":
                 self.kinds[number] = _KIND["temporary"]
+
+        return gone
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            # A buffer that forward replaces: what is allocated in its place is no longer known.
+            self._seen.pop(key, None)
 
         return gone
 
