@@ -31,9 +31,10 @@ def listing(
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
     """List the entries, the newest first."""
+    from fsdptool.amounts import amount
     from fsdptool.cache import Store
     from fsdptool.records.document import envelope
-    from fsdptool.report.tables import print_line, print_table, size
+    from fsdptool.report.tables import print_line, print_table
 
     store = Store()
     entries = store.entries()
@@ -56,7 +57,7 @@ def listing(
         return int(ExitCode.CLEAN)
     print_table(
         ("kind", "about", "size", "age", "key"),
-        [(e.kind, e.about, size(e.bytes), _age(e.created), e.key[:12]) for e in entries],
+        [(e.kind, e.about, amount(e.bytes), _age(e.created), e.key[:12]) for e in entries],
         numeric=(2, 3),
     )
     return int(ExitCode.CLEAN)
@@ -115,15 +116,16 @@ def clear(
 
 
 def _report(store: Store, cleared: Cleared, format: Format) -> int:
+    from fsdptool.amounts import amount
     from fsdptool.records.document import envelope
-    from fsdptool.report.tables import print_line, size
+    from fsdptool.report.tables import print_line
 
     failed = [{"path": str(path), "reason": reason} for path, reason in cleared.failed]
     if format is Format.JSON:
         body = _body(store.folder, removed=cleared.removed, bytes=cleared.bytes, failed=failed)
         print_document(envelope("cache", str(store.folder), body))
     else:
-        print_line(f"removed {cleared.removed} files, {size(cleared.bytes)}, from {store.folder}")
+        print_line(f"removed {cleared.removed} files, {amount(cleared.bytes)}, from {store.folder}")
         for item in failed:
             print_line(f"not removed: {item['path']}: {item['reason']}")
     return int(ExitCode.FINDINGS if failed else ExitCode.CLEAN)

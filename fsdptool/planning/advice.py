@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fsdptool.amounts import amount
 from fsdptool.errors import FsdptoolError
 from fsdptool.families.registry import family_of
-from fsdptool.planning.judge import HEADROOM, gib
+from fsdptool.planning.judge import HEADROOM
 from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.predict import Estimator
@@ -110,8 +111,8 @@ def _needless(
         Diagnostic(
             "PLN011",
             "info",
-            f"FSDP is not needed: the whole run fits one {cluster.gpu.name} ({gib(total)} of"
-            f" {gib(judged.usable_bytes)} with DDP's buckets)",
+            f"FSDP is not needed: the whole run fits one {cluster.gpu.name} ({amount(total)} of"
+            f" {amount(judged.usable_bytes)} with DDP's buckets)",
             help="DDP communicates a third less; use FSDP for larger batches or models, not for fit",
         )
     ]

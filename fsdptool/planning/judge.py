@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdptool.amounts import amount
 from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.machine import Machine, Overhead, overhead
 from fsdptool.records.cluster import Cluster
@@ -88,14 +89,6 @@ def process_groups(knobs: Knobs) -> int:
     return 1 + hybrid + integer + (2 if knobs.cp > 1 else 0)
 
 
-def gib(size: int | None) -> str:
-    """Return bytes as GiB with one decimal (more below 0.1)."""
-    if size is None:
-        return "unknown"
-    value = size / GIB
-    return f"{value:.1f} GiB" if abs(value) >= 10 else f"{value:.2f} GiB"
-
-
 def _components(footprint: Footprint, held: int | None, lines: Overhead) -> tuple[Component, ...]:
     """The footprint's own lines, what the allocator holds beyond them, and what lies outside it."""
     extra = (
@@ -112,11 +105,11 @@ def _verdict(
 ) -> tuple[bool | None, str | None]:
     limit = cluster.host_memory_bytes
     if limit is not None and host > limit:
-        return False, f"host memory: each node needs {gib(host)} of {gib(limit)}"
+        return False, f"host memory: each node needs {amount(host)} of {amount(limit)}"
     if total is None:
         return None, "activations are unknown"
     if usable is None:
         return None, "the host's memory is unknown"
     if total > usable:
-        return False, f"memory: {gib(total - usable)} more than the {gib(usable)} usable"
+        return False, f"memory: {amount(total - usable)} more than the {amount(usable)} usable"
     return True, None

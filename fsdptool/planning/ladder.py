@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from fsdptool.amounts import amount
 from fsdptool.errors import FsdptoolError
 from fsdptool.planning.catalogue import all_entries
 from fsdptool.planning.environment import expands
-from fsdptool.planning.judge import gib
 from fsdptool.planning.knobs import Knobs
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.options import PlanInputs
@@ -148,7 +148,7 @@ def _cost(text: str, judged: Candidate, asked: Candidate) -> str:
     words += [cost for start, cost in _COSTS if text.startswith(start)]
     before, after = asked.host_bytes_per_node, judged.host_bytes_per_node
     if before is not None and after is not None and after > before:
-        words.append(f"{gib(after - before)} more host memory per node")
+        words.append(f"{amount(after - before)} more host memory per node")
     return "; ".join(words) or "nothing known"
 
 

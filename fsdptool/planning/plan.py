@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdptool.amounts import amount
 from fsdptool.errors import PlanError
 from fsdptool.planning.advice import advise
 from fsdptool.planning.batches import largest_batch
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.document import inputs_of
-from fsdptool.planning.judge import HEADROOM, gib
+from fsdptool.planning.judge import HEADROOM
 from fsdptool.planning.knobs import Knobs, apply_knobs, knobs_from_json, read_knobs
 from fsdptool.planning.ladder import climb
 from fsdptool.planning.limits import check_sizes
@@ -292,7 +293,7 @@ def _remarks(inputs: PlanInputs, asked: Candidate, chosen: Candidate | None) -> 
             Diagnostic(
                 "PLN003",
                 "warning",
-                f"only {gib(chosen.slack_bytes)} of {gib(chosen.usable_bytes)} stay free: within the"
+                f"only {amount(chosen.slack_bytes)} of {amount(chosen.usable_bytes)} stay free: within the"
                 " estimate's own error",
                 help="take a rung of --explain's ladder before renting, or try one step first",
             )

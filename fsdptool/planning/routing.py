@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fsdptool.planning.judge import gib
+from fsdptool.amounts import amount
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.plan import Candidate
 
@@ -49,6 +49,6 @@ def routing(parameters: Iterable[Parameter], candidate: Candidate) -> dict[str, 
 def routing_note(told: Mapping[str, Any]) -> str:
     """Return :func:`routing` in one line."""
     return (
-        f"{told['experts']} experts: balanced routing peaks at {gib(told['balanced_bytes'])} allocated, the"
-        f" worst at {gib(told['worst_case_bytes'])}: {told['reason']}"
+        f"{told['experts']} experts: balanced routing peaks at {amount(told['balanced_bytes'])} allocated,"
+        f" the worst at {amount(told['worst_case_bytes'])}: {told['reason']}"
     )

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdptool.amounts import amount
 from fsdptool.errors import ConfigError
-from fsdptool.planning.judge import HEADROOM, gib
+from fsdptool.planning.judge import HEADROOM
 from fsdptool.planning.knobs import Knobs, knobs_from_json
 from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.predict import Estimator
@@ -195,7 +196,9 @@ def _why_not(candidate: Candidate, chosen: Candidate, prefer: str) -> Candidate:
 
 def _reason(candidate: Candidate, chosen: Candidate, prefer: str) -> str:
     if not roomy(candidate) and roomy(chosen):
-        return f"headroom: only {gib(candidate.slack_bytes)} to spare, {HEADROOM:.0%} of the GPU is kept free"
+        return (
+            f"headroom: only {amount(candidate.slack_bytes)} to spare, {HEADROOM:.0%} of the GPU is kept free"
+        )
     merit, best = _merit(candidate, prefer), _merit(chosen, prefer)
     word = "price" if prefer == "price" else "speed"
     if merit < best:
@@ -205,5 +208,5 @@ def _reason(candidate: Candidate, chosen: Candidate, prefer: str) -> str:
     extra = (candidate.allocated_peak_bytes or 0) - (chosen.allocated_peak_bytes or 0)
     if extra > 0:
         gain = f"{merit / best - 1:.1%} better" if best and merit > best * 1.0005 else "no better"
-        return f"memory: {gain} in {word} than {chosen.id}, but needs {gib(extra)} more"
+        return f"memory: {gain} in {word} than {chosen.id}, but needs {amount(extra)} more"
     return f"equal to {chosen.id}, which is nearer to what was asked"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdptool.report.tables import count, print_finding, print_line, print_table, size
+from fsdptool.amounts import amount
+from fsdptool.report.tables import count, print_finding, print_line, print_table
 
 _SHOWN_CLASSES = 12
 
@@ -158,7 +159,7 @@ def _units(document: Mapping[str, Any]) -> None:
     print_line(
         f"{len(units)} FSDP units ({layout} layout); the largest is {largest['id']}:"
         f" {count(largest['parameters'])}, {largest['share']:.1%} of all,"
-        f" {size(largest['bytes_16bit'])} gathered in 16 bit"
+        f" {amount(largest['bytes_16bit'])} gathered in 16 bit"
     )
     for kind, label in (("embedding", "embedding"), ("shared", "shared"), ("tail", "tail"), ("root", "root")):
         for unit in units:
@@ -173,7 +174,7 @@ def _details(document: Mapping[str, Any]) -> None:
     persistent = [item for item in document["buffers"] if item["persistent"]]
     if document["buffers"]:
         total = sum(item["bytes"] for item in document["buffers"])
-        print_line(f"{len(document['buffers'])} buffers, {size(total)}; {len(persistent)} persistent")
+        print_line(f"{len(document['buffers'])} buffers, {amount(total)}; {len(persistent)} persistent")
     for tie in document["ties"][:4]:
         print_line(f"tied: {' = '.join(tie[:5])}{' = ...' if len(tie) > 5 else ''}")
     if len(document["ties"]) > 4:
@@ -192,12 +193,14 @@ def _uneven(document: Mapping[str, Any]) -> None:
         print_line(f"every parameter divides evenly over {ranks} ranks")
         return
     padding = sum(item["padding_bytes"] for item in items)
-    print_line(f"{len(items)} parameters do not divide over {ranks} ranks: {size(padding)} of padding in all")
+    print_line(
+        f"{len(items)} parameters do not divide over {ranks} ranks: {amount(padding)} of padding in all"
+    )
     worst = sorted(items, key=lambda item: -item["padding_bytes"])[:5]
     print_table(
         ("parameter", "dim 0", "padding", "empty ranks"),
         [
-            (item["fqn"], str(item["dim0"]), size(item["padding_bytes"]), str(item["empty_ranks"]))
+            (item["fqn"], str(item["dim0"]), amount(item["padding_bytes"]), str(item["empty_ranks"]))
             for item in worst
         ],
         numeric=(1, 2, 3),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdptool.report.tables import print_finding, print_line, print_table, size
+from fsdptool.amounts import amount
+from fsdptool.report.tables import print_finding, print_line, print_table
 
 
 def print_doctor(document: Mapping[str, Any]) -> None:
@@ -16,8 +17,8 @@ def print_doctor(document: Mapping[str, Any]) -> None:
     )
     machine = document["machine"]
     print_line(
-        f"machine: {machine['cores']} cores, {size(machine['memory_bytes'])} memory"
-        f" ({size(machine['memory_available_bytes'])} available), {machine['platform']}"
+        f"machine: {machine['cores']} cores, {amount(machine['memory_bytes'])} memory"
+        f" ({amount(machine['memory_available_bytes'])} available), {machine['platform']}"
     )
     if document["devices"]:
         print_table(
@@ -26,8 +27,8 @@ def print_doctor(document: Mapping[str, Any]) -> None:
                 (
                     g["id"],
                     g["name"],
-                    size(g["memory_bytes"]),
-                    size(g["memory_free_bytes"]),
+                    amount(g["memory_bytes"]),
+                    amount(g["memory_free_bytes"]),
                     g["capability"],
                     g["run"] or "",
                 )
@@ -43,7 +44,7 @@ def print_doctor(document: Mapping[str, Any]) -> None:
         print_line(f"plugin {origin}: {len(families)} families")
     cache = document["cache"]
     state = "writable" if cache["writable"] else "read-only"
-    print_line(f"cache: {cache['folder']} ({state}), {cache['entries']} entries, {size(cache['bytes'])}")
+    print_line(f"cache: {cache['folder']} ({state}), {cache['entries']} entries, {amount(cache['bytes'])}")
     for probe in document["probes"]:
         if probe["ok"]:
             text = f"yes, weights equal a plain loop's to {probe['difference']:.1e}"

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fsdptool.amounts import amount
 from fsdptool.report import html_charts as charts
 from fsdptool.report import plan_words as words
 from fsdptool.report.html_style import STYLE
-from fsdptool.report.plan_words import amount, duration
+from fsdptool.report.plan_words import duration
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Nothing may be fetched and nothing may run, whatever a model's name holds."""

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fsdptool.report.plan_words import amount, brief, duration
+from fsdptool.amounts import amount
+from fsdptool.report.plan_words import brief, duration
 
 GROUPS = {
     "parameters": "states",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdptool.amounts import amount
 from fsdptool.report import plan_words as words
-from fsdptool.report.plan_words import amount, duration
+from fsdptool.report.plan_words import duration
 from fsdptool.report.tables import print_finding, print_line, print_table
 
 _SPARKS = "▁▂▃▄▅▆▇█"

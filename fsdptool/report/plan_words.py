@@ -6,20 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from fsdptool.amounts import amount
+
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "cannot be told"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}
-
-
-def amount(value: int | None) -> str:
-    """Return bytes as a person compares them: GiB with the digits that matter; None is unknown."""
-    if value is None:
-        return "unknown"
-    sign, value = ("-", -value) if value < 0 else ("", value)
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= size:
-            number = value / size
-            return f"{sign}{number:.1f} {unit}" if number >= 10 else f"{sign}{number:.2f} {unit}"
-    return f"{sign}{value} B"
 
 
 def duration(seconds: float | None) -> str:

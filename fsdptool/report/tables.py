@@ -76,11 +76,3 @@ def count(value: int) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}" if value < 100 * size else f"{value / size:.0f} {unit}"
     return str(value)
-
-
-def size(value: int) -> str:
-    """Return bytes in binary units, for example ``1.50 GiB``."""
-    for length, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= length:
-            return f"{value / length:.2f} {unit}"
-    return f"{value} B"

@@ -7,19 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from fsdptool.amounts import amount
 from fsdptool.report.tables import printable
-
-_GIB = 1 << 30
-_MIB = 1 << 20
-
-
-def bytes_text(value: int | None) -> str:
-    """Return bytes in MiB or GiB, or ``unknown``."""
-    if value is None:
-        return "unknown"
-    if value >= _GIB:
-        return f"{value / _GIB:.2f} GiB"
-    return f"{value / _MIB:.2f} MiB"
 
 
 class Progress:
@@ -137,7 +126,7 @@ def step_text(event: Mapping[str, Any]) -> str:
         else:
             parts.append(f"{event['samples'] / seconds:,.1f} samples/s")
     if event.get("memory_allocated_peak_bytes") is not None:
-        parts.append(f"peak {bytes_text(event['memory_allocated_peak_bytes'])}")
+        parts.append(f"peak {amount(event['memory_allocated_peak_bytes'])}")
     return "  ".join(parts)
 
 
@@ -145,7 +134,7 @@ def proof_text(proof: Mapping[str, Any]) -> str:
     """Return the sharding proof in one line."""
     kinds = ", ".join(f"{count} × {name}" for name, count in (proof.get("placements") or {}).items())
     local = proof.get("local_bytes") or []
-    share = ", ".join(bytes_text(value) for value in local)
+    share = ", ".join(amount(value) for value in local)
     return f"{proof.get('units')} units, {proof.get('parameters')} parameters ({kinds}); per rank {share}"
 
 
@@ -169,9 +158,9 @@ def closing_text(summary: Mapping[str, Any], folder: str, losses: list[float | N
     finite = [loss for loss in losses if loss is not None]
     if finite:
         lines.append(f"  loss         {finite[0]:.4f} -> {finite[-1]:.4f}")
-    lines.append(f"  peak memory  predicted {bytes_text(summary['predicted_peak_bytes'])} per rank")
+    lines.append(f"  peak memory  predicted {amount(summary['predicted_peak_bytes'])} per rank")
     for rank, value in enumerate(summary["measured_peak_bytes"]):
-        lines.append(f"               rank {rank} measured {bytes_text(value)}")
+        lines.append(f"               rank {rank} measured {amount(value)}")
     if summary["error_percent"] is not None:
         lines.append(f"               error {summary['error_percent']:+.2f} %")
     lines.append(f"               instrument: {summary['instrument']}")
@@ -200,18 +189,18 @@ def memory_text(account: Mapping[str, Any]) -> str:
     lines = [f"rank {account['rank']} ran out of memory in {seen['moment']}"]
     asked = seen.get("requested_bytes")
     if asked is not None:
-        held = bytes_text(seen.get("allocated_bytes"))
-        lines[0] += f": {bytes_text(asked)} more were asked for with {held} allocated"
-    lines += [f"  {bytes_text(item['bytes']):>12}  {item['name']}" for item in seen.get("live", [])]
+        held = amount(seen.get("allocated_bytes"))
+        lines[0] += f": {amount(asked)} more were asked for with {held} allocated"
+    lines += [f"  {amount(item['bytes']):>12}  {item['name']}" for item in seen.get("live", [])]
     if account["planned_moment"]:
-        planned = bytes_text(account["planned_bytes"])
+        planned = amount(account["planned_bytes"])
         lines.append(f"  the plan expected {planned} at that moment ({account['planned_moment']})")
     if account["peak_moment"]:
-        peak = bytes_text(account["peak_bytes"])
+        peak = amount(account["peak_bytes"])
         lines.append(f"  the plan's peak is {peak}, in {account['peak_moment']}")
     for step in account["next_steps"][:3]:
         total = step["device_total_bytes"]
-        gives = f": {bytes_text(total)} per rank" if total is not None else ""
+        gives = f": {amount(total)} per rank" if total is not None else ""
         lines.append(f"  next step: {step['change']}{gives} (costs: {step['cost']})")
     return "\n".join(lines)
 
@@ -220,4 +209,4 @@ def plan_text(prediction: Mapping[str, Any] | None) -> str:
     """Return what the plan says before the run, in one line."""
     if prediction is None or prediction.get("allocated_peak_bytes") is None:
         return "predicted peak per rank: unknown"
-    return f"predicted peak per rank: {bytes_text(prediction['allocated_peak_bytes'])} allocated"
+    return f"predicted peak per rank: {amount(prediction['allocated_peak_bytes'])} allocated"

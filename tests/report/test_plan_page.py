@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from fsdptool.amounts import amount
 from fsdptool.planning.document import plan_document
 from fsdptool.records.plan import Candidate, Component, Holding, Moment, NextStep, Peak, Plan
 from fsdptool.report.html import plan_page
 from fsdptool.report.plan import print_plan
-from fsdptool.report.plan_words import amount, resample
+from fsdptool.report.plan_words import resample
 
 NASTY = '<script>alert("x")</script>'
 GIB = 2**30
