@@ -7,7 +7,7 @@ Mirrors the unsharding half of ``_fsdp_param_group.py`` and ``_fsdp_collectives.
 from __future__ import annotations
 
 from fsdptool.memory.groups import FORWARD, POST_FORWARD, PRE_BACKWARD, SHARDED, UNSHARDED_STATE, Group, Rank
-from fsdptool.memory.ledger import GATHER, STAGING, Block, Ledger
+from fsdptool.memory.ledger import GATHER, Block, Ledger
 from fsdptool.memory.sizes import rounded
 
 
@@ -17,7 +17,7 @@ class Gathering:
     Args:
         rank: What it holds.
         ledger: Where bytes are counted.
-        gloo: Whether collectives stage in host memory of their own.
+        gloo: Whether ranks send to each other directly (``training/sharding/direct.py``).
     """
 
     def __init__(self, rank: Rank, ledger: Ledger, *, gloo: bool) -> None:
@@ -44,21 +44,8 @@ class Gathering:
         if cast is not None:
             self.ledger.add(cast)
         self.ledger.add(sizes.gather)
-        # Over gloo the cast shards are measured to outlive the collective (torch 2.13).
-        self._stage(sizes.gather)
         if cast is not None:
             self.ledger.drop(cast)
-
-    def _stage(self, block: Block) -> None:
-        """Let gloo hold its copy during a collective (torch 2.13, ``ProcessGroupGloo.cpp``).
-
-        An all-gather receives into a flat buffer of the output's size; a reduce-scatter is an
-        all-reduce on a clone of the input.
-        """
-        if self.gloo and self.rank.degree > 1:
-            staging = Block(STAGING, block.total, block.sizes)
-            self.ledger.add(staging)
-            self.ledger.drop(staging)
 
     def _wait(self, group: Group, training: int) -> None:
         if not group.pending:
@@ -73,7 +60,8 @@ class Gathering:
             self.ledger.drop(previous)
             self._gathered = None
         if sizes.gather is not None:
-            if training == FORWARD:
+            # What is still under way when FSDP comes to wait, it lets go of at once (``async_op``).
+            if training == FORWARD and not self.gloo:
                 self._gathered = sizes.gather
             else:
                 self.ledger.drop(sizes.gather)

@@ -24,8 +24,9 @@ from fsdptool.memory.groups import (
     reduction,
     widened,
 )
-from fsdptool.memory.ledger import ALL_REDUCE, REDUCE, Block, Ledger
+from fsdptool.memory.ledger import ALL_REDUCE, REDUCE, STAGING, Block, Ledger
 from fsdptool.memory.program import Piece
+from fsdptool.memory.sizes import rounded
 from fsdptool.records.trace import Trace
 
 
@@ -37,7 +38,7 @@ class Schedule(Gathering):
         replicate: Copies of them (HSDP).
         ledger: Where bytes are counted.
         trace: What is played.
-        gloo: Whether collectives stage in host memory of their own.
+        gloo: Whether ranks send to each other directly (``training/sharding/direct.py``).
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class Schedule(Gathering):
         for block in gradients.values():
             ledger.drop(block)
         ledger.add(made.output)
-        self._stage(made.input)
+        self._receive(made.input)
         if self.rank.degree == 1 and self.replicate > 1:
             # The factor is set, and where nothing is scattered divides out of place (``foreach_reduce``).
             scaled = Block(REDUCE, made.input.total, made.input.sizes)
@@ -293,6 +294,14 @@ class Schedule(Gathering):
         else:
             # Added to what is there or, under offload, copied to the host (``foreach_reduce``).
             ledger.drop(kept)
+
+    def _receive(self, sent: Block) -> None:
+        """Hold what the other ranks send of this one's rows until it is summed, where it comes directly."""
+        if self.gloo and self.rank.degree > 1:
+            size = sum(sent.sizes) // self.rank.degree * (self.rank.degree - 1)
+            came = Block(STAGING, rounded(size, self.grain), (size,))
+            self.ledger.add(came)
+            self.ledger.drop(came)
 
     def _final(self, reduce: bool) -> None:
         """Run ``_root_post_backward_final_callback``: what had no gradient of its inputs, then cleanup."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
 
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.units import Unit, UnitPlan
+from fsdptool.training.sharding.direct import send_directly
 from fsdptool.training.sharding.precision import to_dtype
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     offload = (
         CPUOffloadPolicy(pin_memory=session.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     )
+    sends_directly = session.sizes.shard_degree > 1 and dist.get_backend() == "gloo"
     units: list[FSDPModule] = []
     for unit in plan.units:
         modules = [_module(model, path) for path in unit.modules]
@@ -80,6 +83,8 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
             # ``_get_gradient_divide_factors``). One rank sums nothing, and a factor costs it a copy.
             first.set_gradient_divide_factor(1.0)
             first.set_force_sum_reduction_for_comms(True)
+        if sends_directly:
+            send_directly(first)
     _set_prefetch(plan, model, units)
     return units
 
