@@ -112,25 +112,21 @@ class Pipelines(Mapping[str, Path]):
     """Tiny pipelines by name, written when they are first asked for."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        from tiny_pipelines import PIPELINES
+
+        self._root, self._known = root, PIPELINES
 
     def __getitem__(self, name: str) -> Path:
+        from tiny_pipelines import write
+
         folder = self._root / name
-        return folder if folder.exists() else makers()[name](folder)
+        return folder if folder.exists() else write(name, folder)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(makers())
+        return iter(self._known)
 
     def __len__(self) -> int:
-        return len(makers())
-
-
-def makers() -> dict[str, Callable[[Path], Path]]:
-    """Return what writes each pipeline."""
-    import tiny_pipelines
-    import tiny_recent
-
-    return {**tiny_pipelines.MAKERS, **tiny_recent.MAKERS}
+        return len(self._known)
 
 
 @pytest.fixture(scope="session")

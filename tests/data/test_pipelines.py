@@ -16,11 +16,11 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
-import tiny_pipelines
-import tiny_recent
+import tiny_material
 import torch
 from PIL import Image
-from tiny_pipelines import recipe_of
+from tiny_material import recipe_of
+from tiny_pipelines import PIPELINES, VIDEO
 
 from fsdptool.families.registry import family_of
 from fsdptool.source import resolve
@@ -41,9 +41,9 @@ def material(name: str, folder: Path) -> list[torch.Tensor]:
     """Write two pictures or clips with captions; return their pixels, [channels, frames, 64, 64]."""
     frames = frames_of(name)
     if frames:
-        tiny_pipelines.clips(folder, 2, frames, (64, 64), stills=True)
+        tiny_material.clips(folder, 2, frames, (64, 64), stills=True)
     else:
-        tiny_pipelines.pictures(folder, [(64, 64)] * 2)
+        tiny_material.pictures(folder, [(64, 64)] * 2)
     found = []
     for number, caption in enumerate(CAPTIONS):
         place = folder / str(number) if frames else folder / f"{number:03d}.png"
@@ -55,7 +55,7 @@ def material(name: str, folder: Path) -> list[torch.Tensor]:
 
 
 def frames_of(name: str) -> int | None:
-    return FRAMES.get(name, 9) if name in tiny_pipelines.VIDEO | tiny_recent.VIDEO else None
+    return FRAMES.get(name, 9) if name in VIDEO else None
 
 
 def packed(name: str, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def opened(folder: Path) -> Any:
     return pipeline
 
 
-@pytest.mark.parametrize("name", sorted({**tiny_pipelines.MAKERS, **tiny_recent.MAKERS}))
+@pytest.mark.parametrize("name", sorted(PIPELINES))
 def test_a_family_is_fed_what_its_pipeline_feeds_it(
     name: str, pipelines: Mapping[str, Path], tmp_path: Path
 ) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import diffusers
 import jsonschema
 import pytest
-import tiny_pipelines
+import tiny_material
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_pipelines import recipe_of
+from tiny_material import recipe_of
 
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.recipe import Recipe
@@ -67,7 +67,7 @@ def cached(
     """SDXL latents of 23 pictures of three shapes: pipeline, images, cache."""
     root = tmp_path_factory.mktemp("cached")
     sizes = [(64, 64)] * 11 + [(24, 48)] * 7 + [(48, 24)] * 5
-    images = tiny_pipelines.pictures(root / "images", sizes)
+    images = tiny_material.pictures(root / "images", sizes)
     recipe = recipe_of(pipelines["sdxl"], images, buckets=[[64, 64], [32, 64], [64, 32]], shard_size=5)
     run_work(plan_work(recipe, resolve(str(pipelines["sdxl"])), root / "c"), rank=0, world=1, device="cpu")
     return pipelines["sdxl"], images, root / "c"
@@ -149,7 +149,7 @@ def test_dropped_captions_are_the_empty_ones(cached: tuple[Path, Path, Path]) ->
 
 def test_a_kill_loses_nothing_that_was_finished(pipelines: Mapping[str, Path], tmp_path: Path) -> None:
     """Through the command: two processes, killed at the third shard, continued by one process."""
-    images = tiny_pipelines.pictures(tmp_path / "images", [(64, 64)] * 24)
+    images = tiny_material.pictures(tmp_path / "images", [(64, 64)] * 24)
     recipe = {
         "model": {"reference": str(pipelines["flux"])},
         "data": {
@@ -228,19 +228,19 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     (tmp_path / "none").mkdir()
     assert "holds no images" in complaint(lambda: plan(tmp_path / "none"))
     assert "is no folder" in complaint(lambda: plan(tmp_path / "nowhere"))
-    bare = tiny_pipelines.pictures(tmp_path / "bare", [(32, 32)])
+    bare = tiny_material.pictures(tmp_path / "bare", [(32, 32)])
     (bare / "000.txt").unlink()
     assert "has no captions" in complaint(lambda: plan(bare))
-    torn = tiny_pipelines.pictures(tmp_path / "torn", [(32, 32)])
+    torn = tiny_material.pictures(tmp_path / "torn", [(32, 32)])
     (torn / "000.png").write_bytes((torn / "000.png").read_bytes()[:900])
     assert "000.png" in complaint(lambda: make(torn))
-    good = tiny_pipelines.pictures(tmp_path / "good", [(32, 32)])
+    good = tiny_material.pictures(tmp_path / "good", [(32, 32)])
     assert "no multiple of 16 pixels" in complaint(lambda: plan(good, size=(64, 60)))
     assert "has more pixels than batch.height" in complaint(lambda: plan(good, buckets=[[128, 64]]))
     assert "takes no frames" in complaint(
-        lambda: make(tiny_pipelines.clips(tmp_path / "v", 1, 5, (32, 32)), frames=5)
+        lambda: make(tiny_material.clips(tmp_path / "v", 1, 5, (32, 32)), frames=5)
     )
-    films = tiny_pipelines.clips(tmp_path / "films", 2, 5, (32, 32))
+    films = tiny_material.clips(tmp_path / "films", 2, 5, (32, 32))
     (films / "a.mp4").write_bytes(b"")
     assert "a.mp4 cannot be read" in complaint(lambda: plan(films, frames=5))
     assert "neither spread nor a number" in complaint(lambda: plan(good, fps="slow"))
@@ -264,7 +264,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
         assert why in complaint(lambda recipe=recipe: plan_work(recipe, spec, tmp_path / "c"))
     assert "neither aspect nor a list" in complaint(lambda: plan(good, buckets="no"))
     make(good, latents=str(tmp_path / "taken"))
-    other = tiny_pipelines.pictures(tmp_path / "other", [(40, 40)])
+    other = tiny_material.pictures(tmp_path / "other", [(40, 40)])
     assert "holds latents of other images" in complaint(lambda: make(other, latents=str(tmp_path / "taken")))
     # A model that does not belong to the pipeline.
     wan = resolve(str(pipelines["wan"]))
@@ -285,7 +285,7 @@ def test_metadata_names_captions_as_the_datasets_library_reads_them(
 ) -> None:
     import datasets
 
-    images = tiny_pipelines.pictures(tmp_path / "images", [(32, 32)] * 3)
+    images = tiny_material.pictures(tmp_path / "images", [(32, 32)] * 3)
     for file in images.glob("*.txt"):
         file.unlink()
     rows = [{"file_name": f"{number:03d}.png", "text": f"dog {number}"} for number in range(3)]

@@ -6,11 +6,12 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines
+import tiny_material
 import torch
 from PIL import Image
 
@@ -76,9 +77,9 @@ def _recipe(reference: str, **sections: Any) -> dict[str, Any]:
     return {"model": {"reference": reference, "weights": "random"}, "evaluation": {"samples": 2}, **sections}
 
 
-def test_two_ranks_write_what_one_process_computes(tmp_path: Path) -> None:
-    flux = tiny_pipelines.flux(tmp_path / "flux")
-    images = tiny_pipelines.pictures(tmp_path / "images", [(64, 64)] * 3)
+def test_two_ranks_write_what_one_process_computes(pipelines: Mapping[str, Path], tmp_path: Path) -> None:
+    flux = pipelines["flux"]
+    images = tiny_material.pictures(tmp_path / "images", [(64, 64)] * 3)
     config = tmp_path / "llama"
     config.mkdir()
     (config / "config.json").write_text(
@@ -203,9 +204,8 @@ def test_a_perfect_denoiser_gives_the_clean_latents(name: str) -> None:
     torch.testing.assert_close(found, clean, atol=1e-9, rtol=1e-9)
 
 
-def test_an_encoded_picture_decodes_to_its_size(tmp_path: Path) -> None:
-    flux = tiny_pipelines.flux(tmp_path / "flux")
-    encoding = ImageEncoding(flux, device="cpu")
+def test_an_encoded_picture_decodes_to_its_size(pipelines: Mapping[str, Path]) -> None:
+    encoding = ImageEncoding(pipelines["flux"], device="cpu")
     latents = encoding.encode(torch.rand(3, 1, 64, 64) * 2 - 1, frames=False)["latents"]
     (image,) = encoding.decode(latents)
     assert image.size == (64, 64)

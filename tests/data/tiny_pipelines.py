@@ -1,133 +1,130 @@
-"""Real diffusers pipelines with tiny random components, written to a folder."""
+"""Real diffusers pipelines with tiny random components: each function describes one of them."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import diffusers
 import torch
+import transformers
+from tiny_parts import (
+    CAUSAL_VAE,
+    HEADS,
+    UNET,
+    UNET_XL,
+    WAN,
+    chat_tokenizer,
+    clip,
+    decoder,
+    decoder_sizes,
+    flow,
+    image_vae,
+    t5,
+    texts,
+)
 
-from fsdptool.records.codec import from_json
-from fsdptool.records.recipe import Recipe
-
-
-def tokenizer(length: int, specials: dict[str, str]) -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = "a the cat dog red blue small big on mat sky number".split()  # noqa: SIM905
-    known = [*dict.fromkeys(specials.values()), "[U]", *words]
-    vocabulary = {word: number for number, word in enumerate(known)}
-    core = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="[U]"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    end = specials["eos_token"]
-    core.post_processor = processors.TemplateProcessing(
-        single=f"$A {end}", special_tokens=[(end, vocabulary[end])]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, model_max_length=length, padding_side="right", **specials
-    )
+PIPELINES: dict[str, Callable[[], Any]] = {}
+VIDEO = {"cogvideox", "hunyuanvideo", "ltx", "mochi", "wan", "wan-i2v"}
 
 
-def clip_tokenizer() -> Any:
-    return tokenizer(16, {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"})
+def described(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Enter a pipeline under the name of its function."""
+    PIPELINES[make.__name__.replace("_", "-")] = make
+    return make
 
 
-def t5_tokenizer() -> Any:
-    return tokenizer(16, {"pad_token": "<pad>", "eos_token": "</s>"})
-
-
-def clip(*, projection: bool, positions: int = 16) -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=positions,
-        projection_dim=16,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
-
-
-def t5(*, umt5: bool = False, width: int = 16) -> Any:
-    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
-
-    sizes: dict[str, Any] = {
-        "vocab_size": 32,
-        "d_model": width,
-        "d_kv": 8,
-        "d_ff": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-    }
-    return UMT5EncoderModel(UMT5Config(**sizes)) if umt5 else T5EncoderModel(T5Config(**sizes))
-
-
-def image_vae(channels: int, *, shift: float | None, scale: float) -> Any:
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        block_out_channels=(4, 4, 4, 4),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=channels,
-        norm_num_groups=4,
-        layers_per_block=1,
-        shift_factor=shift,
-        scaling_factor=scale,
-    )
-
-
-def flux(folder: Path) -> Path:
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-
+def write(name: str, folder: Path) -> Path:
+    """Write a pipeline to a folder; its weights are the same every time."""
     torch.manual_seed(0)
-    FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=image_vae(4, shift=0.1, scale=0.5),
-        text_encoder=clip(projection=False),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=t5(),
-        tokenizer_2=t5_tokenizer(),
-        transformer=FluxTransformer2DModel(
+    PIPELINES[name]().save_pretrained(str(folder))
+    return folder
+
+
+@described
+def flux() -> Any:
+    return diffusers.FluxPipeline(
+        scheduler=flow(),
+        vae=image_vae(0.5, shift=0.1),
+        **texts(clip(), t5()),
+        transformer=diffusers.FluxTransformer2DModel(
+            **HEADS,
             in_channels=16,
             num_layers=1,
             num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
             joint_attention_dim=16,
             pooled_projection_dim=16,
             axes_dims_rope=(4, 4, 8),
         ),
-    ).save_pretrained(str(folder))
-    return folder
-
-
-def sd3(folder: Path) -> Path:
-    from diffusers import (
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
     )
 
-    torch.manual_seed(0)
-    StableDiffusion3Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=image_vae(4, shift=0.1, scale=1.5),
-        text_encoder=clip(projection=True),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=clip(projection=True),
-        tokenizer_2=clip_tokenizer(),
-        text_encoder_3=t5(width=32),
-        tokenizer_3=t5_tokenizer(),
-        transformer=SD3Transformer2DModel(
+
+@described
+def flux2() -> Any:
+    config = transformers.Mistral3Config(
+        # States of layers 10, 20 and 30 are joined.
+        text_config={"model_type": "mistral", **decoder_sizes(layers=30, width=8), "head_dim": 4},
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        image_token_index=3,
+    )
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(4, 4, 4, 4), latent_channels=4, norm_num_groups=4, layers_per_block=1
+    )
+    vae.bn.running_mean.copy_(torch.linspace(-0.5, 0.5, 16))
+    vae.bn.running_var.copy_(torch.linspace(0.5, 2.0, 16))
+    return diffusers.Flux2Pipeline(
+        scheduler=flow(),
+        vae=vae,
+        **texts((transformers.Mistral3ForConditionalGeneration(config), chat_tokenizer(side="left"))),
+        transformer=diffusers.Flux2Transformer2DModel(
+            **HEADS,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=24,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+        ),
+    )
+
+
+@described
+def chroma() -> Any:
+    return diffusers.ChromaPipeline(
+        scheduler=flow(),
+        vae=image_vae(0.5, shift=0.1),
+        **texts(t5()),
+        transformer=diffusers.ChromaTransformer2DModel(
+            **HEADS,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 4, 8),
+            approximator_num_channels=8,
+            approximator_hidden_dim=16,
+            approximator_layers=1,
+        ),
+    )
+
+
+@described
+def sd3() -> Any:
+    return diffusers.StableDiffusion3Pipeline(
+        scheduler=flow(),
+        vae=image_vae(1.5, shift=0.1),
+        **texts(clip(projection=True), clip(projection=True), t5(width=32)),
+        transformer=diffusers.SD3Transformer2DModel(
             sample_size=16,
             patch_size=2,
             in_channels=4,
@@ -139,113 +136,82 @@ def sd3(folder: Path) -> Path:
             caption_projection_dim=16,
             pooled_projection_dim=32,
         ),
-    ).save_pretrained(str(folder))
-    return folder
-
-
-def sdxl(folder: Path) -> Path:
-    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
-
-    torch.manual_seed(0)
-    StableDiffusionXLPipeline(
-        scheduler=EulerDiscreteScheduler(),
-        vae=image_vae(4, shift=None, scale=0.13),
-        text_encoder=clip(projection=False),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=clip(projection=True),
-        tokenizer_2=clip_tokenizer(),
-        unet=UNet2DConditionModel(
-            sample_size=16,
-            block_out_channels=(16, 32),
-            layers_per_block=1,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=(2, 4),
-            norm_num_groups=8,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            transformer_layers_per_block=(1, 1),
-            projection_class_embeddings_input_dim=64,
-            cross_attention_dim=32,
-        ),
-    ).save_pretrained(str(folder))
-    return folder
-
-
-def wan(folder: Path) -> Path:
-    from diffusers import (
-        AutoencoderKLWan,
-        FlowMatchEulerDiscreteScheduler,
-        WanPipeline,
-        WanTransformer3DModel,
     )
 
-    torch.manual_seed(0)
-    vae = AutoencoderKLWan(
-        base_dim=4,
-        z_dim=16,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-    )
-    WanPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=vae,
-        text_encoder=t5(umt5=True),
-        tokenizer=t5_tokenizer(),
-        transformer=WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=16,
-            out_channels=16,
-            text_dim=16,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=1,
-            rope_max_seq_len=32,
-        ),
-    ).save_pretrained(str(folder))
-    return folder
 
-
-def sd15(folder: Path) -> Path:
-    from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-
-    torch.manual_seed(0)
+@described
+def sd15() -> Any:
+    unet = {**UNET, "attention_head_dim": 8, "cross_attention_dim": 16}
     parts: dict[str, Any] = {"safety_checker": None, "feature_extractor": None}
-    StableDiffusionPipeline(
-        scheduler=DDIMScheduler(),
-        vae=image_vae(4, shift=None, scale=0.18),
-        text_encoder=clip(projection=False),
-        tokenizer=clip_tokenizer(),
-        unet=UNet2DConditionModel(
-            sample_size=16,
-            block_out_channels=(16, 32),
-            layers_per_block=1,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=8,
-            norm_num_groups=8,
-            cross_attention_dim=16,
-        ),
+    return diffusers.StableDiffusionPipeline(
+        scheduler=diffusers.DDIMScheduler(),
+        vae=image_vae(0.18),
+        **texts(clip()),
+        unet=diffusers.UNet2DConditionModel(**unet),
         requires_safety_checker=False,
         **parts,
-    ).save_pretrained(str(folder))
-    return folder
+    )
 
 
-def pixart(folder: Path) -> Path:
-    from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, PixArtTransformer2DModel
+@described
+def sdxl() -> Any:
+    return diffusers.StableDiffusionXLPipeline(
+        scheduler=diffusers.EulerDiscreteScheduler(),
+        vae=image_vae(0.13),
+        **texts(clip(), clip(projection=True)),
+        unet=diffusers.UNet2DConditionModel(**UNET_XL, cross_attention_dim=32),
+    )
 
-    torch.manual_seed(0)
-    PixArtSigmaPipeline(
-        scheduler=DPMSolverMultistepScheduler(),
-        vae=image_vae(4, shift=None, scale=0.13),
-        text_encoder=t5(),
-        tokenizer=t5_tokenizer(),
-        transformer=PixArtTransformer2DModel(
+
+@described
+def kolors() -> Any:
+    from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
+    from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+    from sentencepiece import SentencePieceTrainer
+
+    folder = tempfile.TemporaryDirectory()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["a red cat", "a red dog", "the blue sky", "a small mat"] * 5),
+        model_prefix=f"{folder.name}/words",
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=9,
+    )
+    tokenizer = ChatGLMTokenizer(f"{folder.name}/words.model")
+    tokenizer.folder = folder  # copied when it is saved
+    encoder = ChatGLMModel(
+        ChatGLMConfig(
+            num_layers=2,
+            padded_vocab_size=64,
+            hidden_size=16,
+            ffn_hidden_size=16,
+            kv_channels=8,
+            num_attention_heads=2,
+            seq_length=64,
+            add_qkv_bias=True,
+            multi_query_attention=True,
+            multi_query_group_num=1,
+            original_rope=True,
+        )
+    )
+    for parameter in encoder.parameters():  # made without values
+        torch.nn.init.normal_(parameter, std=0.2)
+    condition = {"encoder_hid_dim": 16, "encoder_hid_dim_type": "text_proj", "cross_attention_dim": 16}
+    return diffusers.KolorsPipeline(
+        scheduler=diffusers.EulerDiscreteScheduler(),
+        vae=image_vae(0.13),
+        **texts((encoder, tokenizer)),
+        unet=diffusers.UNet2DConditionModel(**UNET_XL, **condition),
+    )
+
+
+@described
+def pixart() -> Any:
+    return diffusers.PixArtSigmaPipeline(
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+        vae=image_vae(0.13),
+        **texts(t5()),
+        transformer=diffusers.PixArtTransformer2DModel(
             sample_size=8,
             num_layers=1,
             patch_size=2,
@@ -257,45 +223,16 @@ def pixart(folder: Path) -> Path:
             out_channels=8,
             use_additional_conditions=False,
         ),
-    ).save_pretrained(str(folder))
-    return folder
+    )
 
 
-def chroma(folder: Path) -> Path:
-    from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
-
-    torch.manual_seed(0)
-    ChromaPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=image_vae(4, shift=0.1, scale=0.5),
-        text_encoder=t5(),
-        tokenizer=t5_tokenizer(),
-        transformer=ChromaTransformer2DModel(
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            axes_dims_rope=(4, 4, 8),
-            approximator_num_channels=8,
-            approximator_hidden_dim=16,
-            approximator_layers=1,
-        ),
-    ).save_pretrained(str(folder))
-    return folder
-
-
-def auraflow(folder: Path) -> Path:
-    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
-
-    torch.manual_seed(0)
-    AuraFlowPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=image_vae(4, shift=None, scale=0.13),
-        text_encoder=t5(umt5=True),
-        tokenizer=t5_tokenizer(),
-        transformer=AuraFlowTransformer2DModel(
+@described
+def auraflow() -> Any:
+    return diffusers.AuraFlowPipeline(
+        scheduler=flow(),
+        vae=image_vae(0.13),
+        **texts(t5(umt5=True)),
+        transformer=diffusers.AuraFlowTransformer2DModel(
             sample_size=8,
             patch_size=2,
             in_channels=4,
@@ -308,22 +245,199 @@ def auraflow(folder: Path) -> Path:
             out_channels=4,
             pos_embed_max_size=64,
         ),
-    ).save_pretrained(str(folder))
-    return folder
-
-
-def cogvideox(folder: Path) -> Path:
-    from diffusers import (
-        AutoencoderKLCogVideoX,
-        CogVideoXDDIMScheduler,
-        CogVideoXPipeline,
-        CogVideoXTransformer3DModel,
     )
 
-    torch.manual_seed(0)
-    CogVideoXPipeline(
-        scheduler=CogVideoXDDIMScheduler(),
-        vae=AutoencoderKLCogVideoX(
+
+@described
+def qwenimage() -> Any:
+    rope = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2]}
+    text = {**decoder_sizes(), "rope_scaling": rope}
+    del text["head_dim"]
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+    }
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    vae = diffusers.AutoencoderKLQwenImage(
+        **CAUSAL_VAE,
+        z_dim=4,
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[0.5, 1.5, 2.0, 1.0],
+    )
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    return diffusers.QwenImagePipeline(
+        scheduler=flow(),
+        vae=vae,
+        **texts((encoder, chat_tokenizer(length=2048))),
+        transformer=diffusers.QwenImageTransformer2DModel(
+            **HEADS,
+            in_channels=16,
+            out_channels=4,
+            num_layers=1,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 4, 8),
+        ),
+    )
+
+
+@described
+def zimage() -> Any:
+    return diffusers.ZImagePipeline(
+        scheduler=flow(),
+        vae=image_vae(0.5, shift=0.1),
+        **texts(decoder("Qwen3")),
+        transformer=diffusers.ZImageTransformer2DModel(
+            in_channels=4,
+            dim=32,
+            n_layers=1,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=16,
+            axes_dims=[8, 4, 4],
+            axes_lens=[256, 32, 32],
+        ),
+    )
+
+
+@described
+def lumina2() -> Any:
+    return diffusers.Lumina2Pipeline(
+        scheduler=flow(),
+        vae=image_vae(0.5, shift=0.1),
+        **texts(decoder("Gemma2")),
+        transformer=diffusers.Lumina2Transformer2DModel(
+            sample_size=8,
+            in_channels=4,
+            hidden_size=24,
+            num_layers=1,
+            num_refiner_layers=1,
+            num_attention_heads=3,
+            num_kv_heads=1,
+            multiple_of=16,
+            axes_dim_rope=(4, 2, 2),
+            axes_lens=(128, 128, 128),
+            cap_feat_dim=16,
+        ),
+    )
+
+
+@described
+def sana() -> Any:
+    return diffusers.SanaPipeline(
+        scheduler=flow(),
+        vae=diffusers.AutoencoderDC(
+            latent_channels=4,
+            attention_head_dim=2,
+            encoder_block_out_channels=(4,) * 6,
+            decoder_block_out_channels=(4,) * 6,
+            encoder_layers_per_block=(1,) * 6,
+            decoder_layers_per_block=(1,) * 6,
+            encoder_qkv_multiscales=((),) * 6,
+            decoder_qkv_multiscales=((),) * 6,
+            downsample_block_type="conv",
+            upsample_block_type="interpolate",
+            decoder_norm_types="rms_norm",
+            decoder_act_fns="silu",
+            scaling_factor=0.41,
+        ),
+        **texts(decoder("Gemma2")),
+        transformer=diffusers.SanaTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=8,
+            cross_attention_dim=16,
+            caption_channels=16,
+            sample_size=32,
+            patch_size=1,
+        ),
+    )
+
+
+@described
+def cogview4() -> Any:
+    return diffusers.CogView4Pipeline(
+        scheduler=flow(),
+        vae=image_vae(0.7),
+        **texts(decoder("Glm", side="left")),
+        transformer=diffusers.CogView4Transformer2DModel(
+            **HEADS,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            text_embed_dim=16,
+            time_embed_dim=16,
+            condition_dim=8,
+            sample_size=8,
+            rope_axes_dim=(8, 8),
+        ),
+    )
+
+
+@described
+def hidream() -> Any:
+    return diffusers.HiDreamImagePipeline(
+        scheduler=flow(),
+        vae=image_vae(0.5, shift=0.1),
+        **texts(clip(projection=True), clip(projection=True), t5(), decoder("Llama", head="ForCausalLM")),
+        transformer=diffusers.HiDreamImageTransformer2DModel(
+            **HEADS,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            caption_channels=[16, 16],
+            text_emb_dim=32,
+            axes_dims_rope=(8, 4, 4),
+            max_resolution=(16, 16),
+            llama_layers=[0, 1],
+        ),
+    )
+
+
+@described
+def wan() -> Any:
+    return diffusers.WanPipeline(
+        scheduler=flow(),
+        vae=diffusers.AutoencoderKLWan(**CAUSAL_VAE, z_dim=16),
+        **texts(t5(umt5=True)),
+        transformer=diffusers.WanTransformer3DModel(**WAN, in_channels=16),
+    )
+
+
+@described
+def wan_i2v() -> Any:
+    seeing = transformers.CLIPVisionConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        image_size=224,
+        patch_size=14,
+    )
+    return diffusers.WanImageToVideoPipeline(
+        scheduler=flow(),
+        vae=diffusers.AutoencoderKLWan(**CAUSAL_VAE, z_dim=16),
+        **texts(t5(umt5=True)),
+        image_encoder=transformers.CLIPVisionModel(seeing),
+        image_processor=transformers.CLIPImageProcessor(),
+        transformer=diffusers.WanTransformer3DModel(**WAN, in_channels=36, image_dim=8, added_kv_proj_dim=24),
+    )
+
+
+@described
+def cogvideox() -> Any:
+    return diffusers.CogVideoXPipeline(
+        scheduler=diffusers.CogVideoXDDIMScheduler(),
+        vae=diffusers.AutoencoderKLCogVideoX(
             down_block_types=("CogVideoXDownBlock3D",) * 4,
             up_block_types=("CogVideoXUpBlock3D",) * 4,
             block_out_channels=(8, 8, 8, 8),
@@ -332,11 +446,9 @@ def cogvideox(folder: Path) -> Path:
             norm_num_groups=2,
             temporal_compression_ratio=4,
         ),
-        text_encoder=t5(),
-        tokenizer=t5_tokenizer(),
-        transformer=CogVideoXTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
+        **texts(t5()),
+        transformer=diffusers.CogVideoXTransformer3DModel(
+            **HEADS,
             in_channels=4,
             out_channels=4,
             time_embed_dim=4,
@@ -351,20 +463,12 @@ def cogvideox(folder: Path) -> Path:
             temporal_compression_ratio=4,
             max_text_seq_length=16,
         ),
-    ).save_pretrained(str(folder))
-    return folder
-
-
-def ltx(folder: Path) -> Path:
-    from diffusers import (
-        AutoencoderKLLTXVideo,
-        FlowMatchEulerDiscreteScheduler,
-        LTXPipeline,
-        LTXVideoTransformer3DModel,
     )
 
-    torch.manual_seed(0)
-    vae = AutoencoderKLLTXVideo(
+
+@described
+def ltx() -> Any:
+    vae = diffusers.AutoencoderKLLTXVideo(
         latent_channels=8,
         block_out_channels=(8, 8, 8, 8),
         decoder_block_out_channels=(8, 8, 8, 8),
@@ -384,12 +488,11 @@ def ltx(folder: Path) -> Path:
     )
     vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 8))
     vae.latents_std.copy_(torch.linspace(0.5, 2.0, 8))
-    LTXPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
+    return diffusers.LTXPipeline(
+        scheduler=flow(),
         vae=vae,
-        text_encoder=t5(),
-        tokenizer=t5_tokenizer(),
-        transformer=LTXVideoTransformer3DModel(
+        **texts(t5()),
+        transformer=diffusers.LTXVideoTransformer3DModel(
             in_channels=8,
             out_channels=8,
             patch_size=1,
@@ -400,85 +503,54 @@ def ltx(folder: Path) -> Path:
             num_layers=1,
             caption_channels=16,
         ),
-    ).save_pretrained(str(folder))
-    return folder
+    )
 
 
-MAKERS = {
-    "auraflow": auraflow,
-    "chroma": chroma,
-    "cogvideox": cogvideox,
-    "flux": flux,
-    "ltx": ltx,
-    "pixart": pixart,
-    "sd15": sd15,
-    "sd3": sd3,
-    "sdxl": sdxl,
-    "wan": wan,
-}
-VIDEO = {"cogvideox", "ltx", "wan"}
+@described
+def mochi() -> Any:
+    return diffusers.MochiPipeline(
+        scheduler=flow(invert_sigmas=True, num_train_timesteps=1000),
+        vae=diffusers.AutoencoderKLMochi(
+            encoder_block_out_channels=(32, 32, 32, 32),
+            decoder_block_out_channels=(32, 32, 32, 32),
+            layers_per_block=(1, 1, 1, 1, 1),
+            add_attention_block=(False,) * 5,
+        ),
+        **texts(t5()),
+        transformer=diffusers.MochiTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=2,
+            pooled_projection_dim=16,
+            in_channels=12,
+            text_embed_dim=16,
+            time_embed_dim=8,
+            max_sequence_length=16,
+        ),
+        force_zeros_for_empty_prompt=True,
+    )
 
 
-def pictures(folder: Path, sizes: list[tuple[int, int]]) -> Path:
-    """Write images of (height, width) with captions beside them."""
-    from PIL import Image
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, (height, width) in enumerate(sizes):
-        noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        image = Image.fromarray(noise)
-        image.save(folder / f"{number:03d}.png")
-        word = ("cat", "dog", "mat", "sky")[number % 4]
-        (folder / f"{number:03d}.txt").write_text(f"a red {word}\n", encoding="utf-8")
-    return folder
-
-
-def clips(folder: Path, count: int, frames: int, size: tuple[int, int], *, stills: bool = False) -> Path:
-    """Write clips: every other one a GIF, the rest folders of stills; or stills alone."""
-    from PIL import Image
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        noise = np.random.default_rng(number).integers(0, 256, (frames, *size, 3), dtype=np.uint8)
-        pictures = [Image.fromarray(frame) for frame in noise]
-        if number % 2 and not stills:
-            pictures[0].save(folder / f"{number}.gif", save_all=True, append_images=pictures[1:])
-        else:
-            (folder / str(number)).mkdir()
-            for frame, still in enumerate(pictures):
-                still.save(folder / str(number) / f"{frame:03d}.png")
-        (folder / f"{number}.txt").write_text("the blue sky\n", encoding="utf-8")
-    return folder
-
-
-def recipe_of(
-    pipeline: Path,
-    images: Path,
-    *,
-    micro: int = 2,
-    size: tuple[int, int] = (64, 64),
-    frames: int | None = None,
-    length: int = 16,
-    objective: dict[str, Any] | None = None,
-    evaluation: dict[str, Any] | None = None,
-    seed: int = 0,
-    global_batch: int | None = None,
-    **options: Any,
-) -> Recipe:
-    """Return a recipe that trains a pipeline's denoiser on pictures."""
-    document = {
-        "model": {"reference": str(pipeline)},
-        "objective": {"options": objective or {}},
-        "data": {"source": "images", "path": str(images), "options": {"pipeline": str(pipeline), **options}},
-        "batch": {
-            "micro_batch": micro,
-            "height": size[0],
-            "width": size[1],
-            "frames": frames,
-            "sequence_length": length,
-            "global_batch": global_batch,
-        },
-        "evaluation": evaluation or {},
-        "seed": seed,
-    }
-    return from_json(Recipe, document)
+@described
+def hunyuanvideo() -> Any:
+    return diffusers.HunyuanVideoPipeline(
+        scheduler=flow(),
+        vae=diffusers.AutoencoderKLHunyuanVideo(
+            latent_channels=4,
+            block_out_channels=(4, 4, 4, 4),
+            layers_per_block=1,
+            norm_num_groups=4,
+        ),
+        **texts(decoder("Llama", layers=3), clip(positions=77)),
+        transformer=diffusers.HunyuanVideoTransformer3DModel(
+            **HEADS,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=16,
+            pooled_projection_dim=16,
+            rope_axes_dim=(4, 4, 8),
+        ),
+    )
