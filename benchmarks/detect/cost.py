@@ -202,7 +202,7 @@ def main() -> None:
     }
     document["harness_peak_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-    for row in (*document["commands"], *document["instantiated"]):  # type: ignore[misc]
+    for row in (*document["commands"], *document["instantiated"]):
         print(json.dumps({key: value for key, value in row.items() if not isinstance(value, dict)}))
 
 

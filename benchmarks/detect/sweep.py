@@ -72,7 +72,7 @@ def transformers_classes() -> dict[str, list[str]]:
     seen: set[str] = set()
     found: dict[str, list[str]] = {}
     for group, tables in GROUPS.items():
-        names = set()
+        names: set[str] = set()
         for table in tables:
             for value in getattr(modeling_auto, table, {}).values():
                 names.update([value] if isinstance(value, str) else value)
@@ -149,7 +149,7 @@ def table(document: dict[str, Any]) -> str:
     for row in document["rows"]:
         if row["outcome"] == "concern":
             wrap = ", ".join(row["wrap"]) or "none"
-            cells = (row["class"], row["group"], row["concern"], f"{row['largest_share']:.0%}", wrap)
+            cells = [row["class"], row["group"], row["concern"], f"{row['largest_share']:.0%}", wrap]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| not buildable | the library's words |", "|---|---|"]
     lines += [
@@ -175,17 +175,18 @@ def main() -> int:
             if index % 50 == 0:
                 sys.stderr.write(f"{index}/{len(jobs)}\n")
                 gc.collect()
-    document = {
+    outcomes = dict(Counter(row["outcome"] for row in rows))
+    document: dict[str, Any] = {
         "libraries": library_versions(),
         "python": platform.python_version(),
-        "outcomes": dict(Counter(row["outcome"] for row in rows)),
+        "outcomes": outcomes,
         "concerns": dict(Counter(row["concern"] for row in rows if row["outcome"] == "concern")),
         "rows": rows,
     }
     arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     arguments.output.with_suffix(".md").write_text(table(document))
-    print(json.dumps({"classes": len(rows), **document["outcomes"], "concerns": document["concerns"]}))
-    return 1 if document["outcomes"].get("failure") else 0
+    print(json.dumps({"classes": len(rows), **outcomes, "concerns": document["concerns"]}))
+    return 1 if outcomes.get("failure") else 0
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,14 @@ class Run:
         lines = list(read_lines(self.folder / "metrics.jsonl"))
         return int(lines[-1]["step"]) if lines else 0
 
+    def reached(self, goal: int) -> bool:
+        """Say whether a step is recorded."""
+        return self.step() >= goal
+
+    def recovered(self, before: int) -> bool:
+        """Say whether the workers were relaunched since and have taken a step."""
+        return self.attempt() > before and self.stepping()
+
     def stepping(self) -> bool:
         """Say whether the current workers have taken a step since they were started."""
         current = self.attempt()
@@ -244,7 +253,7 @@ def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int
         before = run.attempt()
         if kind == "rank":
             goal = run.step() + generator.randint(1, 12)
-            if not run.wait_for(lambda goal=goal: run.step() >= goal):
+            if not run.wait_for(partial(run.reached, goal)):
                 break
             victims = [generator.choice([0, 1])]
         else:
@@ -255,7 +264,7 @@ def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int
         pids = run.pids()
         kill([pids[rank] for rank in victims])
         began, step, unfinished = time.monotonic(), run.step(), any(parts.glob(".step-*.part"))
-        if not run.wait_for(lambda before=before: run.attempt() > before and run.stepping()):
+        if not run.wait_for(partial(run.recovered, before)):
             break
         found.append(
             {

@@ -232,7 +232,7 @@ def _one_by_one() -> Iterator[Setting]:
         {"method": "lora-replicated"},
         {"optimizer": "adafactor", "implementation": "auto"},
     ):
-        row = replace(base, **change)  # type: ignore[arg-type]
+        row = replace(base, **change)
         yield replace(row, name="single " + _name(row))
 
 
@@ -267,7 +267,7 @@ def _quantised() -> Iterator[Setting]:
         ("llama", "int8", {"backend": "gloo", "ranks": 4}),
         ("flux", "nf4", {"backend": "gloo", "ranks": 4, "accumulation": 2}),
     ):
-        row = replace(_base(name), method=f"lora-{base}", **change)  # type: ignore[arg-type]
+        row = replace(_base(name), method=f"lora-{base}", **change)
         yield replace(row, name="quantised " + _name(row))
 
 
@@ -294,7 +294,7 @@ def _context() -> Iterator[Setting]:
         ("llama", {"backend": "gloo", "ranks": 2, "context": 2, "packed": False, "exchange": "alltoall"}),
         ("qwen3", {"backend": "gloo", "ranks": 4, "context": 4, "packed": False, "exchange": "alltoall"}),
     ):
-        row = replace(_base(name), **change)  # type: ignore[arg-type]
+        row = replace(_base(name), **change)
         yield replace(row, name=f"context {_name(row)} s{row.batch['sequence_length']}")
 
 

@@ -32,6 +32,7 @@ from fsdptool.memory.oracle import observe
 from fsdptool.memory.simulation import simulate
 from fsdptool.records.document import library_versions
 from fsdptool.records.trace import Trace
+from fsdptool.training.engine.assemble import objective_for
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_oracle.json"
 TOLERANCE = 0.5
@@ -88,7 +89,7 @@ def compare(setting: Setting) -> dict[str, Any]:
     seen = observe(
         lambda: building._student(made.spec, made.recipe, made.settings, made.units),
         made.units,
-        building.objective_for(made.recipe, made.spec),
+        objective_for(made.recipe, made.spec),
         family_of(made.spec).batch_spec(made.spec.config, made.recipe),
         made.recipe,
         made.settings,

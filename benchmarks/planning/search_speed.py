@@ -19,8 +19,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "llama3:8b, 2 x 8 H100": {
         "reference": "llama3:8b",
         "gpu": "H100-80GB-SXM",

@@ -81,7 +81,7 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     savers = {
         mode: RunCheckpointer(
             Path(folder, mode),
-            Checkpoints(every_steps=1, keep_last=1, mode=mode),  # type: ignore[arg-type]
+            Checkpoints(every_steps=1, keep_last=1, mode=mode),
             kind="sharded",
             events=Quiet(),  # type: ignore[arg-type]
         )

@@ -67,7 +67,8 @@ def model_for_bare() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = {k: v for k, v in CONFIG.items() if k not in ("model_type", "architectures")}
-    return LlamaForCausalLM(LlamaConfig(**settings)).train()
+    model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**settings)).train()
+    return model
 
 
 def bare() -> tuple[Step, float]:
