@@ -6,6 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from typing import Any
+
+import pytest
 
 _SCRIPT = """
 import torch
@@ -65,3 +69,25 @@ def test_fake_tensors_hold_nothing() -> None:
     real = torch.empty(1 << 10)
     assert live_bytes() - before == real.numel() * 4
     assert fake.device == real.device
+
+
+def test_a_profile_that_took_long_to_prepare_is_prepared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kineto refuses one of two seconds, and to stop that ends the process; here half of that is waited."""
+    import torch
+    from torch.profiler import profile
+
+    from fsdptool.training.run import meter
+
+    prepare, took = profile.prepare_trace, [meter._PREPARED_WITHIN + 0.1]
+
+    def slowly(self: Any) -> None:
+        prepare(self)
+        if took:
+            time.sleep(took.pop())
+
+    monkeypatch.setattr(profile, "prepare_trace", slowly)
+    found = meter.CpuMeter()
+    with found.step(1):
+        before = meter.live_bytes()
+        held = torch.ones(1000)
+    assert not took and found.last() == (before + held.nbytes, None)

@@ -23,6 +23,9 @@ STEP_MOMENTS = ("forward", "backward", "optimizer")
 _SPAN = "fsdptool moment: "
 """Begins the names of the spans a profile is cut by."""
 
+_PREPARED_WITHIN = 1.0
+"""Seconds a profile's preparation may take: half of what kineto allows."""
+
 _SETTLE_SECONDS = 0.003
 """Far longer than a gloo thread needs after its work is done, on a busy machine, too."""
 
@@ -138,14 +141,14 @@ class CpuMeter:
 
     @contextmanager
     def _profiled(self, name: str) -> Iterator[None]:
-        from torch.profiler import ProfilerActivity, profile, record_function
+        from torch.profiler import record_function
 
         before = live_bytes()
         self._profiling = True
         try:
             with (
                 settled_collectives(),
-                profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+                allocator_events() as profiler,
                 record_function(f"{_SPAN}{name}"),
             ):
                 yield
@@ -166,6 +169,29 @@ class CpuMeter:
     def moments(self) -> dict[str, int]:
         """Return the allocated peak bytes of every moment seen, by name."""
         return dict(self._moments)
+
+
+@contextmanager
+def allocator_events() -> Iterator[Any]:
+    """Profile what the CPU allocator does.
+
+    kineto refuses a profile, with a line in the log alone, whose preparation takes two seconds of the
+    system's clock, and to stop a refused one is a segmentation fault (torch 2.13). A process that waits
+    that long for a core, or whose clock is set meanwhile, prepares again: the new one replaces the old.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    while True:
+        begun = time.time()
+        profiler.prepare_trace()
+        if 0 <= time.time() - begun < _PREPARED_WITHIN:
+            break
+    profiler.start_trace()
+    try:
+        yield profiler
+    finally:
+        profiler.stop_trace()
 
 
 @contextmanager
