@@ -265,8 +265,11 @@ def _checkpointing(draft: Draft) -> None:
 
 
 def _loading(draft: Draft) -> None:
-    entry = draft.at("cpu_ram_efficient_loading")
-    if entry is not None and draft.get("cpu_ram_efficient_loading") and draft.get("wrap_policy") == "none":
+    # Where no policy is written at all, FSD315 names the cause, and mending that mends this.
+    if not draft.get("cpu_ram_efficient_loading") or draft.get("wrap_policy") != "none":
+        return
+    if draft.written("wrap_policy"):
+        entry = draft.at("cpu_ram_efficient_loading") or draft.at("wrap_policy")
         draft.report("FSD319", "RAM-efficient loading with nothing wrapped", entry)
 
 

@@ -240,3 +240,18 @@ def test_an_answer_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         )
     assert done.returncode == 2
     assert done.stderr == "error: the answer cannot be written: No space left on device\n"
+
+
+def test_migration_writes_nothing_that_is_then_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a policy RAM-efficient loading is on by default: written out, it is no new mistake."""
+    text = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nfsdp_config:\n"
+    Path("plain.yaml").write_text(text + "  fsdp_sharding_strategy: FULL_SHARD\n")
+    assert run(["migrate", "plain.yaml"]) == 0
+    written = Path("plain.yaml").read_text()
+    assert "fsdp_cpu_ram_efficient_loading: true" in written
+    run(["validate", "plain.yaml"])
+    said = capsys.readouterr().out
+    assert "FSD315" in said and "FSD319" not in said
+    Path("plain.yaml").write_text(written + "  fsdp_auto_wrap_policy: NO_WRAP\n")
+    run(["validate", "plain.yaml"])
+    assert "FSD319" in capsys.readouterr().out
