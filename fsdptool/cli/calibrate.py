@@ -13,8 +13,8 @@ from fsdptool.errors import ExitCode
 
 
 def command(
+    gpu: Annotated[str, typer.Option(help="GPU they were made on.")],
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders of fsdptool train.")] = None,
-    gpu: Annotated[str, typer.Option(help="GPU they were made on.")] = "",
     context: Annotated[
         str | None, typer.Option(help="Memory of a process before its first tensor: '480 MiB'.")
     ] = None,

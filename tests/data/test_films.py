@@ -90,4 +90,4 @@ def test_without_pyav_a_film_is_one_line(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "a.mp4")], capture_output=True, text=True, check=True
     )
     assert "needs PyAV, which is not installed" in done.stdout
-    assert "fsdptool[video]" in done.stdout
+    assert "pip install av" in done.stdout

@@ -56,7 +56,7 @@ def test_float8_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs torchao, which is not installed") as missing:
         float8.convert_layers(Blocks(), recipe_of(), FP8, torch.device("cuda", 0))
-    assert "pip install 'fsdptool[float8]'" in (missing.value.help or "")
+    assert "pip install torchao" in (missing.value.help or "")
 
 
 def test_other_precisions_convert_nothing() -> None:

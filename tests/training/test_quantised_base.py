@@ -210,7 +210,7 @@ def test_a_missing_library_is_one_line_with_the_command(monkeypatch: pytest.Monk
     monkeypatch.setattr(formats, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs bitsandbytes, which is not installed") as caught:
         formats.check_library("nf4")
-    assert "pip install 'fsdptool[quantize]'" in (caught.value.help or "")
+    assert "pip install bitsandbytes" in (caught.value.help or "")
     formats.check_library("int8")
 
 

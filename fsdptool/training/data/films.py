@@ -111,7 +111,7 @@ def _opened(file: Path) -> Iterator[tuple[Any, Any]]:
     except ImportError as error:
         raise ConfigError(
             f"film {file} needs PyAV, which is not installed",
-            help="pip install 'fsdptool[video]', or unpack it: ffmpeg -i NAME.mp4 NAME/%05d.png",
+            help="pip install av, or unpack it: ffmpeg -i NAME.mp4 NAME/%05d.png",
         ) from error
     try:
         with av.open(str(file)) as container:

@@ -12,9 +12,10 @@ from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection.build import build
 from fsdptool.training.engine.ema import Ema
-from fsdptool.training.engine.optimizer import Update, build_optimizer
+from fsdptool.training.engine.optimizer import build_optimizer
 from fsdptool.training.engine.schedule import base_rate
 from fsdptool.training.engine.step import MicroLoss, Stepper
+from fsdptool.training.engine.update import Update
 from fsdptool.training.methods.apply import prepare_model
 from fsdptool.training.methods.float8 import convert_layers
 from fsdptool.training.methods.losses import Student, Task

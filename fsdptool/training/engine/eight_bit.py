@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.errors import ConfigError
-from fsdptool.training.engine.optimizer import Update
+from fsdptool.training.engine.update import Groups, Pairs, Update
 from fsdptool.training.methods.quantised.formats import load_kernels
 
 if TYPE_CHECKING:
@@ -27,6 +27,23 @@ class EightBitUpdate(Update):
     ``Optimizer2State.init_state``). Other ranks' blocks begin elsewhere, so states are saved by rank and
     never cut anew.
     """
+
+    def _make(self, wanted: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+        """Return bitsandbytes' optimizer.
+
+        Raises:
+            ConfigError: bitsandbytes is not installed.
+        """
+        load_kernels()
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise ConfigError(
+                "optimizer adamw8bit needs bitsandbytes, which is not installed",
+                help="pip install bitsandbytes, or use adamw",
+            ) from error
+        made: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon)
+        return made
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         found = super()._gradient(parameter)
@@ -73,21 +90,3 @@ class EightBitUpdate(Update):
                     optimizer.init_state(group, stand_in, number, index)
         for name in self._names:
             yield name, optimizer.state[self._stand_ins[name]]
-
-
-def make_adamw8bit(wanted: Optimizer, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
-    """Return bitsandbytes' optimizer.
-
-    Raises:
-        ConfigError: bitsandbytes is not installed.
-    """
-    load_kernels()
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise ConfigError(
-            "optimizer adamw8bit needs bitsandbytes, which is not installed",
-            help="pip install 'fsdptool[quantize]', or use adamw",
-        ) from error
-    made: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon)
-    return made

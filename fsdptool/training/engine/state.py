@@ -13,14 +13,14 @@ from fsdptool.training.sharding.random_values import derive_seed
 
 if TYPE_CHECKING:
     from fsdptool.training.engine.ema import Ema
-    from fsdptool.training.engine.optimizer import Update
+    from fsdptool.training.engine.update import Update
     from fsdptool.training.interfaces import Batches
     from fsdptool.training.sharding.precision import LossScaler
 
 
 @dataclass(slots=True)
 class RunState:
-    """Model, optimizer, data position and counters of a run.
+    """Model, optimizer, data position and counters of a run (``evaluated``: after which step last).
 
     Frozen parameters are not part of it: they are what they were, and a LoRA checkpoint of a 70 B
     base would otherwise weigh 140 GB. ``materialize`` makes them again from the same origin.
@@ -36,6 +36,7 @@ class RunState:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
+    evaluated: int = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return ``model/<fqn>``, ``optimizer/<fqn>/<state>`` and ``ema/<fqn>``, live.
@@ -59,6 +60,7 @@ class RunState:
             "samples": self.batches.samples,
             "tokens": self.tokens,
             "skipped": self.skipped,
+            "evaluated": self.evaluated,
             "data": self.batches.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
         }
@@ -80,6 +82,7 @@ class RunState:
         self.step = int(progress["step"])
         self.tokens = int(progress["tokens"])
         self.skipped = int(progress.get("skipped", 0))
+        self.evaluated = int(progress.get("evaluated", 0))
         self.batches.load_state_dict(progress["data"])
         if self.scaler is not None and progress.get("scaler"):
             self.scaler.load_state_dict(progress["scaler"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fsdptool.families.protocol import Objective
-    from fsdptool.training.engine.optimizer import Update
+    from fsdptool.training.engine.update import Update
     from fsdptool.training.run.session import Session
     from fsdptool.training.sharding.precision import LossScaler
 

@@ -91,7 +91,7 @@ def _check_device(device: torch.device, emulate: bool) -> None:
     if find_spec("torchao") is None:
         raise ConfigError(
             "mixed_precision fp8 needs torchao, which is not installed",
-            help="pip install 'fsdptool[float8]', or use bf16",
+            help="pip install torchao, or use bf16",
         )
 
 

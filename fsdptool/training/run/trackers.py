@@ -41,9 +41,7 @@ def check_backends(recipe: Recipe) -> None:
                 f"there is no tracking backend {name!r}", help=f"choose from {', '.join(BACKENDS)}"
             )
         if find_spec(name) is None:
-            raise ConfigError(
-                f"tracking backend {name} is not installed", help=f"pip install 'fsdptool[{name}]'"
-            )
+            raise ConfigError(f"tracking backend {name} is not installed", help=f"pip install {name}")
 
 
 def open_trackers(folder: Path, recipe: Recipe) -> list[Tracker]:

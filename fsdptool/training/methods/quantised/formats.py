@@ -42,7 +42,7 @@ def check_library(format: Format) -> None:
     if format == "nf4" and find_spec("bitsandbytes") is None:
         raise ConfigError(
             "method.lora.base: nf4 needs bitsandbytes, which is not installed",
-            help="pip install 'fsdptool[quantize]', or take int8 or float8, which need torch alone",
+            help="pip install bitsandbytes, or take int8 or float8, which need torch alone",
         )
 
 
