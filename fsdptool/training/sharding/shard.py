@@ -59,7 +59,8 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     offload = (
         CPUOffloadPolicy(pin_memory=session.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     )
-    sends_directly = session.sizes.shard_degree > 1 and dist.get_backend() == "gloo"
+    many, on_cpu = session.sizes.shard_degree > 1, session.device.type == "cpu"
+    sends_directly = many and on_cpu and dist.get_backend() == "gloo"
     units: list[FSDPModule] = []
     for unit in plan.units:
         modules = [_module(model, path) for path in unit.modules]
