@@ -27,19 +27,8 @@ from fsdptool.training.run.events import read_lines
 
 STEPS = 6
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 262,
-}
-
 RECIPE = f"""\
-model: {{reference: model, weights: random}}
+model: {{reference: "llama3:tiny", weights: random, overrides: {{num_hidden_layers: 2}}}}
 data: {{source: synthetic}}
 batch: {{micro_batch: 2, sequence_length: 32}}
 steps: {STEPS}
@@ -52,8 +41,7 @@ CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="u
 
 def train(folder: Path, backend: str) -> Path:
     """Run ``fsdptool train`` with one tracker; returns the run folder."""
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    folder.mkdir()
     (folder / "recipe.yaml").write_text(RECIPE.replace("BACKEND", backend))
     (folder / "accelerate.yaml").write_text(CONFIG)
     run = folder / "run"
