@@ -22,7 +22,7 @@ class StopIn(SignalFlag):
 
     def __init__(self, step: int) -> None:
         super().__init__()
-        self._left = step
+        self._left = step + 1  # asked once before the first step
 
     @property
     def requested(self) -> int:
@@ -30,10 +30,10 @@ class StopIn(SignalFlag):
         return signal.SIGTERM if self._left <= 0 else 0
 
 
-def work_in(folder: str, stop_at: int | None = None) -> dict[str, Any]:
+def work_in(folder: str, stop_at: int | None = None, flag: SignalFlag | None = None) -> dict[str, Any]:
     """Train what ``folder`` describes on one rank and return the closing event."""
     events = EventLog(Path(folder), int(os.environ["RANK"]), 0)
-    flag = SignalFlag() if stop_at is None else StopIn(stop_at)
+    flag = StopIn(stop_at) if stop_at is not None else flag or SignalFlag()
     ended = dict(work(Path(folder), events, flag))
     events.close()
     return ended

@@ -102,9 +102,12 @@ class Loop:
         self._rolled_back: dict[int, int] = {}
         self._evaluated: Evaluated | None = None
         self._last_loss: float | None = None
+        self._stop = 0
 
     def run(self) -> Ended:
         """Train to the end, or to a stop that all ranks agreed on.
+
+        Ranks agree once a step, once a batch of an evaluation and once a sample.
 
         Raises:
             WorkerError: Non-finite loss or gradients under ``on_nonfinite: stop``, or rollbacks that
@@ -118,34 +121,43 @@ class Loop:
         self.assembled.model.register_forward_pre_hook(pulse.beat)
         samples_per_step = self._samples_per_step()
         total = total_steps(self.recipe, self.batches, samples_per_step)
-        while self.state.step < total:
+        # Not only what a signal while reading asks for: a run that ended inside the evaluation of its
+        # checkpoint's step makes that evaluation now.
+        if not self._asked():
+            self._validate()
+        while self.state.step < total and not self._stop:
             before = self.state.step
-            outcome = self._step(total)
+            self._stop = self._step(total).stop
             checkpointer.poll()
-            if outcome.stop:
-                self._save(wait=True)
-                checkpointer.close()
-                return Ended("stopped", self.state.step, outcome.stop, self._last_loss, self._evaluated)
-            if self.state.step <= before:  # rolled back: what is due there was done before
+            if self._stop or self.state.step <= before:  # rolled back: what is due there was done before
                 continue
             if checkpointer.due(self.state.step) and self.state.step < total:
                 self._save()
-            if self._evaluation_due():
-                self.evaluate()
-                self.sample()
-        if self.recipe.checkpoints.at_end or checkpointer.due(self.state.step):
+            self._validate()
+        if self._stop or self.recipe.checkpoints.at_end or checkpointer.due(self.state.step):
             self._save(wait=True)
         pulse.doing(pulse.SAVING)
         checkpointer.close()
-        return Ended("completed", self.state.step, 0, self._last_loss, self._evaluated)
+        status = "stopped" if self._stop else "completed"
+        return Ended(status, self.state.step, self._stop, self._last_loss, self._evaluated)
+
+    def _asked(self) -> int:
+        """Return the signal that some rank was asked to stop with, or 0: the same on all ranks, at once."""
+        self._stop = self.session.most(self.parts.stop.requested)
+        return self._stop
 
     def _save(self, *, wait: bool = False) -> None:
+        if self.state.step == 0:
+            return  # a stop before the first step: there is nothing yet that a new start would not make
         pulse.doing(pulse.SAVING)
         with self.parts.meter.moment("save"):
             self.parts.checkpointer.save(self.state, wait=wait)
 
     def evaluate(self) -> Evaluated | None:
-        """Measure the validation loss (of the average, where there is one) and report it."""
+        """Measure the validation loss (of the average, where there is one) and report it.
+
+        A stop cuts it short; then nothing is reported.
+        """
         if self.validation is None:
             return None
         ema = self.assembled.ema
@@ -154,8 +166,10 @@ class Loop:
             ema.swapped() if ema is not None else nullcontext(),
         ):
             found = evaluate(
-                self.assembled.model, self.assembled.objective, _fed(iter(self.validation)), self.session
+                self.assembled.model, self.assembled.objective, self._fed(iter(self.validation)), self.session
             )
+        if self._stop:
+            return None
         if self.session.is_main:
             self.parts.events.emit(
                 "evaluation", step=self.state.step, loss=found.loss, metrics=dict(found.metrics)
@@ -173,13 +187,32 @@ class Loop:
             self.parts.meter.moment("sampling"),
             ema.swapped() if ema is not None else nullcontext(),
         ):
-            files = self.sampler.write(self.assembled.model, self.state.step)
-        if self.session.is_main:
+            files = self.sampler.write(self.assembled.model, self.state.step, stop=self._asked)
+        if self.session.is_main and not self._stop:
             self.parts.events.emit("samples", step=self.state.step, files=[str(file) for file in files])
 
-    def _evaluation_due(self) -> bool:
-        every = self.recipe.evaluation.every_steps
-        return every is not None and self.state.step > 0 and self.state.step % every == 0
+    def _validate(self) -> None:
+        """Evaluate and sample after this step if that is due, was not done, and no stop comes between."""
+        every, step = self.recipe.evaluation.every_steps, self.state.step
+        if every is None or step % every or step == self.state.evaluated:
+            return
+        self.evaluate()
+        if not self._stop:
+            self.sample()
+        if not self._stop:
+            self.state.evaluated = step
+
+    def _fed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Pass validation data on until a stop is asked for, and say when a rank waits for it."""
+        while not self._asked():
+            pulse.doing(pulse.LOADING)
+            try:
+                step = next(batches)
+            except StopIteration:
+                return
+            finally:
+                pulse.doing(pulse.EVALUATING)
+            yield step
 
     def _samples_per_step(self) -> int:
         batch = self.recipe.batch
@@ -281,16 +314,3 @@ class Loop:
         if self.step_flops is None or self.peak_flops is None:
             return None
         return self.step_flops / (seconds * self.peak_flops * self.session.world_size)
-
-
-def _fed(batches: Iterator[Any]) -> Iterator[Any]:
-    """Pass validation data on, and say when a rank waits for it."""
-    while True:
-        pulse.doing(pulse.LOADING)
-        try:
-            step = next(batches)
-        except StopIteration:
-            return
-        finally:
-            pulse.doing(pulse.EVALUATING)
-        yield step

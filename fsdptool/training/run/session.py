@@ -73,6 +73,13 @@ class Session:
             dist.all_reduce(values)
         return values
 
+    def most(self, value: int) -> int:
+        """Return the largest ``value`` of all ranks, agreed on the CPU: no rank waits for its device."""
+        found = torch.tensor([value])
+        if self.world_size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)
+
 
 def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:
     """Return the device of this rank: CUDA where there is one and the file does not ask for the CPU.
@@ -128,7 +135,7 @@ def _join(rank: int, world_size: int, device: torch.device) -> None:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

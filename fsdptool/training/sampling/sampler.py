@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,8 +53,16 @@ class Sampler:
         self._loader = loader
         self._options = recipe.data.options
 
-    def write(self, model: nn.Module, step: int) -> tuple[Path, ...]:
+    def write(self, model: nn.Module, step: int, *, stop: Callable[[], int] = lambda: 0) -> tuple[Path, ...]:
         """Sample on all ranks and write on rank 0; the model is left as it was found.
+
+        Args:
+            model: Sharded.
+            step: Names the folder.
+            stop: Asked before and after each sample, the same on all ranks; unless 0, nothing is written.
+
+        Returns:
+            What was written; on rank 0 only.
 
         Raises:
             StorageError: Rank 0 could not write; raised on every rank.
@@ -66,14 +74,20 @@ class Sampler:
 
         was_training = model.training
         model.eval()
+        made: list[Any] = []
         try:
             # Every rank runs the same whole sequence, those that share one included.
             with torch.no_grad(), using(None):
-                made = [self._one(model, number) for number in range(self._recipe.evaluation.samples)]
+                for number in range(self._recipe.evaluation.samples):
+                    if stop():
+                        return ()
+                    made.append(self._one(model, number))
         finally:
             # A forward without a backward leaves the root gathered; the next step would not see it.
             reshard_all(model)
             model.train(was_training)
+        if stop():
+            return ()
         return self._save(made, self._folder / FOLDER / f"step-{step:08d}")
 
     def _one(self, model: nn.Module, number: int) -> Any:
