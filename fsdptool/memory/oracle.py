@@ -268,17 +268,9 @@ def _fill(model: nn.Module, mode: Any, counter: LiveBytes) -> None:
 
 
 def _fake_parameter(parameter: nn.Parameter, counter: LiveBytes) -> nn.Parameter:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    filled = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+    from fsdptool.training.sharding.rows import sharded_like
+
+    rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    filled = torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
     counter.count([filled])
-    if isinstance(parameter, DTensor):
-        whole = DTensor.from_local(
-            filled,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-    return nn.Parameter(filled, requires_grad=parameter.requires_grad)
+    return nn.Parameter(sharded_like(filled, parameter), requires_grad=parameter.requires_grad)

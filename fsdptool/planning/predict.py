@@ -28,12 +28,12 @@ from fsdptool.planning.stages import (
     time_candidate,
 )
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.cluster import Cluster
+from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings, Mesh, StateDictType
+from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.units import UnitPlan
 
 if TYPE_CHECKING:
@@ -134,11 +134,13 @@ class Estimator:
             replay: Replay the caching allocator for the reserved peak (about a second) instead of
                 taking the machine's ratio; None: with the detail.
         """
+        from fsdptool.memory import foresee
+
         recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
         trace = self._trace(_trace_key(knobs), recipe, settings)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
         held = self._hold(knobs, recipe, settings, mesh)
-        footprint = self._footprint(
+        footprint = foresee(
             trace,
             held.memory,
             mesh,
@@ -149,6 +151,9 @@ class Estimator:
             expandable=expands(cluster),
             workspaces=workspaces(cluster),
         )
+        self.unknowns |= dict.fromkeys(footprint.unknowns)
+        if footprint.confidence != "verified":
+            self.confidence = "unverified"
         verdict = judge(footprint, knobs, cluster, machine)
         timing = None
         worked = trace
@@ -159,7 +164,7 @@ class Estimator:
                 alone = replace(settings, mesh=replace(settings.mesh, cp=1))
                 worked = self._trace(_trace_key(replace(knobs, cp=1)), recipe, alone)
             if worked.known and trace.known:
-                timing = self._time(knobs, held, trace, worked, recipe, mesh, cluster, machine)
+                timing = self._time(knobs, held, trace, worked, recipe, mesh, cluster, cluster.gpu, machine)
         made = _assemble(id, knobs, cluster, footprint, verdict, timing)
         if not worked.known or (knobs.cp > 1 and worked is trace):
             return made
@@ -181,14 +186,13 @@ class Estimator:
         recipe: Recipe,
         mesh: Mesh,
         cluster: Cluster,
+        gpu: Gpu,
         machine: Machine,
     ) -> Timing | None:
         """Return the step's time from the work of ``worked`` and what ``trace`` exchanges."""
 
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
-            gpu = cluster.gpu
-            assert gpu is not None
             where = (name, knobs.layout, knobs.wrap_policy, knobs.wrap_classes)
             key = (*where, _trace_key(replace(knobs, cp=1)), gpu.name, machine.name)
             if key not in self._costs:
@@ -279,37 +283,6 @@ class Estimator:
         if self._teacher is None:
             self._teacher = _inspect_teacher(recipe.method.distillation.teacher)
         return plan_teacher(self._teacher, recipe, settings)
-
-    def _footprint(
-        self,
-        trace: Trace,
-        held: Prepared,
-        mesh: Mesh,
-        recipe: Recipe,
-        *,
-        saves: StateDictType,
-        timeline: bool,
-        reserved: bool,
-        expandable: bool,
-        workspaces: tuple[int, ...],
-    ) -> Footprint:
-        from fsdptool.memory import foresee
-
-        result = foresee(
-            trace,
-            held,
-            mesh,
-            recipe,
-            timeline=timeline,
-            reserved=reserved,
-            expandable=expandable,
-            saves=saves,
-            workspaces=workspaces,
-        )
-        self.unknowns |= dict.fromkeys(result.unknowns)
-        if result.confidence != "verified":
-            self.confidence = "unverified"
-        return result
 
 
 def _inspect_teacher(choice: ModelChoice) -> Anatomy:

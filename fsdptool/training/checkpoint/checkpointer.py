@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fsdptool.errors import StorageError
 from fsdptool.records.recipe import Checkpoints
@@ -32,6 +31,8 @@ from fsdptool.training.checkpoint.manifest import (
 )
 from fsdptool.training.checkpoint.saving import Staged, save_full, save_sharded
 from fsdptool.training.checkpoint.stream import Written
+from fsdptool.training.sharding.rows import sharded_like
+from fsdptool.training.sharding.shard import local
 
 if TYPE_CHECKING:
     from fsdptool.training.interfaces import Events, TrainState
@@ -204,23 +205,14 @@ class RunCheckpointer:
 
     def _copy(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Copy into a host buffer that is kept for the next save (pinned beside an accelerator)."""
-        local = value.to_local() if isinstance(value, DTensor) else value
+        rows = local(value)
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            pinned = local.device.type == "cuda"
-            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
+        if buffer is None or buffer.shape != rows.shape or buffer.dtype != rows.dtype:
+            pinned = rows.device.type == "cuda"
+            buffer = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=pinned)
             self._buffers[name] = buffer
-        buffer.copy_(local, non_blocking=False)
-        if not isinstance(value, DTensor):
-            return buffer
-        return DTensor.from_local(
-            buffer,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        buffer.copy_(rows, non_blocking=False)
+        return sharded_like(buffer, value)
 
     def _fly(self, flight: _Flight, staged: Staged, progress: dict[str, object]) -> None:
         began = time.monotonic()

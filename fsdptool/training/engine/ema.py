@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from fsdptool.training.sharding.rows import sharded_like
 from fsdptool.training.sharding.shard import local
 
 
@@ -57,14 +57,4 @@ class Ema:
 def _wide_copy(parameter: torch.Tensor) -> torch.Tensor:
     shard = local(parameter).detach()
     dtype = torch.float64 if shard.dtype == torch.float64 else torch.float32
-    copied = shard.to(dtype, copy=True)
-    if isinstance(parameter, DTensor):
-        return DTensor.from_local(
-            copied,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return copied
+    return sharded_like(shard.to(dtype, copy=True), parameter)

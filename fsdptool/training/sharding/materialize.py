@@ -16,6 +16,7 @@ from fsdptool.training.methods.quantised.formats import empty_parts, encode
 from fsdptool.training.methods.quantised.linear import QuantisedLinear
 from fsdptool.training.methods.quantised.replace import quantised_layers
 from fsdptool.training.sharding.initialisation import Blueprint, loose_tensors, replay
+from fsdptool.training.sharding.rows import sharded_like
 from fsdptool.training.sharding.shard import local
 
 if TYPE_CHECKING:
@@ -160,18 +161,7 @@ def _assign(model: nn.Module, names: Iterable[str], parameter: nn.Parameter, val
     ``fully_shard`` re-reads registered parameters, and pads uneven shards, in its lazy
     initialisation (torch 2.13, ``FSDPParam.reset_sharded_param``).
     """
-    if isinstance(parameter, DTensor):
-        whole = DTensor.from_local(
-            values,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    else:
-        whole = values  # type: ignore[assignment]
-    fresh = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    fresh = nn.Parameter(sharded_like(values, parameter), requires_grad=parameter.requires_grad)
     for name in names:
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).register_parameter(leaf, fresh)
