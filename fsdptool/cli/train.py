@@ -14,6 +14,7 @@ from fsdptool.cli.output import Format, print_document
 if TYPE_CHECKING:
     from fsdptool.launch.command import LaunchCommand
     from fsdptool.launch.prepare import Prepared
+    from fsdptool.launch.stops import Stops
     from fsdptool.launch.supervise import Outcome
     from fsdptool.report.train import Progress
 
@@ -69,16 +70,16 @@ def command(
     from fsdptool.launch.create import check_folder, lock_run, wait_for_run, write_run
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
-    from fsdptool.launch.stops import early_stops
+    from fsdptool.launch.stops import take_stops
     from fsdptool.training.run.folder import ACCELERATE
 
     if launcher not in ("torchrun", "accelerate"):
         raise ConfigError(f"there is no launcher {launcher!r}", help="choose torchrun or accelerate")
     folder = (output or Path("runs") / recipe.stem).absolute()
     first = not node_rank
-    if first:
-        check_folder(folder, resume=resume, force=force)
-    with early_stops():
+    with take_stops("the run was started", "start it again with --resume auto") as stops:
+        if first:
+            check_folder(folder, resume=resume, force=force)
         prepared = prepare(
             recipe,
             config,
@@ -87,35 +88,33 @@ def command(
             with_prediction=predict and first and not dry_run,
             with_data=first and not dry_run,
         )
-    nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
-    if rendezvous is not None:
-        # Where they meet was said here instead of in the file.
-        said = tuple(item for item in prepared.diagnostics if item.code != "FSD329")
-        prepared = replace(prepared, diagnostics=said)
-    command_line = build_command(
-        folder,
-        prepared.settings,
-        processes=prepared.per_machine,
-        device=prepared.device,
-        launcher="accelerate" if launcher == "accelerate" else "torchrun",
-        nodes=nodes,
-        max_restarts=max_restarts,
-        grace_seconds=grace,
-        timeout_seconds=timeout,
-        config=folder / ACCELERATE,
-    )
-    if dry_run:
-        _print_dry_run(command_line, folder, format)
-        return 0
-    if not first:
-        with early_stops():
+        nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
+        if rendezvous is not None:
+            # Where they meet was said here instead of in the file.
+            said = tuple(item for item in prepared.diagnostics if item.code != "FSD329")
+            prepared = replace(prepared, diagnostics=said)
+        command_line = build_command(
+            folder,
+            prepared.settings,
+            processes=prepared.per_machine,
+            device=prepared.device,
+            launcher="accelerate" if launcher == "accelerate" else "torchrun",
+            nodes=nodes,
+            max_restarts=max_restarts,
+            grace_seconds=grace,
+            timeout_seconds=timeout,
+            config=folder / ACCELERATE,
+        )
+        if dry_run:
+            _print_dry_run(command_line, folder, format)
+            return 0
+        if not first:
             wait_for_run(folder, launch_id)
-        with claim_gpus(prepared.settings, prepared.device, folder):
-            return _run(prepared, folder, command_line, max_restarts, format, quiet=True)
-    with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
-        # Again: another start may have come and gone while this one prepared.
-        number = check_folder(folder, resume=resume, force=force)
-        with early_stops():
+            with claim_gpus(prepared.settings, prepared.device, folder):
+                return _run(prepared, folder, command_line, max_restarts, stops, format, quiet=True)
+        with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
+            # Again: another start may have come and gone while this one prepared.
+            number = check_folder(folder, resume=resume, force=force)
             write_run(
                 folder,
                 prepared,
@@ -125,7 +124,7 @@ def command(
                 force=force,
                 launch_id=launch_id,
             )
-        return _run(prepared, folder, command_line, max_restarts, format)
+            return _run(prepared, folder, command_line, max_restarts, stops, format)
 
 
 def _print_dry_run(command_line: LaunchCommand, folder: Path, format: Format) -> None:
@@ -144,6 +143,7 @@ def _run(
     folder: Path,
     command_line: LaunchCommand,
     max_restarts: int,
+    stops: Stops,
     format: Format,
     *,
     quiet: bool = False,
@@ -162,8 +162,11 @@ def _run(
     tell = _silent if quiet else progress
     if not quiet:
         progress.say(plan_text(to_json(prepared.prediction)))
+    # From here on a signal has somebody to reach; once they have ended, it changes nothing.
+    stops.note()
+    supervisor = Supervisor(folder, command_line, max_restarts=max_restarts, signals=stops.taken, tell=tell)
     try:
-        outcome = Supervisor(folder, command_line, max_restarts=max_restarts, tell=tell).run()
+        outcome = supervisor.run()
     finally:
         progress.close()
     if quiet:

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -75,6 +75,7 @@ class Supervisor:
         folder: The run folder.
         command: What to start.
         max_restarts: How many relaunches torchrun was told to make.
+        signals: The stop signals this process has got, while others go on appending to it.
         tell: Called with every event, in order.
     """
 
@@ -84,6 +85,7 @@ class Supervisor:
         command: LaunchCommand,
         *,
         max_restarts: int = 0,
+        signals: Sequence[int] = (),
         tell: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         self._folder = folder
@@ -98,7 +100,7 @@ class Supervisor:
         self._exit_codes: dict[int, int] = {}
         self._finished: dict[int, Mapping[str, Any]] = {}
         self._failed_since: float | None = None
-        self._signals: list[int] = []
+        self._signals = signals
         self._asked = False
         self._stepped = False
         self._killed = False
@@ -107,7 +109,6 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Start the workers and return when the last process has gone."""
-        previous = self._take_signals()
         environment = {**os.environ, **self._command.environment, SUPERVISOR: str(os.getpid())}
         # A session of its own: Ctrl-C in the terminal must reach the parent alone, which asks the
         # workers to save; torchrun would otherwise forward it as their second signal.
@@ -135,8 +136,6 @@ class Supervisor:
                 self._hear_out(process)
         finally:
             self._kill_all(process)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
         return self._outcome(process.returncode)
 
     def _hear_out(self, process: subprocess.Popen[str]) -> None:
@@ -149,15 +148,6 @@ class Supervisor:
     def _silent_elsewhere(self) -> list[int]:
         """Return the ranks on other machines that have not ended with a word."""
         return [n for n, rank in self._ranks.items() if not rank.local and rank.state == "running"]
-
-    def _take_signals(self) -> dict[signal.Signals, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        return {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        # No more than that: the signal may have come in the middle of a write to the terminal.
-        self._signals.append(number)
 
     def _pass_on(self) -> None:
         """Ask every rank to save and stop; ranks that start later are asked when they announce themselves."""
@@ -249,6 +239,7 @@ class Supervisor:
         self._ranks.clear()
         self._failures.clear()
         self._deaths.clear()
+        self._exit_codes.clear()
         self._finished.clear()
         self._failed_since = None
         self._stepped = False
@@ -346,7 +337,8 @@ class Supervisor:
         if complete and not self._failures and not self._deaths:
             status = "stopped" if "stopped" in statuses else "completed"
             return Outcome(status, None, self._attempt, self._finished)
-        if self._signals and not self._stepped and all(event.get("secondary") for event in self._failures):
+        asked = self._signals or any(-code in SIGNALS for code in self._exit_codes.values())
+        if asked and not self._stepped and all(event.get("secondary") for event in self._failures):
             # Slurm signals every process of a step: torchrun, or a rank that has not come to its handlers,
             # may end of it. Nothing was done yet, so nothing is lost, and the run can go on.
             return Outcome("stopped", None, self._attempt, self._finished)

@@ -16,6 +16,7 @@ import pytest
 from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.failure import running
+from fsdptool.launch.stops import take_stops
 from fsdptool.launch.supervise import Outcome, Supervisor
 from fsdptool.training.run.events import event_path, read_lines
 
@@ -32,8 +33,13 @@ class Stage:
         self.told: list[Mapping[str, Any]] = []
 
     def play(self, *acts: str) -> Outcome:
-        command = LaunchCommand((sys.executable, str(PLAY), str(self.folder), *acts))
-        return Supervisor(self.folder, command, tell=self.told.append).run()
+        return self.supervise(sys.executable, str(PLAY), str(self.folder), *acts)
+
+    def supervise(self, *argv: str) -> Outcome:
+        with take_stops("", "") as stops:
+            stops.note()
+            command = LaunchCommand(argv)
+            return Supervisor(self.folder, command, signals=stops.taken, tell=self.told.append).run()
 
     def when_training(self, ranks: int, act: Any) -> None:
         """Call ``act(pids)`` once every rank says that it trains."""
@@ -131,8 +137,8 @@ def test_a_second_signal_to_the_parent_ends_everything_at_once(stage: Stage) -> 
 
 def test_a_launcher_that_a_stop_ends_before_any_step_can_be_resumed(stage: Stage) -> None:
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
-    command = LaunchCommand((sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(9)"))
-    assert Supervisor(stage.folder, command).run().status == "stopped"
+    outcome = stage.supervise(sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(9)")
+    assert outcome.status == "stopped"
 
 
 def test_who_shows_the_run_may_go_away(stage: Stage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -151,16 +152,27 @@ def test_a_run_that_came_and_went_meanwhile_is_not_overwritten(
     assert made.read_text() == "{}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_while_the_run_is_prepared(
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_stop_while_the_memory_is_predicted(
     place: Work, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    def stopped(*arguments: object, **options: object) -> None:
-        os.kill(os.getpid(), number)
+    """Not a reason why the memory could not be predicted, whatever a library makes of it."""
+
+    def predicts(*arguments: object, **options: object) -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except Exception as error:
+            raise ConfigError("nothing is known") from error
 
     recipe(place)
-    monkeypatch.setattr("fsdptool.launch.prepare.prepare", stopped)
-    assert f"{number.name} came before the run" in complain(place, capsys, code=75)
+    # By its module: the package has a function of that name.
+    monkeypatch.setattr(import_module("fsdptool.planning.predict"), "predict", predicts)
+    arguments = [item for item in place.arguments("run") if item != "--no-predict"]
+    assert run(arguments) == (130 if number == signal.SIGINT else 75)
+    if number != signal.SIGINT:
+        assert f"{number.name} came before the run was started" in capsys.readouterr().err
+    assert not (place.folder / "run").exists()
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
 def test_a_run_folder_that_cannot_be_made(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
