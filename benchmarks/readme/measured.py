@@ -39,7 +39,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     for backend, where in (("fake", "one rank of many"), ("gloo", "real ranks")):
         found = accuracy[backend]["all"]
         yield (
-            f"predicted peak memory against the allocator's own events, {where}, {found['settings']} settings",
+            f"predicted peak memory against the allocator's events, {where}, {found['settings']} settings",
             f"off by {found['median_percent']} % in the median, {found['worst_percent']} % at worst",
             "memory_accuracy",
         )
