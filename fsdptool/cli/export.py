@@ -32,6 +32,7 @@ def command(
 ) -> int:
     """Write the trained model of RUN for transformers, diffusers or peft."""
     from fsdptool.errors import ConfigError
+    from fsdptool.launch.stops import take_stops
     from fsdptool.training.export.api import export_run
     from fsdptool.training.run.folder import RUN
 
@@ -39,17 +40,18 @@ def command(
         raise ConfigError(f"{run} is no run folder", help="give the folder that fsdptool train wrote")
     if dtype not in (None, "float32", "bfloat16", "float16", "float64"):
         raise ConfigError(f"there is no dtype {dtype!r}", help="choose float32, bfloat16, float16 or float64")
-    exported = export_run(
-        run,
-        output,
-        checkpoint=checkpoint,
-        merge=merge,
-        average=ema,
-        dtype=dtype,  # type: ignore[arg-type]
-        shard_bytes=parse_size(max_shard_size),
-        force=force,
-    )
-    _note_in_summary(run, exported.folder)
+    with take_stops("the export was whole", "run the same command again; nothing is left of it"):
+        exported = export_run(
+            run,
+            output,
+            checkpoint=checkpoint,
+            merge=merge,
+            average=ema,
+            dtype=dtype,  # type: ignore[arg-type]
+            shard_bytes=parse_size(max_shard_size),
+            force=force,
+        )
+        _note_in_summary(run, exported.folder)
     if format is Format.JSON:
         from fsdptool.records.document import envelope
 

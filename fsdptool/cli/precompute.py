@@ -28,19 +28,21 @@ def command(
     """
     from fsdptool.config.recipe import read_recipe
     from fsdptool.launch.prepare import resolve_model
+    from fsdptool.launch.stops import take_stops
     from fsdptool.training.data import data_cache
     from fsdptool.training.data.places import with_places
     from fsdptool.training.precompute import done_json, plan_work
     from fsdptool.training.precompute.processes import run_processes
 
-    read = with_places(read_recipe(recipe), recipe)
-    work = plan_work(read, resolve_model(read.model, recipe), data_cache())
-    done = run_processes(
-        work,
-        processes=processes,
-        device=device,
-        tell=lambda text: print(text, file=sys.stderr),  # noqa: T201
-    )
+    with take_stops("all was made", "run the command again: it continues with what is missing"):
+        read = with_places(read_recipe(recipe), recipe)
+        work = plan_work(read, resolve_model(read.model, recipe), data_cache())
+        done = run_processes(
+            work,
+            processes=processes,
+            device=device,
+            tell=lambda text: print(text, file=sys.stderr),  # noqa: T201
+        )
     body = done_json(done, device or "auto")
     if format is Format.JSON:
         from fsdptool.records.document import envelope

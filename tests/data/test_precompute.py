@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,12 +16,14 @@ from typing import Any
 import diffusers
 import jsonschema
 import pytest
+import safetensors.torch
 import tiny_material
 import torch
 import yaml
 from safetensors.torch import load_file
 from tiny_material import recipe_of
 
+from fsdptool.cli.app import run as fsdptool
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.recipe import Recipe
 from fsdptool.resources import load_schema
@@ -147,8 +150,13 @@ def test_dropped_captions_are_the_empty_ones(cached: tuple[Path, Path, Path]) ->
     assert not any(torch.allclose(embeds, empty, atol=1e-5) for embeds in shown)
 
 
-def test_a_kill_loses_nothing_that_was_finished(pipelines: Mapping[str, Path], tmp_path: Path) -> None:
-    """Through the command: two processes, killed at the third shard, continued by one process."""
+def test_a_kill_or_a_stop_loses_nothing_that_was_finished(
+    pipelines: Mapping[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Through the command: of two processes the parent is killed, then one is stopped, then it ends."""
     images = tiny_material.pictures(tmp_path / "images", [(64, 64)] * 24)
     recipe = {
         "model": {"reference": str(pipelines["flux"])},
@@ -162,18 +170,18 @@ def test_a_kill_loses_nothing_that_was_finished(pipelines: Mapping[str, Path], t
     }
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    command = [sys.executable, "-m", "fsdptool", "precompute", str(file), "--format", "json"]
+    arguments = ["precompute", str(file), "--format", "json"]
     first = subprocess.Popen(
-        [*command, "--processes", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-m", "fsdptool", *arguments, "--processes", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 120
     while len(list((tmp_path / "latents").glob("text-0*"))) < 3 and time.monotonic() < deadline:
         assert first.poll() is None, first.communicate()[1].decode()
         time.sleep(0.005)
-    import os
-
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
+    first.kill()
+    first.communicate(timeout=60)  # its children hold the pipes until they end, too
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "latents").glob("*-0*.safetensors")}
     assert len(kept) >= 3
     assert not (tmp_path / "latents" / INDEX).exists()
@@ -181,9 +189,19 @@ def test_a_kill_loses_nothing_that_was_finished(pipelines: Mapping[str, Path], t
         spec = resolve(str(pipelines["flux"]))
         recipe_record = recipe_of(pipelines["flux"], images, shard_size=2, latents=str(tmp_path / "latents"))
         prepare(recipe_record, spec, cache=tmp_path / "c")
-    second = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert second.returncode == 0, second.stderr
-    document = json.loads(second.stdout)
+    plain = safetensors.torch.save_file
+
+    def stopped(*given: Any) -> None:
+        plain(*given)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as during:
+        during.setattr(safetensors.torch, "save_file", stopped)
+        assert fsdptool(arguments) == 75
+    assert "SIGTERM came before all was made" in capsys.readouterr().err
+    assert not list((tmp_path / "latents").glob(f"*.{os.getpid()}.part")), "nothing half-written stays"
+    assert fsdptool(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
     jsonschema.validate(document, load_schema("precompute"))
     assert (document["pictures"], document["shards"], document["finished"]) == (24, 12, True)
     for name, stamp in kept.items():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.resources import load_schema
 from fsdptool.training.checkpoint.manifest import list_checkpoints
+from fsdptool.training.export import shards
 from fsdptool.training.run.events import read_lines
 from fsdptool.training.run.folder import read_json
 
@@ -61,7 +65,7 @@ def test_the_closing_summary_proves_sharding_and_compares_memory(undisturbed: Ru
 
 
 def test_the_export_is_the_checkpoint_and_loads(
-    undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,6 +89,19 @@ def test_the_export_is_the_checkpoint_and_loads(
     assert AutoTokenizer.from_pretrained(target)(text)["input_ids"] == list(text.encode())
     assert fsdptool(arguments) == 2
     assert "exists already" in capsys.readouterr().err
+    before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
+    with monkeypatch.context() as during:
+        plain = shards.write_shards
+
+        def stopped(*given: Any, **options: Any) -> None:
+            plain(*given, **options)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        during.setattr(shards, "write_shards", stopped)
+        assert fsdptool([*arguments, "--force"]) == 75
+        assert "SIGTERM came before the export was whole" in capsys.readouterr().err
+    assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [target], "nothing half-written stays"
     assert fsdptool([*arguments, "--force"]) == 0, "an export may be replaced"
 
 

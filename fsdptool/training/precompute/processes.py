@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
 from collections.abc import Mapping
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 from fsdptool import errors
@@ -89,7 +92,24 @@ def _gather(started: list[Any], queue: Any, tell: Tell) -> int:
     return made
 
 
+def _follow_parent() -> None:
+    """Leave the stop signals to the parent, which ends us; end when it has gone without doing so."""
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # An exception, so that what is half written is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 def _one(work: Work, rank: int, world: int, device: str | None, queue: Any) -> None:
+    _follow_parent()
     os.environ["LOCAL_RANK"] = str(rank)
     try:
         done = run_work(
