@@ -78,6 +78,15 @@ def _needless(
     cluster = inputs.clusters[knobs.cluster]
     if cluster.gpu is None or asked.device_total_bytes is None or chosen is None:
         return []
+    if cluster.world_size == 1:
+        return [
+            Diagnostic(
+                "PLN010",
+                "info",
+                "one GPU shards nothing: FSDP only adds its own copies here",
+                help="train without FSDP on one GPU, or give --gpus 2 or more",
+            )
+        ]
     alone = replace(cluster, gpus_per_node=1, nodes=1)
     single = replace(
         knobs,
@@ -89,22 +98,15 @@ def _needless(
         cpu_offload=False,
     )
     try:
-        judged = estimator.candidate("single", single, alone, inputs.machines[knobs.cluster], detail=False)
+        judged = estimator.candidate(
+            "single", single, alone, inputs.machines[knobs.cluster], detail=False, replay=True
+        )
     except FsdptoolError:
         return []
     if judged.device_total_bytes is None or judged.usable_bytes is None:
         return []
-    if cluster.world_size == 1:
-        return [
-            Diagnostic(
-                "PLN010",
-                "info",
-                "one GPU shards nothing: FSDP only adds its own copies here",
-                help="train without FSDP on one GPU, or give --gpus 2 or more",
-            )
-        ]
-    buckets = gradient_bytes(judged)
-    total = judged.device_total_bytes + buckets
+    # DDP's buckets hold every gradient once more, from before the first step on.
+    total = judged.device_total_bytes + estimator.states(single, alone)["gradients"]
     if total > (1 - HEADROOM) * judged.usable_bytes:
         return []
     return [
@@ -116,8 +118,3 @@ def _needless(
             help="DDP communicates a third less; use FSDP for larger batches or models, not for fit",
         )
     ]
-
-
-def gradient_bytes(candidate: Candidate) -> int:
-    """Return the gradients' bytes at the peak: DDP's buckets are another copy of them."""
-    return sum(c.bytes or 0 for c in candidate.components if c.name == "gradients")

@@ -12,15 +12,12 @@ from fsdptool.records.footprint import Footprint
 from fsdptool.records.plan import Component
 
 HEADROOM = 0.05
-"""Share of usable memory a search leaves free: the accuracy table's worst miss of reserved memory on
-settings this full (docs/plan.md)."""
-
-GIB = 2**30
+"""Share of usable memory a search leaves free (docs/plan.md): reserved memory was never measured on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Bytes against bytes. ``fits`` None: part of the need is unknown.
+    """Bytes against bytes.
 
     Attributes:
         device_total_bytes: Reserved (or allocated) plus what lies outside the allocator.
@@ -28,8 +25,7 @@ class Judgement:
         slack_bytes: The difference.
         host_bytes_per_node: Host memory all ranks of a node need.
         components: The footprint's, and a line for each overhead.
-        fits: The verdict.
-        reason: Why it does not fit, or None.
+        reason: Why it does not fit, or why that is unknown; None where it fits.
     """
 
     device_total_bytes: int | None
@@ -37,15 +33,7 @@ class Judgement:
     slack_bytes: int | None
     host_bytes_per_node: int
     components: tuple[Component, ...]
-    fits: bool | None
     reason: str | None
-
-    @property
-    def tight(self) -> bool:
-        """Whether it fits with less than the headroom to spare."""
-        if not self.fits or self.slack_bytes is None or not self.usable_bytes:
-            return False
-        return self.slack_bytes < HEADROOM * self.usable_bytes
 
 
 def judge(footprint: Footprint, knobs: Knobs, cluster: Cluster, machine: Machine) -> Judgement:
@@ -68,8 +56,8 @@ def judge(footprint: Footprint, knobs: Knobs, cluster: Cluster, machine: Machine
     if cluster.gpu is None and total is not None:
         host += total * cluster.gpus_per_node
     slack = usable - total if usable is not None and total is not None else None
-    fits, reason = _verdict(total, usable, host, cluster)
-    return Judgement(total, usable, slack, host, components, fits, reason)
+    reason = _reason(total, usable, host, cluster)
+    return Judgement(total, usable, slack, host, components, reason)
 
 
 def usable_bytes(cluster: Cluster) -> int | None:
@@ -100,16 +88,14 @@ def _components(footprint: Footprint, held: int | None, lines: Overhead) -> tupl
     return footprint.components + tuple(c for c in extra if c.bytes and c.name not in names)
 
 
-def _verdict(
-    total: int | None, usable: int | None, host: int, cluster: Cluster
-) -> tuple[bool | None, str | None]:
+def _reason(total: int | None, usable: int | None, host: int, cluster: Cluster) -> str | None:
     limit = cluster.host_memory_bytes
     if limit is not None and host > limit:
-        return False, f"host memory: each node needs {amount(host)} of {amount(limit)}"
+        return f"host memory: each node needs {amount(host)} of {amount(limit)}"
     if total is None:
-        return None, "activations are unknown"
+        return "activations are unknown"
     if usable is None:
-        return None, "the host's memory is unknown"
+        return "the host's memory is unknown"
     if total > usable:
-        return False, f"memory: {amount(total - usable)} more than the {amount(usable)} usable"
-    return True, None
+        return f"memory: {amount(total - usable)} more than the {amount(usable)} usable"
+    return None

@@ -29,13 +29,13 @@ def climb(estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candida
     """
     cluster = inputs.clusters[knobs.cluster]
     steps: list[NextStep] = []
-    together = knobs
+    together, best_cluster = knobs, cluster
     rungs = [(text, rung, cluster) for text, rung in _rungs(knobs, cluster)]
     if cluster.gpu is not None and not expands(cluster):
         expandable = {**cluster.environment, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         rungs.insert(0, (_EXPANDABLE, knobs, replace(cluster, environment=expandable)))
     for text, rung, where in rungs:
-        judged = _try(estimator, text, rung, where, inputs)
+        judged = _try(estimator, text, rung, where, inputs, replay=True)
         if judged is None:
             continue
         gain = (asked.device_total_bytes or 0) - (judged.device_total_bytes or 0)
@@ -43,14 +43,16 @@ def climb(estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candida
             continue
         steps.append(_step(text, rung, knobs, judged, asked))
         together = _merge(together, knobs, rung)
+        if text == _EXPANDABLE:
+            best_cluster = where
     steps += _quantised(estimator, inputs, knobs, cluster, asked)
     if len(steps) > 1 and not any(step.fits for step in steps):
-        judged = _try(estimator, _SEVERAL, together, cluster, inputs)
+        judged = _try(estimator, _SEVERAL, together, best_cluster, inputs, replay=True)
         if judged is not None:
             steps.append(_step(_SEVERAL, together, knobs, judged, asked))
-    fitting = any(step.fits for step in steps)
-    best = together if not fitting else knobs
-    steps += _hardware(estimator, inputs, knobs, best, asked)
+    if any(step.fits for step in steps):
+        together, best_cluster = knobs, cluster
+    steps += _hardware(estimator, inputs, knobs, together, best_cluster)
     return tuple(steps)
 
 
@@ -100,7 +102,7 @@ def _quantised(
         estimator.spec, estimator.anatomy, recipe, estimator.settings, profile=estimator.profile
     )
     text = f"hold the frozen base in {base} (--lora-base {base})"
-    judged = _try(other, text, knobs, cluster, inputs)
+    judged = _try(other, text, knobs, cluster, inputs, replay=True)
     if judged is None or (asked.device_total_bytes or 0) <= (judged.device_total_bytes or 0):
         return []
     step = _step(text, knobs, knobs, judged, asked)
@@ -162,17 +164,27 @@ def _merge(together: Knobs, base: Knobs, rung: Knobs) -> Knobs:
 
 
 def _try(
-    estimator: Estimator, text: str, rung: Knobs, cluster: Cluster, inputs: PlanInputs
+    estimator: Estimator,
+    text: str,
+    rung: Knobs,
+    cluster: Cluster,
+    inputs: PlanInputs,
+    *,
+    replay: bool = False,
 ) -> Candidate | None:
-    """Judge a rung; one that its own settings rule out (a layout that cannot) is no rung."""
+    """Judge a rung; one that its own settings rule out (a layout that cannot) is no rung.
+
+    What was asked has its allocator replayed, so what is held against it is replayed, too (``replay``);
+    where only the verdict counts, near the limit.
+    """
     try:
         machine = inputs.machines[rung.cluster]
         if cluster != inputs.clusters[rung.cluster]:
             machine = (
                 machine if cluster.gpu == inputs.clusters[rung.cluster].gpu else machine_for(cluster.gpu)
             )
-        judged = estimator.candidate(text, rung, cluster, machine, detail=False)
-        if _close(judged):
+        judged = estimator.candidate(text, rung, cluster, machine, detail=False, replay=replay)
+        if not replay and _close(judged):
             judged = estimator.candidate(text, rung, cluster, machine, detail=False, replay=True)
         return judged
     except FsdptoolError:
@@ -186,10 +198,11 @@ def _close(candidate: Candidate) -> bool:
 
 
 def _hardware(
-    estimator: Estimator, inputs: PlanInputs, knobs: Knobs, best: Knobs, asked: Candidate
+    estimator: Estimator, inputs: PlanInputs, knobs: Knobs, best: Knobs, cluster: Cluster
 ) -> list[NextStep]:
     """More GPUs of the kind, then the smallest other GPU that would do, both with the best knobs."""
-    cluster = inputs.clusters[knobs.cluster]
+    changed = best != knobs or cluster != inputs.clusters[knobs.cluster]
+    beside = ", with everything above" if changed else ""
     if cluster.gpu is None:
         return []
     steps = []
@@ -200,13 +213,13 @@ def _hardware(
         if judged is None:
             break
         if _fits(judged):
-            text = f"{larger.world_size} GPUs in {larger.nodes} nodes{_with(best, knobs)}"
+            text = f"{larger.world_size} GPUs in {larger.nodes} nodes{beside}"
             steps.append(_more(text, rung, knobs, judged, "more GPUs; the global batch grows with them"))
             break
     for gpu in _larger(cluster):
         judged = _try(estimator, "other", best, replace(cluster, gpu=gpu), inputs)
         if judged is not None and _fits(judged):
-            text = f"{cluster.gpus_per_node} x {gpu.name}{_with(best, knobs)}"
+            text = f"{cluster.gpus_per_node} x {gpu.name}{beside}"
             steps.append(_more(text, best, knobs, judged, "another machine"))
             break
     return steps
@@ -222,10 +235,6 @@ def _larger(cluster: Cluster) -> Sequence[Gpu]:
         if (entry.gpu.link == "xgmi") == amd
     }
     return [found[size] for size in sorted(found) if size > least]
-
-
-def _with(best: Knobs, knobs: Knobs) -> str:
-    return "" if best == knobs else ", with everything above"
 
 
 def _more(text: str, rung: Knobs, base: Knobs, judged: Candidate, cost: str) -> NextStep:

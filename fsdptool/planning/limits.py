@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdptool.config.recipe_ranges import MAX_RANK
 from fsdptool.errors import PlanError
 from fsdptool.records.recipe import Recipe
 
@@ -10,9 +11,6 @@ MAX_SIZE = 1 << 40
 
 MAX_TOKENS = 1 << 24
 """Tokens of a micro-batch: sixteen million. Losses run over them in chunks, a trace through every one."""
-
-MAX_RANK = 1 << 16
-"""Beyond the width of every published layer: an adapter would be larger than what it adapts."""
 
 
 def check_sizes(recipe: Recipe) -> None:

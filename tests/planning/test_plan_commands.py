@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from fsdptool.amounts import amount
 from fsdptool.cli.app import run
 from fsdptool.resources import load_schema
 
@@ -67,7 +68,12 @@ def test_a_plan_is_a_valid_document_and_says_what_it_knows(
 
 def test_a_small_model_is_told_that_it_needs_no_fsdp(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "128", "--no-search"])
-    assert {item["code"] for item in plan["diagnostics"]} == {"PLN011"}, "every size was given"
+    (told,) = plan["diagnostics"]
+    assert told["code"] == "PLN011", "every size was given"
+    alone = document(capsys, ["plan", model, *HARDWARE[:2], "--gpus", "1", "--seq-len", "128", "--no-search"])
+    (asked,) = alone["candidates"]
+    kept = alone["details"]["states"]["gradients"]
+    assert f"({amount(asked['device_total_bytes'] + kept)} of" in told["message"], "DDP's buckets are whole"
     assumed = document(capsys, ["plan", model, *HARDWARE, "--no-search"])["diagnostics"]
     assert any(item["code"] == "PLN013" and "input_ids 512" in item["message"] for item in assumed)
 
@@ -116,6 +122,11 @@ def test_what_does_not_fit_gets_a_ladder(
     assert "micro-batch 32, accumulation 2" in changes
     fitting = [step for step in plan["next_steps"] if step["fits"]]
     assert fitting
+    # What a rung is said to need is what a plan of it says.
+    rung = next(step for step in plan["next_steps"] if step["change"] == "selective activation checkpointing")
+    same = [*arguments, "--micro-batch", "64", "--no-search", "--checkpointing", "selective"]
+    (asked,) = document(capsys, same, status=0 if rung["fits"] else 1)["candidates"]
+    assert asked["device_total_bytes"] == rung["device_total_bytes"]
     # A rung that is said to fit does fit when it is asked for.
     rung = next(step for step in fitting if step["change"].startswith("micro-batch"))
     sizes = rung["settings"]
