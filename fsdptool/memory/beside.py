@@ -157,7 +157,8 @@ def _forwards(run: Beside, name: str, trace: Trace | None, *, count: int) -> Non
     ledger.note(name)
     ledger.begin(name)
     if run.recipe.ema.decay is not None:
-        _spike(run, EMA, 4 * max((numel for numel, _ in _trained(run)), default=0))
+        # One parameter's copy in its average's dtype, while the two change places.
+        _spike(run, EMA, max((numel * max(stored, 4) for numel, stored in _trained(run)), default=0))
     ledger.prefix = f"{name}: "
     schedule = Schedule(before.rank, before.replicate, ledger, trace, gloo=before.gloo)
     # The loader's batch is all of a step's; on a device one micro-batch of it is alive.

@@ -295,7 +295,7 @@ def _remarks(inputs: PlanInputs, asked: Candidate, chosen: Candidate | None) -> 
                 "warning",
                 f"only {amount(chosen.slack_bytes)} of {amount(chosen.usable_bytes)} stay free: within the"
                 " estimate's own error",
-                help="take a rung of --explain's ladder before renting, or try one step first",
+                help="let --search find room, or try one step before renting more",
             )
         )
     if (

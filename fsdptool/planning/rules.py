@@ -11,7 +11,7 @@ RULES = (
          "Use a precision the GPU has (FSD501 and FSD505 find it in a file)."),
     Rule("PLN003", "fits within the estimate's error", "warning",
          "What stays free is less than the error of the estimate.",
-         "Take a rung of --explain's ladder, or try one step before renting."),
+         "Let --search find room, or try one step before renting more."),
     Rule("PLN004", "what was asked does not fit", "info",
          "The configuration as asked does not fit; another candidate does and was chosen.",
          "--no-search judges exactly what was asked."),
