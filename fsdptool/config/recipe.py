@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool.config import spelling
 from fsdptool.config.json_tree import parse_json
+from fsdptool.config.recipe_contradictions import contradictions
 from fsdptool.config.recipe_ranges import finite, out_of_range
 from fsdptool.config.text import SourceText, UnreadableError, read_source
 from fsdptool.config.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
@@ -85,9 +86,10 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
             source, 0, "a recipe is a mapping that begins with `model:`", "see `fsdptool schema recipe`"
         )
     _check_record(source, Recipe, root, "")
-    _check_batch(source, root)
     for node, message in out_of_range(root):
         raise _error(source, node.start, message, "leave it out to take the default")
+    for node, message, advice in contradictions(root):
+        raise _error(source, node.start, message, advice)
     return from_json(Recipe, to_python(root), where="recipe")
 
 
@@ -303,20 +305,6 @@ def _name(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return "a list"
     return "a value"
-
-
-def _check_batch(source: SourceText, root: Node) -> None:
-    entry = root.get("batch")
-    if entry is None or entry.node.kind != "map":
-        return
-    both = entry.node.get("accumulation"), entry.node.get("global_batch")
-    if both[0] is not None and both[1] is not None and both[1].node.value is not None:
-        raise _error(
-            source,
-            both[1].key_node.start,
-            "batch.accumulation and batch.global_batch decide each other",
-            "keep one of the two",
-        )
 
 
 __all__ = ["OWNED_BY_YAML", "dump_recipe", "read_recipe"]

@@ -12,6 +12,10 @@ _ONE: _Range = ("at least 1", lambda number: number >= 1)
 _NONE: _Range = ("at least 0", lambda number: number >= 0)
 _ABOVE: _Range = ("above 0", lambda number: number > 0)
 _SHARE: _Range = ("at least 0 and below 1", lambda number: 0 <= number < 1)
+MAX_RANK = 1 << 16
+"""Beyond the width of every published layer: an adapter would be larger than what it adapts."""
+
+_RANK: _Range = (f"from 1 to {MAX_RANK}", lambda number: 1 <= number <= MAX_RANK)
 _RATIO: _Range = ("from 0 to 1", lambda number: 0 <= number <= 1)
 
 RANGES: dict[str, _Range] = {
@@ -29,7 +33,7 @@ RANGES: dict[str, _Range] = {
     "checkpoints.keep_last": _ONE,
     "evaluation.every_steps": _ONE,
     "evaluation.batches": _ONE,
-    "method.lora.rank": _ONE,
+    "method.lora.rank": _RANK,
     "sharding.checkpointing.every_n": _ONE,
     "sharding.reshard_after_forward": _ONE,
     "tracking.log_every": _ONE,

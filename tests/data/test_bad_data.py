@@ -40,6 +40,7 @@ def complaint(recipe: Recipe, spec: ModelSpec, cache: Path) -> str:
 CASES: list[tuple[str, str, str, dict[str, Any], str]] = [
     ("missing.jsonl", "", "causal_lm", {}, "does not exist"),
     ("empty.jsonl", "", "causal_lm", {}, "has no rows"),
+    ("blank.jsonl", '{"text": ""}\n{"text": ""}\n', "causal_lm", {}, "has no text: every row is empty"),
     ("wrong.jsonl", '{"body": "x"}\n', "causal_lm", {}, "has no column 'text'; it has body"),
     ("broken.jsonl", '{"text": "x"}\n{"text": \n', "causal_lm", {}, "broken.jsonl:2: not a JSON object"),
     ("list.jsonl", "[1]\n", "causal_lm", {}, "list.jsonl:1: expected a JSON object, got list"),

@@ -73,15 +73,20 @@ def _make(kind: str, data: Data, encoder: Encoder, source: Source, folder: Path)
     }[kind]
     facts: dict[str, Any] = {"kind": kind, "tokenizer": encoder.name, "source": source.place}
     with RaggedWriter(folder, _columns(kind, encoder)) as writer:
-        empty = True
+        longest = -1
         for values in maker(data, encoder, source, facts):
-            empty = False
+            longest = max(longest, len(values["input_ids"]))
             writer.extend(values)
             if not facts.pop("open", False):
                 writer.end()
-        if empty:
+        if longest < 0:
             raise ConfigError(
                 f"data {source.place} has no rows", help="check data.path, data.split and the files' content"
+            )
+        if longest <= len(_framed([], encoder)):
+            raise ConfigError(
+                f"data {source.place} has no text: every row is empty",
+                help="check the files' content and data.text_column",
             )
         writer.close(facts)
 
