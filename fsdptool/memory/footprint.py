@@ -51,7 +51,6 @@ def footprint(
     timeline: bool = True,
     teacher: UnitPlan | None = None,
     reserved: bool | None = None,
-    expandable: bool = False,
     saves: StateDictType = "sharded",
     workspaces: tuple[int, ...] = (),
 ) -> Footprint:
@@ -67,7 +66,6 @@ def footprint(
         teacher: Units of a distillation's teacher.
         reserved: Whether to replay the caching allocator (about a second); None: on CUDA, where a
             timeline is wanted.
-        expandable: Whether it uses expandable segments.
         saves: Whether checkpoints are sharded or full.
         workspaces: Bytes of each workspace that matrix products keep on the device.
     """
@@ -78,7 +76,6 @@ def footprint(
         recipe,
         timeline=timeline,
         reserved=reserved,
-        expandable=expandable,
         saves=saves,
         workspaces=workspaces,
     )
@@ -109,7 +106,13 @@ def foresee(
     saves: StateDictType = "sharded",
     workspaces: tuple[int, ...] = (),
 ) -> Footprint:
-    """Return the :func:`footprint` of what was prepared before: the same arguments."""
+    """Return the :func:`footprint` of what was prepared before.
+
+    Args:
+        trace, mesh, recipe, timeline, reserved, saves, workspaces: As there.
+        rank: The units as this rank holds them (:func:`prepared`).
+        expandable: Whether the replayed allocator uses expandable segments.
+    """
 
     def played(ledger: Ledger, *, warm: bool = False) -> Simulated:
         return play(trace, rank, mesh, recipe, ledger=ledger, warm=warm, saves=saves, workspaces=workspaces)

@@ -160,7 +160,7 @@ def _own_digest() -> str:
     digest = hashlib.sha256()
     for name in _OWN:
         path = package / name
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+        for file in [path] if path.suffix else sorted(path.rglob("*.py")):
             digest.update(str(file.relative_to(package)).encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
