@@ -29,7 +29,8 @@ from fsdptool.families.synthetic import synthesise
 from fsdptool.memory import footprint, trace
 from fsdptool.records.codec import to_json
 from fsdptool.records.document import library_versions
-from fsdptool.training.engine.assemble import build_sharded, objective_for
+from fsdptool.training.engine.assemble import build_sharded
+from fsdptool.training.engine.objective import objective_for
 from fsdptool.training.engine.optimizer import build_optimizer
 from fsdptool.training.methods.losses import Task
 from fsdptool.training.run.session import open_session

@@ -30,7 +30,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
-from fsdptool.training.engine.assemble import build_sharded, objective_for
+from fsdptool.training.engine.assemble import build_sharded
+from fsdptool.training.engine.objective import objective_for
 from fsdptool.training.engine.optimizer import build_optimizer
 from fsdptool.training.engine.step import Stepper, _Agreed
 from fsdptool.training.methods.losses import Student, Task

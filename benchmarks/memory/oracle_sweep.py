@@ -32,7 +32,7 @@ from fsdptool.memory.oracle import observe
 from fsdptool.memory.simulation import simulate
 from fsdptool.records.document import library_versions
 from fsdptool.records.trace import Trace
-from fsdptool.training.engine.assemble import objective_for
+from fsdptool.training.engine.objective import objective_for
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_oracle.json"
 TOLERANCE = 0.5

@@ -80,6 +80,7 @@ def prepare(
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
     from fsdptool.training.data.places import with_places
+    from fsdptool.training.engine.objective import check_teacher, objective_for
     from fsdptool.training.sharding.context import check_context
     from fsdptool.training.sharding.unitplan import plan_units
 
@@ -98,9 +99,12 @@ def prepare(
         raise ConfigError(f"{recipe_path} says neither steps nor epochs", help="set one of them")
     spec = resolve_model(recipe.model, recipe_path)
     check_context(spec, recipe, settings)
+    objective_for(recipe, spec)
     anatomy = inspect(spec)
     units = plan_units(anatomy, recipe, settings)
     teacher_spec, teacher_units = _teacher(recipe, settings, recipe_path)
+    if teacher_spec is not None:
+        check_teacher(spec, teacher_spec)
     made_up = recipe.data.source == "synthetic" and recipe.evaluation.data is None
     if with_data:
         _check_share(recipe, settings)

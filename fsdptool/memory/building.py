@@ -24,7 +24,7 @@ from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 from fsdptool.records.units import UnitPlan
-from fsdptool.training.engine.assemble import objective_for
+from fsdptool.training.engine.objective import objective_for
 from fsdptool.training.methods.apply import prepare_model
 from fsdptool.training.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.training.methods.float8 import check_method

@@ -109,6 +109,23 @@ def test_a_global_batch_that_does_not_divide(place: Work, capsys: pytest.Capture
     assert "batch.global_batch 6 is no multiple of" in complain(place, capsys)
 
 
+def test_an_objective_or_an_option_of_it_that_is_not_there(
+    place: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe(place, **{"steps: 14": "objective: {name: causal_lmm}\nsteps: 14"})
+    assert "did you mean causal_lm?" in complain(place, capsys)
+    recipe(place, **{"steps: 14": "objective: {options: {chunkk: 3}}\nsteps: 14"})
+    assert "causal_lm has no option 'chunkk'" in complain(place, capsys)
+    recipe(place, **{"steps: 14": "objective: {options: {arguments: 3}}\nsteps: 14"})
+    assert "it has: chunk, document_mask, auxiliary" in complain(place, capsys)
+
+
+def test_a_teacher_for_something_else(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    taught = "{name: distillation, distillation: {teacher: {reference: bert:base-uncased}}}"
+    recipe(place, **{"steps: 14": f"method: {taught}\nsteps: 14"})
+    assert "is a model for masked_lm, the student one for causal_lm" in complain(place, capsys)
+
+
 def test_a_run_is_never_overwritten_unasked(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     (place.folder / "run").mkdir()
     (place.folder / "run" / "run.json").write_text("{}")

@@ -12,6 +12,7 @@ from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection.build import build
 from fsdptool.training.engine.ema import Ema
+from fsdptool.training.engine.objective import objective_for
 from fsdptool.training.engine.optimizer import build_optimizer
 from fsdptool.training.engine.schedule import base_rate
 from fsdptool.training.engine.step import MicroLoss, Stepper
@@ -68,25 +69,6 @@ class Assembled:
     rate: float
     proof: dict[str, Any]
     notes: tuple[str, ...]
-
-
-def objective_for(recipe: Recipe, spec: ModelSpec) -> Objective:
-    """Return the objective the recipe names, or the family's default for this model.
-
-    Raises:
-        ConfigError: The family does not train under it.
-    """
-    family = family_of(spec)
-    known = family.objectives()
-    name = recipe.objective.name or spec.objective or family.objective_for(spec.config)
-    if name not in known:
-        raise ConfigError(
-            f"family {family.name} has no objective {name!r}", help=f"it has: {', '.join(sorted(known))}"
-        )
-    try:
-        return known[name](**dict(recipe.objective.options))
-    except TypeError as error:
-        raise ConfigError(f"objective {name}: {error}", help="check objective.options") from error
 
 
 def assemble(inputs: RunInputs, session: Session, *, phase: Phase = lambda name: None) -> Assembled:
