@@ -15,6 +15,9 @@ import pytest
 from fsdptool.cli.app import run
 from fsdptool.resources import load_schema
 
+# All on one worker: another would make the same two runs again.
+pytestmark = pytest.mark.xdist_group("run-phases")
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

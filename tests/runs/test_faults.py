@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import STEPS, Run, Work, digests, losses
 
+from fsdptool.training.checkpoint.manifest import list_checkpoints, step_of
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
@@ -21,55 +23,48 @@ def same_end(run: Run, undisturbed: Run) -> None:
     assert digests(run.folder) == digests(undisturbed.folder)
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on_by_itself(work: Work, undisturbed: Run) -> None:
-    run = work.start("killed", "--max-restarts", "1")
-    run.wait_for_step(6)
-    os.kill(run.pid(1), signal.SIGKILL)
-    assert run.end() == 0, run.said()
-    assert "rank 1 (process " in run.said()
-    assert run.summary()["restarts"] == 1
-    same_end(run, undisturbed)
+def test_a_full_disk_a_bad_value_a_signal_to_one_rank_and_damage(
+    work: Work, undisturbed: Run, tmp_path: Path
+) -> None:
+    """One run that ends four times; each time it goes on with what it has."""
 
-
-def test_a_signal_to_one_rank_stops_all_and_damage_costs_one_interval(work: Work, undisturbed: Run) -> None:
-    run = work.start("stopped")
-    run.wait_for_step(5)
-    os.kill(run.pid(1), signal.SIGTERM)
-    assert run.end() == 75, run.said()
-    summary = run.summary()
-    assert (summary["status"], summary["resumable"], summary["failure"]) == ("stopped", True, None)
-    assert summary["last_good_step"] == summary["steps"], "it saved where it stopped"
-    shard = run.folder / summary["last_checkpoint"] / "shard-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    again = work.start("stopped", "--resume", "auto")
-    assert again.end() == 0, again.said()
-    assert "shard-00000.safetensors has" in again.said(), "damage is said, not hidden"
-    assert "continuing from step 4" in again.said()
-    same_end(again, undisturbed)
-
-
-def test_a_full_disk_is_one_line_and_the_run_goes_on_with_space(work: Work, undisturbed: Run) -> None:
     def small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
-    run = work.start("full", "--max-restarts", "2", before=small_disk)
+    run = work.start("unlucky", "--max-restarts", "2", before=small_disk)
     assert run.end() == 2, run.said()
     assert run.summary()["restarts"] == 0, "another start cannot help"
     assert "the checkpoint cannot be written: rank" in run.said()
     assert "File too large" in run.said()
     assert "Traceback" not in run.said()
-    again = work.start("full", "--resume", "auto")
-    assert again.end() == 0, again.said()
-    same_end(again, undisturbed)
 
+    flag = tmp_path / "poison"
+    flag.write_text("")
+    (tmp_path / "sitecustomize.py").write_text(Path(__file__).with_name("poison_step.py").read_text())
+    poison = {"PYTHONPATH": str(tmp_path), "POISON_STEP": "7", "POISON_WHILE": str(flag)}
+    run = work.start("unlucky", "--resume", "auto", environment=poison)
+    assert run.end() == 4, run.said()
+    assert "step 7: the loss is not finite" in run.said()
+    assert run.summary()["last_good_step"] == 4
+    flag.unlink()
 
-def test_all_ranks_killed_while_a_checkpoint_is_written(work: Work, undisturbed: Run) -> None:
-    run = work.start("all", "--max-restarts", "1")
-    while not any((run.folder / "checkpoints").glob(".step-00000008.part")):
-        assert run.process.poll() is None, run.said()
-    for rank in (0, 1):
-        os.kill(run.pid(rank), signal.SIGKILL)
+    run = work.start("unlucky", "--resume", "auto", environment=poison)
+    run.wait_for_step(7)  # which no start before this one took
+    os.kill(run.pid(1), signal.SIGTERM)
+    assert run.end() == 75, run.said()
+    assert "continuing from step 4" in run.said()
+    summary = run.summary()
+    assert (summary["status"], summary["resumable"], summary["failure"]) == ("stopped", True, None)
+    assert summary["last_good_step"] == summary["steps"], "it saved where it stopped"
+    damaged, before, *_ = list_checkpoints(run.folder / "checkpoints")
+    assert str(damaged).endswith(summary["last_checkpoint"])
+    shard = damaged / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+    run = work.start("unlucky", "--resume", "auto")
     assert run.end() == 0, run.said()
+    assert "shard-00000.safetensors has" in run.said(), "damage is said, not hidden"
+    assert f"continuing from step {step_of(before)}" in run.said()
     same_end(run, undisturbed)
 
 
@@ -92,21 +87,6 @@ def test_a_data_worker_that_dies(work: Work, undisturbed: Run) -> None:
     same_end(run, undisturbed)
 
 
-def test_a_value_that_is_not_finite_stops_every_rank(work: Work, undisturbed: Run, tmp_path: Path) -> None:
-    flag = tmp_path / "poison"
-    flag.write_text("")
-    (tmp_path / "sitecustomize.py").write_text(Path(__file__).with_name("poison_step.py").read_text())
-    poison = {"PYTHONPATH": str(tmp_path), "POISON_STEP": "7", "POISON_WHILE": str(flag)}
-    run = work.start("poisoned", environment=poison)
-    assert run.end() == 4, run.said()
-    assert "step 7: the loss is not finite" in run.said()
-    assert run.summary()["last_good_step"] == 4
-    flag.unlink()
-    again = work.start("poisoned", "--resume", "auto", environment=poison)
-    assert again.end() == 0, again.said()
-    same_end(again, undisturbed)
-
-
 def blocked(tmp_path: Path, ranks: str) -> dict[str, str]:
     (tmp_path / "sitecustomize.py").write_text(Path(__file__).with_name("block_data.py").read_text())
     os.mkfifo(tmp_path / "never")
@@ -118,19 +98,29 @@ def blocked(tmp_path: Path, ranks: str) -> dict[str, str]:
     }
 
 
-def test_a_rank_that_never_reaches_a_collective_is_named_and_the_run_goes_on(
+def test_a_rank_that_waits_for_ever_a_killed_one_and_all_killed(
     work: Work, undisturbed: Run, tmp_path: Path
 ) -> None:
-    environment = blocked(tmp_path, "1")
-    run = work.start("blocked", "--timeout", "10", "--max-restarts", "1", environment=environment)
+    """Three restarts: a rank never reaches a collective, one is killed, all are inside a checkpoint."""
+    run = work.start(
+        "killed", "--timeout", "10", "--max-restarts", "3", environment=blocked(tmp_path, ranks="1")
+    )
+    run.wait_for_step(6)  # in which the first start is blocked
+    stacks = [path.read_text() for path in sorted((run.folder / "logs").glob("rank-*.stacks"))]
+    os.kill(run.pid(1), signal.SIGKILL)
+    while not any((run.folder / "checkpoints").glob(".step-00000012.part")):
+        assert run.process.poll() is None, run.said()
+    for rank in (0, 1):
+        os.kill(run.pid(rank), signal.SIGKILL)
     assert run.end() == 0, run.said()
     assert re.search(r"restart 1: rank 1: no sign of life for \d+ s while loading data", run.said()), (
         run.said()
     )
-    stacks = [path.read_text() for path in sorted((run.folder / "logs").glob("rank-*.stacks"))]
     assert "in wait_for_file" in stacks[1], "the rank that hung says where"
     assert "step.py" in stacks[0], "and so does the one that waited for it"
-    assert run.summary()["restarts"] == 1
+    assert "restart 2: rank 1 (process " in run.said(), run.said()
+    assert re.search(r"restart 3: rank [01]", run.said()), run.said()
+    assert run.summary()["restarts"] == 3
     same_end(run, undisturbed)
 
 
