@@ -141,6 +141,14 @@ def test_a_launcher_that_a_stop_ends_before_any_step_can_be_resumed(stage: Stage
     assert outcome.status == "stopped"
 
 
+def test_a_rank_that_a_stop_ends_before_its_handlers_can_be_resumed(stage: Stage) -> None:
+    """Known by what torchrun says of it; a kill is a failure all the same."""
+    line = "E: failed (exitcode: -{}) local_rank: 1 (pid: 1) of binary: python"
+    for number, status in ((signal.SIGTERM, "stopped"), (signal.SIGKILL, "failed")):
+        program = f"import sys; sys.exit('{line.format(int(number))}')"
+        assert stage.supervise(sys.executable, "-c", program).status == status
+
+
 def test_who_shows_the_run_may_go_away(stage: Stage) -> None:
     def gone_already(event: Mapping[str, Any]) -> None:
         raise BrokenPipeError
