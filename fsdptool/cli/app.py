@@ -106,11 +106,27 @@ def _overview_text() -> str:
 
 def main() -> None:
     """Run the command line and exit with a documented status (docs/exit-codes.md)."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A bar in a chart or a file's name that the terminal's encoding lacks is no reason to fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_closed_streams() -> None:
+    """Stand in for standard streams the caller closed (``>&-``, some daemons): Python has None for them.
+
+    The lowest free descriptor is the one that is missing, so no file of ours can take its number and get
+    what a library or a worker prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
 
 
 def run(arguments: list[str]) -> int:

@@ -128,3 +128,12 @@ def test_no_help_text_is_taken_for_markup() -> None:
     assert len(texts) > 100
     assert not [text for text in texts if "[" in text]
     assert list(commands)[:5] == list(COMMANDS)
+
+
+def test_closed_standard_streams_change_no_status() -> None:
+    """As under some daemons; a file of ours must not get the number of a missing stream either."""
+    command = f"exec {sys.executable} -m fsdptool rule FSD301 <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], check=False, timeout=60).returncode == 0
+    wrong = f"exec {sys.executable} -m fsdptool rule NONE1 >&-"
+    done = subprocess.run(["sh", "-c", wrong], check=False, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
