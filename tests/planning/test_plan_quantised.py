@@ -79,6 +79,8 @@ def test_a_base_that_does_not_fit_is_offered_in_fewer_bits(
         " memory_bandwidth: 1.0e12, link_bandwidth: 1.0e10, source: test}]\n"
     )
     hardware = ["--gpus-file", str(card), "--gpu", "Tiny", "--gpus", "2"]
+    # Large enough for the allocator to need fewer of its segments.
+    hardware += ["--override", "hidden_size=512", "--override", "intermediate_size=1280"]
     plan = planned(capsys, model, *hardware, "--method", "lora", status=1)
     rungs = [step for step in plan["next_steps"] if step["change"].startswith("hold the frozen base in int8")]
     assert len(rungs) == 1
