@@ -136,7 +136,7 @@ def opened(folder: Path, recipe: Recipe, **settings: Any) -> tuple[Assembled, Se
 
 
 def looped(
-    folder: Path, recipe: Recipe, checkpointer: Memory, *, poison: int = -1, stop_at: int = -1
+    folder: Path, recipe: Recipe, checkpointer: Memory, *, poison: int = -1, stop_at: int | None = None
 ) -> tuple[Loop, Log]:
     """Assemble a loop; ``poison`` makes one step's loss NaN on the last rank alone."""
     assembled, session = opened(folder, recipe)
