@@ -25,6 +25,7 @@ _OWN = (
     "inspection",
     "training/sharding/recompute.py",
     "training/sharding/context.py",
+    "training/engine/objective.py",
     "training/methods",
     "training/sharding/unitplan.py",
     "families",
