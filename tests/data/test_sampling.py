@@ -56,14 +56,14 @@ for name, job in jobs.items():
     objective = family.objectives()[kind](**recipe.objective.options)
     loader = build_batches(recipe, spec, rank=session.data_rank, world=session.data_ranks, cache=folder / "c")
     sampler = open_sampler(recipe, spec, objective, session, folder / name, loader)
-    files = sampler.write(model, 7)
+    files = sampler.write(sampler.make(model), 7)
     assert bool(files) == session.is_main
     batch = next(loader)[0]
     objective.loss(objective.predict(model, batch), batch).backward()
     if job.get("full_disk"):
         (folder / name / "samples" / "step-00000008").write_text("a file in the way")
         try:
-            sampler.write(model, 8)
+            sampler.write(sampler.make(model), 8)
         except Exception as error:
             assert type(error).__name__ == "StorageError", error
         else:

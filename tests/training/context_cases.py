@@ -100,7 +100,7 @@ def continued(folder: Path, recipe: Recipe, mesh: Mesh) -> str:
         wanted, resolve(recipe.model.reference), assembled.objective, session, folder, loader
     )
     assert sampler is not None
-    written = sampler.write(assembled.model, session.world_size)
+    written = sampler.write(sampler.make(assembled.model), session.world_size)
     return written[0].read_text() if session.is_main else ""
 
 

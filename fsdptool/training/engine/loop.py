@@ -187,8 +187,12 @@ class Loop:
             self.parts.meter.moment("sampling"),
             ema.swapped() if ema is not None else nullcontext(),
         ):
-            files = self.sampler.write(self.assembled.model, self.state.step, stop=self._asked)
-        if self.session.is_main and not self._stop:
+            made = self.sampler.make(self.assembled.model, stop=self._asked)
+        if self._stop:
+            return
+        # Outside the moment: the VAE that decodes on rank 0's host is no part of the plan.
+        files = self.sampler.write(made, self.state.step)
+        if self.session.is_main:
             self.parts.events.emit("samples", step=self.state.step, files=[str(file) for file in files])
 
     def _validate(self) -> None:

@@ -53,19 +53,12 @@ class Sampler:
         self._loader = loader
         self._options = recipe.data.options
 
-    def write(self, model: nn.Module, step: int, *, stop: Callable[[], int] = lambda: 0) -> tuple[Path, ...]:
-        """Sample on all ranks and write on rank 0; the model is left as it was found.
+    def make(self, model: nn.Module, *, stop: Callable[[], int] = lambda: 0) -> list[Any]:
+        """Sample on all ranks; the model is left as it was found.
 
         Args:
             model: Sharded.
-            step: Names the folder.
-            stop: Asked before and after each sample, the same on all ranks; unless 0, nothing is written.
-
-        Returns:
-            What was written; on rank 0 only.
-
-        Raises:
-            StorageError: Rank 0 could not write; raised on every rank.
+            stop: Asked before and after each sample, the same on all ranks; unless 0, that is the end.
         """
         import torch
 
@@ -80,14 +73,24 @@ class Sampler:
             with torch.no_grad(), using(None):
                 for number in range(self._recipe.evaluation.samples):
                     if stop():
-                        return ()
+                        return made
                     made.append(self._one(model, number))
         finally:
             # A forward without a backward leaves the root gathered; the next step would not see it.
             reshard_all(model)
             model.train(was_training)
-        if stop():
-            return ()
+        stop()
+        return made
+
+    def write(self, made: list[Any], step: int) -> tuple[Path, ...]:
+        """Write what was sampled on rank 0 (latents decoded on the host), into a folder named by the step.
+
+        Returns:
+            What was written; on rank 0 only.
+
+        Raises:
+            StorageError: Rank 0 could not write; raised on every rank.
+        """
         return self._save(made, self._folder / FOLDER / f"step-{step:08d}")
 
     def _one(self, model: nn.Module, number: int) -> Any:
