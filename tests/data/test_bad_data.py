@@ -44,8 +44,8 @@ CASES: list[tuple[str, str, str, dict[str, Any], str]] = [
     ("wrong.jsonl", '{"body": "x"}\n', "causal_lm", {}, "has no column 'text'; it has body"),
     ("broken.jsonl", '{"text": "x"}\n{"text": \n', "causal_lm", {}, "broken.jsonl:2: not a JSON object"),
     ("list.jsonl", "[1]\n", "causal_lm", {}, "list.jsonl:1: expected a JSON object, got list"),
-    ("null.jsonl", '{"text": null}\n', "causal_lm", {}, "column 'text' is empty in a row"),
-    ("number.jsonl", '{"text": 5}\n', "causal_lm", {}, "holds int, expected text"),
+    ("null.jsonl", '{"text": "x"}\n{"text": null}\n', "causal_lm", {}, "'text' is empty in row 2"),
+    ("number.jsonl", '{"text": 5}\n', "causal_lm", {}, "holds int in row 1, expected text"),
     ("pairs.jsonl", '{"source": "x"}\n', "seq2seq", {}, "has no column 'target'"),
     ("labels.jsonl", '{"text": "x"}\n', "classification", {}, "has no column 'label'"),
     (

@@ -116,7 +116,7 @@ def column(row: Row, name: str, source: Source, setting: str) -> Any:
         ) from None
     if found is None:
         raise ConfigError(
-            f"data {source.place}: column {name!r} is empty in a row",
+            f"data {source.place}: column {name!r} is empty in row {_number(source, name, type(None))}",
             help="take the rows without a value out of the file",
         )
     return found
@@ -126,10 +126,17 @@ def _text(row: Row, name: str, source: Source, setting: str) -> str:
     found = column(row, name, source, setting)
     if not isinstance(found, str):
         raise ConfigError(
-            f"data {source.place}: column {name!r} holds {type(found).__name__}, expected text",
+            f"data {source.place}: column {name!r} holds {type(found).__name__} in row "
+            f"{_number(source, name, type(found))}, expected text",
             help=f"set {setting} to a column of text",
         )
     return found
+
+
+def _number(source: Source, name: str, kind: type) -> int:
+    """Return which row, from 1, is the first whose column holds this type: looked up on failure only."""
+    rows = enumerate(source.rows(), 1)
+    return next((number for number, row in rows if type(row.get(name)) is kind), 1)
 
 
 def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
