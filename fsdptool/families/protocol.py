@@ -150,6 +150,9 @@ class Family(ABC):
     default_objective: str
     precedence: int = 0
     """Breaks no ties: only the generic family has a negative one, so that it is asked last."""
+    exact_inputs: tuple[str, ...] = ()
+    """Arguments of forward that keep their dtype when the others are cast to the compute dtype: times,
+    which bfloat16 would round to eight bits, where the model embeds them in fp32 as its pipeline does."""
 
     @abstractmethod
     def flavours(self) -> Mapping[str, Flavour]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 
 from fsdptool.errors import ConfigError
+from fsdptool.families.registry import family_of
 from fsdptool.layout.accelerate import accelerate_units
 from fsdptool.layout.native import native_units
 from fsdptool.layout.precision import accelerate_dtypes, native_dtypes
@@ -56,6 +57,8 @@ def group(
         reduce_dtype=dtypes.reduce,
         output_dtype=dtypes.output,
         master_dtype=dtypes.master,
+        input_dtype=dtypes.inputs,
+        exact_inputs=() if chosen == "accelerate" else family_of(anatomy.spec).exact_inputs,
         ignored=tuple(parameter for parameter in anatomy.parameters if parameter.fqn in ignored),
         cpu_offload=settings.cpu_offload,
         prefetch=1 if chosen == "accelerate" else sharding.prefetch,

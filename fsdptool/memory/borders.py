@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 from torch.distributed.utils import _apply_to_tensors
 
+from fsdptool.memory.conditions import Conditions
 from fsdptool.memory.recorder import Recorder
 
 _LARGE_LINEAR = 100_000_000
@@ -45,18 +46,15 @@ class Borders:
 
     Args:
         recorder: Where to mark.
-        cast: dtype floating inputs are cast to at the root and at listed blocks, or None
-            (``MixedPrecisionPolicy.cast_forward_inputs``).
-        output: dtype floating outputs are cast to at the same places, or None.
+        conditions: What floating inputs are cast to at the root (``training/sharding/precision.py:
+            cast_inputs``) and at listed blocks (``MixedPrecisionPolicy.cast_forward_inputs``), and
+            outputs at both.
         prefix: Put before every path.
     """
 
-    def __init__(
-        self, recorder: Recorder, *, cast: torch.dtype | None, output: torch.dtype | None, prefix: str = ""
-    ) -> None:
+    def __init__(self, recorder: Recorder, conditions: Conditions, *, prefix: str = "") -> None:
         self._recorder = recorder
-        self._cast = cast
-        self._output = output
+        self._conditions = conditions
         self._prefix = prefix
         self._pending: set[str] = set()
         self.in_backward = False
@@ -79,8 +77,8 @@ class Borders:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.in_backward:
                 return None
-            if casts and self._cast is not None:
-                args, kwargs = _to(args, self._cast), _to(kwargs, self._cast)
+            if casts:
+                args, kwargs = self._cast(path, args, kwargs)
             self._recorder.mark("enter", self._prefix + path)
             if not torch.is_grad_enabled():
                 return args, kwargs
@@ -91,6 +89,14 @@ class Borders:
             return args, kwargs
 
         return hook
+
+    def _cast(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self._conditions.compute if path else self._conditions.inputs
+        if dtype is None:
+            return args, kwargs
+        exact = () if path else self._conditions.exact
+        kept = {name: value for name, value in kwargs.items() if name in exact}
+        return _to(args, dtype), {**_to(kwargs, dtype), **kept}
 
     def _leave(self, path: str, casts: bool) -> Any:
         def arrived(gradient: torch.Tensor) -> None:
@@ -105,8 +111,8 @@ class Borders:
             if torch.is_grad_enabled():
                 for tensor in collect_grad_tensors(output):
                     tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
-            if casts and self._output is not None:
-                return _to(output, self._output)
+            if casts and self._conditions.output is not None:
+                return _to(output, self._conditions.output)
             return None
 
         return hook

@@ -21,6 +21,8 @@ class Conditions:
         profile: Whose kernels to assume.
         compute: ``param_dtype`` of the sharding, or None for the tensors' own.
         output: ``output_dtype`` of the sharding.
+        inputs: What the model's floating inputs are cast to, or None.
+        exact: Arguments of forward left out of that cast.
         teacher: Forward without gradients only.
         beside: Forward without gradients as in validation or sampling, on the model that is trained.
         sharing: Ranks that share a sequence; rank 0 of them is traced, which sees it to its end.
@@ -34,6 +36,8 @@ class Conditions:
     profile: Profile
     compute: torch.dtype | None
     output: torch.dtype | None = None
+    inputs: torch.dtype | None = None
+    exact: tuple[str, ...] = ()
     teacher: bool = False
     uncast: frozenset[str] = frozenset()
     master: torch.dtype | None = None

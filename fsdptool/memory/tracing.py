@@ -59,7 +59,7 @@ def run_trace(
     with mode, using(context):
         batch: dict[str, Any] = dict(share(fake_batch(specs, mode)))
     recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()])
-    borders = Borders(recorder, cast=conditions.compute, output=conditions.output)
+    borders = Borders(recorder, conditions)
     borders.attach(model, fine=fine)
     _watch_gradients(model, recorder)
     # A collection in the middle would free cycles at a point no real run shares.

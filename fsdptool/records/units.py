@@ -56,6 +56,8 @@ class UnitPlan:
         param_dtype, reduce_dtype, output_dtype: FSDP2's ``MixedPrecisionPolicy``; None leaves
             the tensor's own dtype.
         master_dtype: dtype the trainable shards are stored in; None leaves each as built.
+        input_dtype: What the model's floating inputs are cast to; None leaves each as it comes.
+        exact_inputs: Arguments of forward that are left out of that cast (``Family.exact_inputs``).
         ignored: Parameters left out of sharding, replicated on every rank.
         cpu_offload: ``CPUOffloadPolicy`` instead of device shards.
         prefetch: Units gathered ahead; 1 is FSDP2's implicit prefetch.
@@ -67,6 +69,8 @@ class UnitPlan:
     reduce_dtype: str | None
     output_dtype: str | None
     master_dtype: str | None = None
+    input_dtype: str | None = None
+    exact_inputs: tuple[str, ...] = ()
     ignored: tuple[Parameter, ...] = ()
     cpu_offload: bool = False
     prefetch: int = 1

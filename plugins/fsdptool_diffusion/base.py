@@ -52,6 +52,13 @@ class Denoiser(DiffusersFamily):
     in_channels_key = "in_channels"
     packing = 1
     """Latents folded into one channel vector per token (FLUX folds 2 x 2 = 4)."""
+    exact_inputs: tuple[str, ...] = (
+        "timestep",
+        "timesteps",
+        "timestep_r",
+        "target_timestep",
+        "vision_timesteps",
+    )
     discrete = False
     """Whether time is an integer step (epsilon and v-prediction) instead of a fraction."""
 

@@ -34,6 +34,7 @@ class StableCascade(CosineEpsilon):
     Stage C is told CLIP's text and an image's embedding, stage B pooled text and stage C's latents.
     """
 
+    exact_inputs = ()  # embeds times in the dtype they come in
     geometry = Geometry(spatial=4, patch=16)
     text_tokens = 77
     resolution = 42.67

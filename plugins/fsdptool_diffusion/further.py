@@ -47,6 +47,7 @@ class ErnieImage(Denoiser):
 class HunyuanImage(Denoiser):
     """HunyuanImage 2.1: 32 pixels per latent."""
 
+    exact_inputs = ()  # embeds times in the dtype they come in
     geometry = Geometry(spatial=32, patch=1, height=2048, width=2048)
     text_tokens = 1000
 
@@ -76,6 +77,7 @@ class HunyuanImage(Denoiser):
 class Kandinsky5(Denoiser):
     """Kandinsky 5: channels last; video models take a condition and its mask as further channels."""
 
+    exact_inputs = ()  # embeds times in the dtype they come in
     geometry = Geometry(temporal=4, height=512, width=768, frames=121)
     text_tokens = 256
 
@@ -115,6 +117,7 @@ class Kandinsky5(Denoiser):
 class AceStep(Denoiser):
     """ACE-Step: music as 25 latent frames per second; ``batch.frames`` counts them."""
 
+    exact_inputs = ()  # embeds times in the dtype they come in
     frames = 750
     text_tokens = 256
 

@@ -238,6 +238,7 @@ class HiDream(Denoiser):
 class ZImage(Denoiser):
     """Z-Image: lists of images and captions; time runs from noise to image."""
 
+    exact_inputs = ("t",)
     text_tokens = 256
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
@@ -266,6 +267,7 @@ class ZImage(Denoiser):
 class OmniGen(Denoiser):
     """OmniGen: one transformer over text, time and image tokens."""
 
+    exact_inputs = ()  # embeds times in the dtype they come in
     text_tokens = 128
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:

@@ -89,6 +89,7 @@ class Ideogram4(Denoiser):
     Roles and the offset of image positions are constants of diffusers' class.
     """
 
+    exact_inputs = ()  # embeds times in the dtype they come in
     packing = 4
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
@@ -159,6 +160,7 @@ class Flux3(Flux):
 class MiniMaxMusic3(Denoiser):
     """MiniMax Music 3: ``batch.frames`` counts latent frames; time runs from noise to music."""
 
+    exact_inputs = ()  # embeds times in the dtype they come in
     frames = 512
 
     def latent_shape(self, full: Mapping[str, Any], recipe: Recipe) -> tuple[int, ...]:

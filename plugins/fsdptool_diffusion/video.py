@@ -98,6 +98,7 @@ class HunyuanVideo(Denoiser):
 class HunyuanVideo15(Denoiser):
     """HunyuanVideo 1.5: two texts and an image's states."""
 
+    exact_inputs = ()  # embeds times in the dtype they come in
     geometry = Geometry(spatial=16, temporal=4, patch=1, height=480, width=848, frames=121, rate=24)
     text_tokens = 1000
     glyph_tokens = 256

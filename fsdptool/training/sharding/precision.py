@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.errors import ConfigError
 
@@ -29,6 +31,30 @@ def to_dtype(name: str | None) -> torch.dtype | None:
     if name not in _DTYPES:
         raise ConfigError(f"{name!r} is not a training dtype", help=f"choose one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype | None, exact: Collection[str]) -> None:
+    """Cast ``model``'s floating inputs before each forward, but for the arguments named in ``exact``.
+
+    Stands for ``cast_forward_inputs`` of FSDP2's root, which casts every floating tensor: a time of 999
+    becomes 1000 in bfloat16, and a denoiser is told of another noise level than it is shown.
+
+    Args:
+        model: The root, after ``fully_shard``: inputs are cast before its parameters are gathered.
+        dtype: None leaves all inputs as they come.
+        exact: Names of keyword arguments.
+    """
+    if dtype is None:
+        return
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kept = {name: value for name, value in kwargs.items() if name in exact}
+        return _apply_to_tensors(cast, args), {**_apply_to_tensors(cast, kwargs), **kept}
+
+    model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.units import Unit, UnitPlan
 from fsdptool.training.sharding.direct import send_directly
-from fsdptool.training.sharding.precision import to_dtype
+from fsdptool.training.sharding.precision import cast_inputs, to_dtype
 
 if TYPE_CHECKING:
     from fsdptool.training.run.session import Session
@@ -68,7 +69,7 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
             modules if len(modules) > 1 else modules[0],
             mesh=session.shard_mesh,
             reshard_after_forward=_reshard(unit, session),
-            mp_policy=policy,
+            mp_policy=replace(policy, cast_forward_inputs="" not in unit.modules),
             offload_policy=offload,
             ignored_params=ignored or None,
         )
@@ -86,6 +87,7 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
             first.set_force_sum_reduction_for_comms(True)
         if sends_directly:
             send_directly(first)
+    cast_inputs(model, to_dtype(plan.input_dtype), plan.exact_inputs)
     _set_prefetch(plan, model, units)
     return units
 
