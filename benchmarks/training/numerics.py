@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))
 
 import reference
 from cases import CASES, STEPS, deeper, prepare_case
+from input_cases import with_dtype
 from paired import head
 from pool import Pool
 from ranks import train
@@ -102,7 +103,7 @@ def measure(row: Row, pool: Pool, plain: Plain) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         recipe, path = prepare_case(CASES[row.case], Path(folder), row.method, **row.changes)
         if row.way == "fp64":
-            recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dtype="float64"))
+            recipe = with_dtype(recipe, "float64", "float64")
         options = (row.mesh, STEPS, row.count, row.settings)
         results = pool.run(train, row.ranks, row.case, path, recipe, *options, timeout=900.0)
         expected = plain.run(row, recipe, results[0])
