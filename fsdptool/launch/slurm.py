@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from fsdptool.errors import ConfigError
 PORT = 29500
 SIGNAL_LEAD_SECONDS = 300
 """How long before its time limit Slurm asks the run to save."""
+
+_LIMIT = re.compile(r"(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|(?P<plain>\d+(:\d+){0,2})")
+"""Time limits as sbatch(1) of Slurm 22.05 takes them; 0 is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,10 @@ def slurm_script(
         setup: Lines that prepare the environment (``module load``, ``source venv/bin/activate``).
 
     Raises:
-        ConfigError: A value could not be a ``#SBATCH`` value.
+        ConfigError: A value could not be a ``#SBATCH`` value, or the time limit leaves no time to train.
     """
+    if time is not None:
+        _check_limit(time)
     values = {
         "job-name": name,
         "nodes": str(job.nodes),
@@ -123,6 +129,26 @@ def slurm_script(
         'exit "$status"',
     ]
     return "\n".join(["#!/bin/bash", *head, "#SBATCH --requeue", "", *body]) + "\n"
+
+
+def _check_limit(time: str) -> None:
+    """Refuse what sbatch would, and a limit within which the run would be asked to save at its start."""
+    found = _LIMIT.fullmatch(time)
+    if found is None:
+        raise ConfigError(f"--time {time!r} is no time limit", help="write minutes, H:M:S or DAYS-H:M:S")
+    if found["days"] is not None:
+        days, parts = int(found["days"]), [int(part) for part in found["rest"].split(":")]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        days, parts = 0, [int(part) for part in found["plain"].split(":")]
+        # One number is minutes, two are minutes and seconds.
+        hours, minutes, seconds = parts if len(parts) == 3 else (0, *parts, 0)[:3]
+    limit = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if 0 < limit <= SIGNAL_LEAD_SECONDS:
+        raise ConfigError(
+            f"--time {time} leaves no time to train: a run is to save {SIGNAL_LEAD_SECONDS} s before its end",
+            help=f"give more than {SIGNAL_LEAD_SECONDS // 60} minutes",
+        )
 
 
 def _value(key: str, value: str) -> str:

@@ -168,6 +168,17 @@ def test_a_value_slurm_could_not_read_is_refused() -> None:
         slurm_script(job(), name="two words")
 
 
+@pytest.mark.parametrize("time", ["3x", "1:2:3:4", "1-", "-5", "5", "4:59", "0:05:00", "0-0:5"])
+def test_a_time_limit_leaves_time_to_train(time: str) -> None:
+    with pytest.raises(ConfigError, match=f"--time .*{time}"):
+        slurm_script(job(), name="tiny", time=time)
+
+
+@pytest.mark.parametrize("time", ["0", "6", "5:01", "0:05:01", "1-0", "0-1:0", "2-00:00:00"])
+def test_a_time_limit_is_written_as_it_was_given(time: str) -> None:
+    assert f"#SBATCH --time={time}\n" in slurm_script(job(), name="tiny", time=time)
+
+
 def write(folder: Path, **files: str) -> dict[str, Path]:
     paths = {name: folder / f"{name}.yaml" for name in files}
     for name, text in files.items():
