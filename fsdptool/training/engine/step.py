@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdptool.families.objectives.context import share
+from fsdptool.training.run.stop import SIGNALS
 from fsdptool.training.sharding.shard import local
 
 if TYPE_CHECKING:
@@ -179,16 +180,17 @@ class Stepper:
         replicas, world = self.session.sizes.dp_replicate, self.session.world_size
         squares = _squares(self._sharded) / replicas + _squares(self._replicated) / world
         device = self.session.device
-        head = [squares.to(device), total, *(total.new_tensor(v) for v in (float(stop > 0), float(stop)))]
+        asked = [total.new_tensor(float(stop == number)) for number in SIGNALS]
+        head = [squares.to(device), total, *asked]
         tail = [value.to(device, torch.float64).reshape(-1) for value in sums.values()]
         message = torch.cat([torch.stack(head), *tail])
         found = self.session.sum(message).cpu()
-        asked = int(found[2])
-        metrics, at = {}, 4
+        agreed = next((int(number) for at, number in enumerate(SIGNALS, 2) if found[at]), 0)
+        metrics, at = {}, len(head)
         for name, value in sums.items():
             metrics[name] = found[at : at + value.numel()].view(value.shape)
             at += value.numel()
-        return _Agreed(float(found[0]), float(found[1]), int(found[3]) // asked if asked else 0, metrics)
+        return _Agreed(float(found[0]), float(found[1]), agreed, metrics)
 
     @torch.no_grad()
     def _apply(self, norm: float, scale: float, rate: float) -> None:
