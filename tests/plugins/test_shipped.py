@@ -111,7 +111,8 @@ def test_the_same_objective_runs_on_fake_tensors(name: str) -> None:
     spec = small_spec(family, next(iter(family.flavours().values())))
     _, tensors = small_batch(family, spec)
     objective = family.objectives()[spec.objective or ""]()
-    conditions = Conditions("cpu", torch.bfloat16, master=torch.float32)
+    half = torch.bfloat16
+    conditions = Conditions("cpu", half, inputs=half, exact=family.exact_inputs, master=torch.float32)
     made = run_trace(build(spec), objective, tensors, conditions, values=True)
     assert made.known and made.gradients
 
