@@ -34,14 +34,16 @@ class Transfers(dist.Work):
         return True
 
 
-class DirectAllGather:
-    """Fills each rank's part of the output from the rank that owns it, without waiting."""
-
+class _Direct:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return the output's memory."""
+        """Return memory for an input or an output."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class DirectAllGather(_Direct):
+    """Fills each rank's part of the output from the rank that owns it, without waiting."""
 
     def __call__(
         self,
@@ -67,14 +69,8 @@ class DirectAllGather:
         )
 
 
-class DirectReduceScatter:
+class DirectReduceScatter(_Direct):
     """Sends every rank its rows of the input and sums what the others sent, in the order of ranks."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return memory for input or output."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
