@@ -28,8 +28,8 @@ from fsdptool.config.dialects import DIALECTS
 from fsdptool.config.fix import fulfils, kept, repair
 from fsdptool.config.migration import migrate_file, write_across
 from fsdptool.config.reading import Reading
-from fsdptool.config.text import UnreadableError, decode
 from fsdptool.config.validate import Verdict
+from fsdptool.files.text import UnreadableError, decode
 from fsdptool.records.document import tool_version
 from fsdptool.records.settings import FsdpSettings, Mesh
 

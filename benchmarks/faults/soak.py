@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.records.document import library_versions, tool_version
-from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.run.events import read_lines
+from fsdptool.runs.events import read_lines
+from fsdptool.runs.manifest import list_checkpoints, read_manifest
 
 RANKS = 2
 GRACE_SECONDS = 5.0
@@ -71,10 +71,10 @@ def preload() -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import fsdptool.training.assemble
     import fsdptool.training.checkpoint.checkpointer
     import fsdptool.training.data
-    import fsdptool.training.engine.assemble
-    import fsdptool.training.engine.loop
+    import fsdptool.training.loop
     import fsdptool.training.sampling  # noqa: F401
 
     torch.set_num_threads(1)

@@ -27,7 +27,7 @@ from typing import Any
 
 from fsdptool.launch.supervise import FAILURE_GRACE_SECONDS
 from fsdptool.records.document import library_versions, tool_version
-from fsdptool.training.run.events import read_lines
+from fsdptool.runs.events import read_lines
 
 HOSTS = ("fsdptool-a", "fsdptool-b")
 ADDRESSES = ("10.77.13.1", "10.77.13.2")

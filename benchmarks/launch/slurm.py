@@ -31,8 +31,8 @@ from hosts import ADDRESSES, CONFIG, HOSTS, MODEL, join_hosts, part_hosts, steps
 
 from fsdptool.launch.slurm import SIGNAL_LEAD_SECONDS
 from fsdptool.records.document import library_versions, tool_version
-from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.run.events import event_path, read_lines
+from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.manifest import list_checkpoints, read_manifest
 
 MINUTES = 4 + SIGNAL_LEAD_SECONDS // 60
 """Time limit of the first job: it is asked to stop three to four minutes after it began."""

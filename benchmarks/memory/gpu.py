@@ -24,16 +24,16 @@ import torch.distributed as dist
 from measure import Undaunted
 from settings import Setting, inputs_of
 
+from fsdptool.distributed.session import open_session
 from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.methods.losses import Task
+from fsdptool.modeling.objective import objective_for
 from fsdptool.records.codec import to_json
 from fsdptool.records.document import library_versions
-from fsdptool.training.engine.assemble import build_sharded
-from fsdptool.training.engine.objective import objective_for
-from fsdptool.training.engine.optimizer import build_optimizer
-from fsdptool.training.methods.losses import Task
-from fsdptool.training.run.session import open_session
+from fsdptool.training.assemble import build_sharded
+from fsdptool.training.optimizers.build import build_optimizer
 
 TEXT = {"sequence_length": 2048, "micro_batch": 1}
 SETTINGS = [

@@ -28,15 +28,15 @@ from settings import Setting, inputs_of, read_setting
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from fsdptool.distributed.session import open_session
 from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
-from fsdptool.training.engine.assemble import build_sharded
-from fsdptool.training.engine.objective import objective_for
-from fsdptool.training.engine.optimizer import build_optimizer
-from fsdptool.training.engine.step import Stepper, _Agreed
-from fsdptool.training.methods.losses import Student, Task
-from fsdptool.training.run.meter import settled_collectives
-from fsdptool.training.run.session import open_session
+from fsdptool.modeling.methods.losses import Student, Task
+from fsdptool.modeling.objective import objective_for
+from fsdptool.training.assemble import build_sharded
+from fsdptool.training.memory_meter import settled_collectives
+from fsdptool.training.optimizers.build import build_optimizer
+from fsdptool.training.step import Stepper, _Agreed
 
 STEPS = 2
 

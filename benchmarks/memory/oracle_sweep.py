@@ -26,13 +26,13 @@ from matrix import FAMILIES
 from settings import Setting, inputs_of
 
 from fsdptool.families.registry import family_of
-from fsdptool.memory import building
-from fsdptool.memory.ledger import OPTIMIZER
 from fsdptool.memory.oracle import observe
-from fsdptool.memory.simulation import simulate
+from fsdptool.memory.simulation.ledger import OPTIMIZER
+from fsdptool.memory.simulation.run import simulate
+from fsdptool.memory.tracing import build as building
+from fsdptool.modeling.objective import objective_for
 from fsdptool.records.document import library_versions
 from fsdptool.records.trace import Trace
-from fsdptool.training.engine.objective import objective_for
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_oracle.json"
 TOLERANCE = 0.5

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.inspection import inspect
+from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import (
     Batch,
@@ -22,9 +23,8 @@ from fsdptool.records.recipe import (
     Sharding,
 )
 from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.runs.inputs import RunInputs
 from fsdptool.source import resolve
-from fsdptool.training.run.run_inputs import RunInputs
-from fsdptool.training.sharding.unitplan import plan_teacher, plan_units
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ os.environ["FSDPTOOL_CACHE"] = tempfile.mkdtemp(prefix="fsdptool-speed-")
 
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.units import plan_units
 from fsdptool.records.document import library_versions
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.source import resolve
-from fsdptool.training.sharding.unitplan import plan_units
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_speed.json"
 MODELS = {"70B dense": ("llama3:70b", 64), "235B MoE": ("qwen3-moe:235b-a22b", 128)}
@@ -32,7 +32,7 @@ CANDIDATES = 500
 
 def main() -> None:
     """Measure and write."""
-    import fsdptool.memory.building  # noqa: F401 - imports are excluded
+    import fsdptool.memory.tracing.build  # noqa: F401 - imports are excluded
 
     _warm("llama3:8b")
     rows = {name: _row(reference, ranks) for name, (reference, ranks) in MODELS.items()}

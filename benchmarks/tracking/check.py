@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.records.document import library_versions, tool_version
-from fsdptool.training.run.events import read_lines
+from fsdptool.runs.events import read_lines
 
 STEPS = 6
 

@@ -26,7 +26,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.families.protocol import Family, Objective
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_model
+from fsdptool.testing.families import small_model
 
 SIGMA = 0.9371
 

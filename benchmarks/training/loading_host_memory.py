@@ -59,13 +59,13 @@ def peak_of(act: Callable[[], Any]) -> tuple[int, Any]:
 
 def ours(folder: Path) -> Callable[[], Any]:
     """Return what loads through the trainer; everything before the weights is done already."""
+    from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.units import plan_units
     from fsdptool.records import FsdpSettings, Recipe
     from fsdptool.records.recipe import Batch, ModelChoice
     from fsdptool.source import resolve
-    from fsdptool.training.engine.assemble import build_sharded
-    from fsdptool.training.run.session import open_session
-    from fsdptool.training.sharding.unitplan import plan_units
+    from fsdptool.training.assemble import build_sharded
 
     spec = resolve(str(folder))
     settings = FsdpSettings(wrap_classes=("LlamaDecoderLayer",), use_cpu=True, mixed_precision="no")

@@ -52,16 +52,16 @@ class Position:
 
 def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     """Save both ways in turn on one rank; rank 0 writes the times."""
+    from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.units import plan_units
     from fsdptool.records import FsdpSettings, Recipe
     from fsdptool.records.recipe import Batch, Checkpoints, ModelChoice
+    from fsdptool.runs.inputs import RunInputs
     from fsdptool.source import resolve
+    from fsdptool.training.assemble import assemble
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-    from fsdptool.training.engine.assemble import assemble
-    from fsdptool.training.engine.state import RunState
-    from fsdptool.training.run.run_inputs import RunInputs
-    from fsdptool.training.run.session import open_session
-    from fsdptool.training.sharding.unitplan import plan_units
+    from fsdptool.training.state import RunState
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))

@@ -34,14 +34,14 @@ Step = Callable[[dict[str, torch.Tensor]], None]
 
 def ours(folder: Path) -> tuple[Step, float]:
     """Return the trainer's step, through the loop that reports metrics."""
+    from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.units import plan_units
     from fsdptool.records import FsdpSettings, Recipe
     from fsdptool.records.recipe import Batch, ModelChoice, Optimizer
+    from fsdptool.runs.inputs import RunInputs
     from fsdptool.source import resolve
-    from fsdptool.training.engine.assemble import assemble
-    from fsdptool.training.run.run_inputs import RunInputs
-    from fsdptool.training.run.session import open_session
-    from fsdptool.training.sharding.unitplan import plan_units
+    from fsdptool.training.assemble import assemble
 
     began = time.perf_counter()
     spec = resolve(str(folder))

@@ -31,8 +31,8 @@ def listing(
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
     """List the entries, the newest first."""
-    from fsdptool.amounts import amount
     from fsdptool.cache import Store
+    from fsdptool.formatting import amount
     from fsdptool.records.document import envelope
     from fsdptool.report.tables import print_line, print_table
 
@@ -116,7 +116,7 @@ def clear(
 
 
 def _report(store: Store, cleared: Cleared, format: Format) -> int:
-    from fsdptool.amounts import amount
+    from fsdptool.formatting import amount
     from fsdptool.records.document import envelope
     from fsdptool.report.tables import print_line
 

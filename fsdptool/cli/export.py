@@ -33,8 +33,8 @@ def command(
     """Write the trained model of RUN for transformers, diffusers or peft."""
     from fsdptool.errors import ConfigError
     from fsdptool.launch.stops import take_stops
+    from fsdptool.runs.folder import RUN
     from fsdptool.training.export.api import export_run
-    from fsdptool.training.run.folder import RUN
 
     if not (run / RUN).exists():
         raise ConfigError(f"{run} is no run folder", help="give the folder that fsdptool train wrote")
@@ -92,7 +92,7 @@ def _note_in_summary(run: Path, folder: Path) -> None:
     """Name the export in the run's summary, if there is one."""
     import contextlib
 
-    from fsdptool.training.run.folder import SUMMARY, read_json, write_json
+    from fsdptool.runs.folder import SUMMARY, read_json, write_json
 
     path = run / SUMMARY
     if path.exists():

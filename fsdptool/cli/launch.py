@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptool.cli.given import refuse
+from fsdptool.cli.cli_params import refuse
 from fsdptool.cli.output import Format, print_document, write_file
 
 _SLURM = ("script", "name", "time", "partition", "account", "cpus_per_task", "setup")

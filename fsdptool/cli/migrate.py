@@ -73,7 +73,7 @@ def _migrate(files: list[Path], to: str | None, dialect: str | None) -> list[Mig
 
 
 def _show(changed: list[Migrated], diff: bool) -> None:
-    from fsdptool.config.text import decode
+    from fsdptool.files.text import decode
     from fsdptool.report.diff import unified
 
     for result in changed:
@@ -93,7 +93,7 @@ def _before(result: Migrated) -> bytes:
 def _write(result: Migrated, to: str | None, output: Path | None, force: bool, format: Format) -> bool:
     """Write one result to its place; return whether that was possible (a refused one has no place)."""
     from fsdptool.cli.app import complain
-    from fsdptool.config.storage import replace_file
+    from fsdptool.files.replace import replace_file
 
     for note in result.notes:
         sys.stderr.write(f"note: {result.path}: {note}\n")

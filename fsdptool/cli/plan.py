@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.given import given, refuse
+from fsdptool.cli.cli_params import given, refuse
 from fsdptool.cli.output import Format
 from fsdptool.cli.plan_answer import answer, check_output, check_saved, exit_code, progress
 from fsdptool.cli.values import hsdp_shape, override_values, reshard_value

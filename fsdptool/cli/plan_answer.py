@@ -24,7 +24,7 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, expl
     """Print the plan and write it where it is wanted."""
     import json
 
-    from fsdptool.planning.document import plan_document
+    from fsdptool.planning.plan_document import plan_document
     from fsdptool.report.plan import print_plan
 
     document = plan_document(plan)
@@ -44,8 +44,8 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, expl
 
 def check_saved(path: Path, format: Format) -> int:
     """Derive a saved plan anew, print what changed and return the exit status."""
-    from fsdptool.planning.document import plan_document
-    from fsdptool.planning.drift import check_plan
+    from fsdptool.planning.plan_check import check_plan
+    from fsdptool.planning.plan_document import plan_document
     from fsdptool.report.plan import print_changes
 
     after, changes = check_plan(path, progress=progress)

@@ -35,9 +35,9 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
     """Explain a finding's code: what was found, why it matters, what to do, and whether a fix is safe."""
-    from fsdptool.config.spelling import nearest
     from fsdptool.records.document import envelope
     from fsdptool.report.rules import render_list, render_rule, rule_data
+    from fsdptool.spelling import nearest
 
     table = all_rules()
     if code is None:

@@ -14,7 +14,7 @@ def command(
     """Print a JSON Schema (2020-12) for editors and generic checkers, or list their names."""
     import json
 
-    from fsdptool.resources import load_schema, schema_names
+    from fsdptool.files.schemas import load_schema, schema_names
 
     if name is None:
         sys.stdout.write("".join(f"{item}\n" for item in schema_names()))

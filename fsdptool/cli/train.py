@@ -71,7 +71,7 @@ def command(
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
     from fsdptool.launch.stops import take_stops
-    from fsdptool.training.run.folder import ACCELERATE
+    from fsdptool.runs.folder import ACCELERATE
 
     if launcher not in ("torchrun", "accelerate"):
         raise ConfigError(f"there is no launcher {launcher!r}", help="choose torchrun or accelerate")
@@ -180,11 +180,11 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
     from dataclasses import asdict, replace
 
     from fsdptool.launch.closing import summarise, write_summary
-    from fsdptool.launch.exhaustion import account_for, write_report
+    from fsdptool.launch.out_of_memory import account_for, write_report
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import closing_text, memory_text
-    from fsdptool.training.run.events import read_lines
-    from fsdptool.training.run.folder import METRICS
+    from fsdptool.runs.events import read_lines
+    from fsdptool.runs.folder import METRICS
 
     mesh = asdict(prepared.settings.mesh.resolve(prepared.world_size))
     summary = summarise(folder, outcome, units=len(prepared.units.units), mesh=mesh)

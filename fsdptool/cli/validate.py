@@ -16,7 +16,7 @@ from fsdptool.errors import ConfigError, ExitCode, StorageError
 if TYPE_CHECKING:
     from fsdptool.config.fix import Repaired
     from fsdptool.config.reading import Reading
-    from fsdptool.config.text import SourceText
+    from fsdptool.files.text import SourceText
 
 
 class FindingFormat(StrEnum):
@@ -96,7 +96,7 @@ def read_input(path: Path) -> SourceText | None:
     Raises:
         ConfigError: It is no text, or too long.
     """
-    from fsdptool.config.text import UnreadableError, decode
+    from fsdptool.files.text import UnreadableError, decode
 
     if str(path) != "-":
         return None
@@ -125,7 +125,7 @@ def _show(repaired: list[Repaired | None]) -> bool:
 def _write(repaired: list[Repaired | None], readings: list[Reading]) -> tuple[list[Reading], ExitCode]:
     """Write what was fixed; a file that cannot be written is said, and does not keep the others from it."""
     from fsdptool.cli.app import complain
-    from fsdptool.config.storage import replace_file
+    from fsdptool.files.replace import replace_file
 
     left, code = list(readings), ExitCode.CLEAN
     for index, result in enumerate(repaired):

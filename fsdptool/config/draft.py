@@ -9,8 +9,8 @@ from typing import Any
 from fsdptool.config.edits import Editor
 from fsdptool.config.reading import Consumer, Ignored
 from fsdptool.config.rules import RULES
-from fsdptool.config.text import SourceText
-from fsdptool.config.tree import Document, Entry, Node
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Document, Entry, Node
 from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, Severity
 
 _MISWRITTEN = frozenset({"FSD201", "FSD202", "FSD203", "FSD210", "FSD211", "FSD216"})

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from fsdptool.config.text import SourceText
-from fsdptool.config.tree import Document, Entry, Node
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Document, Entry, Node
 from fsdptool.records.diagnostic import Edit
 
 

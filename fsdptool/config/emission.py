@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.emit import emit_yaml, resolved
 from fsdptool.errors import ConfigError
 from fsdptool.records.codec import to_json

@@ -10,7 +10,7 @@ from fsdptool.config.edits import apply_edits
 from fsdptool.config.facts import COMMON, DETAILS, LEGACY
 from fsdptool.config.read import read_settings
 from fsdptool.config.reading import Reading
-from fsdptool.config.text import SourceText
+from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
 
 _PASSES = 8

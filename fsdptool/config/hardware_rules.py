@@ -31,8 +31,8 @@ def read_hardware(gpu: str | None, gpus: int | None, host_memory: str | None) ->
     Raises:
         PlanError: The GPU is not in the catalogue, the count is not positive, or a size cannot be read.
     """
-    from fsdptool.planning.catalogue import load_gpu
     from fsdptool.planning.clusters import parse_size
+    from fsdptool.planning.gpu_catalogue import load_gpu
 
     if gpus is not None and gpus < 1:
         raise PlanError(f"{gpus} GPUs cannot train", help="give the number of GPUs in all, 1 or more")

@@ -11,7 +11,7 @@ from fsdptool.config import mesh_rules
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import WRITTEN
 from fsdptool.config.process_rules import judge_processes, launched_by_accelerate
-from fsdptool.config.tree import Entry, Node
+from fsdptool.files.tree import Entry, Node
 
 _LEAVES = frozenset(
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdptool.config.tree import Document, Entry, Node, ParseError
+from fsdptool.files.tree import Document, Entry, Node, ParseError
 
 _NAMED = r"(?:export[ \t]+|set[ \t]+|ENV[ \t]+|env[ \t]+|-e[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)="
 _ASSIGNMENT = re.compile(rf"^[ \t]*{_NAMED}", re.MULTILINE)

@@ -10,9 +10,9 @@ from typing import Any
 from fsdptool.config.dialects import accelerate
 from fsdptool.config.migrate import NotEditableError, Rewriter
 from fsdptool.config.read import read_settings
-from fsdptool.config.text import SourceText, UnreadableError, read_source
-from fsdptool.config.tree import duplicates
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText, UnreadableError, read_source
+from fsdptool.files.tree import duplicates
 from fsdptool.records.diagnostic import Edit
 from fsdptool.records.settings import FsdpSettings
 

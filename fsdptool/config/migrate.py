@@ -12,10 +12,10 @@ from fsdptool.config.dialects import DIALECTS
 from fsdptool.config.draft import Draft
 from fsdptool.config.edits import Editor, apply_edits
 from fsdptool.config.facts import LEGACY, RESHARD_OF_STRATEGY, hybrid_mesh
-from fsdptool.config.json_tree import parse_json
-from fsdptool.config.text import SourceText
-from fsdptool.config.tree import Entry, Node, ParseError
-from fsdptool.config.yaml_tree import parse_yaml
+from fsdptool.files.json_tree import parse_json
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Entry, Node, ParseError
+from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.records.diagnostic import Edit
 
 

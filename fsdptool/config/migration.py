@@ -13,9 +13,9 @@ from fsdptool.config.facts import LAUNCH
 from fsdptool.config.fix import repair
 from fsdptool.config.read import read_settings
 from fsdptool.config.reading import Reading
-from fsdptool.config.text import SourceText
 from fsdptool.config.write import write_settings
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText
 from fsdptool.records.document import envelope
 from fsdptool.records.settings import FsdpSettings
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects.accelerate_scalars import replace_any
 from fsdptool.config.draft import Draft, Fact
 from fsdptool.records.anatomy import Anatomy

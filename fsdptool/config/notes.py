@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from fsdptool.config.rules import RULES
-from fsdptool.config.text import SourceText
+from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
 
 _COMMENT = re.compile(r"#\s*fsdptool:\s*(.*)")

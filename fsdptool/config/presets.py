@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.errors import ConfigError
 from fsdptool.records.settings import FsdpSettings, Mesh
 

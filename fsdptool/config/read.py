@@ -13,15 +13,15 @@ from fsdptool.config.consumers import CONSUMERS, NATURAL, READS, resolve_consume
 from fsdptool.config.dialects import DIALECTS, detect_dialect
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import COMMON, DETAILS, LEGACY, settings_from
-from fsdptool.config.json_tree import parse_json
 from fsdptool.config.line_tree import parse_env, parse_flags, sniff
 from fsdptool.config.notes import Notes, read_notes
 from fsdptool.config.reading import Consumer, Reading, Setting
 from fsdptool.config.rules import RULES
-from fsdptool.config.text import SourceText, UnreadableError, read_source
-from fsdptool.config.tree import Document, ParseError, duplicates, walk
-from fsdptool.config.yaml_tree import parse_yaml
 from fsdptool.errors import ConfigError
+from fsdptool.files.json_tree import parse_json
+from fsdptool.files.text import SourceText, UnreadableError, read_source
+from fsdptool.files.tree import Document, ParseError, duplicates, walk
+from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.records.diagnostic import Diagnostic
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdptool.config.text import SourceText
-from fsdptool.config.tree import Document
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Document
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.settings import FsdpSettings
 

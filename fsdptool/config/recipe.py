@@ -14,14 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fsdptool.config import spelling
-from fsdptool.config.json_tree import parse_json
+from fsdptool import spelling
 from fsdptool.config.recipe_contradictions import contradictions
 from fsdptool.config.recipe_ranges import finite, out_of_range
-from fsdptool.config.text import SourceText, UnreadableError, read_source
-from fsdptool.config.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
-from fsdptool.config.yaml_tree import parse_yaml
 from fsdptool.errors import ConfigError
+from fsdptool.files.json_tree import parse_json
+from fsdptool.files.text import SourceText, UnreadableError, read_source
+from fsdptool.files.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
+from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fsdptool.config.tree import Entry, Node
+from fsdptool.files.tree import Entry, Node
 from fsdptool.records.recipe import Method
 
 _METHODS = ("lora", "distillation")

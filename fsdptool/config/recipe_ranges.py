@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from fsdptool.config.tree import Node
+from fsdptool.files.tree import Node
 
 _Range = tuple[str, Callable[[float], bool]]
 _ONE: _Range = ("at least 1", lambda number: number >= 1)

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.cache import Store
+from fsdptool.cache.source_digest import source_digest
 from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_digest, family_of
 from fsdptool.inspection.census import Census
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 KIND = "anatomy"
-_OWN_ROOMS = ("families", "inspection", "layout", "records")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +163,9 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
     """
     from fsdptool.inspection.hazards import choice_hazards, model_hazards
     from fsdptool.inspection.keys import check_keys
+    from fsdptool.inspection.no_split_modules import judge_no_split
     from fsdptool.inspection.units import with_concern
     from fsdptool.inspection.walk import walk
-    from fsdptool.inspection.witnesses import judge_no_split
 
     walked = walk(model)
     if cycles := [finding for finding in walked.diagnostics if finding.severity == "error"]:
@@ -198,8 +197,8 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
 def _reconsidered(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> Anatomy:
     """Apply a person's selection and judge everything that depends on it again."""
     from fsdptool.inspection.hazards import BY_CHOICE, choice_hazards
+    from fsdptool.inspection.no_split_modules import judge_no_split
     from fsdptool.inspection.units import with_concern
-    from fsdptool.inspection.witnesses import judge_no_split
 
     choice = select(anatomy.wrap, census, wrap, exclude)
     choice = replace(
@@ -224,21 +223,9 @@ def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
         "dtype": dtype,
         "plugin": family_digest(spec.family),
         "libraries": library_versions(),
-        "tool": f"{tool_version()}:{own_digest()}",
+        "tool": f"{tool_version()}:{source_digest(__name__)}",
         "python": sys.version_info[:2],
     }
-
-
-@cache
-def own_digest() -> str:
-    """Return a digest of the source of every room an inspection goes through."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parent.parent
-    for room in _OWN_ROOMS:
-        for path in sorted((package / room).rglob("*.py")):
-            digest.update(str(path.relative_to(package)).encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _folder_code(spec: ModelSpec) -> str | None:

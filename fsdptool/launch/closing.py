@@ -13,9 +13,8 @@ from fsdptool.launch.supervise import Outcome
 from fsdptool.records.codec import to_json
 from fsdptool.records.document import envelope
 from fsdptool.records.run import Summary
-from fsdptool.training.checkpoint.manifest import folder_name
-from fsdptool.training.run.events import event_path, read_lines
-from fsdptool.training.run.folder import (
+from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.folder import (
     CHECKPOINTS,
     METRICS,
     SUMMARY,
@@ -23,6 +22,7 @@ from fsdptool.training.run.folder import (
     read_start,
     write_json,
 )
+from fsdptool.runs.manifest import folder_name
 
 
 def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, int]) -> Summary:

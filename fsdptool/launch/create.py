@@ -12,8 +12,7 @@ from pathlib import Path
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.launch.prepare import Prepared
 from fsdptool.records.codec import to_json
-from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.run.folder import (
+from fsdptool.runs.folder import (
     CHECKPOINTS,
     ENVIRONMENT,
     EVENTS,
@@ -31,7 +30,8 @@ from fsdptool.training.run.folder import (
     write_start,
     write_text,
 )
-from fsdptool.training.run.run_inputs import RunInputs, write_inputs
+from fsdptool.runs.inputs import RunInputs, write_inputs
+from fsdptool.runs.manifest import list_checkpoints, read_manifest
 
 _OURS = (CHECKPOINTS, EVENTS, LOGS, EXPORT, METRICS, SUMMARY, RUN)
 

@@ -33,7 +33,7 @@ _LIBRARIES = (
     "bitsandbytes",
     "torchao",
 )
-_PROBE = "fsdptool.training.run.probe"
+_PROBE = "fsdptool.distributed.probe"
 PROBE_SECONDS = 180.0
 
 

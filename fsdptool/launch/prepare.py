@@ -18,8 +18,8 @@ from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
-from fsdptool.training.run.folder import ACCELERATE, RECIPE
-from fsdptool.training.run.trackers import check_backends
+from fsdptool.runs.folder import ACCELERATE, RECIPE
+from fsdptool.runs.trackers import check_backends
 
 Device = Literal["cpu", "cuda"]
 
@@ -79,10 +79,10 @@ def prepare(
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.context_parallel import check_context
+    from fsdptool.modeling.objective import check_teacher, objective_for
+    from fsdptool.modeling.units import plan_units
     from fsdptool.training.data.places import with_places
-    from fsdptool.training.engine.objective import check_teacher, objective_for
-    from fsdptool.training.sharding.context import check_context
-    from fsdptool.training.sharding.unitplan import plan_units
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = with_places(read_recipe(recipe_path), recipe_path)
@@ -215,7 +215,7 @@ def _teacher(
     if recipe.method.name != "distillation" or recipe.method.distillation is None:
         return None, None
     from fsdptool.inspection import inspect
-    from fsdptool.training.sharding.unitplan import plan_teacher
+    from fsdptool.modeling.units import plan_teacher
 
     spec = resolve_model(recipe.method.distillation.teacher, recipe_path)
     return spec, plan_teacher(inspect(spec), recipe, settings)
@@ -238,7 +238,7 @@ def _check_data(recipe: Recipe, spec: ModelSpec) -> None:
 def _predict(
     spec: ModelSpec, anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings, device: Device
 ) -> tuple[Candidate | None, tuple[str, ...]]:
-    from fsdptool.planning.predict import predict
+    from fsdptool.planning.estimator import predict
 
     try:
         cluster = None

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fsdptool.errors import StoppedError
 from fsdptool.launch.failure import signal_name
-from fsdptool.training.run.stop import SIGNALS
+from fsdptool.runs.stop import SIGNALS
 
 
 class _Stop(BaseException):

@@ -24,10 +24,10 @@ from typing import IO, Any
 from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.failure import Failure, running, signal_name, told
 from fsdptool.launch.watch import Follower
-from fsdptool.training.run.events import STDERR_MARK
-from fsdptool.training.run.folder import LOGS
-from fsdptool.training.run.parts import SUPERVISOR
-from fsdptool.training.run.stop import SIGNALS
+from fsdptool.runs.events import STDERR_MARK
+from fsdptool.runs.folder import LOGS
+from fsdptool.runs.stop import SIGNALS
+from fsdptool.training.parts import SUPERVISOR
 
 POLL_SECONDS = 0.1
 FAILURE_GRACE_SECONDS = 5.0

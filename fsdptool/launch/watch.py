@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdptool.training.run.folder import EVENTS, METRICS
+from fsdptool.runs.folder import EVENTS, METRICS
 
 
 class Follower:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdptool.memory.beside import host_bytes
-from fsdptool.memory.ledger import COMPONENTS, OF_TRACE, OFFLOADED, Ledger
-from fsdptool.memory.simulation import MemoryProfile, Prepared, Simulated, play, prepare
+from fsdptool.memory.simulation.ledger import COMPONENTS, OF_TRACE, OFFLOADED, Ledger
+from fsdptool.memory.simulation.off_step import host_bytes
+from fsdptool.memory.simulation.run import MemoryProfile, Prepared, Simulated, play, prepare
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.plan import Basis, Component, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
@@ -125,8 +125,8 @@ def foresee(
         return _states_only(ledger, trace, host, phases)
     segments = warmed = None
     if rank.profile == "cuda" and (timeline if reserved is None else reserved):
-        from fsdptool.memory.allocator import CachingAllocator
-        from fsdptool.memory.replay import ReplayLedger
+        from fsdptool.memory.simulation.allocator import CachingAllocator
+        from fsdptool.memory.simulation.replay import ReplayLedger
 
         # What the allocator has taken by the end depends on step 1, too.
         replayed = ReplayLedger(allocator=CachingAllocator(expandable=expandable))

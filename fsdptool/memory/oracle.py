@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdptool.families.protocol import Objective, TensorSpec
-from fsdptool.memory.fakes import fake_batch
-from fsdptool.memory.kernels import kernels_of
+from fsdptool.memory.tracing.fake_tensors import fake_batch
+from fsdptool.memory.tracing.kernels import kernels_of
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile
@@ -161,9 +161,9 @@ def observe(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fsdptool.training.engine.optimizer import build_optimizer
-    from fsdptool.training.run.session import open_session
-    from fsdptool.training.sharding.shard import shard, store_masters
+    from fsdptool.distributed.session import open_session
+    from fsdptool.distributed.shard import shard, store_masters
+    from fsdptool.training.optimizers.build import build_optimizer
 
     with fake_ranks(world_size):
         session = open_session(settings)
@@ -208,7 +208,7 @@ class _Runner:
     session: Any
 
     def step(self) -> Observation:
-        """Take one step in the order of ``training/engine/step.py``."""
+        """Take one step in the order of ``training/step.py``."""
         counter = self.counter
         count = self.recipe.batch.accumulation
         seen = Observation(counter.level, 0)
@@ -268,7 +268,7 @@ def _fill(model: nn.Module, mode: Any, counter: LiveBytes) -> None:
 
 
 def _fake_parameter(parameter: nn.Parameter, counter: LiveBytes) -> nn.Parameter:
-    from fsdptool.training.sharding.rows import sharded_like
+    from fsdptool.distributed.rows import sharded_like
 
     rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     filled = torch.empty(rows.shape, dtype=rows.dtype, device="cpu")

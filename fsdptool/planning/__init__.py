@@ -1,11 +1,11 @@
 """Planning: hardware as data, one configuration judged, many weighed, one chosen. Torch-free by itself."""
 
-from fsdptool.planning.catalogue import load_gpu
-from fsdptool.planning.document import plan_document, read_plan
-from fsdptool.planning.drift import check_plan
+from fsdptool.planning.estimator import predict
+from fsdptool.planning.gpu_catalogue import load_gpu
 from fsdptool.planning.options import Options, PlanInputs
 from fsdptool.planning.plan import chosen_candidate, chosen_run, make_plan, plan, search
-from fsdptool.planning.predict import predict
+from fsdptool.planning.plan_check import check_plan
+from fsdptool.planning.plan_document import plan_document, read_plan
 from fsdptool.planning.request import read_request
 
 __all__ = [

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdptool.amounts import amount
 from fsdptool.errors import FsdptoolError
 from fsdptool.families.registry import family_of
-from fsdptool.planning.judge import HEADROOM
-from fsdptool.planning.knobs import Knobs
+from fsdptool.formatting import amount
+from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.predict import Estimator
+from fsdptool.planning.search_point import Knobs
+from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate

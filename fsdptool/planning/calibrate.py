@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.planning.catalogue import find_gpu
 from fsdptool.planning.compare import read_json, read_prediction
+from fsdptool.planning.gpu_catalogue import find_gpu
 from fsdptool.planning.machine import Machine, machine_for
 from fsdptool.records.plan import Candidate
 

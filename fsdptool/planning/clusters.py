@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.planning.catalogue import find_gpu, gpu_from_data
-from fsdptool.planning.files import check, read_data
+from fsdptool.files.checked import check, read_data
+from fsdptool.planning.gpu_catalogue import find_gpu, gpu_from_data
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.diagnostic import Diagnostic
 

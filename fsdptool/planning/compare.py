@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.planning.document import read_plan
 from fsdptool.planning.plan import chosen_candidate
+from fsdptool.planning.plan_document import read_plan
 from fsdptool.records.plan import Candidate, Moment, Plan
 
 _SUMMARY, _METRICS, _PREDICTION = "summary.json", "metrics.jsonl", "prediction.json"
@@ -126,7 +126,7 @@ def _numbered(moments: Sequence[Moment]) -> dict[tuple[str, int], int]:
 
 
 def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
-    from fsdptool.training.run.events import read_lines
+    from fsdptool.runs.events import read_lines
 
     summary = read_json(folder / _SUMMARY)
     metrics = list(read_lines(folder / _METRICS))

@@ -78,7 +78,7 @@ def read_table(path: Path) -> tuple[Machine, ...]:
     Raises:
         PlanError: The file is missing or malformed.
     """
-    from fsdptool.planning.files import check, read_data
+    from fsdptool.files.checked import check, read_data
 
     data = read_data(path)
     check(data, "machine", where=str(path))

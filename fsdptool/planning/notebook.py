@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from fsdptool.planning.document import plan_document
+from fsdptool.planning.plan_document import plan_document
 from fsdptool.records.plan import Plan
 
 

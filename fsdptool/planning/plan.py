@@ -7,22 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdptool.amounts import amount
 from fsdptool.errors import PlanError
+from fsdptool.formatting import amount
 from fsdptool.planning.advice import advise
-from fsdptool.planning.batches import largest_batch
 from fsdptool.planning.clusters import describe
-from fsdptool.planning.document import inputs_of
-from fsdptool.planning.judge import HEADROOM
-from fsdptool.planning.knobs import Knobs, apply_knobs, knobs_from_json, read_knobs
-from fsdptool.planning.ladder import climb
+from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.largest_batch import largest_batch
 from fsdptool.planning.limits import check_sizes
+from fsdptool.planning.moe_routing import routing, routing_note
 from fsdptool.planning.notebook import ShownPlan, shown
 from fsdptool.planning.options import Options, PlanInputs, Request
-from fsdptool.planning.predict import Estimator
+from fsdptool.planning.plan_document import inputs_of
 from fsdptool.planning.request import read_request
-from fsdptool.planning.routing import routing, routing_note
 from fsdptool.planning.search import Weighed, roomy, weigh
+from fsdptool.planning.search_point import Knobs, apply_knobs, knobs_from_json, read_knobs
+from fsdptool.planning.suggestions import climb
+from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import to_json

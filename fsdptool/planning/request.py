@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdptool.errors import ConfigError, PlanError
-from fsdptool.planning.asked_recipe import asked_recipe
-from fsdptool.planning.catalogue import find_gpu
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
+from fsdptool.planning.gpu_catalogue import find_gpu
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.options import PROFILES, Options, PlanInputs, Request
+from fsdptool.planning.requested_recipe import asked_recipe
 from fsdptool.planning.spelling import choice, given, one_of
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.diagnostic import Diagnostic

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdptool.amounts import amount
 from fsdptool.errors import ConfigError
-from fsdptool.planning.judge import HEADROOM
-from fsdptool.planning.knobs import Knobs, knobs_from_json
+from fsdptool.formatting import amount
+from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.predict import Estimator
-from fsdptool.planning.space import enumerate_space
+from fsdptool.planning.search_point import Knobs, knobs_from_json
+from fsdptool.planning.search_space import enumerate_space
+from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate
 
 Progress = Callable[[str], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdptool.amounts import amount
+from fsdptool.formatting import amount
 from fsdptool.report.plan_words import duration, rate
 from fsdptool.report.tables import print_line, print_table
 

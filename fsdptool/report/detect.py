@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdptool.amounts import amount
+from fsdptool.formatting import amount
 from fsdptool.report.tables import count, print_finding, print_line, print_table
 
 _SHOWN_CLASSES = 12

@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdptool.config.text import SourceText
+    from fsdptool.files.text import SourceText
 
 
 def unified(before: SourceText, after: str, name: str | None = None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fsdptool.amounts import amount
+from fsdptool.formatting import amount
 from fsdptool.report import html_charts as charts
 from fsdptool.report import plan_words as words
 from fsdptool.report.html_style import STYLE

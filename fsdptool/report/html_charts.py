@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fsdptool.amounts import amount
+from fsdptool.formatting import amount
 from fsdptool.report.plan_words import brief, duration
 
 GROUPS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdptool.amounts import amount
+from fsdptool.formatting import amount
 from fsdptool.report import plan_words as words
 from fsdptool.report.plan_words import duration
 from fsdptool.report.tables import print_finding, print_line, print_table

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from fsdptool.amounts import amount
+from fsdptool.formatting import amount
 
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "cannot be told"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}

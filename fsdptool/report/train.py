@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from fsdptool.amounts import amount
+from fsdptool.formatting import amount
 from fsdptool.report.tables import printable
 
 

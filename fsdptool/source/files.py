@@ -80,9 +80,9 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
 
 def _repetitions(path: Path, text: str, keys: list[str]) -> Iterator[Diagnostic]:
     """Say where keys are written again; JSON's readers, transformers and diffusers too, take the last."""
-    from fsdptool.config.json_tree import parse_json
-    from fsdptool.config.text import SourceText
-    from fsdptool.config.tree import ParseError, duplicates, walk
+    from fsdptool.files.json_tree import parse_json
+    from fsdptool.files.text import SourceText
+    from fsdptool.files.tree import ParseError, duplicates, walk
 
     places: dict[str, tuple[int, int]] = {}
     source = SourceText(text)

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.training.run.guard import guard
-from fsdptool.training.run.pulse import beat, watched
+from fsdptool.runs.watchdog import beat, watched
+from fsdptool.training.worker_entry import guard
 
 if TYPE_CHECKING:
-    from fsdptool.training.run.events import EventLog
-    from fsdptool.training.run.stop import SignalFlag
+    from fsdptool.runs.events import EventLog
+    from fsdptool.runs.stop import SignalFlag
 
 
 def main(arguments: list[str]) -> int:
@@ -35,13 +35,13 @@ def _work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]
     events.emit("phase", name="importing")
     import torch
 
+    from fsdptool.distributed.session import close_session, open_session
+    from fsdptool.runs.folder import read_prediction
+    from fsdptool.runs.inputs import read_inputs
+    from fsdptool.training.assemble import assemble
     from fsdptool.training.data import build_batches, build_evaluation
-    from fsdptool.training.engine.assemble import assemble
-    from fsdptool.training.engine.loop import Loop
-    from fsdptool.training.run.folder import read_prediction
-    from fsdptool.training.run.parts import open_parts
-    from fsdptool.training.run.run_inputs import read_inputs
-    from fsdptool.training.run.session import close_session, open_session
+    from fsdptool.training.loop import Loop
+    from fsdptool.training.parts import open_parts
     from fsdptool.training.sampling import open_sampler
 
     inputs = read_inputs(folder)

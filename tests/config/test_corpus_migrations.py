@@ -14,7 +14,7 @@ from fsdptool.config.dialects import DIALECTS
 from fsdptool.config.facts import facts_from
 from fsdptool.config.fix import repair
 from fsdptool.config.migration import migrate_file
-from fsdptool.resources import load_schema
+from fsdptool.files.schemas import load_schema
 
 FILES = corpus.files()
 LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")

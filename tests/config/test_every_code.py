@@ -20,7 +20,7 @@ from fsdptool.config import read_settings
 from fsdptool.config.hardware_rules import Hardware
 from fsdptool.config.model_rules import inspect_model
 from fsdptool.config.rules import RULES
-from fsdptool.config.text import SIZE_LIMIT
+from fsdptool.files.text import SIZE_LIMIT
 from fsdptool.planning import load_gpu
 
 TRAINER = "output_dir: o\nfsdp: true\nfsdp_config:\n  version: 2\n"

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from test_rules_against_accelerate import GOOD
 
 from fsdptool.config import read_settings
-from fsdptool.config.json_tree import parse_json
-from fsdptool.config.text import SIZE_LIMIT, UnreadableError, decode
-from fsdptool.config.tree import ParseError, to_python
 from fsdptool.config.validate import Verdict
-from fsdptool.config.yaml_tree import parse_yaml
+from fsdptool.files.json_tree import parse_json
+from fsdptool.files.text import SIZE_LIMIT, UnreadableError, decode
+from fsdptool.files.tree import ParseError, to_python
+from fsdptool.files.yaml_tree import parse_yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "config"))
 import fuzz

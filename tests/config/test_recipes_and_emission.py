@@ -23,8 +23,8 @@ from fsdptool.config.recipe import dump_recipe, read_recipe
 from fsdptool.config.recipe_ranges import RANGES
 from fsdptool.config.recipe_schema import recipe_schema
 from fsdptool.errors import ConfigError
+from fsdptool.files.schemas import load_schema
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
-from fsdptool.resources import load_schema
 
 MINIMAL = "model:\n  reference: llama3:8b\n"
 WRONG = {

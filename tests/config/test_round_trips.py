@@ -15,8 +15,8 @@ from fsdptool.config.facts import facts_from
 from fsdptool.config.fix import repair
 from fsdptool.config.merge import merge_into
 from fsdptool.config.migration import write_across
-from fsdptool.config.text import SourceText
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText
 from fsdptool.records.settings import FsdpSettings, Mesh
 
 NAMES = st.from_regex(r"[A-Z][A-Za-z0-9_]{0,12}", fullmatch=True)

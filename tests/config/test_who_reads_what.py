@@ -17,8 +17,8 @@ from fsdptool.config.fix import repair
 from fsdptool.config.line_tree import _SWITCHES
 from fsdptool.config.migration import migrate_file
 from fsdptool.errors import ConfigError
+from fsdptool.files.schemas import load_schema
 from fsdptool.records.settings import FsdpSettings
-from fsdptool.resources import load_schema
 
 TEXTS = {dialect: write_settings(FsdpSettings(wrap_classes=("Block",)), dialect) for dialect in NATURAL}
 

@@ -25,8 +25,8 @@ from tiny_material import recipe_of
 
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.files.schemas import load_schema
 from fsdptool.records.recipe import Recipe
-from fsdptool.resources import load_schema
 from fsdptool.source import resolve
 from fsdptool.training.data import build_batches, build_evaluation, prepare
 from fsdptool.training.data.images import Bucket, buckets_of, nearest

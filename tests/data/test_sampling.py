@@ -36,7 +36,7 @@ from fsdptool.records.settings import FsdpSettings
 from fsdptool.source import resolve
 from fsdptool.training.data import build_batches
 from fsdptool.training.sampling import open_sampler
-from fsdptool.training.run.session import close_session, open_session
+from fsdptool.distributed.session import close_session, open_session
 
 folder = Path(sys.argv[1])
 jobs = json.loads((folder / "jobs.json").read_text())

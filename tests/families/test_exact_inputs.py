@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_model
+from fsdptool.testing.families import small_model
 
 EXACT = [family.name for family in load_registry().all() if family.exact_inputs and family.flavours()]
 

@@ -59,7 +59,7 @@ def test_a_wheel_carries_schemas_plugins_and_types(distributions: tuple[Path, Pa
 
 CHECK = """
 import fsdptool, pathlib, sys
-from fsdptool.resources import schema_names, load_schema
+from fsdptool.files.schemas import schema_names, load_schema
 from fsdptool.families.registry import load_registry
 home = pathlib.Path(fsdptool.__file__).parent
 assert str(home).startswith(sys.argv[1]), home

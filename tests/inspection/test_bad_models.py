@@ -16,8 +16,8 @@ from torch import nn
 from fsdptool.cli.app import run
 from fsdptool.families import registry
 from fsdptool.families.protocol import Family, Flavour, Match, Objective, TensorSpec
-from fsdptool.families.testing import assert_conforms
 from fsdptool.records.recipe import Recipe
+from fsdptool.testing.families import assert_conforms
 
 
 class Inside(nn.Module):

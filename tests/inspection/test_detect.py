@@ -15,12 +15,12 @@ from jsonschema import Draft202012Validator
 import fsdptool
 from fsdptool.cli.app import run
 from fsdptool.errors import ModelError
+from fsdptool.files.schemas import load_schema
 from fsdptool.inspection import build, examine, inspect
 from fsdptool.inspection.encoding import decode, encode
 from fsdptool.inspection.reasons import CONCERNS, NO_SPLIT_STATUSES, REASONS
 from fsdptool.inspection.units import uneven
 from fsdptool.records.anatomy import Anatomy, Parameter
-from fsdptool.resources import load_schema
 from fsdptool.source import resolve
 
 LLAMA = {

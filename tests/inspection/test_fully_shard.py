@@ -20,9 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdptool.families.protocol import Family, Flavour
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_model
 from fsdptool.inspection.api import describe
 from fsdptool.inspection.units import unit_plan
+from fsdptool.testing.families import small_model
 
 
 def one_of_each_class() -> list[tuple[Family, Flavour]]:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.training.run.events import EventLog
-from fsdptool.training.run.guard import guard
-from fsdptool.training.run.stop import SignalFlag
+from fsdptool.runs.events import EventLog
+from fsdptool.runs.stop import SignalFlag
+from fsdptool.training.worker_entry import guard
 
 
 def act(name: str, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.failure import running
 from fsdptool.launch.stops import take_stops
 from fsdptool.launch.supervise import Outcome, Supervisor
-from fsdptool.training.run.events import event_path, read_lines
+from fsdptool.runs.events import event_path, read_lines
 
 PLAY = Path(__file__).with_name("play_workers.py")
 

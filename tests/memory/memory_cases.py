@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import fsdptool.memory.building as building
+import fsdptool.memory.tracing.build as building
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.memory.ledger import COMPONENTS
 from fsdptool.memory.oracle import Observation, observe
-from fsdptool.memory.simulation import simulate
+from fsdptool.memory.simulation.ledger import COMPONENTS
+from fsdptool.memory.simulation.run import simulate
+from fsdptool.modeling.units import plan_units
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 from fsdptool.source import resolve
-from fsdptool.training.sharding.unitplan import plan_units
 
 LLAMA: dict[str, Any] = {
     "num_hidden_layers": 4,

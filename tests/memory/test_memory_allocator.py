@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdptool.memory.allocator import MIB, CachingAllocator
+from fsdptool.memory.simulation.allocator import MIB, CachingAllocator
 
 
 @pytest.mark.parametrize(

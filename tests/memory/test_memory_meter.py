@@ -14,7 +14,7 @@ import pytest
 _SCRIPT = """
 import torch
 import torch.distributed as dist
-from fsdptool.training.run.meter import CpuMeter, live_bytes
+from fsdptool.training.memory_meter import CpuMeter, live_bytes
 
 SIZE = 1_000_000
 dist.init_process_group("gloo")
@@ -61,7 +61,7 @@ def test_fake_tensors_hold_nothing() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fsdptool.training.run.meter import live_bytes
+    from fsdptool.training.memory_meter import live_bytes
 
     before = live_bytes()
     with FakeTensorMode():
@@ -76,7 +76,7 @@ def test_a_profile_that_took_long_to_prepare_is_prepared_again(monkeypatch: pyte
     import torch
     from torch.profiler import profile
 
-    from fsdptool.training.run import meter
+    from fsdptool.training import memory_meter as meter
 
     prepare, took = profile.prepare_trace, [meter._PREPARED_WITHIN + 0.1]
 

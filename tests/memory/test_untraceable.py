@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_batch, small_spec
 from fsdptool.memory import trace
 from fsdptool.records.settings import FsdpSettings
+from fsdptool.testing.families import small_batch, small_spec
 
 UNTRACEABLE = [
     family.name for family in load_registry().all() if family.flavours() and family.untraceable({})

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_batch, small_model
 from fsdptool.memory import trace
-from fsdptool.memory.fakes import fake_batch
-from fsdptool.memory.recorder import Recorder
-from fsdptool.memory.values import BY_VALUE, KnownValues
+from fsdptool.memory.tracing.fake_tensors import fake_batch
+from fsdptool.memory.tracing.known_values import BY_VALUE, KnownValues
+from fsdptool.memory.tracing.recorder import Recorder
 from fsdptool.records.settings import FsdpSettings
+from fsdptool.testing.families import small_batch, small_model
 
 SPECS = (
     TensorSpec("mask", (2, 6), "int64", "constant", values=(1, 1, 1, 1)),

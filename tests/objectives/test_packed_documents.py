@@ -13,8 +13,8 @@ from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives import CausalLM
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_model, small_spec
 from fsdptool.records.recipe import Batch, Data, ModelChoice, Recipe
+from fsdptool.testing.families import small_model, small_spec
 from fsdptool.training.data import build_batches
 
 DECODERS = {

@@ -9,11 +9,11 @@ import jsonschema
 import pytest
 
 from fsdptool.errors import PlanError
-from fsdptool.planning import catalogue
-from fsdptool.planning.catalogue import all_entries, find_gpu, load_gpu
+from fsdptool.files.schemas import load_schema
+from fsdptool.planning import gpu_catalogue as catalogue
 from fsdptool.planning.clusters import parse_rate, parse_size, read_cluster
+from fsdptool.planning.gpu_catalogue import all_entries, find_gpu, load_gpu
 from fsdptool.planning.machine import machine_for, read_table, write_table
-from fsdptool.resources import load_schema
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from fsdptool.amounts import amount
 from fsdptool.cli.app import run
-from fsdptool.resources import load_schema
+from fsdptool.files.schemas import load_schema
+from fsdptool.formatting import amount
 
 HARDWARE = ["--gpu", "RTX-4090-24GB", "--gpus", "2"]
 
@@ -217,7 +217,7 @@ def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
 ) -> None:
     import fsdptool.memory
     from fsdptool.inspection import inspect
-    from fsdptool.memory.untraced import without_activations
+    from fsdptool.memory.tracing.untraced import without_activations
     from fsdptool.records.recipe import Recipe
 
     def untraceable(spec: Any, recipe: Recipe, settings: Any, **_: Any) -> Any:

@@ -10,8 +10,8 @@ import torch
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives import Epsilon
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_batch, small_model, small_spec
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+from fsdptool.testing.families import small_batch, small_model, small_spec
 
 
 def test_cosine_schedule_is_that_of_diffusers() -> None:

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_model
+from fsdptool.testing.families import small_model
 
 
 @pytest.mark.parametrize(

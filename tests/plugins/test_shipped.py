@@ -14,11 +14,11 @@ import torch
 from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import assert_conforms, small_batch, small_spec
 from fsdptool.inspection.build import build
-from fsdptool.memory.conditions import Conditions
-from fsdptool.memory.tracing import run_trace
+from fsdptool.memory.tracing.conditions import Conditions
+from fsdptool.memory.tracing.run import run_trace
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+from fsdptool.testing.families import assert_conforms, small_batch, small_spec
 
 FAMILIES = [family.name for family in load_registry().all() if family.flavours()]
 

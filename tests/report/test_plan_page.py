@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdptool.amounts import amount
-from fsdptool.planning.document import plan_document
+from fsdptool.formatting import amount
+from fsdptool.planning.plan_document import plan_document
 from fsdptool.records.plan import Candidate, Component, Holding, Moment, NextStep, Peak, Plan
 from fsdptool.report.html import plan_page
 from fsdptool.report.plan import print_plan
@@ -174,7 +174,7 @@ def test_a_resampled_timeline_keeps_its_peak() -> None:
 
 def test_every_component_has_a_colour_of_its_own_choosing() -> None:
     """What memory names is in the table of colours, and nothing else is."""
-    from fsdptool.memory.ledger import COMPONENTS
+    from fsdptool.memory.simulation.ledger import COMPONENTS
     from fsdptool.report.html_charts import GROUPS, LEGEND
 
     added = {"allocator slack", "context", "communicators"}

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.run.events import event_path, read_lines
+from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.manifest import list_checkpoints, read_manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="utf-8")

@@ -12,13 +12,13 @@ from typing import Any
 
 
 class Poisoner(importlib.abc.MetaPathFinder):
-    """Wraps ``Task`` of ``fsdptool.training.methods.losses`` when it is first imported."""
+    """Wraps ``Task`` of ``fsdptool.modeling.methods.losses`` when it is first imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "fsdptool.training.engine.loop":
+        if name != "fsdptool.training.loop":
             return None
         sys.meta_path.remove(self)
-        from fsdptool.training.engine.step import Stepper
+        from fsdptool.training.step import Stepper
 
         plain = Stepper.run
         taken = {"steps": 0}

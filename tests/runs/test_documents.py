@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fsdptool.cli.app import run as fsdptool
-from fsdptool.resources import load_schema
-from fsdptool.training.checkpoint.manifest import list_checkpoints
+from fsdptool.files.schemas import load_schema
+from fsdptool.runs.events import read_lines
+from fsdptool.runs.folder import read_json
+from fsdptool.runs.manifest import list_checkpoints
 from fsdptool.training.export import shards
-from fsdptool.training.run.events import read_lines
-from fsdptool.training.run.folder import read_json
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

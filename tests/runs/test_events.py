@@ -12,9 +12,9 @@ import pytest
 
 from fsdptool.launch.watch import Follower
 from fsdptool.records.run import Metrics
-from fsdptool.training.checkpoint.manifest import sync_folder
-from fsdptool.training.run.events import EventLog, LineFile, event_path, read_lines
-from fsdptool.training.run.folder import METRICS
+from fsdptool.runs.events import EventLog, LineFile, event_path, read_lines
+from fsdptool.runs.folder import METRICS
+from fsdptool.runs.manifest import sync_folder
 
 
 @contextmanager

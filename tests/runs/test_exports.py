@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from fsdptool.launch.create import write_run
 from fsdptool.launch.prepare import prepare
-from fsdptool.training.checkpoint.manifest import list_checkpoints
+from fsdptool.runs.events import read_lines
+from fsdptool.runs.manifest import list_checkpoints
 from fsdptool.training.export.api import export_run
-from fsdptool.training.run.events import read_lines
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

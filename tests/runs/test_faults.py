@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import STEPS, Run, Work, digests, losses
 
-from fsdptool.training.checkpoint.manifest import list_checkpoints, step_of
+from fsdptool.runs.manifest import list_checkpoints, step_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -10,8 +10,8 @@ import torch
 from conftest import MODEL
 from test_exports import logits, trained
 
+from fsdptool.modeling.methods.quantised.formats import decode, encode
 from fsdptool.training.export.api import export_run
-from fsdptool.training.methods.quantised.formats import decode, encode
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -22,7 +22,7 @@ import pytest
 from conftest import CONFIG, STEPS, Run, Work, digests, losses
 
 from fsdptool.cli.app import run as fsdptool
-from fsdptool.training.run.events import event_path, read_lines
+from fsdptool.runs.events import event_path, read_lines
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -12,11 +12,11 @@ import torch
 
 from fsdptool.inspection.build import build
 from fsdptool.inspection.walk import walk
+from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records import Anatomy, FsdpSettings, Mesh, ModelSpec, Recipe, WrapChoice
 from fsdptool.records.recipe import Batch, Distillation, Lora, Method, ModelChoice, Objective, Optimizer
+from fsdptool.runs.inputs import RunInputs
 from fsdptool.source import resolve
-from fsdptool.training.run.run_inputs import RunInputs
-from fsdptool.training.sharding.unitplan import plan_teacher, plan_units
 
 STEPS = 50
 MICRO_BATCHES = 4

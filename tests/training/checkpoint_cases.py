@@ -16,9 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.records.recipe import Checkpoints
+from fsdptool.runs.events import EventLog
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.run.events import EventLog
-from fsdptool.training.run.guard import describe
+from fsdptool.training.worker_entry import describe
 
 SHAPES = {
     "model/uneven": ((5, 3), torch.float32),

@@ -25,18 +25,18 @@ from cases import (
 )
 from ranks import share
 
+from fsdptool.distributed.session import open_session
 from fsdptool.errors import FsdptoolError
 from fsdptool.records import Mesh, Recipe
 from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Sharding
+from fsdptool.runs.events import EventLog
 from fsdptool.source import resolve
+from fsdptool.training.assemble import assemble
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.engine.assemble import assemble
-from fsdptool.training.engine.evaluate import evaluate
-from fsdptool.training.engine.state import RunState
-from fsdptool.training.run.events import EventLog
-from fsdptool.training.run.meter import CpuMeter, live_bytes
-from fsdptool.training.run.session import open_session
+from fsdptool.training.evaluate import evaluate
+from fsdptool.training.memory_meter import CpuMeter, live_bytes
 from fsdptool.training.sampling.sampler import open_sampler
+from fsdptool.training.state import RunState
 
 
 def _opened(folder: Path, recipe: Recipe, mesh: Mesh, name: str) -> tuple[Any, Any]:

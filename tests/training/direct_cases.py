@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdptool.training.sharding.direct import DirectAllGather, DirectReduceScatter
+from fsdptool.distributed.direct_messages import DirectAllGather, DirectReduceScatter
 
 
 def gathered_beside_gloo(dtype: str) -> tuple[int, list[bool]]:

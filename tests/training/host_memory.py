@@ -7,9 +7,9 @@ import threading
 import time
 from pathlib import Path
 
-from fsdptool.training.engine.assemble import assemble
-from fsdptool.training.run.run_inputs import RunInputs
-from fsdptool.training.run.session import Session
+from fsdptool.distributed.session import Session
+from fsdptool.runs.inputs import RunInputs
+from fsdptool.training.assemble import assemble
 
 
 def anonymous_bytes() -> int:

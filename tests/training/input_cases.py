@@ -11,9 +11,9 @@ from cases import CASES, MICRO_BATCHES, inputs_for
 from ranks import share
 from torch import nn
 
+from fsdptool.distributed.session import open_session
 from fsdptool.records import Recipe
-from fsdptool.training.engine.assemble import assemble
-from fsdptool.training.run.session import open_session
+from fsdptool.training.assemble import assemble
 
 
 def arrived(folder: Path, recipe: Recipe, mixed_precision: str) -> list[dict[str, Any]]:

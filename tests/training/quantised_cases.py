@@ -14,10 +14,10 @@ import torch
 from cases import CASES, LLAMA, MOE, SD3, Case, inputs_for
 from host_memory import growth
 
+from fsdptool.distributed.session import open_session
+from fsdptool.modeling.methods.quantised.replace import quantised_layers
 from fsdptool.records import Mesh, Recipe
-from fsdptool.training.engine.assemble import assemble
-from fsdptool.training.methods.quantised.replace import quantised_layers
-from fsdptool.training.run.session import open_session
+from fsdptool.training.assemble import assemble
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 192}
 # Rows that neither two nor four ranks divide evenly (24, 6 and 130), and two layers nf4 has to leave.
@@ -81,7 +81,7 @@ def decoded(name: str, folder: Path, recipe: Recipe, mesh: Mesh | None = None) -
 
 def plain_weights(found: dict[str, torch.Tensor], layers: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Replace codes and scales by the weight they stand for."""
-    from fsdptool.training.methods.quantised.formats import decode
+    from fsdptool.modeling.methods.quantised.formats import decode
 
     made = dict(found)
     for path, layer in layers.items():

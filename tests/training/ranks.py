@@ -10,10 +10,10 @@ import torch
 from cases import CASES, MICRO_BATCHES, STEPS, inputs_for, micro_batch
 from torch.distributed.tensor import DTensor
 
+from fsdptool.distributed.proof import replica_hash
+from fsdptool.distributed.session import Session, open_session
 from fsdptool.records import Mesh, Recipe
-from fsdptool.training.engine.assemble import Assembled, assemble
-from fsdptool.training.run.session import Session, open_session
-from fsdptool.training.sharding.proof import replica_hash
+from fsdptool.training.assemble import Assembled, assemble
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 from fsdptool.launch.create import write_run
 from fsdptool.launch.prepare import prepare
 from fsdptool.records.recipe import Recipe
-from fsdptool.training.run.events import EventLog
-from fsdptool.training.run.stop import SignalFlag
+from fsdptool.runs.events import EventLog
+from fsdptool.runs.stop import SignalFlag
 from fsdptool.training.worker import work
 
 

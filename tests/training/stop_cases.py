@@ -12,11 +12,11 @@ from typing import Any
 
 import recipe_runs
 
+from fsdptool.runs.stop import SIGNALS
+from fsdptool.training import assemble, evaluate
 from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.engine import assemble, evaluate
-from fsdptool.training.run.parts import open_flag
-from fsdptool.training.run.stop import SIGNALS
+from fsdptool.training.parts import open_flag
 from fsdptool.training.sampling.sampler import Sampler
 
 Reached = Callable[[], None]

@@ -11,7 +11,7 @@ import checkpoint_cases as cases
 import pytest
 from pool import Pool
 
-from fsdptool.training.checkpoint.manifest import (
+from fsdptool.runs.manifest import (
     MANIFEST,
     SUPERSEDED,
     folder_name,

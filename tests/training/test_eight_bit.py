@@ -16,9 +16,9 @@ from test_steps import Data, Log, opened, parts_of
 from fsdptool.errors import ConfigError
 from fsdptool.records import Recipe
 from fsdptool.records.recipe import Checkpoints, Optimizer
+from fsdptool.runs.events import EventLog
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.engine.loop import Loop
-from fsdptool.training.run.events import EventLog
+from fsdptool.training.loop import Loop
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("bitsandbytes")

@@ -15,10 +15,10 @@ import recipe_runs
 from jsonschema import Draft202012Validator
 from pool import Pool
 
+from fsdptool.files.schemas import load_schema
 from fsdptool.records.recipe import Recipe
-from fsdptool.resources import load_schema
-from fsdptool.training.checkpoint.manifest import newest_good
-from fsdptool.training.run.events import event_path, read_lines
+from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.manifest import newest_good
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))

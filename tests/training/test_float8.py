@@ -15,9 +15,9 @@ from pool import Pool
 from torch import nn
 
 from fsdptool.errors import ConfigError
+from fsdptool.modeling.methods import float8
 from fsdptool.records import FsdpSettings, Recipe
 from fsdptool.records.recipe import Lora, Method, ModelChoice, Sharding
-from fsdptool.training.methods import float8
 
 FP8 = FsdpSettings(mixed_precision="fp8")
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 import yaml
 from pool import Pool
 
+from fsdptool.distributed.initialisation import draw_blueprint, loose_tensors
 from fsdptool.families.registry import load_registry
-from fsdptool.families.testing import small_batch, small_spec
-from fsdptool.training.sharding.initialisation import draw_blueprint, loose_tensors
+from fsdptool.testing.families import small_batch, small_spec
 
 
 def test_they_are_found_with_their_values() -> None:

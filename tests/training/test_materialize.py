@@ -15,15 +15,15 @@ from ranks import weights_of
 from reference import plain_model
 from safetensors.torch import load_file, save_file
 
+from fsdptool.distributed.proof import prove
+from fsdptool.distributed.random_values import BLOCK, fill_slice
+from fsdptool.distributed.session import open_session
 from fsdptool.errors import ModelError, WorkerError
+from fsdptool.modeling.units import plan_units
 from fsdptool.records import FsdpSettings, Mesh, Recipe
+from fsdptool.runs.inputs import RunInputs
 from fsdptool.source import resolve
-from fsdptool.training.engine.assemble import assemble
-from fsdptool.training.run.run_inputs import RunInputs
-from fsdptool.training.run.session import open_session
-from fsdptool.training.sharding.proof import prove
-from fsdptool.training.sharding.random_values import BLOCK, fill_slice
-from fsdptool.training.sharding.unitplan import plan_units
+from fsdptool.training.assemble import assemble
 
 pytestmark = pytest.mark.distributed
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, replay
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
 from fsdptool.families.shrink import shrink
-from fsdptool.training.sharding.initialisation import Blueprint, draw_blueprint, replay
 
 FAMILIES = {family.name: family for family in load_registry().all() if family.flavours()}
 

@@ -12,11 +12,11 @@ from cases import CASES, Case, inputs_for, prepare_case, recipe_for, write_model
 from pool import Pool
 from ranks import share, weights_of
 
+from fsdptool.distributed.proof import replica_hash
+from fsdptool.distributed.session import open_session
 from fsdptool.records import Recipe
 from fsdptool.records.recipe import Optimizer, Sharding
-from fsdptool.training.engine.assemble import assemble
-from fsdptool.training.run.session import open_session
-from fsdptool.training.sharding.proof import replica_hash
+from fsdptool.training.assemble import assemble
 
 pytestmark = pytest.mark.distributed
 

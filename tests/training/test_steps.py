@@ -15,17 +15,17 @@ from pool import Pool
 from ranks import share, weights_of
 from torch.distributed.tensor import DTensor
 
+from fsdptool.distributed.precision import LossScaler
+from fsdptool.distributed.session import Session, check_parallelism, open_session, resolve_mesh
+from fsdptool.distributed.shard import local
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records import FsdpSettings, Mesh, Recipe
 from fsdptool.records.recipe import Ema as EmaChoice
 from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Schedule, Sharding
-from fsdptool.training.engine.assemble import Assembled, assemble
-from fsdptool.training.engine.evaluate import evaluate
-from fsdptool.training.engine.loop import Loop
-from fsdptool.training.engine.schedule import base_rate, rate
-from fsdptool.training.run.session import Session, check_parallelism, open_session, resolve_mesh
-from fsdptool.training.sharding.precision import LossScaler
-from fsdptool.training.sharding.shard import local
+from fsdptool.training.assemble import Assembled, assemble
+from fsdptool.training.evaluate import evaluate
+from fsdptool.training.learning_rate import base_rate, rate
+from fsdptool.training.loop import Loop
 
 ADAM = Optimizer(learning_rate=2e-3, epsilon=1e-6, weight_decay=0.0)
 
@@ -491,7 +491,7 @@ def test_detecting_first_leaves_initialisation_alone(tmp_path: Path) -> None:
     code = (
         "import sys; from fsdptool.source import resolve; from fsdptool.inspection import inspect;"
         "spec = resolve(sys.argv[1]); inspect(spec, use_cache=False);"
-        "from fsdptool.training.sharding.initialisation import draw_blueprint;"
+        "from fsdptool.distributed.initialisation import draw_blueprint;"
         "from fsdptool.families.registry import family_of;"
         "plan = draw_blueprint(lambda: family_of(spec).build(spec.config, model_class=spec.model_class),"
         " seed=0, library=spec.library);"

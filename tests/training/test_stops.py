@@ -13,8 +13,8 @@ import stop_cases
 from cases import LLAMA
 from pool import Pool
 
-from fsdptool.training.checkpoint.manifest import list_checkpoints, read_manifest
-from fsdptool.training.run.events import event_path, read_lines
+from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.manifest import list_checkpoints, read_manifest
 
 pytestmark = pytest.mark.distributed
 

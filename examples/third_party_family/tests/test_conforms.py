@@ -2,7 +2,7 @@
 
 from fsdptool_gatedconv import GatedConvFamily
 
-from fsdptool.families.testing import assert_conforms
+from fsdptool.testing.families import assert_conforms
 
 
 def test_every_flavour_conforms() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from fsdptool.config.tree import Node
+from fsdptool.files.tree import Node
 
 DIALECTS = {
     "accelerate": "accelerate",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects import accelerate_top as top
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.dialects.accelerate_keys import (
@@ -26,7 +26,7 @@ from fsdptool.config.dialects.accelerate_mesh import read_block
 from fsdptool.config.dialects.accelerate_unread import report_inside, report_top_level
 from fsdptool.config.dialects.accelerate_write import mapping, mesh_block, migrate, write
 from fsdptool.config.draft import Draft
-from fsdptool.config.tree import Entry, Node, effective_entries
+from fsdptool.files.tree import Entry, Node, effective_entries
 
 
 def matches(root: Node) -> float:

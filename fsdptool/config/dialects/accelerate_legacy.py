@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects.accelerate_scalars import read_boolean, word_of_truth
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import STRATEGIES, hybrid_mesh
-from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.files.tree import Entry, Node, to_python
 
 _PREFETCHES = {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2"}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects.accelerate_keys import DETAILS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate_unread import report_in_parallelism
 from fsdptool.config.draft import Draft
-from fsdptool.config.tree import Entry, Node, effective_entries, to_python
+from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
 def read_parallelism(draft: Draft, name: str, entry: Entry) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.draft import Draft
 from fsdptool.config.edits import block_list_to_scalar
-from fsdptool.config.tree import Entry, to_python
+from fsdptool.files.tree import Entry, to_python
 from fsdptool.records.diagnostic import Edit
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})

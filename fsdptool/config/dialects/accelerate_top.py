@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects.accelerate_scalars import replace_any
 from fsdptool.config.draft import Draft
-from fsdptool.config.tree import Entry, to_python
+from fsdptool.files.tree import Entry, to_python
 
 
 def read_top(draft: Draft, key: str, entry: Entry) -> None:

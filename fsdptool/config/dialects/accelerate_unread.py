@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects.accelerate_keys import (
     DEAD,
     FSDP_KEYS,
@@ -15,7 +15,7 @@ from fsdptool.config.dialects.accelerate_keys import (
 from fsdptool.config.dialects.accelerate_legacy import report_dead
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import begins
-from fsdptool.config.tree import Entry, Node
+from fsdptool.files.tree import Entry, Node
 
 
 def report_inside(draft: Draft, block: Node, entry: Entry, full: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects.accelerate_legacy import read_legacy
 from fsdptool.config.dialects.accelerate_scalars import (
     accept_truth,
@@ -14,7 +14,7 @@ from fsdptool.config.dialects.accelerate_scalars import (
 )
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import BOOLEANS, LEGACY_DEFAULTS, WRITTEN
-from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.files.tree import Entry, Node, to_python
 
 DISTRIBUTED_TYPES = (
     "NO",

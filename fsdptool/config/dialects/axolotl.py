@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.dialects.accelerate_mesh import report_size
 from fsdptool.config.dialects.axolotl_keys import CANNOT, CHOICES, FSDP1_KEYS, KEYS, NAME, OTHER, SIZES
@@ -18,7 +18,7 @@ from fsdptool.config.dialects.axolotl_write import migrate, write
 from fsdptool.config.dialects.trainer_values import read_threshold, strategy_under_1
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import LEGACY_DEFAULTS
-from fsdptool.config.tree import Entry, Node, effective_entries, to_python
+from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
 def matches(root: Node) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.dialects.trainer_values import strategy_under_1
 from fsdptool.config.draft import Draft
-from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.files.tree import Entry, Node, to_python
 
 _LIST_WORDS = frozenset({"full_shard", "shard_grad_op", "offload", "auto_wrap"})
 _NO_FSDP2 = frozenset({"adamw_8bit", "adamw_bnb_8bit"})

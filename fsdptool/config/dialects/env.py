@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.dialects.accelerate_keys import DETAILS
 from fsdptool.config.dialects.accelerate_mesh import read_details, read_rotation, report_size
@@ -12,8 +12,8 @@ from fsdptool.config.dialects.accelerate_top import read_precision
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
 from fsdptool.config.facts import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, WRITTEN
-from fsdptool.config.tree import Entry, effective_entries
 from fsdptool.errors import ConfigError
+from fsdptool.files.tree import Entry, effective_entries
 from fsdptool.records.settings import FsdpSettings, Mesh
 
 NAME = "env"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects import accelerate, simpletuner
 from fsdptool.config.dialects.accelerate_keys import DETAILS
 from fsdptool.config.dialects.accelerate_mesh import read_details, report_size
 from fsdptool.config.draft import Draft
 from fsdptool.config.expressible import check_expressible
 from fsdptool.config.facts import LEGACY_DEFAULTS, MESH
-from fsdptool.config.tree import Entry, Node, to_python
 from fsdptool.errors import ConfigError
+from fsdptool.files.tree import Entry, Node, to_python
 from fsdptool.records.settings import FsdpSettings
 
 NAME = "flags"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdptool.config.tree import Node, to_python
+from fsdptool.files.tree import Node, to_python
 
 XLA = "XLA FSDP settings (torch_xla on TPU), not FSDP2"
 

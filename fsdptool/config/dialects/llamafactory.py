@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects import trainer
 from fsdptool.config.draft import Draft
 from fsdptool.config.edits import block_lines
-from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.files.tree import Entry, Node, to_python
 from fsdptool.records.settings import FsdpSettings
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects.simpletuner_keys import _TABLES, _TEXTS, CANNOT, DEFAULTS, KEYS, NAME
 from fsdptool.config.dialects.simpletuner_write import mapping, migrate, write
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import WRITTEN
 from fsdptool.config.mesh_rules import refuse_context_size
-from fsdptool.config.tree import Entry, Node, effective_entries, to_python
+from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
 def matches(root: Node) -> float:

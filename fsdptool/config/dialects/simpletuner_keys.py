@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.facts import LAUNCH
 
 NAME = "simpletuner"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects.trainer_keys import (
     ARGUMENTS,
     CANNOT,
@@ -23,7 +23,7 @@ from fsdptool.config.dialects.trainer_values import default, read_fsdp1_key, rea
 from fsdptool.config.dialects.trainer_write import mapping, migrate, write
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import begins
-from fsdptool.config.tree import Entry, Node, effective_entries, to_python
+from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
 def matches(root: Node) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.dialects.trainer_values import strategy_under_1
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import STRATEGY_NAMES
-from fsdptool.config.tree import Entry, to_python
+from fsdptool.files.tree import Entry, to_python
 
 
 def read_switch(draft: Draft, version: int, chosen: dict[str, Entry]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdptool.config import spelling
+from fsdptool import spelling
 from fsdptool.config.dialects import accelerate_values as values
 from fsdptool.config.draft import Draft
 from fsdptool.config.facts import LEGACY_DEFAULTS, STRATEGIES, WRITTEN
-from fsdptool.config.tree import Entry, Node, to_python
+from fsdptool.files.tree import Entry, Node, to_python
 
 
 def default(draft: Draft, name: str, version: int) -> None:

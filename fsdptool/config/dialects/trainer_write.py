@@ -10,8 +10,8 @@ from fsdptool.config.draft import Draft
 from fsdptool.config.edits import block_list_to_scalar
 from fsdptool.config.expressible import check_expressible
 from fsdptool.config.facts import WRITTEN
-from fsdptool.config.tree import to_python
 from fsdptool.errors import ConfigError
+from fsdptool.files.tree import to_python
 from fsdptool.records.settings import FsdpSettings
 
 if TYPE_CHECKING:

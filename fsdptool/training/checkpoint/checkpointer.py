@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from fsdptool.distributed.rows import sharded_like
+from fsdptool.distributed.shard import local
 from fsdptool.errors import StorageError
+from fsdptool.files.safetensors_writer import Written
 from fsdptool.records.recipe import Checkpoints
-from fsdptool.training.checkpoint import loading
-from fsdptool.training.checkpoint.manifest import (
+from fsdptool.runs.manifest import (
     FORMAT,
     Kind,
     Manifest,
@@ -29,13 +31,11 @@ from fsdptool.training.checkpoint.manifest import (
     sweep,
     write_manifest,
 )
+from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.saving import Staged, save_full, save_sharded
-from fsdptool.training.checkpoint.stream import Written
-from fsdptool.training.sharding.rows import sharded_like
-from fsdptool.training.sharding.shard import local
 
 if TYPE_CHECKING:
-    from fsdptool.training.interfaces import Events, TrainState
+    from fsdptool.runs.interfaces import Events, TrainState
 
 
 @dataclass(slots=True)

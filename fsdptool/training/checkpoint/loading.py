@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.training.checkpoint.manifest import (
+from fsdptool.runs.manifest import (
     Manifest,
     check_file,
     list_checkpoints,
@@ -20,10 +20,10 @@ from fsdptool.training.checkpoint.manifest import (
     step_of,
 )
 from fsdptool.training.checkpoint.saving import own_name, translated
-from fsdptool.training.run.exhaustion import is_exhaustion
+from fsdptool.training.memory_snapshot import is_exhaustion
 
 if TYPE_CHECKING:
-    from fsdptool.training.interfaces import Events, TrainState
+    from fsdptool.runs.interfaces import Events, TrainState
 
 
 def choose(

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from fsdptool.errors import FsdptoolError, StorageError, WorkerError
+from fsdptool.files.safetensors_writer import Entry, Written, write_stream
 from fsdptool.training.checkpoint.storage import ShardWriter, shard_name
-from fsdptool.training.checkpoint.stream import Entry, Written, write_stream
 
 FULL_NAME = "full.safetensors"
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fsdptool.training.checkpoint.stream import Entry, Written, write_stream
+from fsdptool.files.safetensors_writer import Entry, Written, write_stream
 
 
 class ShardWriter(StorageWriter):

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.training.checkpoint.stream import Entry, write_stream
-from fsdptool.training.methods.lora import ADAPTER, adapter_config, is_adapter
-from fsdptool.training.run.folder import write_json
+from fsdptool.files.safetensors_writer import Entry, write_stream
+from fsdptool.modeling.methods.lora import ADAPTER, adapter_config, is_adapter
+from fsdptool.runs.folder import write_json
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from fsdptool.families.protocol import Family
-    from fsdptool.training.run.run_inputs import RunInputs
+    from fsdptool.runs.inputs import RunInputs
 
 PEFT_FILE = "adapter_model.safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
@@ -95,7 +95,7 @@ def merged_fetch(model: nn.Module, fetch: Callable[[str], torch.Tensor]) -> Call
         model: With adapters injected, on meta.
         fetch: Returns a tensor's value by its name in ``model``.
     """
-    from fsdptool.training.sharding.materialize import base_name
+    from fsdptool.distributed.materialize import base_name
 
     names = {base_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {base_name(name): name for name, _ in model.named_buffers(remove_duplicate=False)}

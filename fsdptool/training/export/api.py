@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.records.document import tool_version
-from fsdptool.training.checkpoint.manifest import publish
+from fsdptool.runs.folder import EXPORT, write_json
+from fsdptool.runs.manifest import publish
 from fsdptool.training.export.shards import SHARD_BYTES
-from fsdptool.training.run.folder import EXPORT, write_json
 
 if TYPE_CHECKING:
     import torch
 
-    from fsdptool.training.run.run_inputs import RunInputs
+    from fsdptool.runs.inputs import RunInputs
 
 MARK = "fsdptool-export.json"
 """Says where an export came from; ``--force`` replaces nothing without it."""
@@ -77,8 +77,8 @@ def export_run(
         StorageError: The folder exists and may not be replaced, or it cannot be written; nothing
             half-written stays.
     """
+    from fsdptool.runs.inputs import read_inputs
     from fsdptool.training.export.values import open_saved
-    from fsdptool.training.run.run_inputs import read_inputs
 
     target = output or run / EXPORT
     _check_target(target, force=force)
@@ -142,8 +142,8 @@ class _Export:
     ) -> None:
         from fsdptool.families.registry import family_of
         from fsdptool.inspection.build import build
+        from fsdptool.modeling.methods.apply import plain_base, prepare_model, quantised_weights
         from fsdptool.training.export.values import Values
-        from fsdptool.training.methods.apply import plain_base, prepare_model, quantised_weights
 
         choice = inputs.recipe.model
         self.inputs = inputs

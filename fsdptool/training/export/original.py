@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.training.checkpoint.stream import Entry
+from fsdptool.files.safetensors_writer import Entry
 
 if TYPE_CHECKING:
     import torch

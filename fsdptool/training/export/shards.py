@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdptool.training.checkpoint.stream import Entry, write_stream
-from fsdptool.training.run.folder import write_json
+from fsdptool.files.safetensors_writer import Entry, write_stream
+from fsdptool.runs.folder import write_json
 
 SHARD_BYTES = 5 * 10**9
 """transformers' and diffusers' own default is near this (5 GB and 10 GB in 5.23 and 0.42)."""

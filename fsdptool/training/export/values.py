@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, replay
+from fsdptool.distributed.materialize import base_name
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.training.checkpoint.manifest import Manifest, check_file, newest_good, read_manifest
-from fsdptool.training.engine.assemble import open_weights
-from fsdptool.training.methods.quantised.formats import Format, decode, encode
-from fsdptool.training.run.folder import CHECKPOINTS
-from fsdptool.training.sharding.initialisation import Blueprint, draw_blueprint, replay
-from fsdptool.training.sharding.materialize import base_name
+from fsdptool.modeling.methods.quantised.formats import Format, decode, encode
+from fsdptool.runs.folder import CHECKPOINTS
+from fsdptool.runs.manifest import Manifest, check_file, newest_good, read_manifest
+from fsdptool.training.assemble import open_weights
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdptool.training.run.run_inputs import RunInputs
+    from fsdptool.runs.inputs import RunInputs
 
 
 class Saved:

@@ -16,8 +16,8 @@ from fsdptool.training.data.order import mix
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fsdptool.distributed.session import Session
     from fsdptool.training.data.loader import Loader
-    from fsdptool.training.run.session import Session
 
 FOLDER = "samples"
 """Folder of a run folder: ``samples/step-00000100/0.txt`` (or ``.png``, ``.safetensors``)."""
@@ -62,8 +62,8 @@ class Sampler:
         """
         import torch
 
+        from fsdptool.distributed.shard import reshard_all
         from fsdptool.families.objectives.context import using
-        from fsdptool.training.sharding.shard import reshard_all
 
         was_training = model.training
         model.eval()

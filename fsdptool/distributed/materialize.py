@@ -1,0 +1,206 @@
+"""Gives meta parameters their values: each rank makes or reads only its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter, tree_map
+
+from fsdptool.distributed.initialisation import Blueprint, loose_tensors, replay
+from fsdptool.distributed.rows import sharded_like
+from fsdptool.distributed.shard import local
+from fsdptool.errors import ModelError
+from fsdptool.modeling.methods.quantised.formats import empty_parts, encode
+from fsdptool.modeling.methods.quantised.linear import QuantisedLinear
+from fsdptool.modeling.methods.quantised.replace import quantised_layers
+
+if TYPE_CHECKING:
+    from fsdptool.distributed.session import Session
+    from fsdptool.distributed.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where values come from.
+
+    Attributes:
+        blueprint: The base model's initialisation and buffers.
+        weights: Pretrained weights, or None for random ones.
+        adapters: Initialisation of parameters the method added, or None.
+        seed: The run's seed.
+    """
+
+    blueprint: Blueprint
+    weights: Weights | None
+    adapters: Blueprint | None
+    seed: int
+
+
+def base_name(name: str) -> str:
+    """Return the name a parameter had before adapters were injected (peft nests ``base_layer``)."""
+    return name.replace(".base_layer", "")
+
+
+def materialize(model: nn.Module, origins: Origins, session: Session, *, offload: bool = False) -> list[str]:
+    """Replace every meta tensor of ``model`` by its values on this rank's device.
+
+    Args:
+        model: Sharded; its parameters are meta DTensors (and plain meta tensors where ignored).
+        origins: Where values come from.
+        session: Gives the device.
+        offload: Whether shards live in host memory (``CPUOffloadPolicy``); whole parameters never do.
+
+    Returns:
+        Names of parameters that a pretrained checkpoint lacked and that were initialised.
+
+    Raises:
+        ModelError: A parameter or buffer has no origin.
+    """
+    device = torch.device("cpu") if offload else session.device
+    missing: list[str] = []
+    packed = quantised_layers(model)
+    for path, layer in packed.items():
+        _pack(model, path, layer, origins, missing, session.device, device)
+    taken = {f"{path}.{part}" for path in packed for part in ("codes", "scales")}
+    aliases = _aliases(model)
+    for names in aliases.values():
+        if names[0] in taken:
+            continue
+        parameter = model.get_parameter(names[0])
+        values = _values(tuple(parameter.shape), rows_of(parameter), parameter.dtype, names, origins, missing)
+        # FSDP brings home what it manages and nothing else: whole parameters compute where they lie.
+        place = device if isinstance(parameter, DTensor) else session.device
+        _assign(model, names, parameter, _own(values.to(place)))
+    _fill_buffers(model, origins, session.device)
+    _fill_loose(model, origins, session.device)
+    return missing
+
+
+def _pack(
+    model: nn.Module,
+    path: str,
+    layer: QuantisedLinear,
+    origins: Origins,
+    missing: list[str],
+    worker: torch.device,
+    device: torch.device,
+) -> None:
+    """Make or read this rank's rows of a weight, quantise them on ``worker`` and keep only the codes."""
+    shape, rows = (layer.out_features, layer.in_features), rows_of(layer.codes)
+    # What stays is allocated before what goes: the other way round the C allocator keeps the holes.
+    into = empty_parts(layer.format, rows[1] - rows[0], layer.in_features, worker)
+    weight = _values(shape, rows, layer.plain_dtype, [f"{path}.weight"], origins, missing)
+    codes, scales = encode(layer.format, weight.to(worker), into)
+    del weight
+    _assign(model, [f"{path}.codes"], layer.codes, codes.to(device))
+    _assign(model, [f"{path}.scales"], layer.scales, scales.to(device))
+
+
+def _own(values: torch.Tensor) -> torch.Tensor:
+    """Cut values loose from a larger tensor they are a view of, which would stay alive with them."""
+    whole = values.untyped_storage().nbytes()
+    return values.clone() if whole > values.numel() * values.element_size() else values
+
+
+def _aliases(model: nn.Module) -> dict[int, list[str]]:
+    """Group every parameter name by tensor, in ``named_parameters`` order."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return groups
+
+
+def rows_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return the range of dimension 0 this rank holds; uneven chunks as ``torch.chunk`` cuts them."""
+    total = parameter.shape[0] if parameter.dim() else 1
+    if not isinstance(parameter, DTensor):
+        return 0, total
+    mesh = parameter.device_mesh
+    degree, position = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    chunk = -(-total // degree)
+    return min(position * chunk, total), min((position + 1) * chunk, total)
+
+
+def _values(
+    shape: tuple[int, ...],
+    rows: tuple[int, int],
+    dtype: torch.dtype,
+    names: list[str],
+    origins: Origins,
+    missing: list[str],
+) -> torch.Tensor:
+    size = torch.Size(shape)
+    plain = [base_name(name) for name in names]
+    if origins.adapters is not None and any(origins.adapters.notes.get(name) for name in names):
+        name = next(name for name in names if origins.adapters.notes.get(name))
+        return replay(origins.adapters, name, size, rows, dtype=dtype, seed=origins.seed, key=names[0])
+    if origins.weights is not None:
+        for name in plain:
+            if name in origins.weights:
+                return origins.weights.rows(name, shape, rows).to(dtype)
+        missing.append(names[0])
+    known = [n for n in plain if origins.blueprint.notes.get(n) or n in origins.blueprint.values]
+    if not known:
+        raise ModelError(
+            f"{names[0]} has neither pretrained values nor an initialisation",
+            help="train from pretrained weights (model.weights: pretrained)",
+        )
+    # One key for all names of a tied parameter: which name comes first differs between builds.
+    key = min(plain)
+    return replay(origins.blueprint, known[0], size, rows, dtype=dtype, seed=origins.seed, key=key)
+
+
+def _assign(model: nn.Module, names: Iterable[str], parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Put ``values`` where ``parameter`` was, under every name, tied as before.
+
+    ``fully_shard`` re-reads registered parameters, and pads uneven shards, in its lazy
+    initialisation (torch 2.13, ``FSDPParam.reset_sharded_param``).
+    """
+    fresh = nn.Parameter(sharded_like(values, parameter), requires_grad=parameter.requires_grad)
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path).register_parameter(leaf, fresh)
+
+
+def _fill_buffers(model: nn.Module, origins: Origins, device: torch.device) -> None:
+    shared: dict[int, torch.Tensor] = {}
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if id(buffer) not in shared:
+            shared[id(buffer)] = _buffer_values(name, buffer, origins).to(device)
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._buffers[leaf] = shared[id(buffer)]
+
+
+def _fill_loose(model: nn.Module, origins: Origins, device: torch.device) -> None:
+    for name, value in loose_tensors(model):
+        if not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_iter(value)):
+            continue
+        found = origins.blueprint.loose.get(base_name(name))
+        if found is None:
+            raise ModelError(f"attribute {name} has no value: the model does not compute it when it is built")
+        path, _, leaf = name.rpartition(".")
+        moved = tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, found)
+        setattr(model.get_submodule(path), leaf, moved)
+
+
+def _buffer_values(name: str, buffer: torch.Tensor, origins: Origins) -> torch.Tensor:
+    plain = base_name(name)
+    if origins.weights is not None and plain in origins.weights:
+        total = buffer.shape[0] if buffer.dim() else 1
+        return origins.weights.rows(plain, tuple(buffer.shape), (0, total)).to(buffer.dtype)
+    if plain in origins.blueprint.buffers:
+        # Each run owns its buffers: constructors may share one tensor between modules.
+        return origins.blueprint.buffers[plain].detach().clone()
+    if not buffer.is_meta:
+        return buffer
+    raise ModelError(f"buffer {name} has no value: the model does not compute it when it is built")
+
+
+def local_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes this rank holds of ``tensors``."""
+    return sum(local(t).numel() * local(t).element_size() for t in tensors.values())

@@ -1,0 +1,167 @@
+"""Before the first step: every parameter is where the unit plan says, and replicas are equal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdptool.distributed.materialize import rows_of
+from fsdptool.distributed.shard import local, managed_names, require, sharded_modules
+from fsdptool.modeling.methods.quantised.replace import describe_base
+from fsdptool.records.units import Unit, UnitPlan
+
+if TYPE_CHECKING:
+    from fsdptool.distributed.session import Session
+
+_EXAMPLES = 4
+
+
+def prove(model: nn.Module, plan: UnitPlan, session: Session) -> dict[str, Any]:
+    """Check units, placements, shard sizes and replicas on every rank.
+
+    Args:
+        model: Materialised.
+        plan: What it should be.
+        session: This rank.
+
+    Returns:
+        Plain data for ``summary.json``: counts, bytes per rank, examples with placements per rank.
+
+    Raises:
+        WorkerError: Something differs; the message names the parameter or unit.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    _check_units(model, plan)
+    _check_placements(names, plan, session)
+    replicated = _check_replicas(names, plan, session)
+    return _summary(model, names, plan, session, replicated)
+
+
+def _check_units(model: nn.Module, plan: UnitPlan) -> None:
+    listed = 0
+    for unit in plan.units:
+        module = model.get_submodule(unit.modules[0])
+        require(isinstance(module, FSDPModule), f"unit {unit.id} is not sharded")
+        assert isinstance(module, FSDPModule)
+        managed = set(managed_names(model, module))
+        for parameter in unit.parameters:
+            found = managed.intersection(parameter.names)
+            require(bool(found), f"{parameter.fqn} is not in unit {unit.id}")
+            managed -= found
+        require(not managed, f"unit {unit.id} also manages {sorted(managed)[:1]}")
+        listed += len(unit.parameters)
+    states = {id(module._get_fsdp_state()) for module in sharded_modules(model)}
+    require(len(states) == len(plan.units), f"{len(states)} units exist, {len(plan.units)} are planned")
+    actual = sum(1 for _ in model.parameters())
+    expected = listed + len(plan.ignored)
+    require(actual == expected, f"the model has {actual} parameters, the plan lists {expected}")
+
+
+def _check_placements(names: Mapping[str, torch.Tensor], plan: UnitPlan, session: Session) -> None:
+    hybrid = session.sizes.dp_replicate > 1
+    wanted: tuple[Placement, ...] = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
+    for unit in plan.units:
+        for listed in unit.parameters:
+            parameter = names.get(listed.fqn)
+            require(isinstance(parameter, DTensor), f"{listed.fqn} is not a sharded parameter of the model")
+            assert isinstance(parameter, DTensor)
+            require(tuple(parameter.placements) == wanted, f"{listed.fqn} is placed {parameter.placements}")
+            require(
+                tuple(parameter.shape) == listed.shape, f"{listed.fqn} has shape {tuple(parameter.shape)}"
+            )
+            require(
+                parameter.requires_grad == listed.trainable, f"{listed.fqn} is trainable or frozen by mistake"
+            )
+            first, last = rows_of(parameter)
+            shard = local(parameter)
+            require(shard.shape == (last - first, *listed.shape[1:]), f"{listed.fqn}: wrong rows")
+            require(not shard.is_meta, f"{listed.fqn} has no values")
+    for listed in plan.ignored:
+        parameter = names.get(listed.fqn)
+        require(parameter is not None, f"{listed.fqn} is not in the model")
+        require(not isinstance(parameter, DTensor), f"{listed.fqn} should be whole on every rank")
+
+
+def _check_replicas(names: dict[str, nn.Parameter], plan: UnitPlan, session: Session) -> str:
+    """Compare hashes of whole parameters over all ranks, and of shards over HSDP's replicas."""
+    whole = hashlib.blake2b(digest_size=16)
+    for listed in plan.ignored:
+        whole.update(content(names[listed.fqn]))
+    shards = hashlib.blake2b(digest_size=16)
+    if session.sizes.dp_replicate > 1:
+        for unit in plan.units:
+            for listed in unit.parameters:
+                shards.update(content(local(names[listed.fqn])))
+    mine = (whole.hexdigest(), shards.hexdigest())
+    everyone: list[Any] = [mine]
+    if session.world_size > 1:
+        everyone = [None] * session.world_size
+        dist.all_gather_object(everyone, mine)
+    require(len({item[0] for item in everyone}) == 1, "replicated parameters differ between ranks")
+    per_copy = session.world_size // session.sizes.dp_replicate
+    for position in range(per_copy):
+        copies = {everyone[rank][1] for rank in range(position, session.world_size, per_copy)}
+        require(len(copies) == 1, f"replicas of shard {position} differ")
+    return mine[0]
+
+
+def content(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def replica_hash(tensors: list[torch.Tensor]) -> str:
+    """Return one hash of several whole tensors, to compare between ranks."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(content(tensor))
+    return digest.hexdigest()
+
+
+def _summary(
+    model: nn.Module, names: dict[str, nn.Parameter], plan: UnitPlan, session: Session, replicated: str
+) -> dict[str, Any]:
+    unique = {id(parameter): parameter for parameter in names.values()}
+    mine = sum(local(p).numel() * p.element_size() for p in unique.values())
+    gathered: list[Any] = [mine]
+    examples = [parameter.fqn for parameter in _example_unit(plan).parameters[:_EXAMPLES]]
+    shapes: list[Any] = [[list(local(names[name]).shape) for name in examples]]
+    if session.world_size > 1:
+        gathered, shapes = [None] * session.world_size, [None] * session.world_size
+        dist.all_gather_object(gathered, mine)
+        dist.all_gather_object(shapes, [list(local(names[name]).shape) for name in examples])
+    placements = Counter(str(list(getattr(p, "placements", ("whole",)))) for p in unique.values())
+    return {
+        "proven": True,
+        "units": len(plan.units),
+        "parameters": len(unique),
+        "elements": sum(p.numel() for p in unique.values()),
+        "placements": dict(placements),
+        "replicated": len(plan.ignored),
+        "replicated_hash": replicated if plan.ignored else None,
+        "quantised": describe_base(model),
+        "local_bytes": gathered,
+        "examples": [
+            {
+                "fqn": name,
+                "shape": list(names[name].shape),
+                "placements": [str(p) for p in getattr(names[name], "placements", ())],
+                "local_shapes": [rank[index] for rank in shapes],
+            }
+            for index, name in enumerate(examples)
+        ],
+    }
+
+
+def _example_unit(plan: UnitPlan) -> Unit:
+    blocks = [unit for unit in plan.units if unit.kind == "block"]
+    return blocks[0] if blocks else plan.units[-1]

@@ -1,0 +1,202 @@
+"""Notes what is done to meta tensors in place, and how tensors were made from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptool.distributed.random_values import derive_seed
+from fsdptool.errors import ModelError
+
+aten = torch.ops.aten
+_OVERWRITES = {
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.copy_.default,
+}
+DRAWS = {aten.normal_.default, aten.uniform_.default}
+_ELEMENTWISE = {
+    *_OVERWRITES,
+    aten.erfinv_.default,
+    aten.mul_.Tensor,
+    aten.mul_.Scalar,
+    aten.add_.Tensor,
+    aten.add_.Scalar,
+    aten.div_.Tensor,
+    aten.clamp_.default,
+} - {aten.copy_.default}
+_VIEWS = {
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.view.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.split.Tensor,
+    aten.chunk.default,
+    aten._unsafe_view.default,
+}
+
+
+@dataclass(slots=True)
+class Note:
+    """One in-place operation on a parameter, or on a view of it (``views``: how to get there)."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+    recorder: Recorder | None = None
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether it acts on every element alone."""
+        plain = not any(isinstance(a, torch.Tensor) and a.dim() > 0 for a in self.args)
+        return self.func in _ELEMENTWISE and not self.views and plain
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes in-place operations on meta tensors, following views back to the tensor they show."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._notes: dict[int, list[Note]] = {}
+        self._views: dict[int, tuple[int, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = {}
+        self._made: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any], int | None]] = {}
+        # Tensors that were noted and are nobody's view, in the order they were met.
+        self._bases: dict[int, torch.Tensor] = {}
+        # Keys are ids, so nothing that was seen may die while the recorder lives.
+        self._alive: list[Any] = []
+
+    def notes_of(self, tensor: torch.Tensor) -> list[Note]:
+        """Return what was done to ``tensor``, oldest first."""
+        return self._notes.get(self._key(tensor)[0], [])
+
+    def _key(self, tensor: torch.Tensor) -> tuple[int, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]:
+        return self._views.get(id(tensor), (id(tensor), ()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if target is None or not target.is_meta:
+            self._remember(func, args, kwargs, out)
+            return out
+        if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
+            self._note(target, func, args, kwargs)
+        elif func in _VIEWS:
+            self._follow(target, func, args, kwargs, out)
+        else:
+            self._remember(func, args, kwargs, out)
+        return out
+
+    def _remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        outputs = out if isinstance(out, list | tuple) else [out]
+        for index, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor) and output.is_meta:
+                self._made[id(output)] = (func, args, kwargs, index if output is not out else None)
+                self._alive.append((args, output))
+
+    def value_of(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
+        """Compute a meta tensor that constructors derived from constants or made at random, on the CPU.
+
+        The same tensor gets the same values however often it is asked for.
+
+        Raises:
+            ModelError: It depends on a tensor nobody gave values.
+        """
+        if not tensor.is_meta:
+            return tensor
+        key, views = self._key(tensor)
+        with torch.random.fork_rng(devices=[]):
+            value = self._begin(key, key == id(tensor), seed)
+            for number, note in enumerate(self._notes.get(key, [])):
+                target = value
+                for view in note.views:
+                    target = view(target)
+                operands = [self.value_of(a, seed) if isinstance(a, torch.Tensor) else a for a in note.args]
+                torch.manual_seed(derive_seed(seed, "derived", self._number(key), number))
+                note.func(target, *operands, **note.kwargs)
+        for view in views:
+            value = view(value)
+        return value
+
+    def _begin(self, key: int, whole: bool, seed: int) -> torch.Tensor:
+        """Return what a tensor was before anything was done to it in place."""
+        if key not in self._made:
+            base = self._bases.get(key)
+            if base is None:
+                raise ModelError(
+                    "the model initialises a parameter from one that has no values yet",
+                    help="train from pretrained weights (model.weights)",
+                )
+            return torch.empty(base.shape, dtype=base.dtype)
+        func, args, kwargs, index = self._made[key]
+        real = [self.value_of(a, seed) if isinstance(a, torch.Tensor) else a for a in args]
+        named = {n: self.value_of(a, seed) if isinstance(a, torch.Tensor) else a for n, a in kwargs.items()}
+        if "device" in named:
+            named["device"] = torch.device("cpu")
+        torch.manual_seed(derive_seed(seed, whole, func))
+        made = func(*real, **named)
+        return made if index is None else made[index]  # type: ignore[no-any-return]
+
+    def _number(self, key: int) -> int:
+        return next((number for number, known in enumerate(self._bases) if known == key), -1)
+
+    def twin(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor seen here that ``parameter`` shares its storage and layout with, if any.
+
+        ``nn.Parameter(tensor)`` makes another object of it without a call a dispatch mode sees: weight
+        normalisation (torch 2.13, ``parametrizations.weight_norm``) registers its direction and its
+        length, computed from the layer's own weight, in this way.
+        """
+        storage = parameter.untyped_storage()._cdata
+        for entry in self._alive:
+            for tensor in entry if isinstance(entry, tuple) else (entry,):
+                if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
+                    continue
+                if tensor.is_meta and tensor.untyped_storage()._cdata == storage:
+                    return tensor
+        return None
+
+    def _note(self, target: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        key, views = self._key(target)
+        kept = {name: value for name, value in kwargs.items() if name != "generator"}
+        note = Note(func, tuple(args[1:]), kept, views, self)
+        self._alive.append(target)
+        if not views:
+            self._bases.setdefault(key, target)
+        if func in _OVERWRITES and not views:
+            self._notes[key] = [note]
+        else:
+            self._notes.setdefault(key, []).append(note)
+
+    def _follow(
+        self, target: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        key, views = self._key(target)
+        outputs = out if isinstance(out, list | tuple) else [out]
+        for index, output in enumerate(outputs):
+            step = _view_step(func, args[1:], kwargs, index if isinstance(out, list | tuple) else None)
+            self._views[id(output)] = (key, (*views, step))
+            self._alive.append((target, output))
+
+
+def _view_step(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(tensor: torch.Tensor) -> torch.Tensor:
+        out = func(tensor, *args, **kwargs)
+        return out if index is None else out[index]  # type: ignore[no-any-return]
+
+    return step

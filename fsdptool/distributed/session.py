@@ -1,0 +1,191 @@
+"""One rank's place among the others: process group, device and device mesh."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdptool.errors import ConfigError
+from fsdptool.families.objectives.context import Context, use
+from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.runs.watchdog import TIMEOUT
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Where this process stands.
+
+    Attributes:
+        rank, world_size, local_rank: As torchrun set them.
+        device: Where parameters live and forward runs.
+        sizes: The mesh with every size filled in.
+        mesh: The whole mesh: dimensions ``dp_replicate``, ``dp_shard``, ``cp``.
+        shard_mesh: What ``fully_shard`` gets: one dimension, or replicate x shard (HSDP). Context
+            parallel ranks shard parameters too (as accelerate 1.15 does).
+        ring: Whether ranks that share a sequence pass keys and values round (``alltoall``).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    sizes: Mesh
+    mesh: DeviceMesh
+    shard_mesh: DeviceMesh
+    ring: bool = False
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch is ours; ranks of one context-parallel group share theirs."""
+        return self.rank // self.sizes.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """How many shares a global batch is split into."""
+        return self.world_size // self.sizes.cp
+
+    @property
+    def context(self) -> Context | None:
+        """The ranks this one shares its sequences with, or None."""
+        if self.sizes.cp == 1:
+            return None
+        return Context(
+            self.sizes.cp, self.mesh.get_local_rank("cp"), self.mesh.get_group("cp"), ring=self.ring
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum ``values`` over all ranks in place and return them."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def most(self, value: int) -> int:
+        """Return the largest ``value`` of all ranks, agreed on the CPU: no rank waits for its device."""
+        found = torch.tensor([value])
+        if self.world_size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)
+
+
+def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:
+    """Return the device of this rank: CUDA where there is one and the file does not ask for the CPU.
+
+    Raises:
+        ConfigError: The file asks for more processes on this machine than there are GPUs.
+    """
+    if settings.use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}",
+            help="lower num_processes, or set use_cpu: true",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def open_session(settings: FsdpSettings) -> Session:
+    """Join the process group, build the mesh, and share sequences over it where the file says so.
+
+    Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` (torchrun); without them the run is a single
+    process. An existing process group is used as it is.
+
+    Raises:
+        ConfigError: The mesh does not multiply to the world size, or needs what this device lacks.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = resolve_mesh(settings, world_size)
+    device = choose_device(settings, local_rank)
+    check_parallelism(sizes)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        _join(rank, world_size, device)
+    mesh = init_device_mesh(
+        device.type,
+        (sizes.dp_replicate, sizes.dp_shard or 1, sizes.cp),
+        mesh_dim_names=("dp_replicate", "dp_shard", "cp"),
+    )
+    ring = settings.cp_comm_strategy == "alltoall"
+    session = Session(rank, world_size, local_rank, device, sizes, mesh, _parameter_mesh(mesh, sizes), ring)
+    use(session.context)
+    return session
+
+
+def _join(rank: int, world_size: int, device: torch.device) -> None:
+    timeout = timedelta(seconds=float(os.environ.get(TIMEOUT, "600")))
+    # Gloo beside NCCL: asynchronous checkpoints and offloaded shards talk between CPUs.
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store = dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _parameter_mesh(mesh: DeviceMesh, sizes: Mesh) -> DeviceMesh:
+    if sizes.cp == 1:
+        names = ("dp_replicate", "dp_shard") if sizes.dp_replicate > 1 else ("dp_shard",)
+        return mesh[names]
+    # A mesh of its own: torch 2.13 deprecates slicing a flattened dimension out of the root mesh.
+    if sizes.dp_replicate == 1:
+        return init_device_mesh(mesh.device_type, (sizes.shard_degree,), mesh_dim_names=("dp_shard_cp",))
+    return init_device_mesh(
+        mesh.device_type,
+        (sizes.dp_replicate, sizes.shard_degree),
+        mesh_dim_names=("dp_replicate", "dp_shard_cp"),
+    )
+
+
+def resolve_mesh(settings: FsdpSettings, world_size: int) -> Mesh:
+    """Return the mesh of this launch.
+
+    Raises:
+        ConfigError: The file was written for another number of processes.
+    """
+    if settings.num_processes is not None and settings.num_processes not in (-1, world_size):
+        raise ConfigError(
+            f"the configuration is for {settings.num_processes} processes and the launch has {world_size}",
+            help="start that many processes, or change num_processes",
+        )
+    try:
+        return settings.mesh.resolve(world_size)
+    except ValueError as error:
+        raise ConfigError(str(error), help="change parallelism_config or num_processes") from error
+
+
+def check_parallelism(sizes: Mesh) -> None:
+    """Refuse what the trainer cannot do, with the reason.
+
+    Raises:
+        ConfigError: Tensor or sequence parallelism is asked for.
+    """
+    for name, size, why in (
+        ("tp_size", sizes.tp, "the trainer has no tensor-parallel plans"),
+        ("sp_size", sizes.sp, "sequence parallelism is DeepSpeed's, and accelerate ignores it under FSDP2"),
+    ):
+        if size > 1:
+            raise ConfigError(f"{name}: {size} cannot be had: {why}", help=f"set {name} to 1")
+
+
+def close_session() -> None:
+    """Leave the process group; sequences are whole again."""
+    use(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,211 @@
+"""Applies a UnitPlan with ``fully_shard``, and proves that the model is what the plan lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from fsdptool.distributed.direct_messages import send_directly
+from fsdptool.distributed.precision import cast_inputs, to_dtype
+from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.records.units import Unit, UnitPlan
+
+if TYPE_CHECKING:
+    from fsdptool.distributed.session import Session
+
+
+def store_masters(model: nn.Module, plan: UnitPlan) -> None:
+    """Store every trainable parameter in the plan's master dtype; ``model`` is on meta."""
+    dtype = to_dtype(plan.master_dtype)
+    if dtype is None:
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule]:
+    """Call ``fully_shard`` once per unit, in the plan's order.
+
+    Args:
+        model: On meta, already changed by method, checkpointing and compilation.
+        plan: What ``layout.group`` decided for this very model.
+        session: Gives the mesh and the device.
+
+    Returns:
+        The first module of each unit that owns parameters, in call order.
+
+    Raises:
+        ConfigError: The plan names a module or parameter the model does not have.
+    """
+    named = _parameters_by_name(model)
+    ignored = {_look_up(named, parameter.fqn) for parameter in plan.ignored}
+    policy = MixedPrecisionPolicy(
+        param_dtype=to_dtype(plan.param_dtype),
+        reduce_dtype=to_dtype(plan.reduce_dtype),
+        output_dtype=to_dtype(plan.output_dtype),
+    )
+    offload = (
+        CPUOffloadPolicy(pin_memory=session.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
+    )
+    many, on_cpu = session.sizes.shard_degree > 1, session.device.type == "cpu"
+    sends_directly = many and on_cpu and dist.get_backend() == "gloo"
+    units: list[FSDPModule] = []
+    for unit in plan.units:
+        modules = [_module(model, path) for path in unit.modules]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=session.shard_mesh,
+            reshard_after_forward=_reshard(unit, session),
+            mp_policy=replace(policy, cast_forward_inputs="" not in unit.modules),
+            offload_policy=offload,
+            ignored_params=ignored or None,
+        )
+        first = modules[0]
+        assert isinstance(first, FSDPModule)
+        if unit.parameters:
+            units.append(first)
+            if not unit.unshard_in_backward:
+                first.set_unshard_in_backward(False)
+        if session.world_size > 1:
+            # The step divides by the global weight itself, so gradients are summed, not averaged. Plain
+            # sums, too, because gloo has no pre-multiplied sum (torch 2.13,
+            # ``_get_gradient_divide_factors``). One rank sums nothing, and a factor costs it a copy.
+            first.set_gradient_divide_factor(1.0)
+            first.set_force_sum_reduction_for_comms(True)
+        if sends_directly:
+            send_directly(first)
+    cast_inputs(model, to_dtype(plan.input_dtype), plan.exact_inputs)
+    _set_prefetch(plan, model, units)
+    return units
+
+
+def _reshard(unit: Unit, session: Session) -> bool | int | None:
+    wanted = unit.reshard_after_forward
+    if wanted is None or isinstance(wanted, bool):
+        return wanted
+    degree = session.sizes.shard_degree
+    if not 1 < wanted < degree or degree % wanted:
+        raise ConfigError(
+            f"sharding.reshard_after_forward: {wanted} does not divide the {degree} ranks that share a copy",
+            help="use a divisor other than 1 and the number itself, or true or false",
+        )
+    return wanted
+
+
+def _set_prefetch(plan: UnitPlan, model: nn.Module, units: list[FSDPModule]) -> None:
+    """Gather ``plan.prefetch`` units ahead, from the first backward on. 1 is what torch does by itself.
+
+    The first forward tells in which order units run: a U-Net lists its middle block after the last one.
+    The root's parameters are gathered before all others.
+    """
+    if plan.prefetch <= 1:
+        return
+    by_state = {id(unit._get_fsdp_state()): unit for unit in units if id(unit) != id(model)}
+    order: dict[int, FSDPModule] = {}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note(module: nn.Module, arguments: object) -> None:
+        state = id(module._get_fsdp_state())  # type: ignore[operator]
+        order.setdefault(state, by_state[state])
+
+    def chain_units(module: nn.Module, arguments: object, output: object) -> None:
+        for hook in hooks:
+            hook.remove()
+        chain = list(order.values())
+        for index, unit in enumerate(chain):
+            unit.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + plan.prefetch])
+            before = chain[max(index - plan.prefetch, 0) : index]
+            unit.set_modules_to_backward_prefetch(before[::-1])
+
+    hooks = [
+        module.register_forward_pre_hook(note)
+        for module in sharded_modules(model)
+        if id(module._get_fsdp_state()) in by_state and isinstance(module, nn.Module)
+    ]
+    hooks.append(model.register_forward_hook(chain_units))
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise ConfigError(
+            f"the unit plan names {path!r}, which {type(model).__name__} does not have",
+            help="plan the run again: the model has changed",
+        ) from error
+
+
+def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _look_up(named: dict[str, nn.Parameter], fqn: str) -> nn.Parameter:
+    if fqn not in named:
+        raise ConfigError(f"the unit plan ignores {fqn!r}, which the model does not have")
+    return named[fqn]
+
+
+def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield every module that carries FSDP state."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free whatever forwards without a backward left gathered, and forget that they ran.
+
+    The root keeps its parameters by default. FSDP also notes the order of forwards until a backward
+    ends (torch 2.13, ``post_forward_order``): the notes of an evaluation would let the next backward
+    gather a unit it does not need, and a teacher's would grow for ever.
+
+    Args:
+        model: The root, between steps.
+    """
+    for module in sharded_modules(model):
+        module.reshard()
+    forget = getattr(model, "reset_iter_state", None)
+    if forget is not None:
+        forget()
+
+
+def managed_names(model: nn.Module, module: FSDPModule) -> list[str]:
+    """Return the fully qualified names FSDP manages in ``module``'s group, in its order."""
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return []
+    paths = {id(child): path for path, child in model.named_modules()}
+    names = []
+    for item in group.fsdp_params:
+        path = paths[id(item._module_info.module)]
+        names.append(f"{path}.{item._module_info.param_name}" if path else item._module_info.param_name)
+    return names
+
+
+def require(condition: bool, message: str) -> None:
+    """Stop the run where a promise about sharding is broken.
+
+    Raises:
+        WorkerError: ``condition`` does not hold.
+    """
+    if not condition:
+        raise WorkerError(f"sharding proof failed: {message}", help="report this: the run has not started")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself."""
+    part = getattr(tensor, "_local_tensor", None)
+    return part if isinstance(part, torch.Tensor) else tensor

@@ -1,0 +1,157 @@
+"""Pretrained weights, read from safetensors files a slice at a time.
+
+A key of a checkpoint may be an older name of a parameter, or one of several tensors a parameter is
+made of (experts that transformers 5 fuses). Renaming and fusing follow transformers' own mapping
+(``transformers/conversion_mapping.py``, 5.23), applied to one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdptool.errors import ModelError, StorageError
+from fsdptool.runs.watchdog import beat
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(slots=True)
+class _Source:
+    """Where a parameter comes from: one key, or several through a converter."""
+
+    keys: list[tuple[str, str | None]] = field(default_factory=list)
+    converter: Any = None
+    target: str = ""
+
+
+class Weights:
+    """The tensors of a folder, by the model's parameter names.
+
+    Args:
+        files: safetensors files of one model.
+        model: The model (on meta) before any adapter is injected; its own renaming rules apply.
+
+    Raises:
+        StorageError: A file cannot be read, or is not a safetensors file.
+    """
+
+    def __init__(self, files: Iterable[str], model: nn.Module) -> None:
+        self._files: dict[str, Any] = {}
+        self._model = model
+        where: dict[str, str] = {}
+        for name in files:
+            where.update(dict.fromkeys(self._open(name).keys(), name))
+        self._where = where
+        self._sources = _match(where, model)
+
+    def _open(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(name, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise StorageError(
+                    f"{Path(name)} cannot be read as safetensors: {error}",
+                    help="the file is damaged or incomplete: fetch it again",
+                ) from error
+        return self._files[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def rows(self, name: str, shape: tuple[int, ...], rows: tuple[int, int]) -> torch.Tensor:
+        """Return rows ``[rows[0], rows[1])`` of a parameter in the dtype of the file.
+
+        Raises:
+            ModelError: The checkpoint's tensor has another shape.
+        """
+        source = self._sources[name]
+        beat()
+        if source.converter is None:
+            key = source.keys[0][0]
+            file = self._open(self._where[key])
+            view = file.get_slice(key)
+            _check(name, shape, tuple(view.get_shape()))
+            # safetensors 0.8 cannot slice what has no dimensions.
+            part: torch.Tensor = view[rows[0] : rows[1]] if shape else file.get_tensor(key)
+            # Slices may be views of the file's map: a parameter must own its memory.
+            return part.clone(memory_format=torch.contiguous_format)
+        whole = self._convert(name, source)
+        _check(name, shape, tuple(whole.shape))
+        return (whole[rows[0] : rows[1]] if shape else whole).clone()
+
+    def _convert(self, name: str, source: _Source) -> torch.Tensor:
+        converter = copy.deepcopy(source.converter)
+        for key, pattern in source.keys:
+            converter.add_tensor(source.target, key, pattern, self._reader(key))
+        made = converter.convert(
+            source.target, model=self._model, config=getattr(self._model, "config", None)
+        )
+        value = made[name]
+        return value[0] if isinstance(value, list) else value  # type: ignore[no-any-return]
+
+    def _reader(self, key: str) -> Any:
+        return lambda: self._open(self._where[key]).get_tensor(key)
+
+    def close(self) -> None:
+        """Let go of the files (and their memory maps)."""
+        self._files.clear()
+
+
+def _check(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> None:
+    if tuple(wanted) != tuple(found):
+        raise ModelError(
+            f"the checkpoint's {name} has shape {list(found)}, the model's {list(wanted)}",
+            help="the configuration and the weights are not of one model",
+        )
+
+
+def _match(where: dict[str, str], model: nn.Module) -> dict[str, _Source]:
+    names = dict(model.named_parameters(remove_duplicate=False))
+    names.update(dict(model.named_buffers(remove_duplicate=False)))  # type: ignore[arg-type]
+    exact = {key: _Source([(key, None)]) for key in where if key in names}
+    rest = [key for key in where if key not in names]
+    if not rest or not hasattr(model, "base_model_prefix"):
+        return exact
+    return _match_renamed(rest, names, exact, model)
+
+
+def _match_renamed(
+    keys: list[str], names: dict[str, Any], found: dict[str, _Source], model: Any
+) -> dict[str, _Source]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
+    converters = [item for item in mapping if isinstance(item, WeightConverter)]
+    by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+    groups: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    for key in sorted(keys, key=_natural):
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        groups[target].append((key, pattern))
+    for target, members in groups.items():
+        pattern = members[0][1]
+        converter = by_pattern[pattern] if pattern is not None else None
+        targets = [target]
+        if converter is not None:
+            first = converter.target_patterns[0]
+            targets = [target.replace(first, other) for other in converter.target_patterns]
+        for name in targets:
+            if name in names and name not in found:
+                found[name] = _Source(members, converter, target)
+    return found
+
+
+def _natural(key: str) -> list[tuple[int, int | str]]:
+    """Sort ``experts.10`` after ``experts.9``: fused experts are stacked in this order."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]

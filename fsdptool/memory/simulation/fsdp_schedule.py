@@ -1,0 +1,344 @@
+"""FSDP2's schedule over one micro-batch, as torch 2.13 runs it.
+
+Mirrors ``_fsdp_state.py``, ``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` in
+``torch/distributed/fsdp/_fully_shard``; ``oracle.py`` holds it against the real code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdptool.memory.simulation.groups import (
+    FORWARD,
+    IDLE,
+    POST_BACKWARD,
+    POST_FORWARD,
+    PRE_BACKWARD,
+    UNSHARDED_STATE,
+    Group,
+    Rank,
+    gradient_block,
+    make_groups,
+    reduction,
+    widened,
+)
+from fsdptool.memory.simulation.ledger import ALL_REDUCE, REDUCE, STAGING, Block, Ledger
+from fsdptool.memory.simulation.program import Piece
+from fsdptool.memory.simulation.sizes import rounded
+from fsdptool.memory.simulation.unshard import Gathering
+from fsdptool.records.trace import Trace
+
+
+class Schedule(Gathering):
+    """One rank's units over a step; :meth:`micro_batch` plays the trace through them.
+
+    Args:
+        rank: The units.
+        replicate: Copies of them (HSDP).
+        ledger: Where bytes are counted.
+        trace: What is played.
+        gloo: Whether ranks send to each other directly (``distributed/direct_messages.py``).
+    """
+
+    def __init__(
+        self, rank: Rank, replicate: int, ledger: Ledger, trace: Trace, *, gloo: bool = False
+    ) -> None:
+        super().__init__(rank, ledger, gloo=gloo)
+        self.replicate = replicate
+        self.plan = rank.plan
+        self.trace = trace
+        self.groups = make_groups(rank)
+        self.by_module = {path: group for group in self.groups for path in group.unit.modules}
+        self.root = self.by_module.get("")
+        self._reducing: list[Block] = []
+        self._visited: list[Group] = []
+        self._replicated: dict[str, Block] = {}
+        self._chained = False
+        self._last = self._backward = True
+
+    def micro_batch(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        reduce: bool = True,
+        last: bool = True,
+        backward: bool = True,
+        answer: Block | None = None,
+    ) -> None:
+        """Play one forward and backward.
+
+        Args:
+            pieces: The trace's program.
+            reduce: Whether gradients are reduced (False: kept unsharded, ``set_requires_gradient_sync``).
+            last: Whether it is the step's last (``set_is_last_backward``): only then are buffers in
+                flight given back, and only then does HSDP all-reduce.
+            backward: False for a forward without gradients; :meth:`reshard` ends such a pass.
+            answer: A teacher's prediction, which the loss takes over.
+        """
+        self._last, self._backward = last, backward
+        self._chain(pieces)
+        ledger = self.ledger
+        ledger.source = self.trace
+        for piece in pieces:
+            self._border(piece, reduce)
+            if answer is not None and piece.marker == "loss":
+                ledger.drop(answer)
+            ledger.run(piece.body, piece.copy)
+            for name, size in piece.gradients:
+                self._own_gradient(name, size)
+        if not backward:
+            self._visited.clear()
+            for group in self.groups:
+                group.order.clear()
+
+    def reshard(self) -> None:
+        """Reshard what forwards without a backward left gathered, as ``reshard_all`` of the trainer does.
+
+        ``to_sharded`` keeps what an integer reshard left until it is next replaced (torch 2.13,
+        ``_fsdp_param.py``).
+        """
+        for group in self.groups:
+            if group.state == UNSHARDED_STATE:
+                self._to_sharded(group)
+
+    def forget(self) -> None:
+        """Free what an integer reshard left, too: the next forward, not played here, replaces it."""
+        for group in self.groups:
+            self._to_sharded(group)
+
+    def _border(self, piece: Piece, reduce: bool) -> None:
+        marker, path = piece.marker, piece.path
+        group = self.by_module.get(path)
+        if marker == "start":
+            self.ledger.note("batch")
+        elif marker == "enter":
+            if group is not None:
+                self.ledger.note(f"forward {group.name}")
+                self._enter(group, path)
+        elif marker == "leave":
+            if group is not None:
+                self._leave(group, path)
+        elif marker == "loss":
+            self.ledger.note("loss")
+        elif marker == "backward":
+            self.ledger.note("backward of the loss")
+            self.ledger.begin("backward")
+        elif marker == "grad_enter":
+            if group is not None and group.hooked == path:
+                self.ledger.note(f"backward {group.name}")
+                self._pre_backward(group)
+        elif marker == "grad_leave":
+            if group is not None and group.entered == path:
+                self._post_backward(group, reduce)
+        elif marker == "end" and self._backward:
+            self.ledger.note("end of backward")
+            self._final(reduce)
+
+    def _chain(self, pieces: Sequence[Piece]) -> None:
+        """Order units as explicit prefetching does (``distributed/shard.py:_set_prefetch``)."""
+        if self._chained or self.plan.prefetch <= 1:
+            return
+        self._chained = True
+        first: dict[int, Group] = {}
+        for piece in pieces:
+            group = self.by_module.get(piece.path) if piece.marker == "enter" else None
+            if group is not None and group.weights and group is not self.root:
+                first.setdefault(id(group), group)
+        chain = list(first.values())
+        depth = self.plan.prefetch
+        for index, group in enumerate(chain):
+            group.ahead = tuple(chain[index + 1 : index + 1 + depth])
+            group.behind = tuple(reversed(chain[max(index - depth, 0) : index]))
+
+    def _own_gradient(self, name: str, size: int) -> None:
+        block = gradient_block(size)
+        place = self.rank.home.get(name)
+        gradients = self._replicated if place is None else self.groups[place].gradients
+        if name in gradients:
+            # AccumulateGrad adds in place and drops the new one.
+            self.ledger.drop(block)
+        else:
+            gradients[name] = block
+
+    # Forward ---------------------------------------------------------------------------------
+
+    def _enter(self, group: Group, path: str) -> None:
+        if not group.to_run:
+            group.to_run = set(group.unit.modules)
+        first = group.training != FORWARD
+        group.training = FORWARD
+        if not group.weights:
+            return
+        self._unshard(group, FORWARD)
+        self._wait(group, FORWARD)
+        if first:
+            group.entered = path
+            for other in group.ahead:
+                self._unshard(other, FORWARD)
+
+    def _leave(self, group: Group, path: str) -> None:
+        group.to_run.discard(path)
+        if not group.to_run:
+            self._complete(group, path)
+        if group is self.root:
+            for other in reversed(self.groups):
+                if other is not group and other.to_run and other.training == FORWARD:
+                    self._complete(other, path)
+            if self._gathered is not None:
+                self.ledger.drop(self._gathered)
+                self._gathered = None
+
+    def _complete(self, group: Group, path: str) -> None:
+        group.to_run.clear()
+        group.training = IDLE
+        group.hooked = path
+        if not group.weights:
+            return
+        if group.reshard is not False and group.state == UNSHARDED_STATE:
+            smaller = group.sizes.smaller
+            if smaller is not None:
+                self.ledger.add(smaller)
+                self.ledger.drop(group.sizes.whole)
+                group.state = POST_FORWARD
+            else:
+                self._to_sharded(group)
+        group.order.append(len(self._visited))
+        self._visited.append(group)
+
+    # Backward --------------------------------------------------------------------------------
+
+    def _pre_backward(self, group: Group) -> None:
+        if group.training != PRE_BACKWARD and group.weights:
+            group.training = PRE_BACKWARD
+            self._unshard(group, PRE_BACKWARD)
+            self._wait(group, PRE_BACKWARD)
+            if not group.behind and group.order:
+                index = group.order.pop()
+                if index > 0:
+                    self._unshard(self._visited[index - 1], PRE_BACKWARD)
+        for other in group.behind:
+            self._unshard(other, PRE_BACKWARD)
+
+    def _post_backward(self, group: Group, reduce: bool) -> None:
+        if not group.weights:
+            return
+        group.training = POST_BACKWARD
+        for name in [name for name in group.gradients if name in group.accumulated]:
+            self.ledger.drop(group.gradients.pop(name))
+        if not reduce:
+            self._to_sharded(group)
+            self._keep_unsharded(group)
+            return
+        gradients = {**group.accumulated, **group.gradients}
+        group.accumulated, group.gradients = {}, {}
+        self._to_sharded(group)
+        while self._reducing:
+            self.ledger.drop(self._reducing.pop(0))
+        if gradients:
+            self._reduce(group, gradients)
+
+    def _keep_unsharded(self, group: Group) -> None:
+        for name, block in list(group.gradients.items()):
+            wide = widened(group.share.by_name[name], self.plan, self.grain)
+            if wide is not None:
+                self.ledger.add(wide)
+                self.ledger.drop(block)
+                del group.gradients[name]
+                group.accumulated[name] = wide
+
+    def _reduce(self, group: Group, gradients: dict[str, Block]) -> None:
+        ledger = self.ledger
+        # The same group's earlier all-reduce buffer goes first (``_wait_for_post_backward``).
+        if group.all_reduce is not None:
+            ledger.drop(group.all_reduce)
+            group.all_reduce = None
+        weights = [w for name, w in group.share.by_name.items() if name in gradients]
+        made = group.share.reduction
+        if len(weights) < sum(w.trainable for w in group.weights):
+            made = reduction(weights, self.plan, self.grain)
+        ledger.add(made.input)
+        for block in gradients.values():
+            ledger.drop(block)
+        ledger.add(made.output)
+        self._receive(made.input)
+        if self.rank.degree == 1 and self.replicate > 1:
+            # The factor is set, and where nothing is scattered divides out of place (``foreach_reduce``).
+            scaled = Block(REDUCE, made.input.total, made.input.sizes)
+            ledger.add(scaled)
+            ledger.drop(scaled)
+        self._reducing.append(made.input)
+        if self.replicate > 1 and not self._last:
+            # HSDP between micro-batches: only reduce-scattered, in the reduce dtype.
+            if group.partial is None:
+                group.partial = made.output
+            else:
+                ledger.drop(made.output)
+            return
+        if group.partial is not None:
+            ledger.drop(group.partial)
+            group.partial = None
+        kept = made.output
+        if made.stored is not None:
+            ledger.add(made.stored)
+            kept = made.stored
+            ledger.drop(made.output)
+            if self.replicate > 1:
+                group.all_reduce = replace(made.output, kind=ALL_REDUCE)
+                ledger.add(group.all_reduce)
+        if group.sharded_gradient is None and not self.plan.cpu_offload:
+            group.sharded_gradient = kept
+        elif self.replicate > 1 and made.stored is None:
+            # The reduced buffer itself is held until backward ends.
+            group.all_reduce = kept
+        else:
+            # Added to what is there or, under offload, copied to the host (``foreach_reduce``).
+            ledger.drop(kept)
+
+    def _receive(self, sent: Block) -> None:
+        """Hold what the other ranks send of this one's rows until it is summed, where it comes directly."""
+        if self.gloo and self.rank.degree > 1:
+            size = sum(sent.sizes) // self.rank.degree * (self.rank.degree - 1)
+            came = Block(STAGING, rounded(size, self.grain), (size,))
+            self.ledger.add(came)
+            self.ledger.drop(came)
+
+    def _final(self, reduce: bool) -> None:
+        """Run ``_root_post_backward_final_callback``: what had no gradient of its inputs, then cleanup."""
+        ordered = [self.root] if self.root is not None else []
+        ordered += [group for group in self.groups if group is not self.root]
+        for group in ordered:
+            if group.training != POST_BACKWARD:
+                self.ledger.note(f"end of backward: {group.name}")
+                self._post_backward(group, reduce)
+            group.training = IDLE
+            group.hooked = group.entered = None
+            if self._last:
+                self._finalize(group)
+        if self._last:
+            while self._reducing:
+                self.ledger.drop(self._reducing.pop())
+            self._visited.clear()
+
+    def _finalize(self, group: Group) -> None:
+        group.order.clear()
+        if group.all_reduce is not None:
+            self.ledger.drop(group.all_reduce)
+            group.all_reduce = None
+        if group.pending:
+            # Gathered ahead and never needed.
+            group.pending = False
+            if group.sizes.gather is not None:
+                self.ledger.drop(group.sizes.gather)
+
+    # Between steps ---------------------------------------------------------------------------
+
+    def zero_gradients(self) -> None:
+        """Free every gradient (``zero_grad(set_to_none=True)``)."""
+        for group in self.groups:
+            if group.sharded_gradient is not None:
+                self.ledger.drop(group.sharded_gradient)
+                group.sharded_gradient = None
+        for block in self._replicated.values():
+            self.ledger.drop(block)
+        self._replicated.clear()

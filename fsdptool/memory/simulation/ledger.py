@@ -1,0 +1,179 @@
+"""Live bytes of one rank by kind, and the moment of their peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdptool.memory.simulation.program import Body
+    from fsdptool.records.trace import Trace
+
+COMPONENTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "ema",
+    "replicated parameters",
+    "buffers",
+    "unsharded parameters",
+    "all-gather buffers",
+    "resharded parameters",
+    "unsharded gradients",
+    "reduce-scatter buffers",
+    "all-reduce buffers",
+    "inputs",
+    "activations",
+    "recomputed activations",
+    "temporaries",
+    "outputs",
+    "loss",
+    "teacher",
+    "optimizer temporaries",
+    "workspaces",
+    "gloo staging",
+    "checkpoint staging",
+    "offloaded activations",
+)
+"""Every kind of live bytes a footprint is made of, in the order it is shown."""
+
+(
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER,
+    EMA,
+    REPLICATED,
+    BUFFERS,
+    UNSHARDED,
+    GATHER,
+    RESHARDED,
+    UNSHARDED_GRADIENTS,
+    REDUCE,
+    ALL_REDUCE,
+    INPUTS,
+    ACTIVATIONS,
+    RECOMPUTED,
+    TEMPORARIES,
+    OUTPUTS,
+    LOSS,
+    TEACHER,
+    OPTIMIZER_TEMPORARIES,
+    WORKSPACES,
+    STAGING,
+    STAGED,
+    OFFLOADED,
+) = range(len(COMPONENTS))
+
+OF_TRACE = (ACTIVATIONS, RECOMPUTED, TEMPORARIES, OUTPUTS, LOSS, UNSHARDED_GRADIENTS, TEACHER, OFFLOADED)
+"""The component of each of the trace's kinds (``records.trace.KINDS``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One buffer, or several that live and die together.
+
+    Attributes:
+        kind: Its component.
+        total: Bytes as the allocator counts them.
+        sizes: Bytes of each allocation, as asked for.
+        stream: 0 compute, 1 all-gather copy-in, 2 reduce-scatter, 3 all-reduce.
+    """
+
+    kind: int
+    total: int
+    sizes: tuple[int, ...]
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """The highest level of a phase: bytes, bytes by kind, and the moment it was reached."""
+
+    total: int
+    live: tuple[int, ...]
+    moment: str
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts; a subclass may also write the events down (``replay``).
+
+    ``best``, ``at_best`` and ``peak_moment`` are those of the phase that is being played; after
+    :meth:`close` those of the highest one.
+    """
+
+    live: list[int] = field(default_factory=lambda: [0] * len(COMPONENTS))
+    total: int = 0
+    best: int = 0
+    at_best: list[int] = field(default_factory=lambda: [0] * len(COMPONENTS))
+    moment: str = ""
+    prefix: str = ""
+    """Put before the name of every moment."""
+    peak_moment: str = ""
+    timeline: list[tuple[str, int]] | None = None
+    source: Trace | None = None
+    """The trace whose pieces are being played."""
+    phase: str = ""
+    whole: str | None = None
+    """While set, everything belongs to this phase: a step that is one phase to its reader."""
+    hosted: int = 0
+    """Most bytes of activations that were in host memory at a time: no part of ``total``."""
+    tops: dict[str, Top] = field(default_factory=dict)
+    """The peak of every phase that is over, by name."""
+
+    def begin(self, phase: str) -> None:
+        """Let the next phase begin; one that comes again keeps its higher peak."""
+        phase = self.whole or phase
+        if phase == self.phase:
+            return
+        self._end()
+        self.phase = phase
+        self.best, self.at_best, self.peak_moment = self.total, list(self.live), self.moment
+
+    def close(self) -> None:
+        """End the last phase and say what was the highest of all."""
+        self._end()
+        top = max(self.tops.values(), key=lambda top: top.total)
+        self.best, self.at_best, self.peak_moment = top.total, list(top.live), top.moment
+
+    def _end(self) -> None:
+        known = self.tops.get(self.phase)
+        if known is None or self.best > known.total:
+            self.tops[self.phase] = Top(self.best, tuple(self.at_best), self.peak_moment)
+
+    def add(self, block: Block) -> None:
+        """Allocate."""
+        self.live[block.kind] += block.total
+        self.total += block.total
+        if self.total > self.best:
+            self.best = self.total
+            self.at_best = list(self.live)
+            self.peak_moment = self.moment
+
+    def drop(self, block: Block) -> None:
+        """Free."""
+        self.live[block.kind] -= block.total
+        self.total -= block.total
+
+    def run(self, body: Body, copy: int = 0) -> None:
+        """Let a piece of the trace happen."""
+        if self.total + body.peak > self.best:
+            self.best = self.total + body.peak
+            at_best = list(self.live)
+            for kind, change in enumerate(body.at_peak):
+                at_best[OF_TRACE[kind]] += change
+            self.at_best = at_best
+            self.peak_moment = self.moment
+        live = self.live
+        for kind, change in enumerate(body.net):
+            if change:
+                live[OF_TRACE[kind]] += change
+        self.total += body.total
+        if live[OFFLOADED] > self.hosted:
+            self.hosted = live[OFFLOADED]
+
+    def note(self, moment: str) -> None:
+        """Say what happens next, and remember the level before it."""
+        self.moment = f"{self.prefix}{moment}"
+        if self.timeline is not None:
+            self.timeline.append((moment, self.total))

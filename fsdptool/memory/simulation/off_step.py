@@ -1,0 +1,264 @@
+"""What a run does beside its steps: loading, averaging, evaluation, samples, checkpoints.
+
+Each is played in the order of the trainer's own code: ``training/assemble.py``,
+``training/loop.py`` and ``training/checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from fsdptool.memory.simulation.fsdp_schedule import Schedule
+from fsdptool.memory.simulation.ledger import (
+    EMA,
+    GATHER,
+    INPUTS,
+    PARAMETERS,
+    REPLICATED,
+    STAGED,
+    TEMPORARIES,
+    Block,
+)
+from fsdptool.memory.simulation.program import program
+from fsdptool.memory.simulation.sizes import WIDTH, Weights, pinned, rounded, rounded_sum, stored_dtype
+from fsdptool.memory.simulation.states import States
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import StateDictType
+from fsdptool.records.trace import Trace
+
+_RANDOM_STATES = 5056
+"""Bytes of a rank's generator state, copied for every save (torch 2.13, Mersenne Twister)."""
+
+_BLOCK = 1 << 16
+"""Elements drawn at a time where a shard cuts a block (``distributed/random_values.py``)."""
+
+_CONVERTED = 3
+"""Whole tensors held while experts of a checkpoint are fused: the parts, their stack, the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A run's states and recipe, as far as what lies beside its steps depends on them.
+
+    Attributes:
+        schedule: The units, on the ledger everything is counted in.
+        held: The rank's states.
+        recipe: Evaluation, checkpoints, EMA.
+        profile: Whose memory is counted.
+        saves: How checkpoints are written.
+    """
+
+    schedule: Schedule
+    held: States
+    recipe: Recipe
+    profile: Literal["cuda", "cpu-fake", "cpu-gloo"]
+    saves: StateDictType
+
+    @property
+    def saving(self) -> bool:
+        """Whether the run writes checkpoints at all."""
+        return self.recipe.checkpoints.at_end or self.recipe.checkpoints.every_steps is not None
+
+    @property
+    def staging(self) -> bool:
+        """Whether a save is copied to the host first: asynchronous, sharded, and not the last of the run."""
+        policy = self.recipe.checkpoints
+        every, steps = policy.every_steps, self.recipe.steps
+        early = every is not None and (steps is None or every < steps)
+        return early and policy.mode == "async" and self.saves == "sharded"
+
+    @property
+    def staged(self) -> Block | None:
+        """The copies where they are device memory, too: on the CPU. They are kept for the next save."""
+        if not self.staging or self.profile == "cuda":
+            return None
+        copies = (*self.held.saved, *_persistent(self.schedule.trace))
+        return Block(STAGED, sum(copies), copies)
+
+    @property
+    def exporting(self) -> int:
+        """Host bytes of an export, one process after the run: a tensor's parts, and the whole of them."""
+        return 2 * max((w.parameter.numel * w.stored for w in _weights(self.schedule)), default=0)
+
+    def on_host(self) -> int:
+        """Return the host bytes the copies take beside a GPU.
+
+        Host buffers are page-locked; shards that are offloaded are copied as they are.
+        """
+        if not self.staging or self.profile != "cuda":
+            return 0
+        buffers = _persistent(self.schedule.trace)
+        offloaded = self.schedule.plan.cpu_offload
+        return self.held.copied + (sum(buffers) if offloaded else sum(map(pinned, buffers)))
+
+
+def loading(run: Beside, buffers: Block) -> None:
+    """Add what exists once the model is filled: shards, whole parameters, buffers.
+
+    On the CPU values are made or read in the same memory, one parameter at a time.
+    """
+    ledger, device = run.schedule.ledger, {block.kind: block for block in run.held.device}
+    for kind in (PARAMETERS, REPLICATED):
+        if kind in device:
+            ledger.add(device[kind])
+    ledger.add(buffers)
+    if run.profile != "cuda":
+        _spike(run, TEMPORARIES, loading_temporaries(run))
+
+
+def loading_temporaries(run: Beside) -> int:
+    """Return the most bytes beside the values of one parameter while they are made or read.
+
+    Random values are drawn in fp32 and cast; pretrained ones are cut out of a file's map and copied,
+    and stacked experts are put together whole on every rank (``distributed/weights.py``).
+    """
+    random = run.recipe.model.weights == "random"
+    most = 0
+    for weights in _weights(run.schedule):
+        rows, wide = weights.shard, 8 if weights.stored == 8 else 4
+        if random:
+            block = min(_BLOCK, weights.parameter.numel) * wide
+            most = max(most, block + (rows * wide if weights.stored != wide else 0))
+        elif len(weights.parameter.shape) >= 3 and ".experts." in weights.parameter.fqn:
+            most = max(most, weights.parameter.numel * weights.stored * _CONVERTED)
+        else:
+            most = max(most, rows * weights.stored)
+    return most
+
+
+def play_beside(run: Beside) -> None:
+    """Play what happens between two steps, each as a phase of its own; the timeline is the step's."""
+    ledger = run.schedule.ledger
+    timeline, ledger.timeline = ledger.timeline, None
+    if run.recipe.ema.decay is not None:
+        ledger.note("average")
+        ledger.begin("average")
+        # ``Ema.update`` compares in fp32: parameters kept in another dtype are cast, all at once.
+        _spike(run, TEMPORARIES, *(4 * numel for numel, stored in _trained(run) if stored not in (4, 8)))
+    trace = run.schedule.trace
+    _forwards(run, "evaluation", trace.evaluation, count=2)
+    _forwards(run, "sampling", trace.sampling, count=2)
+    if run.saving:
+        ledger.note("save")
+        ledger.begin("save")
+        _save(run)
+    ledger.begin("between steps")
+    ledger.timeline = timeline
+
+
+def _forwards(run: Beside, name: str, trace: Trace | None, *, count: int) -> None:
+    """Play forwards without gradients; units that stay gathered do so until the last one is over."""
+    if trace is None or not trace.known:
+        return
+    before, ledger = run.schedule, run.schedule.ledger
+    ledger.note(name)
+    ledger.begin(name)
+    if run.recipe.ema.decay is not None:
+        # One parameter's copy in its average's dtype, while the two change places.
+        _spike(run, EMA, max((numel * max(stored, 4) for numel, stored in _trained(run)), default=0))
+    ledger.prefix = f"{name}: "
+    schedule = Schedule(before.rank, before.replicate, ledger, trace, gloo=before.gloo)
+    # The loader's batch is all of a step's; on a device one micro-batch of it is alive.
+    inputs = trace.input_bytes
+    if run.profile != "cuda" and name == "evaluation":
+        inputs = inputs * run.recipe.batch.accumulation
+    block = Block(INPUTS, rounded_sum(inputs, before.grain), inputs)
+    ledger.add(block)
+    pieces = program(trace, before.rank.modules, before.grain)
+    for _ in range(count):
+        schedule.micro_batch(pieces, backward=False)
+    schedule.reshard()
+    ledger.drop(block)
+    schedule.forget()
+    ledger.prefix = ""
+
+
+def _save(run: Beside) -> None:
+    """A full checkpoint gathers one whole tensor at a time; a sharded one reads shards where they are."""
+    if run.profile != "cuda":
+        _spike(run, STAGED, _RANDOM_STATES)
+    if run.saves != "full" or run.schedule.plan.cpu_offload:
+        return
+    _spike(run, GATHER, *_gathered(run))
+
+
+def _gathered(run: Beside) -> tuple[int, ...]:
+    """Return the allocations behind the largest whole tensor of a full checkpoint.
+
+    ``full_tensor`` gathers padded rows; uneven ones are cut by a copy (torch 2.13,
+    ``placement_types.py``, ``Shard._to_replicate_tensor``). gloo receives into memory of its own.
+    """
+    ranks = run.schedule.rank.degree
+    largest: tuple[int, ...] = ()
+    for weights in _weights(run.schedule):
+        if not weights.trainable:
+            continue
+        width = max(weights.stored, 4 if run.recipe.ema.decay is not None else 0)
+        sizes = [weights.whole * width]
+        if run.profile == "cpu-gloo" and ranks > 1:
+            sizes.append(weights.whole * width)
+        elif weights.whole != weights.parameter.numel:
+            sizes.append(weights.parameter.numel * width)
+        if sum(sizes) > sum(largest):
+            largest = tuple(sizes)
+    return largest
+
+
+def host_bytes(run: Beside, phase: str) -> tuple[int, int]:
+    """Return the host bytes of every rank in a phase, and what rank 0 holds besides.
+
+    Counted are tensors: what the interpreter, the libraries and CUDA's own state take is not.
+
+    Args:
+        run: The run.
+        phase: Its name.
+    """
+    offloaded = run.schedule.ledger.hosted
+    if run.profile != "cuda":
+        return 0, 0
+    steady = run.held.host
+    if phase == "load":
+        rows = max((w.shard * w.stored for w in _weights(run.schedule)), default=0)
+        return steady + rows + loading_temporaries(run), 0
+    if phase == "first step":
+        return steady + offloaded, 0
+    steady += run.on_host()
+    if phase in ("forward", "backward"):
+        return steady + offloaded, 0
+    if phase != "save":
+        return steady, 0
+    if run.saves == "full":
+        largest = max((w.parameter.numel * w.stored for w in _weights(run.schedule)), default=0)
+        return steady + (largest if run.schedule.plan.cpu_offload else 0), largest
+    # Without staging each tensor is read to the host when it is its turn.
+    return steady + (0 if run.staging else max(run.held.saved, default=0)), 0
+
+
+def _spike(run: Beside, kind: int, *sizes: int) -> None:
+    """Let allocations come and go."""
+    kept = tuple(size for size in sizes if size)
+    if kept:
+        block = Block(kind, sum(rounded(size, run.schedule.grain) for size in kept), kept)
+        run.schedule.ledger.add(block)
+        run.schedule.ledger.drop(block)
+
+
+def _weights(schedule: Schedule) -> Iterable[Weights]:
+    """Yield the sizes of every kind of parameter there is."""
+    return (weights for unit in schedule.rank.distinct for weights in unit)
+
+
+def _trained(run: Beside) -> list[tuple[int, int]]:
+    """Return elements on this rank and bytes per element of everything that is trained."""
+    plan = run.schedule.plan
+    found = [(w.shard, w.stored) for g in run.schedule.groups for w in g.weights if w.trainable]
+    return found + [(p.numel, WIDTH.get(stored_dtype(p, plan), 4)) for p in plan.ignored if p.trainable]
+
+
+def _persistent(trace: Trace) -> tuple[int, ...]:
+    """Return the bytes of each buffer that checkpoints hold; a teacher's are in none."""
+    own = trace.buffers[: len(trace.buffers) - len(trace.teacher.buffers if trace.teacher else ())]
+    return tuple(prod(b.shape) * WIDTH.get(b.dtype, 4) for b in own if b.persistent)

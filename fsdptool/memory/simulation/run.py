@@ -1,0 +1,279 @@
+"""Plays a run on one rank: loading, the steps, and what happens between them. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fsdptool.memory.simulation.fsdp_schedule import Schedule
+from fsdptool.memory.simulation.groups import Rank, cut
+from fsdptool.memory.simulation.ledger import (
+    ALL_REDUCE,
+    BUFFERS,
+    EMA,
+    INPUTS,
+    OPTIMIZER,
+    TEACHER,
+    WORKSPACES,
+    Block,
+    Ledger,
+)
+from fsdptool.memory.simulation.off_step import Beside, loading, play_beside
+from fsdptool.memory.simulation.program import Piece, program
+from fsdptool.memory.simulation.sizes import WIDTH, rounded_sum, stored_dtype
+from fsdptool.memory.simulation.states import States, states
+from fsdptool.records.anatomy import Buffer
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import Mesh, StateDictType
+from fsdptool.records.trace import Trace
+from fsdptool.records.units import UnitPlan
+
+MemoryProfile = Literal["cuda", "cpu-fake", "cpu-gloo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is simulated, as far as no micro-batch changes it: a search makes it once for many steps.
+
+    Attributes:
+        rank: The units.
+        held: What the rank keeps between steps.
+        teacher: A distillation's teacher, or None.
+        profile: Whose memory is counted.
+    """
+
+    rank: Rank
+    held: States
+    teacher: Rank | None
+    profile: MemoryProfile
+
+
+def prepare(
+    units: UnitPlan,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
+    profile: MemoryProfile,
+    grain: int,
+    teacher: UnitPlan | None = None,
+) -> Prepared:
+    """Work out everything that depends on units, ranks and optimizer alone.
+
+    Args:
+        units, teacher: How model and teacher are sharded.
+        mesh: Resolved; only how many ranks share a copy counts here.
+        recipe: Optimizer and average.
+        profile: Whose memory is counted.
+        grain: Bytes sizes are rounded to.
+    """
+
+    def held(plan: UnitPlan) -> Rank:
+        # Where the host is the device, nothing moves: ``.to("cpu")`` returns the tensor itself.
+        moves = plan.cpu_offload and profile == "cuda"
+        return cut(replace(plan, cpu_offload=moves), mesh.shard_degree, grain)
+
+    rank = held(units)
+    taught = held(teacher) if teacher is not None else None
+    return Prepared(rank, states(rank, recipe, cuda=profile == "cuda"), taught, profile)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A played run.
+
+    Attributes:
+        ledger: What was counted.
+        held: The rank's states.
+        beside: What is done between steps.
+        complete: Whether activations were known.
+    """
+
+    ledger: Ledger
+    held: States
+    beside: Beside
+    complete: bool
+
+
+def simulate(
+    trace: Trace,
+    units: UnitPlan,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
+    profile: MemoryProfile,
+    grain: int,
+    teacher: UnitPlan | None = None,
+) -> Simulated:
+    """Play loading, step 2 and what happens between steps. Arguments as in :func:`footprint`."""
+    prepared = prepare(units, mesh, recipe, profile=profile, grain=grain, teacher=teacher)
+    return play(trace, prepared, mesh, recipe)
+
+
+def play(
+    trace: Trace,
+    prepared: Prepared,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
+    ledger: Ledger | None = None,
+    warm: bool = False,
+    saves: StateDictType = "sharded",
+    workspaces: tuple[int, ...] = (),
+) -> Simulated:
+    """Play a run of what was prepared.
+
+    Args:
+        trace: One micro-batch.
+        prepared: The rank.
+        mesh: Resolved mesh.
+        recipe: Accumulation, EMA, evaluation, checkpoints.
+        ledger: Where to count; None makes one.
+        warm: Play step 1, too, which makes the optimizer's states at its end: what an allocator
+            has reserved by step 2 depends on it.
+        saves: Whether checkpoints are sharded or full.
+        workspaces: Bytes of each workspace that matrix products keep on the device.
+    """
+    profile, held, grain = prepared.profile, prepared.held, prepared.rank.grain
+    ledger = ledger if ledger is not None else Ledger()
+    gloo = profile == "cpu-gloo"
+    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace, gloo=gloo)
+    beside = Beside(schedule, held, recipe, profile=profile, saves=saves)
+    ledger.note("between steps")
+    ledger.begin("load")
+    loading(beside, _buffers(trace.buffers, grain))
+    taught = _teacher(trace, prepared.teacher, mesh.dp_replicate, ledger, gloo=gloo)
+    _add(ledger, held, EMA)
+    ledger.begin("between steps")
+    # Made by the first products of forward and of backward, and kept to the end of the process.
+    ledger.add(Block(WORKSPACES, rounded_sum(workspaces, grain), workspaces))
+    complete = trace.known and (trace.teacher is None or taught is not None)
+    if warm and complete:
+        ledger.whole = "first step"
+        _step(schedule, taught, recipe, held, grain, first=True)
+        ledger.whole = None
+    else:
+        _add(ledger, held, OPTIMIZER)
+    if beside.staged is not None:
+        ledger.add(beside.staged)
+    if complete:
+        _step(schedule, taught, recipe, held, grain)
+        play_beside(beside)
+    ledger.close()
+    return Simulated(ledger, held, beside, complete)
+
+
+def _step(
+    schedule: Schedule,
+    taught: _Taught | None,
+    recipe: Recipe,
+    held: States,
+    grain: int,
+    *,
+    first: bool = False,
+) -> None:
+    """Play one optimizer step in the order of ``training/step.py``."""
+    ledger, trace = schedule.ledger, schedule.trace
+    accumulation = recipe.batch.accumulation
+    sizes = trace.input_bytes * accumulation
+    inputs = Block(INPUTS, rounded_sum(sizes, grain), sizes)
+    ledger.note("batch")
+    ledger.begin("forward")
+    ledger.add(inputs)
+    pieces = program(trace, schedule.rank.modules, grain)
+    passes = _passes(recipe)
+    for index, reduce in enumerate(passes):
+        ledger.begin("forward")
+        answer = taught.forward() if taught is not None else None
+        schedule.micro_batch(pieces, reduce=reduce, last=index == len(passes) - 1, answer=answer)
+    ledger.note("optimizer step")
+    ledger.begin("optimizer")
+    _reduce_replicated(schedule)
+    if first:
+        _add(ledger, held, OPTIMIZER)
+    if held.update is not None:
+        ledger.add(held.update)
+        ledger.drop(held.update)
+    ledger.note("zero_grad")
+    schedule.zero_gradients()
+    ledger.begin("between steps")
+    ledger.drop(inputs)
+    ledger.note("between steps")
+
+
+def _add(ledger: Ledger, held: States, kind: int) -> None:
+    for block in held.device:
+        if block.kind == kind:
+            ledger.add(block)
+
+
+def _reduce_replicated(schedule: Schedule) -> None:
+    """The gradients of parameters FSDP does not manage travel in one fp32 message per dtype."""
+    if schedule.rank.degree * schedule.replicate == 1:
+        return
+    plan = schedule.plan
+    by_dtype: dict[str, int] = {}
+    for parameter in plan.ignored:
+        if parameter.trainable:
+            dtype = stored_dtype(parameter, plan)
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + parameter.numel
+    for dtype, count in by_dtype.items():
+        size = count * max(WIDTH.get(dtype, 4), 4)
+        # What is not wide enough is cast before it is put together.
+        sizes = (size, size) if WIDTH.get(dtype, 4) < 4 else (size,)
+        message = Block(ALL_REDUCE, rounded_sum(sizes, schedule.grain), sizes)
+        schedule.ledger.add(message)
+        schedule.ledger.drop(message)
+
+
+@dataclass(slots=True)
+class _Taught:
+    """A teacher that runs before every forward of the student."""
+
+    schedule: Schedule
+    pieces: list[Piece]
+    answer: Block
+
+    def forward(self) -> Block:
+        """Run it; returns its prediction, which is alive."""
+        self.schedule.micro_batch(self.pieces, backward=False)
+        self.schedule.reshard()
+        return self.answer
+
+
+def _teacher(
+    trace: Trace, rank: Rank | None, replicate: int, ledger: Ledger, *, gloo: bool
+) -> _Taught | None:
+    """Hold the teacher's shards, and return it ready to run if its forward is known."""
+    taught = trace.teacher
+    if taught is None or rank is None:
+        return None
+    schedule = Schedule(rank, replicate, ledger, taught, gloo=gloo)
+    for group in schedule.groups:
+        sizes = tuple(w.shard * w.stored for w in group.weights)
+        ledger.add(Block(TEACHER, rounded_sum(sizes, rank.grain), sizes))
+    if not taught.known:
+        return None
+    pieces = program(taught, rank.modules, rank.grain)
+    kept = sum(piece.body.total for piece in pieces)
+    return _Taught(schedule, pieces, Block(TEACHER, kept, (kept,)))
+
+
+def _passes(recipe: Recipe) -> list[bool]:
+    """Return the micro-batches worth simulating: whether each reduces its gradients.
+
+    From the second on they are alike, but for the last when gradients stay unsharded till then.
+    """
+    count = recipe.batch.accumulation
+    if recipe.sharding.accumulation == "unsharded":
+        return [False] * min(count - 1, 2) + [True]
+    return [True] * min(count, 2)
+
+
+def _buffers(buffers: tuple[Buffer, ...], grain: int) -> Block:
+    sizes = []
+    for buffer in buffers:
+        numel = 1
+        for dim in buffer.shape:
+            numel *= dim
+        sizes.append(numel * WIDTH.get(buffer.dtype, 4))
+    return Block(BUFFERS, rounded_sum(sizes, grain), tuple(sizes))

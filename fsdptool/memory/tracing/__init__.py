@@ -1,0 +1,1 @@
+"""The real step on fake tensors, written down as events."""

@@ -1,0 +1,311 @@
+"""Builds what is traced: the model as it will be trained, at reduced depth where blocks repeat."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.families.registry import family_of
+from fsdptool.inspection import inspect
+from fsdptool.inspection.build import build
+from fsdptool.memory.tracing.conditions import Conditions
+from fsdptool.memory.tracing.known_values import BY_VALUE
+from fsdptool.memory.tracing.layer_extrapolation import Shortened, lengthened, shorten, verified
+from fsdptool.memory.tracing.run import run_trace
+from fsdptool.memory.tracing.untraced import without_activations
+from fsdptool.modeling.activation_checkpointing import checkpoint_units
+from fsdptool.modeling.context_parallel import attention_of, check_context
+from fsdptool.modeling.methods.apply import prepare_model
+from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
+from fsdptool.modeling.methods.float8 import check_method
+from fsdptool.modeling.methods.quantised.replace import describe_base
+from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.units import plan_teacher, plan_units
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.trace import Profile, Trace
+from fsdptool.records.units import UnitPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fsdptool.families.protocol import Objective, TensorSpec
+
+
+_COMPILED = (
+    "what compiled blocks keep for backward: their kernels choose it, and the figures are those of the"
+    " blocks as they run uncompiled; what compiling itself takes in the first step is in no figure"
+)
+
+
+@contextmanager
+def _usual_torch() -> Iterator[None]:
+    """Trace alike whatever the caller has set: a notebook's default dtype, or ``torch.no_grad``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@_usual_torch()
+def make_trace(
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    profile: Profile,
+    teacher: ModelSpec | None,
+    *,
+    gloo: bool = False,
+) -> Trace:
+    """Trace afresh. See :func:`fsdptool.memory.trace`."""
+    check_method(recipe, settings)
+    check_context(spec, recipe, settings)
+    anatomy = inspect(spec)
+    plan = plan_units(anatomy, recipe, settings)
+    objective = objective_for(recipe, spec)
+    specs = family_of(spec).batch_spec(spec.config, recipe)
+    taught = _teacher(teacher, recipe, settings, profile, specs, gloo) if teacher is not None else None
+
+    told: list[str | None] = []
+
+    def make() -> nn.Module:
+        model = _student(spec, recipe, settings, plan)
+        if not told:
+            told.append(describe_base(model))
+        return model
+
+    conditions = Conditions(
+        profile=profile,
+        compute=_dtype(plan.param_dtype),
+        output=_dtype(plan.output_dtype),
+        inputs=_dtype(plan.input_dtype),
+        exact=plan.exact_inputs,
+        uncast=frozenset(p.fqn for p in plan.ignored),
+        master=_dtype(plan.master_dtype),
+        distillation=recipe.method.distillation,
+        sharing=settings.mesh.cp,
+        staged=gloo,
+        ring=settings.cp_comm_strategy == "alltoall",
+    )
+    try:
+        made = _traced(make, objective, specs, conditions)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        # Whatever a model's code trips over on fake tensors: states stay exact, the rest is unknown.
+        return without_activations(anatomy, recipe, profile, _why(error, spec))
+    evaluation, sampling = (
+        _beside(name, spec, recipe, conditions, make, anatomy) for name in ("evaluation", "sampling")
+    )
+    beside = [part for part in (evaluation, sampling) if part is not None]
+    return replace(
+        made,
+        evaluation=evaluation,
+        sampling=sampling,
+        buffers=anatomy.buffers + (taught.buffers if taught is not None else ()),
+        samples=recipe.batch.micro_batch,
+        tokens=_tokens(recipe, specs),
+        teacher=taught,
+        model=spec.model_class,
+        unknowns=made.unknowns
+        + ((_COMPILED,) if recipe.sharding.compile else ())
+        + (taught.unknowns if taught is not None else ())
+        + tuple(why for part in beside for why in part.unknowns),
+        notes=made.notes
+        + tuple(note for note in told if note is not None)
+        + ((FLOAT8_NOTE,) if settings.mixed_precision == "fp8" else ()),
+    )
+
+
+def _beside(
+    name: Literal["evaluation", "sampling"],
+    spec: ModelSpec,
+    recipe: Recipe,
+    conditions: Conditions,
+    make: Callable[[], nn.Module],
+    anatomy: Anatomy,
+) -> Trace | None:
+    """Return a forward of validation or of sampling, or None if the recipe wants none."""
+    if not (recipe.evaluation.wanted if name == "evaluation" else recipe.evaluation.sampled):
+        return None
+    told = recipe if name == "evaluation" else sampled_recipe(recipe)
+    specs = family_of(spec).batch_spec(spec.config, told)
+    try:
+        return _traced(
+            lambda: make().eval(), objective_for(recipe, spec), specs, replace(conditions, beside=name)
+        )
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        why = f"{name}: {_why(error, spec)}"
+        return replace(without_activations(anatomy, told, conditions.profile, why), unknowns=(why,))
+
+
+def sampled_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe with the batch of one forward of sampling (``training/sampling/sampler.py``).
+
+    One sample: a window of text as long as the prompt and what is to follow (a prompt that is given
+    counts as 32 tokens), or one picture.
+    """
+    batch, data = replace(recipe.batch, micro_batch=1), recipe.data
+    if batch.sequence_length is not None:
+        prompt = 32 if data.options.get("prompts") else max(min(32, batch.sequence_length // 4), 1)
+        window = prompt + _sampled_tokens(data.options.get("sample_tokens", 32))
+        batch = replace(batch, sequence_length=max(min(window, batch.sequence_length), 2))
+    return replace(recipe, batch=batch, data=replace(data, packing=False))
+
+
+def _sampled_tokens(value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"data.options.sample_tokens {value!r} is no number of tokens", help="give 1 or more"
+        )
+    return value
+
+
+def _why(error: Exception, spec: ModelSpec) -> str:
+    told = "cannot be traced on fake tensors"
+    reason = family_of(spec).untraceable(spec.config)
+    if reason and isinstance(error, BY_VALUE):
+        # torch's words name an operator deep inside the model; the family knows what it is for.
+        return f"{spec.model_class} {told}: it {reason}"
+    text = " ".join(str(error).split())[:200]
+    return f"{spec.model_class} {told} ({type(error).__name__}: {text})"
+
+
+def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
+    model = _built(spec, recipe.model, settings.mesh.cp)
+    model = prepare_model(model, recipe, family_of(spec), spec.config).train()
+    checkpoint_units(
+        model, plan, recipe.sharding.checkpointing, offload=settings.activation_checkpointing_offload
+    )
+    return model
+
+
+def _built(spec: ModelSpec, choice: ModelChoice, sharing: int) -> nn.Module:
+    model = build(spec, dtype=choice.dtype, attention=attention_of(choice, sharing))
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config, "use_cache", False):
+        config.use_cache = False
+    return model
+
+
+def _teacher(
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    profile: Profile,
+    specs: Sequence[TensorSpec],
+    gloo: bool,
+) -> Trace:
+    assert recipe.method.distillation is not None
+    choice = recipe.method.distillation.teacher
+    check_context(spec, recipe, settings)
+    anatomy = inspect(spec)
+    plan = plan_teacher(anatomy, recipe, settings)
+    objective = objective_for(recipe, spec)
+
+    def make() -> nn.Module:
+        model = _built(spec, choice, settings.mesh.cp)
+        model.requires_grad_(False)
+        return model.eval()
+
+    conditions = Conditions(
+        profile,
+        _dtype(plan.param_dtype),
+        _dtype(plan.output_dtype),
+        _dtype(plan.input_dtype),
+        plan.exact_inputs,
+        teacher=True,
+        sharing=settings.mesh.cp,
+        staged=gloo,
+        ring=settings.cp_comm_strategy == "alltoall",
+    )
+    try:
+        made = _traced(make, objective, specs, conditions)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        return without_activations(anatomy, recipe, profile, _why(error, spec))
+    return replace(made, buffers=anatomy.buffers, model=spec.model_class)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    trace: Trace
+    shortened: tuple[Shortened, ...]
+
+
+def _traced(
+    make: Callable[[], nn.Module],
+    objective: Objective,
+    specs: Sequence[TensorSpec],
+    conditions: Conditions,
+) -> Trace:
+    """Trace without values; with those the specs fix if the model decides shapes by value."""
+    try:
+        return _extrapolated(make, objective, specs, conditions, values=False)
+    except BY_VALUE:
+        return _extrapolated(make, objective, specs, conditions, values=True)
+
+
+def _extrapolated(
+    make: Callable[[], nn.Module],
+    objective: Objective,
+    specs: Sequence[TensorSpec],
+    conditions: Conditions,
+    *,
+    values: bool,
+) -> Trace:
+    """Trace at two reduced depths; take the deeper one if the shallower predicts it exactly."""
+
+    def attempt(periods: int | None) -> _Attempt:
+        model = make()
+        shortened = shorten(model, periods) if periods is not None else ()
+        try:
+            return _Attempt(run_trace(model, objective, specs, conditions, values=values), shortened)
+        except RuntimeError as error:
+            if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
+                raise
+            # A module edits its input in place, which borders inside blocks forbid.
+            model = make()
+            shortened = shorten(model, periods) if periods is not None else ()
+            return _Attempt(
+                run_trace(model, objective, specs, conditions, fine=False, values=values), shortened
+            )
+
+    probe = make()
+    if not shorten(probe, 4):
+        return attempt(None).trace
+    del probe
+    try:
+        shallow, deep = attempt(3), attempt(4)
+    except BY_VALUE:
+        raise
+    except Exception:
+        # The model counts on its depth (an index from the configuration, skips between blocks).
+        return attempt(None).trace
+    totals = {item.path: item.traced for item in deep.shortened}
+    if not verified(lengthened(shallow.trace, shallow.shortened, totals), deep.trace):
+        return attempt(None).trace
+    return lengthened(deep.trace, deep.shortened)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found: Any = getattr(torch, name) if name is not None else None
+    return found  # type: ignore[no-any-return]
+
+
+def _tokens(recipe: Recipe, specs: Sequence[TensorSpec]) -> int | None:
+    length = recipe.batch.sequence_length
+    return recipe.batch.micro_batch * length if length is not None else None

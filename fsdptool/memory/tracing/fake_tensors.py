@@ -1,0 +1,72 @@
+"""From a model on meta to one on fake tensors, ties kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from fsdptool.families.protocol import TensorSpec
+    from fsdptool.memory.tracing.conditions import Conditions
+
+
+def materialise(model: nn.Module, mode: Any, conditions: Conditions) -> None:
+    """Swap every parameter and buffer for a fake CPU tensor, once per identity.
+
+    ``to_empty`` would lose ties; building inside the fake mode fails on data-dependent
+    initialisation (torch 2.13, transformers 5.23). Parameters take the dtype they compute in: the
+    sharding's ``param_dtype``, but for those FSDP does not manage.
+
+    Args:
+        model: Built on meta, or partly on the CPU (some constructors ignore the device context).
+        mode: The ``FakeTensorMode``.
+        conditions: Precision.
+    """
+    made: dict[int, torch.Tensor] = {}
+    kept = []
+    with mode:
+        for prefix, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    fake = torch.empty(
+                        parameter.shape, dtype=_computed(fqn, parameter, conditions), device="cpu"
+                    )
+                    made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                    kept.append(parameter)
+                module._parameters[name] = made[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    kept.append(buffer)
+                module._buffers[name] = made[id(buffer)]
+
+
+def _computed(fqn: str, parameter: torch.Tensor, conditions: Conditions) -> torch.dtype:
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    stored = parameter.dtype
+    if parameter.requires_grad and conditions.master is not None:
+        stored = conditions.master
+    if fqn in conditions.uncast:
+        return stored
+    return conditions.compute or stored
+
+
+def fake_batch(specs: Sequence[TensorSpec], mode: Any) -> dict[str, torch.Tensor]:
+    """Return a micro-batch of fake tensors of the given shapes and dtypes.
+
+    FSDP casts floating inputs itself (``cast_forward_inputs``), so they come as the data has them.
+    """
+    with mode:
+        return {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+            for spec in specs
+        }

@@ -1,0 +1,169 @@
+"""Whose attention kernel the trace assumes.
+
+On fake CPU tensors torch's SDPA picks the CPU flash kernel. A GPU saves other tensors, so for the
+``cuda`` profile SDPA is answered by the operator torch 2.13 would choose there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import CausalBias
+
+from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.records.trace import Profile
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Route as ``sdp_utils.cpp`` does on CUDA (torch 2.13).
+
+    Flash for half precision without a mask; else the memory-efficient kernel, which takes masks and
+    fp32. Both compute a causal mask that has no values (``torch.nn.attention.bias``) by themselves.
+    """
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = None, True
+    if attn_mask is None and query.dtype in _HALF and max(query.shape[-1], value.shape[-1]) <= 256:
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.where(bias, 0.0, torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype))
+        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        bias = bias.expand(shape)
+    needs = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    size = query.shape[-1]
+    extra = -size % 8
+    if extra:
+        # pad_last_dim in attention.cpp: flash wants multiples of 8.
+        scale = scale if scale is not None else size**-0.5
+        query, key, value = (torch.nn.functional.pad(t, (0, extra)) for t in (query, key, value))
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return out[..., :size] if extra else out
+
+
+def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    # CUDA has a fused kernel that keeps a boolean mask; the CPU keeps one in the input's dtype.
+    if not training or p == 0.0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _grouped(profile: Profile) -> Any:
+    """Return the shape rule of the grouped product, for every dtype.
+
+    torch 2.13's own refuses all but bfloat16 on fake tensors, which neither kernel does, and pads
+    rows to 16 bytes depending on the build it runs in rather than on the device it stands for.
+    """
+
+    def rule(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        offsets, dtype = kwargs.get("offs"), kwargs.get("out_dtype") or left.dtype
+        groups = offsets.shape[0] if offsets is not None else left.shape[0]
+        if left.dim() == 2 and right.dim() == 2:
+            shape: tuple[int, ...] = (groups, left.shape[0], right.shape[1])
+        elif left.dim() == 3 and right.dim() == 3:
+            shape = (left.shape[0], left.shape[1], right.shape[-1])
+        else:
+            shape = (left.shape[-2], right.shape[-1])
+        row = shape[-1]
+        if profile == "cuda":
+            step = max(16 // dtype.itemsize, 1)
+            row = -(-row // step) * step
+        strides = (shape[-2] * row, row, 1)[-len(shape) :]
+        return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
+
+    return rule
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
+    # A TorchFunctionMode would be off during backward, and so during recomputation (torch 2.13:
+    # ``Tensor.backward`` itself goes through the mode).
+    original = getattr(owner, name)
+    setattr(owner, name, substitute)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def offloading(recorder: Recorder) -> Iterator[None]:
+    """Let what checkpointing offloads to the host be host memory, and come back as it does on CUDA.
+
+    ``save_on_cpu`` does nothing to tensors that are on the CPU, as fake ones are (torch 2.13,
+    ``torch/autograd/graph.py``).
+    """
+    from fsdptool.modeling import activation_checkpointing as recompute
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty(tensor.size(), dtype=tensor.dtype)
+        recorder.relabel(copy, "offloaded")
+        return copy
+
+    def hooks(**_: Any) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(pack, torch.empty_like)
+
+    with _replaced(recompute, "save_on_cpu", hooks):
+        yield
+
+
+@contextmanager
+def kernels_of(profile: Profile) -> Iterator[None]:
+    """Answer attention and dropout as the profile's device would, while entered.
+
+    transformers 5.23 takes fake tensors for tracing, looks for packed sequences and builds an S x S
+    mask that a real run without packing never has: that search is switched off, too.
+    """
+    from torch import _meta_registrations
+
+    from fsdptool.families.objectives import context_ring
+
+    with ExitStack() as stack:
+        try:
+            from transformers import masking_utils
+        except ImportError:
+            pass
+        else:
+            nothing = _replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
+            stack.enter_context(nothing)
+        stack.enter_context(_replaced(_meta_registrations, "_meta_grouped_mm_common", _grouped(profile)))
+        if profile == "cuda":
+            functional = torch.nn.functional
+            stack.enter_context(_replaced(functional, "scaled_dot_product_attention", _attend))
+            stack.enter_context(_replaced(functional, "dropout", _drop))
+            stack.enter_context(_replaced(context_ring, "kernel_for", context_ring.cuda_kernel))
+        yield

@@ -1,0 +1,186 @@
+"""Watches a model run on fake tensors: every allocation and free, between module borders.
+
+Storages are followed by weak reference, so a tensor is freed in the record exactly when the last
+reference to its memory goes, whoever held it (Python, autograd's saved tensors, the engine's
+input buffers). torch 2.13 keeps the Python object of a storage as long as the storage lives,
+which makes that reliable (``torch/distributed/_tools/mem_tracker.py`` rests on the same).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fsdptool.memory.tracing.flops import operations, traffic
+from fsdptool.records.trace import KINDS, Marker, Segment, Trace
+
+_KIND = {name: index for index, name in enumerate(KINDS)}
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records segments while it is entered; enter it above the ``FakeTensorMode``."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self.sizes: list[int] = []
+        self.kinds: list[int] = []
+        self.names: list[int] = []
+        self._vocabulary: dict[str, int] = {}
+        self._segments: list[tuple[Marker, str]] = []
+        self._events: list[list[int]] = []
+        self._flops: list[dict[str, float]] = []
+        self._traffic: list[list[int]] = []
+        self._again: list[float] = []
+        self._numbers: dict[int, int] = {}
+        self._phase = "temporary"
+        self.gradients: dict[str, int] = {}
+        self._held: set[int] = set()
+        for tensor in known:
+            storage = tensor.untyped_storage()
+            self._seen[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))
+        self.mark("start", "")
+
+    def mark(self, marker: Marker, path: str) -> None:
+        """Open a new segment."""
+        self._segments.append((marker, path))
+        self._events.append([])
+        self._flops.append({})
+        self._traffic.append([0, 0])
+        self._again.append(0.0)
+
+    def phase(self, kind: str) -> None:
+        """Say what tensors made from now on are, until something better is known of them."""
+        self._phase = kind
+
+    def keep(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Let tensors outlive the record: their end is not noted."""
+        for tensor in tensors:
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self.kinds[number] = _KIND[kind]
+                self._held.add(number)
+
+    def relabel(self, tensor: torch.Tensor, kind: str) -> None:
+        """Correct what an allocated tensor is."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            self.kinds[number] = _KIND[kind]
+
+    def gradient(self, fqn: str, gradient: torch.Tensor) -> None:
+        """Note that ``gradient`` now belongs to parameter ``fqn``; the sharding decides when it goes."""
+        number = self._numbers.get(gradient.untyped_storage()._cdata)
+        if number is None or fqn in self.gradients:
+            return
+        self.gradients[fqn] = number
+        self.kinds[number] = _KIND["gradient"]
+        self.names[number] = self._word(fqn)
+        self._held.add(number)
+
+    def release_gradients(self) -> None:
+        """From now on gradients are freed by nobody: the trace ends with them alive."""
+        self._held.update(self.gradients.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator and note what it allocated, computed and moved."""
+        out = func(*args, **(kwargs or {}))
+        if type(out) is torch.Tensor or isinstance(out, torch.Tensor):
+            outputs: list[torch.Tensor] = [out]
+        else:
+            outputs = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        fresh = False
+        if func._overloadpacket is torch.ops.aten.logsumexp:
+            # One operator here, but its kernels hold the exponentials (torch 2.13, ``logsumexp_out_impl``).
+            self._fleeting(args[0].numel() * max(args[0].itemsize, 4), "logsumexp")
+        for tensor in outputs:
+            if tensor.untyped_storage()._cdata not in self._seen:
+                fresh = True
+                self._track(tensor, func._overloadpacket.__name__, None)
+        if fresh or func._schema.is_mutable:
+            moved = self._traffic[-1]
+            moved[0] += traffic(func, args, kwargs, outputs)
+            moved[1] += 1
+            for dtype, count in operations(func, args, kwargs or {}, out):
+                flops = self._flops[-1]
+                flops[dtype] = flops.get(dtype, 0.0) + count
+                if self._phase == "temporary" and torch.is_grad_enabled():
+                    self._again[-1] += count
+        return out
+
+    def _track(self, tensor: torch.Tensor, name: str, kind: str | None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        number = len(self.sizes)
+        if kind is None:
+            kind = self._phase
+            # Autograd runs backward without grad mode; checkpointing enters it to run forward again.
+            if kind == "temporary" and torch.is_grad_enabled():
+                kind = "recomputed"
+        self.sizes.append(storage.nbytes())
+        self.kinds.append(_KIND[kind])
+        self.names.append(self._word(name))
+        self._seen[key] = weakref.ref(storage, self._farewell(key, number))
+        self._numbers[key] = number
+        self._events[-1].append(number + 1)
+
+    def _fleeting(self, size: int, name: str) -> None:
+        """Note memory inside an operator that nothing else shows."""
+        number = len(self.sizes)
+        self.sizes.append(size)
+        self.kinds.append(_KIND["temporary"])
+        self.names.append(self._word(name))
+        self._events[-1] += [number + 1, -(number + 1)]
+
+    def _farewell(self, key: int, number: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            self._seen.pop(key, None)
+            self._numbers.pop(key, None)
+            if number in self._held:
+                return
+            self._events[-1].append(-(number + 1))
+            # What forward frees again was never kept for backward.
+            if self.kinds[number] == _KIND["activation"] and self._phase != "temporary":
+                self.kinds[number] = _KIND["temporary"]
+
+        return gone
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            # A buffer that forward replaces: what is allocated in its place is no longer known.
+            self._seen.pop(key, None)
+
+        return gone
+
+    def _word(self, text: str) -> int:
+        return self._vocabulary.setdefault(text, len(self._vocabulary))
+
+    def detach(self) -> None:
+        """Stop listening to storages that outlive the record."""
+        self._seen.clear()
+
+    def trace(self, **fields: Any) -> Trace:
+        """Return the record; ``fields`` are the remaining ones of :class:`Trace`."""
+        segments = tuple(
+            Segment(marker, path, tuple(events), flops, moved[0], moved[1], again)
+            for (marker, path), events, flops, moved, again in zip(
+                self._segments, self._events, self._flops, self._traffic, self._again, strict=True
+            )
+        )
+        return Trace(
+            segments=segments,
+            sizes=tuple(self.sizes),
+            kinds=tuple(self.kinds),
+            names=tuple(self.names),
+            vocabulary=tuple(self._vocabulary),
+            gradients=dict(self.gradients),
+            **fields,
+        )

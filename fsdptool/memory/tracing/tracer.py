@@ -1,0 +1,141 @@
+"""``trace``: a model and a recipe in, one micro-batch's events out, from the cache if it has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fsdptool.cache import Store
+from fsdptool.cache.source_digest import source_digest
+from fsdptool.errors import ConfigError
+from fsdptool.families.registry import family_digest
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.document import library_versions, tool_version
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.trace import Profile, Trace
+
+KIND = "trace"
+
+
+def trace(
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    *,
+    profile: Profile | None = None,
+    teacher: ModelSpec | None = None,
+    gloo: bool = False,
+    use_cache: bool = True,
+    refresh: bool = False,
+) -> Trace:
+    """Return what one micro-batch of this recipe does to memory, on any number of ranks.
+
+    Args:
+        spec: The model.
+        recipe: Method, objective, sizes, precision, checkpointing.
+        settings: Precision and checkpointing as the YAML says.
+        profile: Whose kernels to assume; None follows ``settings.use_cpu``.
+        teacher: A distillation's teacher; None resolves the recipe's.
+        gloo: Whether ranks that share a sequence exchange it over gloo, which copies what it sends.
+        use_cache: Whether to read and keep cached traces.
+        refresh: Trace afresh and keep it.
+
+    Raises:
+        FsdptoolError: The recipe does not suit the model (a sequence beyond its positions, unknown
+            LoRA targets). A model that merely cannot be traced gives a trace without segments whose
+            ``unknowns`` say why.
+    """
+    assumed: Profile = profile or ("cpu" if settings.use_cpu else "cuda")
+    if recipe.method.distillation is not None and teacher is None:
+        teacher = _resolve(recipe.method.distillation.teacher)
+    store = Store() if use_cache or refresh else None
+    key = store.key(_parts(spec, recipe, settings, assumed, teacher, gloo)) if store is not None else ""
+    if store is not None and not refresh:
+        kept, _ = store.get(KIND, key)
+        if kept is not None and (found := _decode(kept)) is not None:
+            return found
+    from fsdptool.memory.tracing.build import make_trace
+
+    made = make_trace(spec, recipe, settings, assumed, teacher, gloo=gloo)
+    if store is not None and made.known:
+        store.put(KIND, key, to_json(made), about=f"{spec.model_class} of {spec.reference.id}")
+    return made
+
+
+def _resolve(choice: ModelChoice) -> ModelSpec:
+    from fsdptool.source import resolve
+
+    return resolve(
+        choice.reference,
+        revision=choice.revision,
+        component=choice.component,
+        trust_remote_code=choice.trust_remote_code,
+        overrides=choice.overrides,
+    )
+
+
+def _decode(data: Any) -> Trace | None:
+    try:
+        return from_json(Trace, data)
+    except (ConfigError, TypeError):
+        return None
+
+
+def _parts(
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    profile: Profile,
+    teacher: ModelSpec | None,
+    gloo: bool,
+) -> dict[str, Any]:
+    """Return everything a trace depends on, and nothing that a search turns without changing it."""
+    sharding = recipe.sharding
+    parts: dict[str, Any] = {
+        "model": _model(spec),
+        "teacher": _model(teacher) if teacher is not None else None,
+        "choice": [recipe.model.dtype, recipe.model.attention],
+        "method": to_json(recipe.method),
+        "objective": to_json(recipe.objective),
+        "data": [recipe.data.packing, recipe.data.document_mask, recipe.data.source],
+        "beside": [
+            recipe.evaluation.wanted,
+            recipe.evaluation.sampled,
+            recipe.data.options.get("sample_tokens"),
+            bool(recipe.data.options.get("prompts")),
+        ],
+        "batch": to_json(replace(recipe.batch, accumulation=1, global_batch=None)),
+        "sharding": [sharding.layout, sharding.param_dtype, sharding.output_dtype],
+        "precision": settings.mixed_precision,
+        "ignored": settings.ignored_modules,
+        "context": [settings.mesh.cp, settings.cp_comm_strategy, gloo] if settings.mesh.cp > 1 else None,
+        "profile": profile,
+        "libraries": library_versions(),
+        "tool": f"{tool_version()}:{source_digest(__name__)}",
+    }
+    if sharding.compile:
+        parts["compiled"] = True
+    if settings.activation_checkpointing:
+        parts["checkpointing"] = [
+            to_json(sharding.checkpointing),
+            settings.activation_checkpointing_offload,
+            settings.wrap_policy,
+            list(settings.wrap_classes),
+            settings.min_num_params,
+        ]
+    return parts
+
+
+def _model(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "config": to_json(spec.config),
+        "class": spec.model_class,
+        "family": spec.family,
+        "plugin": family_digest(spec.family),
+        "objective": spec.objective,
+        "revision": spec.reference.revision,
+        "component": spec.component,
+        "folder": spec.folder if spec.trust_remote_code else None,
+    }

@@ -1,0 +1,103 @@
+"""LoRA through peft's own injection, so that peft loads what a run leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError
+from fsdptool.records.recipe import Lora
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from fsdptool.distributed.initialisation import Blueprint
+    from fsdptool.families.protocol import Family
+    from fsdptool.records.recipe import Recipe
+
+ADAPTER = "default"
+
+
+def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) -> Any:
+    """Return the ``peft.LoraConfig`` of a recipe.
+
+    Raises:
+        ConfigError: Neither the recipe nor the family names targets.
+    """
+    from peft import LoraConfig
+
+    lora = recipe.method.lora or Lora()
+    defaults = family.lora_targets(config)
+    modules = lora.targets if lora.targets is not None else defaults.modules
+    parameters = lora.target_parameters or (defaults.parameters if lora.targets is None else ())
+    if not modules and not parameters:
+        raise ConfigError(
+            f"family {family.name} has no default LoRA targets",
+            help="name module suffixes under method.lora.targets, for example [q_proj, v_proj]",
+        )
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(modules) or None,
+        target_parameters=list(parameters) or None,
+    )
+
+
+def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
+    """Freeze ``model`` and inject adapters, on meta as the model is; quantise the base if asked to.
+
+    Raises:
+        ConfigError: A target is not in the model, or the base cannot be stored as asked.
+    """
+    import torch
+
+    from fsdptool.modeling.methods.quantised.formats import load_kernels
+
+    load_kernels()
+    from peft import inject_adapter_in_model
+
+    settings = adapter_config(recipe, family, config)
+    model.requires_grad_(False)
+    try:
+        with torch.device("meta"):
+            inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(
+            f"LoRA targets do not suit {type(model).__name__}: {str(error).splitlines()[0]}",
+            help="name module suffixes that `fsdptool detect` lists under method.lora.targets",
+        ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    base = (recipe.method.lora or Lora()).base
+    if base != "unchanged":
+        from fsdptool.modeling.methods.quantised.replace import quantise_base
+
+        quantise_base(model, base)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter, by peft's naming."""
+    return ".lora_" in f".{name}"
+
+
+def adapter_blueprint(model: nn.Module) -> Blueprint:
+    """Return how adapters start: peft's own initialisation, recorded (A Kaiming uniform, B zero)."""
+    from peft.tuners.lora import LoraLayer
+
+    from fsdptool.distributed.initialisation import note_initialisation
+
+    def reset() -> None:
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+
+    named = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    return note_initialisation(reset, named)
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Return a LoraConfig as plain data, as peft writes ``adapter_config.json``."""
+    return {key: value for key, value in asdict(config).items() if value is not None}

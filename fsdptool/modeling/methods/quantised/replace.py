@@ -1,0 +1,143 @@
+"""Which weights of a model a quantised base takes, and the words for those it leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdptool.errors import ConfigError
+from fsdptool.modeling.methods.quantised.formats import BLOCK, Format, check_library, suits
+from fsdptool.modeling.methods.quantised.linear import QuantisedLinear
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What of a model's blocks a quantised base takes.
+
+    Attributes:
+        layers: Paths of linear layers, in ``named_modules`` order.
+        left: Paths of frozen parameters of two or more dimensions that stay as they are, by reason.
+    """
+
+    layers: tuple[str, ...]
+    left: dict[str, tuple[str, ...]]
+
+
+def choose_layers(model: nn.Module, format: Format) -> Taken:
+    """Choose the layers: every frozen ``nn.Linear`` inside a list of blocks whose rows suit the format.
+
+    Embeddings, heads and whatever else is outside the lists stay, as QLoRA has it; so do layers that
+    the model itself wants in fp32 (transformers' ``_keep_in_fp32_modules``, T5's ``wo``), tied weights
+    and weights an adapter computes with directly. The choice does not depend on wrap classes, so one
+    trace serves every grouping.
+    """
+    counted = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    exempt = _exempt(model)
+    layers: list[str] = []
+    left: dict[str, list[str]] = {}
+    for path, module in in_blocks(model):
+        if isinstance(module, QuantisedLinear):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad or parameter.dim() < 2:
+                continue
+            fqn = f"{path}.{name}"
+            reason = _why_not(module, path, parameter, format, counted[id(parameter)] > 1, exempt)
+            if reason is None:
+                layers.append(path)
+            else:
+                left.setdefault(reason, []).append(fqn)
+    return Taken(tuple(layers), {reason: tuple(names) for reason, names in left.items()})
+
+
+def quantise_base(model: nn.Module, format: Format) -> None:
+    """Replace the chosen layers by :class:`QuantisedLinear`, on meta and in place.
+
+    Raises:
+        ConfigError: The format's library is missing, or the model has no layer for it.
+    """
+    check_library(format)
+    taken = choose_layers(model, format)
+    if not taken.layers:
+        raise ConfigError(
+            f"method.lora.base: {format} finds no linear layer to quantise in the blocks of"
+            f" {type(model).__name__}{_told(taken)}",
+            help="leave the base unchanged",
+        )
+    for path in taken.layers:
+        parent, _, name = path.rpartition(".")
+        linear: Any = model.get_submodule(path)
+        setattr(model.get_submodule(parent), name, QuantisedLinear(linear, format))
+
+
+def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
+    """Return the quantised layers of a prepared model, by path."""
+    return {path: m for path, m in model.named_modules() if isinstance(m, QuantisedLinear)}
+
+
+def describe_base(model: nn.Module) -> str | None:
+    """Return one sentence on what of a prepared model's base is quantised, or None for nothing."""
+    layers = quantised_layers(model)
+    if not layers:
+        return None
+    first = next(iter(layers.values()))
+    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+    held = sum(p.numel() * p.element_size() for layer in layers.values() for p in (layer.codes, layer.scales))
+    taken = choose_layers(model, first.format)
+    return (
+        f"{first.format} base: {len(layers)} linear layers of the blocks at {8 * held / weights:.3g} bits per"
+        f" weight{_told(taken)}"
+    )
+
+
+def _told(taken: Taken) -> str:
+    told = []
+    for reason, names in taken.left.items():
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        told.append(f"{len(names)} {reason} ({shown})")
+    return f"; unchanged: {'; '.join(told)}" if told else ""
+
+
+def in_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what is inside lists of modules, adapters left out."""
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    prefixes = tuple(f"{path}." for path in lists)
+    for path, module in model.named_modules():
+        if path.startswith(prefixes) and ".lora_" not in f".{path}":
+            yield path, module
+
+
+def _why_not(
+    module: nn.Module, path: str, parameter: nn.Parameter, format: Format, shared: bool, exempt: set[str]
+) -> str | None:
+    if type(module) is not nn.Linear:
+        return "fused experts" if parameter.dim() == 3 else f"weights of {type(module).__name__}"
+    if shared:
+        return "tied weights"
+    if path in exempt:
+        return "layers kept in fp32 or adapted as parameters"
+    if not suits(format, parameter.shape[1]):
+        return f"layers whose rows are no multiple of {BLOCK}"
+    return None
+
+
+def _exempt(model: Any) -> set[str]:
+    """Return layers the model keeps in fp32 and layers whose parameter an adapter reads itself."""
+    kept: set[str] = set()
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        kept |= set(getattr(model, attribute, None) or ())
+    found = set()
+    for path, module in model.named_modules():
+        names = path.replace(".base_layer", "").split(".")
+        if kept.intersection(names):
+            found.add(path)
+        # peft's ParamWrapper (0.21) computes with the wrapped layer's parameter, not with the layer.
+        if hasattr(module, "parameter_name") and hasattr(module, "base_layer"):
+            found.add(f"{path}.base_layer")
+    return found

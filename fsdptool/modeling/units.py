@@ -1,0 +1,99 @@
+"""The unit plan of a run: grouped on the model as it will be trained, adapters included."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from fsdptool.layout import group
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdptool.records.anatomy import Anatomy
+    from fsdptool.records.recipe import ModelChoice, Recipe
+    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.units import UnitPlan
+
+
+def plan_units(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
+    """Return the units of a run. Only LoRA and dtypes other than the anatomy's need torch.
+
+    Args:
+        anatomy: Of the model as published (``inspection.inspect``).
+        recipe: Method, dtype and sharding extras.
+        settings: What the accelerate YAML says.
+
+    Raises:
+        ConfigError: The settings or the method do not suit the model.
+    """
+    if recipe.method.name != "lora":
+        return group(_as_built(anatomy, recipe.model), settings, recipe.sharding)
+    from fsdptool.families.registry import family_of
+    from fsdptool.inspection.build import build
+    from fsdptool.modeling.methods.apply import prepare_model, replicated_names
+
+    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
+    model = prepare_model(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
+    return group(
+        anatomy_of_live(model, anatomy),
+        settings,
+        recipe.sharding,
+        replicated=replicated_names(model, recipe),
+    )
+
+
+def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
+    """Return the units of a distillation's teacher: frozen, never recomputed, freed after forward.
+
+    Every unit is resharded, whatever the settings say of the student's: a teacher has no backward that
+    would use it again, and is freed after each forward anyway (``shard.reshard_all``).
+
+    Raises:
+        ConfigError: The settings do not suit the teacher.
+    """
+    distillation = recipe.method.distillation
+    assert distillation is not None
+    frozen = dataclasses.replace(
+        _as_built(anatomy, distillation.teacher),
+        parameters=tuple(
+            dataclasses.replace(p, trainable=False, dtype=distillation.teacher.dtype)
+            for p in anatomy.parameters
+        ),
+    )
+    # The wrap classes of the file are the student's; a teacher of another architecture has its own.
+    live = {module.class_name for module in anatomy.modules}
+    classes = tuple(name for name in settings.wrap_classes if name in live) or anatomy.wrap.classes
+    own = dataclasses.replace(settings, wrap_classes=classes, activation_checkpointing=False)
+    plan = group(frozen, own, dataclasses.replace(recipe.sharding, checkpointing=None))
+    units = tuple(dataclasses.replace(unit, reshard_after_forward=True) for unit in plan.units)
+    return dataclasses.replace(plan, units=units)
+
+
+def anatomy_of_live(model: nn.Module, published: Anatomy) -> Anatomy:
+    """Return the anatomy of a changed model: its structure, and the wrap choice made before."""
+    from fsdptool.inspection.walk import walk
+
+    walked = walk(model)
+    return dataclasses.replace(
+        published,
+        parameters=walked.parameters,
+        buffers=walked.buffers,
+        modules=walked.modules,
+        input_embedding=walked.input_embedding,
+        output_embedding=walked.output_embedding,
+        final_norm=walked.final_norm,
+    )
+
+
+def _as_built(anatomy: Anatomy, choice: ModelChoice) -> Anatomy:
+    """Give floating parameters the dtype the run builds them in (anatomies are taken in fp32)."""
+    if choice.dtype == "float32":
+        return anatomy
+    return dataclasses.replace(
+        anatomy,
+        parameters=tuple(
+            dataclasses.replace(p, dtype=choice.dtype) if p.dtype == "float32" else p
+            for p in anatomy.parameters
+        ),
+    )

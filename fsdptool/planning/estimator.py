@@ -1,0 +1,352 @@
+"""One configuration in, one judged Candidate out: memory from the trace, time from the roofline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdptool.layout import group
+from fsdptool.planning.allocator_settings import expands, workspaces
+from fsdptool.planning.compute_time import (
+    Cost,
+    exchanged_bytes,
+    model_flops,
+    module_costs,
+    peak_flops,
+    unit_costs,
+)
+from fsdptool.planning.machine import Machine, machine_for
+from fsdptool.planning.overlap import Stage
+from fsdptool.planning.search_point import Knobs, apply_knobs, read_knobs, resolve_mesh
+from fsdptool.planning.step_time import (
+    Timing,
+    Traffic,
+    fill,
+    measure_traffic,
+    model_states,
+    time_candidate,
+)
+from fsdptool.planning.verdict import Judgement, judge
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.cluster import Cluster, Gpu
+from fsdptool.records.footprint import Footprint
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.plan import Candidate
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.units import UnitPlan
+
+if TYPE_CHECKING:
+    from fsdptool.memory.simulation.run import Prepared
+    from fsdptool.records.trace import Trace
+
+Profile = Literal["cuda", "cpu-fake", "cpu-gloo"]
+Key = tuple[Any, ...]
+"""What a trace depends on while a search turns the knobs."""
+
+_CONTEXT_PARALLEL = (
+    "context parallel on GPUs is unverified: which attention kernel runs follows torch's rules, and what"
+    " NCCL keeps for its group is not known"
+)
+
+
+def predict(
+    spec: ModelSpec,
+    anatomy: Anatomy,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    *,
+    cluster: Cluster | None = None,
+    profile: Profile = "cuda",
+    machine: Machine | None = None,
+) -> Candidate:
+    """Return what every rank will hold and how long a step takes, for exactly this configuration.
+
+    Args:
+        spec, anatomy: The model.
+        recipe: How it is trained.
+        settings: What the accelerate YAML says; its mesh must suit the cluster.
+        cluster: What it is trained on; None: CPU processes, as many as the settings name.
+        profile: Whose memory is predicted (``cuda``; ``cpu-gloo`` and ``cpu-fake`` for CPU runs).
+        machine: Overheads and efficiencies; None takes the shipped table's.
+
+    Raises:
+        PlanError: The inputs contradict each other; the message names the pair.
+    """
+    cluster = cluster if cluster is not None else Cluster(None, settings.num_processes or 1)
+    estimator = Estimator(spec, anatomy, recipe, settings, profile=profile)
+    knobs = read_knobs(recipe, settings, cluster)
+    return estimator.candidate("asked", knobs, cluster, machine or machine_for(cluster.gpu))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one rank holds and moves under one sharding; ``taught`` is what a teacher moves."""
+
+    memory: Prepared
+    traffic: Traffic
+    taught: Traffic | None
+
+
+@dataclass(slots=True)
+class Estimator:
+    """Judges many configurations of one model and keeps what they share.
+
+    Args:
+        spec, anatomy: The model.
+        recipe, settings: What no knob touches.
+        profile: Whose memory is predicted.
+    """
+
+    spec: ModelSpec
+    anatomy: Anatomy
+    recipe: Recipe
+    settings: FsdpSettings
+    profile: Profile = "cuda"
+    _traces: dict[Any, Trace] = field(default_factory=dict)
+    _costs: dict[Any, list[Cost]] = field(default_factory=dict)
+    _flops: dict[int, float] = field(default_factory=dict)
+    _units: dict[Any, UnitPlan] = field(default_factory=dict)
+    _ranks: dict[Any, _Held] = field(default_factory=dict)
+    _teacher: Anatomy | None = None
+    _adapted: tuple[Anatomy, tuple[str, ...]] | None = None
+    notes: dict[str, None] = field(default_factory=dict)
+    unknowns: dict[str, None] = field(default_factory=dict)
+    confidence: Literal["verified", "unverified"] = "verified"
+
+    def candidate(
+        self,
+        id: str,
+        knobs: Knobs,
+        cluster: Cluster,
+        machine: Machine,
+        *,
+        detail: bool = True,
+        replay: bool | None = None,
+    ) -> Candidate:
+        """Return one configuration with its memory, its time and its verdict.
+
+        Args:
+            id: What the candidate is called.
+            knobs: The configuration.
+            cluster, machine: The hardware.
+            detail: Keep the timeline (long; searches keep it for few).
+            replay: Replay the caching allocator for the reserved peak (about a second) instead of
+                taking the machine's ratio; None: with the detail.
+        """
+        from fsdptool.memory import foresee
+
+        recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
+        trace = self._trace(_trace_key(knobs), recipe, settings)
+        mesh = resolve_mesh(settings.mesh, cluster.world_size)
+        held = self._hold(knobs, recipe, settings, mesh)
+        footprint = foresee(
+            trace,
+            held.memory,
+            mesh,
+            recipe,
+            saves=settings.state_dict_type,
+            timeline=detail,
+            reserved=self.profile == "cuda" and (detail if replay is None else replay),
+            expandable=expands(cluster),
+            workspaces=workspaces(cluster),
+        )
+        self.unknowns |= dict.fromkeys(footprint.unknowns)
+        if footprint.confidence != "verified":
+            self.confidence = "unverified"
+        verdict = judge(footprint, knobs, cluster, machine)
+        timing = None
+        worked = trace
+        if cluster.gpu is not None:
+            # Ranks share the work of the whole sequence, whose attention grows with its square.
+            if knobs.cp > 1:
+                self.notes[_CONTEXT_PARALLEL] = None
+                alone = replace(settings, mesh=replace(settings.mesh, cp=1))
+                worked = self._trace(_trace_key(replace(knobs, cp=1)), recipe, alone)
+            if worked.known and trace.known:
+                timing = self._time(knobs, held, trace, worked, recipe, mesh, cluster, cluster.gpu, machine)
+        made = _assemble(id, knobs, cluster, footprint, verdict, timing)
+        if not worked.known or (knobs.cp > 1 and worked is trace):
+            return made
+        flops = self._work(worked) * (recipe.batch.accumulation * cluster.world_size // knobs.cp)
+        if cluster.gpu is None:
+            return replace(made, step_flops=flops)
+        peak = peak_flops(cluster.gpu, worked.compute_dtype)
+        mfu = None
+        if timing is not None and flops:
+            mfu = flops / (cluster.world_size * timing.step.seconds * peak)
+        return replace(made, step_flops=flops, peak_flops=peak, mfu=mfu)
+
+    def _time(
+        self,
+        knobs: Knobs,
+        held: _Held,
+        trace: Trace,
+        worked: Trace,
+        recipe: Recipe,
+        mesh: Mesh,
+        cluster: Cluster,
+        gpu: Gpu,
+        machine: Machine,
+    ) -> Timing | None:
+        """Return the step's time from the work of ``worked`` and what ``trace`` exchanges."""
+
+        def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
+            # One table row may serve several GPUs, and one GPU several rows.
+            where = (name, knobs.layout, knobs.wrap_policy, knobs.wrap_classes)
+            key = (*where, _trace_key(replace(knobs, cp=1)), gpu.name, machine.name)
+            if key not in self._costs:
+                self._costs[key] = unit_costs(module_costs(whole, gpu, machine), whole.repeats, plan)
+            shared = None
+            if knobs.cp > 1:
+                shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
+            return fill(traffic, self._costs[key], knobs.cp, shared)
+
+        student = stages(held.traffic, held.memory.rank.plan, trace, worked, "student")
+        teacher: list[Stage] = []
+        if held.taught is not None and held.memory.teacher is not None:
+            part, whole = trace.teacher, worked.teacher
+            if part is None or whole is None or not (part.known and whole.known):
+                return None
+            teacher = stages(held.taught, held.memory.teacher.plan, part, whole, "teacher")
+        return time_candidate(held.traffic, student, recipe, mesh, cluster, machine, teacher=teacher)
+
+    def _work(self, trace: Trace) -> float:
+        if id(trace) not in self._flops:
+            self._flops[id(trace)] = model_flops(trace)
+        return self._flops[id(trace)]
+
+    def states(self, knobs: Knobs, cluster: Cluster) -> dict[str, int]:
+        """Return the bytes one rank keeps for the model by kind: what the rule-of-thumb tables give.
+
+        Gradients are those of a whole step; at the peak fewer may be alive.
+        """
+        recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
+        mesh = resolve_mesh(settings.mesh, cluster.world_size)
+        return model_states(self._hold(knobs, recipe, settings, mesh).memory.rank)
+
+    def _trace(self, key: Key, recipe: Recipe, settings: FsdpSettings) -> Trace:
+        if key not in self._traces:
+            from fsdptool.memory import trace
+
+            made = trace(self.spec, recipe, settings, gloo=self.profile == "cpu-gloo")
+            self._traces[key] = made
+            self.notes |= dict.fromkeys(made.notes)
+        return self._traces[key]
+
+    def _hold(self, knobs: Knobs, recipe: Recipe, settings: FsdpSettings, mesh: Mesh) -> _Held:
+        """Return what a rank holds and moves: worked out once for all that only differs in micro-batches."""
+        from fsdptool.memory import prepared
+
+        grouped = (
+            knobs.layout,
+            knobs.wrap_policy,
+            knobs.wrap_classes,
+            knobs.checkpointing,
+            knobs.reshard_after_forward,
+            type(knobs.reshard_after_forward),
+            knobs.cpu_offload,
+            knobs.prefetch,
+            knobs.reduce_dtype,
+        )
+        key = (*grouped, mesh.shard_degree, knobs.optimizer_implementation)
+        if key not in self._ranks:
+            if grouped not in self._units:
+                self._units[grouped] = self._plan_units(recipe, settings)
+            memory = prepared(
+                self._units[grouped],
+                mesh,
+                recipe,
+                profile=self.profile,
+                teacher=self._teach(recipe, settings),
+            )
+            taught = measure_traffic(memory.teacher) if memory.teacher is not None else None
+            self._ranks[key] = _Held(memory, measure_traffic(memory.rank), taught)
+        return self._ranks[key]
+
+    def _plan_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
+        if recipe.method.name != "lora":
+            from fsdptool.modeling.units import plan_units
+
+            return plan_units(self.anatomy, recipe, settings)
+        if self._adapted is None:
+            self._adapted = _adapt(self.anatomy, recipe)
+        anatomy, replicated = self._adapted
+        return group(anatomy, settings, recipe.sharding, replicated=replicated)
+
+    def _teach(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan | None:
+        """Return the units of a distillation's teacher; its anatomy is inspected once."""
+        if recipe.method.distillation is None:
+            return None
+        from fsdptool.modeling.units import plan_teacher
+
+        if self._teacher is None:
+            self._teacher = _inspect_teacher(recipe.method.distillation.teacher)
+        return plan_teacher(self._teacher, recipe, settings)
+
+
+def _inspect_teacher(choice: ModelChoice) -> Anatomy:
+    from fsdptool.inspection import inspect
+    from fsdptool.source import resolve
+
+    spec = resolve(
+        choice.reference,
+        revision=choice.revision,
+        component=choice.component,
+        trust_remote_code=choice.trust_remote_code,
+        overrides=choice.overrides or None,
+    )
+    return inspect(spec)
+
+
+def _adapt(anatomy: Anatomy, recipe: Recipe) -> tuple[Anatomy, tuple[str, ...]]:
+    """Return the anatomy with adapters, and the names of parameters kept whole: once per search."""
+    from fsdptool.families.registry import family_of
+    from fsdptool.inspection.build import build
+    from fsdptool.modeling.methods.apply import prepare_model, replicated_names
+    from fsdptool.modeling.units import anatomy_of_live
+
+    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
+    model = prepare_model(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
+    return anatomy_of_live(model, anatomy), tuple(replicated_names(model, recipe))
+
+
+def _trace_key(knobs: Knobs) -> Key:
+    """Wrap classes matter only where blocks are recomputed."""
+    wrapped = () if knobs.checkpointing == "none" else (knobs.wrap_policy, knobs.wrap_classes)
+    return knobs.micro_batch, knobs.checkpointing, knobs.layout, knobs.cp, wrapped
+
+
+def _assemble(
+    id: str,
+    knobs: Knobs,
+    cluster: Cluster,
+    footprint: Footprint,
+    verdict: Judgement,
+    timing: Timing | None,
+) -> Candidate:
+    price = None
+    if timing is not None and cluster.price_per_gpu_hour is not None:
+        per_second = cluster.price_per_gpu_hour * cluster.world_size / 3600
+        price = per_second / timing.samples_per_second * 1e6
+    step = timing.step if timing is not None else None
+    return Candidate(
+        id=id,
+        settings=knobs.to_json(),
+        allocated_peak_bytes=footprint.allocated_peak_bytes,
+        reserved_peak_bytes=footprint.reserved_peak_bytes,
+        device_total_bytes=verdict.device_total_bytes,
+        usable_bytes=verdict.usable_bytes,
+        slack_bytes=verdict.slack_bytes,
+        host_bytes_per_node=verdict.host_bytes_per_node,
+        components=verdict.components,
+        peak=footprint.peak,
+        timeline=footprint.timeline,
+        step_seconds=step.seconds if step is not None else None,
+        tokens_per_second=timing.tokens_per_second if timing is not None else None,
+        rejected_by=verdict.reason,
+        samples_per_second=timing.samples_per_second if timing is not None else None,
+        price_per_million_samples=price,
+        seconds=step.parts() if step is not None else {},
+        phases=footprint.phases if footprint.timeline else (),
+    )

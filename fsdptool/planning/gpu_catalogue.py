@@ -1,0 +1,170 @@
+"""The GPU catalogue: data with sources, forgiving names, extensible by file (docs/hardware.md)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import PlanError
+from fsdptool.records.cluster import Gpu
+from fsdptool.records.diagnostic import Diagnostic
+
+_DATA = Path(__file__).parent / "data" / "gpus.json"
+_NOISE = frozenset(
+    {"nvidia", "amd", "geforce", "tesla", "quadro", "instinct", "gpu", "tensor", "core", "hbm2", "hbm2e"}
+)
+_SPELLINGS = {
+    "sxm4": "sxm",
+    "sxm5": "sxm",
+    "sxm2": "sxm",
+    "hbm3": "sxm",
+    "hbm3e": "sxm",
+    "oam": "",
+    "workstation": "",
+    "server": "",
+    "edition": "",
+    "generation": "",
+    "blackwell": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One catalogue entry: the GPU, and the further names people use for it."""
+
+    gpu: Gpu
+    aliases: tuple[str, ...]
+    memory_source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What a name was taken for. ``diagnostic`` says so aloud when others would have matched too."""
+
+    gpu: Gpu
+    diagnostic: Diagnostic | None = None
+
+
+def load_gpu(name: str) -> Gpu:
+    """Return the catalogue's GPU called ``name``, however it is spelled.
+
+    Raises:
+        PlanError: There is none; the message names the nearest.
+    """
+    return find_gpu(name).gpu
+
+
+def find_gpu(name: str, *, gpus_file: Path | None = None) -> Resolution:
+    """Return the GPU called ``name``; entries of ``gpus_file`` come before the catalogue's own.
+
+    Names forgive case, separators, vendor words and what the driver adds (``NVIDIA H100 80GB HBM3``).
+    A name that fits several entries takes the first in catalogue order and says so.
+
+    Raises:
+        PlanError: No entry fits; the message names the nearest. Or ``gpus_file`` cannot be used.
+    """
+    entries = all_entries(gpus_file)
+    wanted = _tokens(name)
+    if not wanted:
+        raise PlanError("an empty GPU name", help="name one, for example --gpu H100-80GB-SXM")
+    exact = [entry for entry in entries if wanted in (_tokens(n) for n in (entry.gpu.name, *entry.aliases))]
+    if len(exact) == 1 or (exact and exact[0].gpu.name == name):
+        return Resolution(exact[0].gpu)
+    matches = exact or [entry for entry in entries if _fits(wanted, entry)]
+    if not matches:
+        raise PlanError(f"unknown GPU {name!r}", help=_nearest(name, entries))
+    chosen = matches[0]
+    others = [entry.gpu.name for entry in matches[1:]]
+    if not others:
+        return Resolution(chosen.gpu)
+    return Resolution(
+        chosen.gpu,
+        Diagnostic(
+            "PLN001",
+            "info",
+            f"GPU {name!r} is taken as {chosen.gpu.name}",
+            help=f"it could also be {', '.join(others)}; name it in full to choose",
+        ),
+    )
+
+
+def all_entries(gpus_file: Path | None = None) -> tuple[Entry, ...]:
+    """Return every entry, those of ``gpus_file`` first and instead of ours of the same name.
+
+    Raises:
+        PlanError: The file cannot be read or does not follow ``schemas/gpus.schema.json``.
+    """
+    shipped = _shipped()
+    if gpus_file is None:
+        return shipped
+    own = _read(gpus_file)
+    names = {entry.gpu.name for entry in own}
+    return own + tuple(entry for entry in shipped if entry.gpu.name not in names)
+
+
+@cache
+def _shipped() -> tuple[Entry, ...]:
+    return tuple(_entry(item) for item in json.loads(_DATA.read_text(encoding="utf-8"))["gpus"])
+
+
+def _read(path: Path) -> tuple[Entry, ...]:
+    from fsdptool.files.checked import read_checked
+
+    data = read_checked(path, "gpus")
+    return tuple(_entry(item) for item in data["gpus"])
+
+
+def gpu_from_data(item: dict[str, Any]) -> Gpu:
+    """Return the GPU one checked catalogue item describes."""
+    return _entry(item).gpu
+
+
+def _entry(item: dict[str, Any]) -> Entry:
+    marketing = item.get("marketing_gb")
+    gpu = Gpu(
+        name=item["name"],
+        memory_bytes=int(item["memory_bytes"]),
+        flops={key: float(value) for key, value in item["flops"].items()},
+        memory_bandwidth=float(item["memory_bandwidth"]),
+        link_bandwidth=float(item["link_bandwidth"]),
+        link=item.get("link", "pcie"),
+        native_bf16=bool(item.get("native_bf16", "bfloat16" in item["flops"])),
+        native_fp8=bool(item.get("native_fp8", "float8" in item["flops"])),
+        source=item["source"],
+        marketing_bytes=int(marketing * 10**9) if marketing is not None else None,
+        workspace_bytes=int(item.get("cublas_workspace_bytes", 8_519_680)),
+    )
+    return Entry(gpu, tuple(item.get("aliases", ())), item.get("memory_source", item["source"]))
+
+
+def _tokens(name: str) -> frozenset[str]:
+    """Split a name at separators; ``80g``, ``80GB`` and ``80GiB`` are one token."""
+    parts = re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\w)", "rtx ", name.lower()))
+    words: set[str] = set()
+    for part in parts:
+        part = re.sub(r"^(\d+)(g|gb|gib)$", r"\1gb", part)
+        glued = re.fullmatch(r"([a-z]+\d+[a-z]*?)(\d+gb?)?(sxm\d?|pcie|nvl)?", part)
+        pieces = [piece for piece in glued.groups() if piece] if glued else [part]
+        words.update(_SPELLINGS.get(piece, piece) for piece in pieces)
+    return frozenset(words - _NOISE - {""})
+
+
+def _fits(wanted: frozenset[str], entry: Entry) -> bool:
+    return any(wanted <= _tokens(name) for name in (entry.gpu.name, *entry.aliases))
+
+
+def _nearest(name: str, entries: tuple[Entry, ...]) -> str:
+    by_key = {"".join(sorted(_tokens(entry.gpu.name))): entry.gpu.name for entry in entries}
+    by_key |= {
+        re.sub(r"\W", "", alias.lower()): e.gpu.name for e in entries for alias in (*e.aliases, e.gpu.name)
+    }
+    keys = difflib.get_close_matches(re.sub(r"\W", "", name.lower()), by_key, n=6, cutoff=0.4)
+    near = list(dict.fromkeys(by_key[key] for key in keys))[:3] or [entry.gpu.name for entry in entries[:3]]
+    return (
+        f"nearest: {', '.join(near)}; describe your own in a file: --gpus-file gpus.yaml (docs/hardware.md)"
+    )

@@ -1,0 +1,226 @@
+"""How long a step takes: compute per unit, and FSDP2's overlap of gathers and compute.
+
+An estimate, with every assumption in docs/plan.md. Compute comes from
+:mod:`fsdptool.planning.compute_time`, collectives from :mod:`fsdptool.planning.collectives`; this module
+only plays the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from fsdptool.planning.collectives import Ring, make_ring
+from fsdptool.planning.machine import Machine
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.settings import Mesh
+
+_HOST_LINK = 25e9
+"""Bytes per second between host and device memory, pinned: PCIe Gen4 x16 as achieved."""
+
+_HOST_OPTIMIZER = 8e9
+"""Bytes per second one rank's optimizer moves through host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One unit in the order forward visits it: its collectives and its work.
+
+    Attributes:
+        gather_bytes: Unsharded bytes in the parameter dtype.
+        reduce_bytes: Unsharded bytes of trainable gradients in the reduce dtype.
+        shard_reduce_bytes: One rank's shard of those (what HSDP all-reduces).
+        backward_ranks: Ranks backward gathers the unit over: the shard group, fewer after an integer
+            reshard, 1 if forward's gather is kept or backward needs no parameters.
+        forward, backward: Seconds of compute for one micro-batch; backward includes recomputation.
+        exchanged: Bytes of keys and values gathered from the ranks that share a sequence, per forward.
+        exchanges: How often backward moves as many: their gradients, and again where it recomputes.
+    """
+
+    gather_bytes: float
+    reduce_bytes: float
+    shard_reduce_bytes: float
+    backward_ranks: int
+    forward: float
+    backward: float
+    exchanged: float = 0.0
+    exchanges: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step on the slowest rank, and where they go.
+
+    ``compute`` is busy time, ``exposed_communication`` what no compute hid, ``offload`` the traffic
+    to host memory, ``optimizer`` the update.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    exposed_communication: float
+    optimizer: float
+    offload: float
+
+    def parts(self) -> dict[str, float]:
+        """Return where the time goes, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "seconds"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything the schedule depends on beside the stages.
+
+    Attributes:
+        accumulation: Forwards per step.
+        reduce_each: Whether every micro-batch reduces its gradients (else only the last).
+        prefetch: Units gathered ahead.
+        optimizer_bytes: Bytes one rank's update moves through memory.
+        optimizer_operators: Kernels of the update.
+        offloaded_bytes: Shard bytes that cross to the host and back in a step.
+    """
+
+    accumulation: int
+    reduce_each: bool
+    prefetch: int
+    optimizer_bytes: float
+    optimizer_operators: int
+    offloaded_bytes: float = 0.0
+
+
+def time_step(
+    stages: Sequence[Stage],
+    run: Run,
+    mesh: Mesh,
+    cluster: Cluster,
+    machine: Machine,
+    *,
+    teacher: Sequence[Stage] = (),
+) -> StepTime | None:
+    """Return the time of one optimizer step; None on CPU clusters, whose rates nobody publishes.
+
+    Args:
+        stages: Units in forward order.
+        run: The rest of the schedule.
+        mesh: Resolved mesh.
+        cluster: The hardware.
+        machine: Achieved efficiencies.
+        teacher: Units that run forward, and forward only, before every forward of ``stages``.
+    """
+    gpu = cluster.gpu
+    if gpu is None:
+        return None
+    shard = make_ring(cluster, machine, ranks=mesh.shard_degree)
+    replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.shard_degree)
+    context = make_ring(cluster, machine, ranks=mesh.cp)
+    rings = {n: make_ring(cluster, machine, ranks=n) for n in {stage.backward_ranks for stage in stages}}
+    # Attention waits for what it exchanges: nothing hides it.
+    moved = [context.gather(stage.exchanged) for stage in stages]
+    forward = [stage.forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
+    backward = [
+        stage.backward + stage.exchanges * seconds for stage, seconds in zip(stages, moved, strict=True)
+    ]
+    gathers = [shard.gather(stage.gather_bytes) for stage in stages]
+    again = [rings[stage.backward_ranks].gather(stage.gather_bytes) for stage in stages]
+    reduces = [
+        shard.gather(stage.reduce_bytes) + replicas.reduce(stage.shard_reduce_bytes) for stage in stages
+    ]
+    # Micro-batches are alike, but for the last where only it reduces.
+    whole = _play(forward, backward, gathers, again, reduces, run.prefetch)
+    kept = whole
+    if not run.reduce_each and run.accumulation > 1:
+        kept = _play(forward, backward, gathers, again, [0.0] * len(stages), run.prefetch)
+    busy = sum(stage.forward + stage.backward for stage in stages)
+    shared = sum(seconds * (1 + stage.exchanges) for stage, seconds in zip(stages, moved, strict=True))
+    taught = _teach(teacher, shard, context, run.prefetch)
+    total = compute = communication = 0.0
+    for index in range(run.accumulation):
+        seconds, link = whole if index == run.accumulation - 1 else kept
+        total += seconds + taught.seconds
+        compute += busy + taught.compute
+        communication += link + taught.communication
+        communication += shared
+    update = max(
+        run.optimizer_bytes / (gpu.memory_bandwidth * machine.memory_efficiency),
+        run.optimizer_operators * machine.kernel_latency,
+    )
+    offload = 0.0
+    if run.offloaded_bytes:
+        update = run.optimizer_bytes / _HOST_OPTIMIZER
+        offload = run.offloaded_bytes / _HOST_LINK
+    return StepTime(
+        seconds=total + update + offload,
+        compute=compute,
+        communication=communication,
+        exposed_communication=max(total - compute, 0.0),
+        optimizer=update,
+        offload=offload,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taught:
+    """A teacher's forward: its length, and how busy compute and links are in it. Seconds."""
+
+    seconds: float
+    compute: float
+    communication: float
+
+
+def _teach(stages: Sequence[Stage], shard: Ring, context: Ring, prefetch: int) -> _Taught:
+    moved = [context.gather(stage.exchanged) for stage in stages]
+    forward = [stage.forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
+    gathers = [shard.gather(stage.gather_bytes) for stage in stages]
+    _, seconds = _play_forward(forward, gathers, prefetch)
+    return _Taught(seconds, sum(stage.forward for stage in stages), sum(gathers) + sum(moved))
+
+
+def _play_forward(forward: Sequence[float], gathers: Sequence[float], prefetch: int) -> tuple[float, float]:
+    """Play a forward from time 0; return when the link and when compute is done with it."""
+    link = compute = 0.0
+    starts: list[float] = []
+    for index, seconds in enumerate(forward):
+        allowed = starts[index - prefetch] if index >= prefetch else 0.0
+        link = max(link, allowed) + gathers[index]
+        start = max(compute, link) if gathers[index] else compute
+        starts.append(start)
+        compute = start + seconds
+    return link, compute
+
+
+def _play(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    gathers: Sequence[float],
+    regathers: Sequence[float],
+    reduces: Sequence[float],
+    prefetch: int,
+) -> tuple[float, float]:
+    """Play one micro-batch on a compute stream and one link; return its length and the link's busy time.
+
+    torch 2.13: a gather waits for the copy-out of the unit ``prefetch`` places before it
+    (``_fsdp_param_group.py:_wait_all_gather_streams_on_event``), and a unit's reduce-scatter is
+    waited for before the next one is issued (``_fsdp_collectives.py:foreach_reduce``).
+    """
+    link, compute = _play_forward(forward, gathers, prefetch)
+    busy = sum(gathers)
+    order = range(len(forward) - 1, -1, -1)
+    again = [regathers[index] for index in order]
+    ready = [0.0] * len(again)
+    issued = 0
+    reduced_until = 0.0
+    for place, index in enumerate(order):
+        # Gathers ahead are issued before this unit computes, so before its reduce-scatter.
+        while issued <= min(place + prefetch, len(again) - 1) if place else issued < 1:
+            if again[issued]:
+                link = max(link, compute) + again[issued]
+                busy += again[issued]
+                ready[issued] = link
+            issued += 1
+        compute = max(compute, ready[place]) + backward[index]
+        if reduces[index]:
+            compute = max(compute, reduced_until)
+            link = max(link, compute) + reduces[index]
+            busy += reduces[index]
+            reduced_until = link
+    return max(compute, reduced_until), busy

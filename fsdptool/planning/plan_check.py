@@ -1,0 +1,85 @@
+"""A saved plan held against a new derivation from its own inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptool.files.checked import read_data
+from fsdptool.planning.options import Request
+from fsdptool.planning.plan import make_plan
+from fsdptool.planning.plan_document import inputs_of, plan_from
+from fsdptool.records.document import library_versions, tool_version
+from fsdptool.records.plan import Candidate, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that is no longer as the plan says: where, before and after."""
+
+    what: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.before} became {self.after}"
+
+
+def check_plan(path: Path, *, progress: Any = None) -> tuple[Plan, tuple[Change, ...]]:
+    """Derive a plan anew from a document's own inputs and return it with everything that changed.
+
+    Raises:
+        PlanError: The file is no plan.
+    """
+    data = read_data(path)
+    before = plan_from(data, where=str(path))
+    after = make_plan(Request(inputs_of(before)), progress=progress)
+    return after, _changes(data, before, after)
+
+
+def _changes(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple[Change, ...]:
+    changes = [
+        *_differences("libraries", data["libraries"], library_versions()),
+        *_differences("model", before.inputs.get("model", {}), after.inputs.get("model", {})),
+    ]
+    if data["tool_version"] != tool_version():
+        changes.append(Change("fsdptool", data["tool_version"], tool_version()))
+    for name in ("verdict", "chosen", "confidence"):
+        if getattr(before, name) != getattr(after, name):
+            changes.append(Change(name, getattr(before, name), getattr(after, name)))
+    changes += _candidate_changes(before, after)
+    return tuple(changes)
+
+
+def _candidate_changes(before: Plan, after: Plan) -> list[Change]:
+    """Compare what decides: the asked candidates and the chosen one."""
+    new = {candidate.id: candidate for candidate in after.candidates}
+    watched = {before.chosen, *before.details.get("asked", ())}
+    changes: list[Change] = []
+    for old in before.candidates:
+        if old.id not in watched:
+            continue
+        if old.id not in new:
+            changes.append(Change(f"candidate {old.id}", "weighed", "gone"))
+            continue
+        changes += _numbers(old, new[old.id])
+    return changes
+
+
+def _numbers(old: Candidate, new: Candidate) -> list[Change]:
+    names = ("allocated_peak_bytes", "reserved_peak_bytes", "device_total_bytes", "usable_bytes")
+    return [
+        Change(f"{old.id} {name}", getattr(old, name), getattr(new, name))
+        for name in names
+        if getattr(old, name) != getattr(new, name)
+    ]
+
+
+def _differences(what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    return [
+        Change(f"{what}.{key}", before.get(key), after.get(key))
+        for key in sorted(set(before) | set(after))
+        if before.get(key) != after.get(key)
+    ]

@@ -1,0 +1,65 @@
+"""Plans as documents (``schemas/plan.schema.json``), and back again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import ConfigError, PlanError
+from fsdptool.files.checked import check, read_data
+from fsdptool.planning.options import PlanInputs
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.document import envelope
+from fsdptool.records.plan import Plan
+
+_ENVELOPE = ("schema", "schema_version", "tool_version", "libraries", "inputs_digest")
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """Return a plan as a JSON document that ``emit-config``, ``train`` and ``--check`` accept."""
+    body = to_json(plan)
+    diagnostics, unknowns = body.pop("diagnostics"), body.pop("unknowns")
+    document = envelope("plan", plan.inputs, body)
+    document["diagnostics"], document["unknowns"] = diagnostics, unknowns
+    return document
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan a document holds.
+
+    Raises:
+        PlanError: The file is no plan, or breaks the schema.
+    """
+    return plan_from(read_data(path), where=str(path))
+
+
+def plan_from(data: Mapping[str, Any], *, where: str) -> Plan:
+    """Return the plan a parsed document holds.
+
+    Raises:
+        PlanError: It is no plan, or breaks the schema; the message names the place.
+    """
+    if data.get("schema") != "plan":
+        raise PlanError(
+            f"{where} is not a plan (its schema is {data.get('schema')!r})",
+            help="fsdptool plan ... -o plan.json writes one",
+        )
+    check(data, "plan", where=where)
+    body = {key: value for key, value in data.items() if key not in _ENVELOPE}
+    try:
+        return from_json(Plan, body, where=where)
+    except ConfigError as error:
+        raise PlanError(error.message, help="make it anew with fsdptool plan") from error
+
+
+def inputs_of(plan: Plan) -> PlanInputs:
+    """Return the canonical inputs a plan was derived from.
+
+    Raises:
+        PlanError: They are not complete.
+    """
+    try:
+        return from_json(PlanInputs, plan.inputs, where="inputs")
+    except ConfigError as error:
+        raise PlanError(error.message, help="make the plan anew with fsdptool plan") from error

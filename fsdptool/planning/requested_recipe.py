@@ -1,0 +1,174 @@
+"""The recipe a plan is asked for: a file's, changed by the options given beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fsdptool.errors import PlanError
+from fsdptool.planning.options import Options
+from fsdptool.planning.search_point import split_checkpointing
+from fsdptool.planning.spelling import choice, given, one_of
+from fsdptool.records.recipe import (
+    Batch,
+    Checkpointing,
+    Distillation,
+    Ema,
+    Lora,
+    Method,
+    ModelChoice,
+    Recipe,
+    Sharding,
+)
+
+
+def asked_recipe(options: Options) -> Recipe:
+    """Return the recipe; options win over the file.
+
+    Raises:
+        PlanError: There is no model, or the options contradict each other.
+        ConfigError: The recipe file cannot be used.
+    """
+    if isinstance(options.recipe, Recipe):
+        recipe = options.recipe
+    elif options.recipe is not None:
+        from fsdptool.config.recipe import read_recipe
+
+        recipe = _beside(read_recipe(options.recipe), options.recipe)
+    elif options.reference is not None:
+        recipe = Recipe(ModelChoice(options.reference))
+    else:
+        raise PlanError(
+            "there is no model to plan", help="name one (fsdptool plan llama3:8b ...) or give --recipe"
+        )
+    return replace(
+        recipe,
+        model=_model(options, recipe.model),
+        method=_method(options, recipe.method),
+        objective=given(recipe.objective, name=options.objective),
+        batch=_batch(options, recipe),
+        optimizer=given(
+            recipe.optimizer,
+            name=choice("optimizer", options.optimizer, ("adamw", "adamw8bit", "adafactor", "sgd")),
+            implementation=choice(
+                "optimizer-implementation",
+                options.optimizer_implementation,
+                ("auto", "fused", "foreach", "for_loop"),
+            ),
+        ),
+        sharding=_sharding(options, recipe),
+        ema=recipe.ema if options.ema is None else Ema(_decay(options.ema)),
+    )
+
+
+def _decay(value: float) -> float:
+    if not 0.0 < value < 1.0:
+        raise PlanError(f"a moving average with decay {value} averages nothing", help="give 0.999 or so")
+    return value
+
+
+def _beside(recipe: Recipe, path: Path) -> Recipe:
+    """Relative model paths count from the working directory, then from the recipe (as ``train`` does)."""
+
+    def found(model: ModelChoice) -> ModelChoice:
+        near = path.parent / model.reference
+        if Path(model.reference).exists() or not near.exists():
+            return model
+        return replace(model, reference=str(near))
+
+    taught = recipe.method.distillation
+    if taught is not None:
+        taught = replace(taught, teacher=found(taught.teacher))
+        recipe = replace(recipe, method=replace(recipe.method, distillation=taught))
+    return replace(recipe, model=found(recipe.model))
+
+
+def _model(options: Options, model: ModelChoice) -> ModelChoice:
+    return given(
+        model,
+        reference=options.reference,
+        revision=options.revision,
+        component=options.component,
+        trust_remote_code=options.trust_remote_code,
+        overrides=options.overrides or None,
+        dtype=choice("dtype", options.dtype, ("float32", "bfloat16", "float16", "float64")),
+        attention=choice("attention", options.attention, ("sdpa", "eager", "flash_attention_2")),
+    )
+
+
+def _method(options: Options, method: Method) -> Method:
+    name = choice("method", options.method, ("full", "lora", "distillation"))
+    lora_options = (options.lora_rank, options.lora_targets, options.lora_base, options.adapters)
+    if name is None and any(option is not None for option in lora_options):
+        name = "lora"
+    if name is None and options.teacher is not None:
+        name = "distillation"
+    name = name or method.name
+    if name == "lora":
+        if options.lora_rank is not None and options.lora_rank < 1:
+            raise PlanError(f"LoRA rank {options.lora_rank} adapts nothing", help="give 1 or more")
+        lora = given(
+            method.lora or Lora(),
+            rank=options.lora_rank,
+            targets=options.lora_targets,
+            base=choice("lora-base", options.lora_base, ("unchanged", "nf4", "int8", "float8")),
+            adapters=choice("adapters", options.adapters, ("replicated", "sharded")),
+        )
+        return Method("lora", lora)
+    if name == "distillation":
+        if options.teacher is None and method.distillation is None:
+            raise PlanError("distillation needs a teacher", help="give --teacher REFERENCE")
+        kept = method.distillation
+        teacher = ModelChoice(options.teacher) if options.teacher is not None else None
+        if kept is None:
+            return Method("distillation", None, Distillation(teacher)) if teacher else method
+        return Method("distillation", None, given(kept, teacher=teacher))
+    return Method("full")
+
+
+def _batch(options: Options, recipe: Recipe) -> Batch:
+    batch = given(
+        recipe.batch,
+        micro_batch=options.micro_batch,
+        accumulation=options.accumulation,
+        global_batch=options.global_batch,
+        sequence_length=options.sequence_length,
+        height=options.height,
+        width=options.width,
+        frames=options.frames,
+    )
+    for name in ("sequence_length", "height", "width", "frames"):
+        value = getattr(batch, name)
+        if value is not None and value < 1:
+            raise PlanError(f"{name.replace('_', ' ')} {value} is not positive")
+    if options.global_batch is not None and options.accumulation is not None:
+        raise PlanError("both accumulation and global batch are given", help="give one: it decides the other")
+    # An option replaces the file's other way of saying the same.
+    if options.accumulation is not None:
+        return replace(batch, global_batch=None)
+    return replace(batch, accumulation=1) if options.global_batch is not None else batch
+
+
+def _sharding(options: Options, recipe: Recipe) -> Sharding:
+    sharding = given(
+        recipe.sharding,
+        layout=choice("layout", options.layout, ("native", "accelerate")),
+        prefetch=options.prefetch,
+        accumulation=choice("gradients", options.gradients, ("sharded", "unsharded")),
+    )
+    if options.prefetch is not None and options.prefetch < 1:
+        raise PlanError(f"prefetch {options.prefetch} gathers nothing ahead", help="give 1 or more")
+    if options.reduce_dtype is not None:
+        names = ("float32", "bfloat16", "float16", "param")
+        wanted = one_of("reduce-dtype", options.reduce_dtype, names)
+        sharding = replace(sharding, reduce_dtype=None if wanted == "param" else wanted)
+    if options.reshard is not None:
+        integer = not isinstance(options.reshard, bool)
+        sharding = replace(sharding, reshard_after_forward=options.reshard if integer else None)
+    if options.checkpointing is not None:
+        mode, every_n = split_checkpointing(options.checkpointing)
+        plain = mode in ("none", "full")
+        kept = sharding.checkpointing or Checkpointing()
+        chosen = None if plain else replace(kept, mode=mode, every_n=every_n)
+        sharding = replace(sharding, checkpointing=chosen)
+    return sharding

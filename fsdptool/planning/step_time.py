@@ -1,0 +1,204 @@
+"""From a rank's units and their work to the stages the schedule plays, and to throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdptool.memory.simulation.groups import Rank, Share
+from fsdptool.memory.simulation.sizes import WIDTH, stored_dtype
+from fsdptool.planning.compute_time import Cost
+from fsdptool.planning.machine import Machine
+from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.recipe import Optimizer, Recipe
+from fsdptool.records.settings import Mesh
+from fsdptool.records.units import UnitPlan
+
+_ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "tail": 4}
+"""Forward order by kind: the root gathers first, the tail computes last."""
+
+_UPDATE_BYTES = {
+    # Per trained parameter: reads of gradient, weight and states, writes of weight and states.
+    ("adamw", "fused"): 28,
+    ("adamw", "foreach"): 84,
+    ("adamw", "for_loop"): 84,
+    ("adamw8bit", "fused"): 16,
+    ("adafactor", "fused"): 20,
+    ("sgd", "fused"): 12,
+    ("sgd", "foreach"): 20,
+    ("sgd", "for_loop"): 20,
+}
+_PASSES = {"adamw": 12, "adamw8bit": 1, "adafactor": 20, "sgd": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A step's time and what it amounts to."""
+
+    step: StepTime
+    tokens_per_second: float | None
+    samples_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank moves in a step, as far as no micro-batch changes it.
+
+    Attributes:
+        order: Places of the units in their plan, as forward visits them.
+        stages: Their collectives in that order, without any work.
+        trained: Elements one rank updates: its shards, and whole what is replicated.
+        tensors: Parameters with a gradient that are sharded.
+        offloaded: Bytes of shards copied to the device for forward and backward, and of gradients back.
+        prefetch: Units gathered ahead.
+    """
+
+    order: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    trained: float
+    tensors: int
+    offloaded: float
+    prefetch: int
+
+
+def measure_traffic(rank: Rank) -> Traffic:
+    """Return what a rank moves for its units."""
+    plan = rank.plan
+    order = sorted(range(len(rank.shares)), key=lambda place: _ORDER.get(plan.units[place].kind, 3))
+    sharded = [p for unit in plan.units for p in unit.parameters]
+    whole = sum(p.numel for p in plan.ignored if p.trainable)
+    trained = sum(p.numel for p in sharded if p.trainable)
+    offloaded = 0.0
+    if plan.cpu_offload:
+        weights = sum(p.numel * WIDTH.get(p.dtype, 4) for p in sharded)
+        offloaded = (2 * weights + 4 * trained) / rank.degree
+    return Traffic(
+        order=tuple(order),
+        stages=tuple(_stage(rank.shares[place], rank) for place in order),
+        trained=trained / rank.degree + whole,
+        tensors=sum(1 for p in sharded if p.trainable),
+        offloaded=offloaded,
+        prefetch=plan.prefetch,
+    )
+
+
+def fill(
+    traffic: Traffic, work: Sequence[Cost], sharing: int = 1, exchanged: Sequence[Cost] | None = None
+) -> list[Stage]:
+    """Return the stages with their work.
+
+    Args:
+        traffic: The collectives.
+        work: Compute of each unit, in the plan's order (:func:`~fsdptool.planning.compute_time.unit_costs`).
+        sharing: Ranks that share a sequence, and so its work.
+        exchanged: Bytes each unit gathers from them, under ``forward``.
+    """
+    return [
+        Stage(
+            stage.gather_bytes,
+            stage.reduce_bytes,
+            stage.shard_reduce_bytes,
+            stage.backward_ranks,
+            work[place].forward / sharing,
+            work[place].backward / sharing,
+            exchanged[place].forward if exchanged is not None else 0.0,
+            stage.exchanges,
+        )
+        for place, stage in zip(traffic.order, traffic.stages, strict=True)
+    ]
+
+
+def time_candidate(
+    traffic: Traffic,
+    stages: Sequence[Stage],
+    recipe: Recipe,
+    mesh: Mesh,
+    cluster: Cluster,
+    machine: Machine,
+    *,
+    teacher: Sequence[Stage] = (),
+) -> Timing | None:
+    """Return the time of one optimizer step of ``recipe`` (sizes resolved); None without GPUs.
+
+    Args:
+        traffic: What the rank moves.
+        stages: Its units in forward order, with their work.
+        recipe: Accumulation and optimizer.
+        mesh: Resolved mesh.
+        cluster, machine: The hardware.
+        teacher: A distillation teacher's units, which run before every forward.
+    """
+    implementation = _implementation(recipe.optimizer)
+    moved = traffic.trained * _update_bytes(recipe.optimizer.name, implementation)
+    run = Run(
+        accumulation=recipe.batch.accumulation,
+        reduce_each=recipe.sharding.accumulation == "sharded",
+        prefetch=traffic.prefetch,
+        optimizer_bytes=moved + traffic.trained * _ema(recipe),
+        optimizer_operators=_kernels(recipe.optimizer.name, implementation, traffic.tensors),
+        offloaded_bytes=traffic.offloaded,
+    )
+    step = time_step(stages, run, mesh, cluster, machine, teacher=teacher)
+    if step is None or step.seconds <= 0:
+        return None
+    samples = recipe.batch.micro_batch * recipe.batch.accumulation * mesh.dp_replicate * (mesh.dp_shard or 1)
+    length = recipe.batch.sequence_length
+    return Timing(
+        step=step,
+        tokens_per_second=samples * length / step.seconds if length is not None else None,
+        samples_per_second=samples / step.seconds,
+    )
+
+
+def model_states(rank: Rank) -> dict[str, int]:
+    """Return parameter and gradient bytes of rank 0, which holds the largest shards (torch 2.13)."""
+    sharded = [(w.shard * w.stored, w.trainable) for share in rank.shares for w in share.weights]
+    whole = [(p.numel * WIDTH.get(stored_dtype(p, rank.plan), 4), p.trainable) for p in rank.plan.ignored]
+    kept = [*sharded, *whole]
+    return {
+        "parameters": sum(size for size, _ in kept),
+        "gradients": sum(size for size, trained in kept if trained),
+    }
+
+
+def _stage(share: Share, rank: Rank) -> Stage:
+    reduce = sum(w.whole * _reduced(w.parameter.dtype, rank.plan) for w in share.weights if w.trainable)
+    return Stage(
+        gather_bytes=sum(share.buffers.whole.sizes),
+        reduce_bytes=reduce,
+        shard_reduce_bytes=reduce / rank.degree,
+        backward_ranks=_backward_ranks(share, rank.degree),
+        forward=0.0,
+        backward=0.0,
+        exchanges=2 if share.unit.checkpointed else 1,
+    )
+
+
+def _reduced(dtype: str, plan: UnitPlan) -> int:
+    return WIDTH.get(plan.reduce_dtype or plan.param_dtype or dtype, 4)
+
+
+def _backward_ranks(share: Share, ranks: int) -> int:
+    if not share.unit.unshard_in_backward or share.reshard is False:
+        return 1
+    return ranks if share.reshard is True else share.reshard
+
+
+def _implementation(optimizer: Optimizer) -> str:
+    return "fused" if optimizer.implementation == "auto" else optimizer.implementation
+
+
+def _update_bytes(name: str, implementation: str) -> int:
+    return _UPDATE_BYTES.get((name, implementation), _UPDATE_BYTES[(name, "fused")])
+
+
+def _kernels(name: str, implementation: str, tensors: int) -> int:
+    if implementation == "for_loop":
+        return tensors * _PASSES[name]
+    # Multi-tensor kernels take about a hundred tensors at a time (``ForeachUtils.h``, torch 2.13).
+    return -(-tensors // 100) * (1 if implementation == "fused" else _PASSES[name])
+
+
+def _ema(recipe: Recipe) -> int:
+    return 12 if recipe.ema.decay is not None else 0

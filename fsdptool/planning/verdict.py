@@ -1,0 +1,101 @@
+"""From a footprint to a verdict: what the driver would report, against what the GPU can give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdptool.formatting import amount
+from fsdptool.planning.machine import Machine, Overhead, overhead
+from fsdptool.planning.search_point import Knobs
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.footprint import Footprint
+from fsdptool.records.plan import Component
+
+HEADROOM = 0.05
+"""Share of usable memory a search leaves free (docs/plan.md): reserved memory was never measured on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Bytes against bytes.
+
+    Attributes:
+        device_total_bytes: Reserved (or allocated) plus what lies outside the allocator.
+        usable_bytes: What the GPU (or the host, for CPU runs) can give one rank.
+        slack_bytes: The difference.
+        host_bytes_per_node: Host memory all ranks of a node need.
+        components: The footprint's, and a line for each overhead.
+        reason: Why it does not fit, or why that is unknown; None where it fits.
+    """
+
+    device_total_bytes: int | None
+    usable_bytes: int | None
+    slack_bytes: int | None
+    host_bytes_per_node: int
+    components: tuple[Component, ...]
+    reason: str | None
+
+
+def judge(footprint: Footprint, knobs: Knobs, cluster: Cluster, machine: Machine) -> Judgement:
+    """Return whether one rank of the configuration fits one GPU (CPU: its share of the host)."""
+    lines = overhead(machine, cluster, groups=process_groups(knobs))
+    host = max(
+        (p.host_bytes_per_rank * cluster.gpus_per_node + p.host_bytes_rank_0 for p in footprint.phases),
+        default=footprint.host_bytes_per_rank * cluster.gpus_per_node,
+    )
+    inside = footprint.reserved_peak_bytes
+    if inside is None and footprint.allocated_peak_bytes is not None:
+        ratio = machine.reserved_ratio if cluster.gpu is not None else None
+        inside = int(footprint.allocated_peak_bytes * (ratio or 1.0))
+    held = None
+    if inside is not None and footprint.allocated_peak_bytes is not None:
+        held = inside - footprint.allocated_peak_bytes
+    components = _components(footprint, held, lines)
+    total = None if inside is None else inside + lines.context + lines.communicators
+    usable = usable_bytes(cluster)
+    if cluster.gpu is None and total is not None:
+        host += total * cluster.gpus_per_node
+    slack = usable - total if usable is not None and total is not None else None
+    reason = _reason(total, usable, host, cluster)
+    return Judgement(total, usable, slack, host, components, reason)
+
+
+def usable_bytes(cluster: Cluster) -> int | None:
+    """Return what one rank may use: the driver's total of its GPU, or its share of the host."""
+    if cluster.gpu is not None:
+        return cluster.gpu.memory_bytes
+    if cluster.host_memory_bytes is None:
+        return None
+    return cluster.host_memory_bytes // cluster.gpus_per_node
+
+
+def process_groups(knobs: Knobs) -> int:
+    """Return how many communicators the run opens: the default one, one per further mesh dimension,
+    and one for an integer reshard (torch 2.13, ``_fully_shard.py``)."""
+    hybrid = 2 if knobs.dp_replicate > 1 and knobs.dp_shard * knobs.cp > 1 else 0
+    integer = 0 if isinstance(knobs.reshard_after_forward, bool) else 1
+    return 1 + hybrid + integer + (2 if knobs.cp > 1 else 0)
+
+
+def _components(footprint: Footprint, held: int | None, lines: Overhead) -> tuple[Component, ...]:
+    """The footprint's own lines, what the allocator holds beyond them, and what lies outside it."""
+    extra = (
+        Component("allocator slack", held, "estimated"),
+        Component("context", lines.context, "estimated"),
+        Component("communicators", lines.communicators, "estimated"),
+    )
+    names = {component.name for component in footprint.components}
+    return footprint.components + tuple(c for c in extra if c.bytes and c.name not in names)
+
+
+def _reason(total: int | None, usable: int | None, host: int, cluster: Cluster) -> str | None:
+    limit = cluster.host_memory_bytes
+    if limit is not None and host > limit:
+        return f"host memory: each node needs {amount(host)} of {amount(limit)}"
+    if total is None:
+        return "activations are unknown"
+    if usable is None:
+        return "the host's memory is unknown"
+    if total > usable:
+        return f"memory: {amount(total - usable)} more than the {amount(usable)} usable"
+    return None

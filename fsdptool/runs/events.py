@@ -1,0 +1,188 @@
+"""What a rank tells the parent process: one JSON line per event, in a file of its own.
+
+Files, not pipes: they survive the process, work on a shared file system across nodes, and a reader
+that is slow or gone blocks nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from fsdptool.errors import StorageError
+from fsdptool.records.codec import to_json
+from fsdptool.records.run import Metrics
+from fsdptool.runs.folder import EVENTS, METRICS, write_text
+
+if TYPE_CHECKING:
+    from fsdptool.runs.trackers import Tracker
+
+STDERR_MARK = "fsdptool-event "
+"""Prefix of an event on standard error, used when the event file cannot be written (full disk)."""
+
+last_resort: TextIO = sys.stderr
+"""Where marked events go; the guard points it at the parent when it redirects standard error."""
+
+
+def event_path(folder: Path, rank: int) -> Path:
+    """Return the event file of a rank."""
+    return folder / EVENTS / f"rank-{rank:05d}.jsonl"
+
+
+class LineFile:
+    """Appends whole lines: one ``write`` per line, so that readers never see half of one."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._mend()
+
+    def _mend(self) -> None:
+        """End a line that a killed process or a full disk left unfinished."""
+        size = self._path.stat().st_size
+        if size == 0:
+            return
+        with self._path.open("rb") as stream:
+            stream.seek(size - 1)
+            if stream.read(1) != b"\n":
+                os.write(self._descriptor, b"\n")
+
+    def append(self, record: Any) -> None:
+        """Append one record; raises ``OSError`` (a short write counts as a full disk)."""
+        line = (json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        written = os.write(self._descriptor, line)
+        if written != len(line):
+            # Half a line would swallow the next one.
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the records that are not wanted; the file is replaced whole or not at all."""
+        records = list(read_lines(self._path))
+        kept = [record for record in records if wanted(record)]
+        if len(kept) == len(records):
+            return
+        write_text(self._path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+        os.close(self._descriptor)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def make_record(kind: str, rank: int, attempt: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event as it is written."""
+    head = {"kind": kind, "time": time.time(), "rank": rank, "attempt": attempt, "pid": os.getpid()}
+    return {**head, **to_json(fields)}
+
+
+def speak(record: Mapping[str, Any]) -> None:
+    """Say an event on standard error, for want of a disk."""
+    with contextlib.suppress(OSError):
+        last_resort.write(f"{STDERR_MARK}{json.dumps(record)}\n")
+        last_resort.flush()
+
+
+class EventLog:
+    """Events of one rank. ``emit`` never raises: without a disk it speaks on standard error."""
+
+    def __init__(self, folder: Path, rank: int, attempt: int) -> None:
+        self.rank = rank
+        self.attempt = attempt
+        self._file = LineFile(event_path(folder, rank))
+        self._metrics = LineFile(folder / METRICS) if rank == 0 else None
+        self._trackers: list[Tracker] = []
+
+    def add_tracker(self, tracker: Tracker) -> None:
+        """Send every step to ``tracker`` as well (rank 0)."""
+        self._trackers.append(tracker)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append one event."""
+        record = make_record(kind, self.rank, self.attempt, fields)
+        try:
+            self._file.append(record)
+        except OSError:
+            speak(record)
+
+    def step(self, metrics: Metrics) -> None:
+        """Record one optimizer step.
+
+        Raises:
+            StorageError: ``metrics.jsonl`` cannot be written.
+        """
+        if self._metrics is None:
+            return
+        record = to_json(metrics)
+        try:
+            self._metrics.append(record)
+        except OSError as error:
+            raise StorageError(
+                f"metrics.jsonl cannot be written: {error.strerror}", help="free space and resume the run"
+            ) from error
+        self._track(lambda tracker: tracker.log(metrics))
+
+    def _track(self, act: Callable[[Tracker], None]) -> None:
+        """Let every tracker do something; one that fails is left out from then on, the run goes on."""
+        for tracker in list(self._trackers):
+            try:
+                act(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                what = str(error).strip().splitlines() or [type(error).__name__]
+                self.emit("warning", message=f"{tracker.name} gets no more of this run: {what[0]}")
+
+    def rewind(self, step: int) -> None:
+        """Forget the metrics of steps after ``step``: the run continues from there and writes them again.
+
+        Raises:
+            StorageError: ``metrics.jsonl`` cannot be written.
+        """
+        if self._metrics is None:
+            return
+        try:
+            self._metrics.keep(lambda record: record.get("step", 0) <= step)
+        except OSError as error:
+            raise StorageError(f"metrics.jsonl cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the files and the trackers."""
+        self._track(lambda tracker: tracker.close())
+        self._file.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole, valid JSON lines of a file; a damaged line is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record

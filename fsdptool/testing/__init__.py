@@ -1,0 +1,1 @@
+"""Conformance tests for authors of families and dialects."""

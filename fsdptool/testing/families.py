@@ -1,0 +1,296 @@
+"""The conformance test that authors run on their own family.
+
+In a plugin's tests::
+
+    from fsdptool.testing.families import assert_conforms
+
+    def test_my_family() -> None:
+        assert_conforms(MyFamily())
+
+Every flavour is built at its true size on the meta device; its exact total, wrap choice, batch
+spec and LoRA targets are checked; a shrunk copy is then trained for one step on the CPU. torch is
+imported on use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.families.protocol import API_VERSION, Family, Flavour, Objective, TensorSpec
+from fsdptool.families.shrink import shrink
+from fsdptool.families.synthetic import synthesise
+from fsdptool.records.model import ModelSpec, Reference
+from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+SMALL_BATCHES = (
+    Batch(micro_batch=2, sequence_length=32, height=64, width=64, frames=9),
+    Batch(micro_batch=2, sequence_length=32, height=64, width=64, frames=1),
+    Batch(micro_batch=2, sequence_length=32, height=128, width=128, frames=1),
+    Batch(micro_batch=2),
+    Batch(micro_batch=1, sequence_length=32, height=64, width=64, frames=22),
+    Batch(micro_batch=1, sequence_length=32, height=64, width=64, frames=9),
+)
+"""Sizes tried for the shrunk copy, in this order; the first the family accepts is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the conformance test found about one flavour; no problems means that it conforms.
+
+    ``unmatched`` are LoRA targets this flavour lacks: fine as long as another flavour has them.
+    """
+
+    reference: str
+    problems: tuple[str, ...]
+    parameters: int | None = None
+    wrap: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+
+
+def assert_conforms(
+    family: Family, *, flavours: Iterable[str] | None = None, train: bool = True
+) -> tuple[Verdict, ...]:
+    """Check a family and all its flavours; return the verdicts if there is no problem.
+
+    Args:
+        family: An instance, as the plugin's entry point yields it.
+        flavours: Names to check; None checks all.
+        train: Whether to take one training step with a shrunk copy of each.
+
+    Raises:
+        AssertionError: Lists every problem of every flavour.
+    """
+    problems = [f"{getattr(family, 'name', '?')}: {problem}" for problem in check_family(family)]
+    verdicts = []
+    for flavour in family.flavours().values():
+        if flavours is None or flavour.name in set(flavours):
+            verdicts.append(check_flavour(family, flavour, train=train))
+    problems += [f"{verdict.reference}: {problem}" for verdict in verdicts for problem in verdict.problems]
+    if verdicts and (nowhere := set.intersection(*(set(verdict.unmatched) for verdict in verdicts))):
+        problems.append(f"{family.name}: no flavour has the LoRA targets {', '.join(sorted(nowhere))}")
+    if problems:
+        raise AssertionError("\n".join(problems))
+    return tuple(verdicts)
+
+
+def check_family(family: Family) -> list[str]:
+    """Return what is wrong with a family's own fields, its data and its objectives."""
+    problems = []
+    if family.api_version != API_VERSION:
+        problems.append(f"api_version is {family.api_version}, this fsdptool speaks {API_VERSION}")
+    for field in ("name", "library", "default_objective"):
+        if not isinstance(getattr(family, field, None), str):
+            problems.append(f"{field} is not set")
+    for name, flavour in family.flavours().items():
+        if name != flavour.name:
+            problems.append(f"flavour {flavour.name!r} is listed under {name!r}")
+        try:
+            same = json.loads(json.dumps(dict(flavour.config))) == dict(flavour.config)
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            problems.append(f"flavour {name!r}: its configuration is not plain JSON data")
+    objectives = family.objectives()
+    if family.default_objective not in objectives:
+        problems.append(f"default objective {family.default_objective!r} is not among {sorted(objectives)}")
+    if family.match({"model_type": "fsdptool-nobody", "_class_name": "FsdptoolNobody"}) not in (
+        None,
+        *_generic(family),
+    ):
+        problems.append("match claims a configuration that is nobody's")
+    return problems
+
+
+def _generic(family: Family) -> tuple[Any, ...]:
+    nobody = {"model_type": "fsdptool-nobody", "_class_name": "FsdptoolNobody"}
+    return (family.match(nobody),) if family.precedence < 0 else ()
+
+
+def check_flavour(family: Family, flavour: Flavour, *, train: bool = True) -> Verdict:
+    """Check one flavour. Never raises for what the family does; every failure is a problem."""
+    reference = f"{family.name}:{flavour.name}"
+    problems: list[str] = []
+    total: int | None = None
+    wrap: tuple[str, ...] = ()
+    unmatched: list[str] = []
+    try:
+        model = _on_meta(family, flavour)
+        total, wrap, found = _structure(family, flavour, model)
+        problems += found
+        unmatched, found = _lora(family, flavour, model)
+        problems += found
+        del model
+    except FsdptoolError as error:
+        problems.append(f"cannot be built: {error.message}")
+    except Exception as error:
+        problems.append(f"cannot be built: {type(error).__name__}: {error}")
+    if train and not problems:
+        try:
+            problems += _training(family, flavour)
+        except FsdptoolError as error:
+            problems.append(f"a shrunk copy cannot be trained: {error.message}")
+        except Exception as error:
+            problems.append(f"a shrunk copy cannot be trained: {type(error).__name__}: {error}")
+    return Verdict(reference, tuple(problems), total, wrap, tuple(unmatched))
+
+
+def _on_meta(family: Family, flavour: Flavour) -> nn.Module:
+    import torch
+
+    with torch.device("meta"):
+        return family.build(flavour.config, model_class=flavour.model_class)
+
+
+def _structure(family: Family, flavour: Flavour, model: nn.Module) -> tuple[int, tuple[str, ...], list[str]]:
+    from fsdptool.inspection.census import Census
+    from fsdptool.inspection.walk import walk
+    from fsdptool.inspection.wrap import choose
+
+    walked = walk(model)
+    census = Census(walked.modules, walked.parameters)
+    problems = [finding.message for finding in walked.diagnostics if finding.severity == "error"]
+    if flavour.parameters is not None and census.total != flavour.parameters:
+        problems.append(f"has {census.total:,} parameters, its data says {flavour.parameters:,}")
+    if type(model).__name__ != flavour.model_class:
+        problems.append(f"builds a {type(model).__name__}, its data says {flavour.model_class}")
+    hint = family.wrap_hint(flavour.config)
+    for name in hint.classes if hint else ():
+        if name not in census.by_class:
+            problems.append(f"hints at wrapping {name}, which is not in the model")
+    return census.total, choose(census, hint=hint).classes, problems
+
+
+def _lora(family: Family, flavour: Flavour, model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the targets that match nothing, and what is wrong with the others."""
+    from torch import nn
+
+    unmatched, problems = [], []
+
+    targets = family.lora_targets(flavour.config)
+    modules = dict(model.named_modules())
+    adaptable = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    for suffix in targets.modules:
+        hits = [m for path, m in modules.items() if path == suffix or path.endswith(f".{suffix}")]
+        if not hits:
+            unmatched.append(suffix)
+        # transformers' own Conv1D (GPT-2) is a linear layer that peft adapts, too.
+        elif not any(isinstance(m, adaptable) or type(m).__name__ == "Conv1D" for m in hits):
+            problems.append(f"LoRA target {suffix!r} is a {type(hits[0]).__name__}, which LoRA cannot adapt")
+    names = [name for name, _ in model.named_parameters()]
+    for suffix in targets.parameters:
+        if not any(name == suffix or name.endswith(f".{suffix}") for name in names):
+            unmatched.append(suffix)
+    if targets.modules and set(targets.modules) <= set(unmatched):
+        problems.append(f"none of the LoRA targets {', '.join(targets.modules)} is in the model")
+    return unmatched, problems
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """A shrunk copy on the CPU with what it trains on."""
+
+    model: nn.Module
+    spec: ModelSpec
+    batch: dict[str, Tensor]
+    objective: Objective
+
+
+def small_spec(family: Family, flavour: Flavour) -> ModelSpec:
+    """Return the spec of a flavour's shrunk copy.
+
+    Raises:
+        ModelError: The configuration cannot be shrunk.
+    """
+    return ModelSpec(
+        reference=Reference("flavour", f"{family.name}:{flavour.name}"),
+        family=family.name,
+        flavour=flavour.name,
+        library=family.library,
+        model_class=flavour.model_class,
+        config=shrink(family, flavour.config, flavour.model_class),
+        objective=family.objective_for(flavour.config),
+        component=flavour.component,
+    )
+
+
+def small_batch(family: Family, spec: ModelSpec) -> tuple[Recipe, tuple[TensorSpec, ...]]:
+    """Return a recipe with sizes that suit a shrunk copy, and its micro-batch.
+
+    Raises:
+        ConfigError: The family accepts none of :data:`SMALL_BATCHES`.
+    """
+    refusal = ""
+    for sizes in SMALL_BATCHES:
+        recipe = Recipe(model=ModelChoice(spec.reference.id), batch=sizes)
+        try:
+            return recipe, family.batch_spec({**spec.config, "architectures": [spec.model_class]}, recipe)
+        except FsdptoolError as error:
+            refusal = refusal or error.message
+    raise ConfigError(f"no small batch suits it: {refusal}")
+
+
+def small_model(family: Family, flavour: Flavour) -> SmallModel:
+    """Build a flavour's shrunk copy with random weights on the CPU.
+
+    Raises:
+        FsdptoolError: It cannot be shrunk, built or fed.
+    """
+    import torch
+
+    spec = small_spec(family, flavour)
+    recipe, tensors = small_batch(family, spec)
+    torch.manual_seed(0)
+    model = family.build(spec.config, model_class=spec.model_class)
+    objective = family.objectives()[spec.objective or family.default_objective](**recipe.objective.options)
+    batch = synthesise(tensors, torch.Generator().manual_seed(0))
+    return SmallModel(model, spec, batch, objective)
+
+
+def _training(family: Family, flavour: Flavour) -> list[str]:
+    import torch
+
+    small = small_model(family, flavour)
+    problems = list(_batch_problems(family, small))
+    weight = small.objective.weight(small.batch)
+    if weight.dtype != torch.int64 or weight.dim() or int(weight) < 1:
+        problems.append(f"weight is {weight!r}: a positive int64 scalar is needed")
+    loss = small.objective.loss(small.objective.predict(small.model, small.batch), small.batch)
+    if loss.dtype != torch.float32 or loss.dim():
+        problems.append(f"loss is {loss.dtype} of shape {tuple(loss.shape)}: a float32 scalar is needed")
+    if not torch.isfinite(loss):
+        problems.append(f"loss is {loss.item()}")
+    loss.backward()  # type: ignore[no-untyped-call]
+    spared = family.untouched(small.spec.config)
+    idle = [
+        name
+        for name, parameter in small.model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None and not name.startswith(spared or ("\0",))
+    ]
+    if idle:
+        problems.append(f"{len(idle)} trainable parameters get no gradient ({', '.join(idle[:3])}, ...)")
+    broken = [
+        name
+        for name, parameter in small.model.named_parameters()
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+    ]
+    if broken:
+        problems.append(f"{len(broken)} gradients are not finite ({broken[0]}, ...)")
+    return problems
+
+
+def _batch_problems(family: Family, small: SmallModel) -> Iterator[str]:
+    for name, tensor in small.batch.items():
+        if not tensor.dim() or tensor.shape[0] < 1:
+            yield f"batch tensor {name!r} has no micro-batch dimension"
+
+
+def with_config(flavour: Flavour, changes: Mapping[str, Any]) -> Flavour:
+    """Return a flavour with some configuration values replaced and its total unknown."""
+    return replace(flavour, config={**flavour.config, **changes}, parameters=None)

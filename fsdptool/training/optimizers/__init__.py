@@ -1,0 +1,1 @@
+"""Optimizers over each rank's own rows."""

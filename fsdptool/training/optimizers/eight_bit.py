@@ -1,0 +1,92 @@
+"""AdamW with moments in 8 bits (bitsandbytes), whose states belong to the rank that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdptool.errors import ConfigError
+from fsdptool.modeling.methods.quantised.formats import load_kernels
+from fsdptool.training.optimizers.update import Groups, Pairs, Update
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdptool.records.recipe import Optimizer
+
+_STATES = ("state1", "state2", "absmax1", "absmax2")
+"""Codes and scales; small parameters have fp32 moments and no scales. The tables of codes are constants."""
+
+
+class EightBitUpdate(Update):
+    """AdamW8bit over each rank's own rows.
+
+    A scale belongs to 256 neighbouring elements of a rank's rows (bitsandbytes 0.50,
+    ``Optimizer2State.init_state``). Other ranks' blocks begin elsewhere, so states are saved by rank and
+    never cut anew.
+    """
+
+    def _make(self, wanted: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+        """Return bitsandbytes' optimizer.
+
+        Raises:
+            ConfigError: bitsandbytes is not installed.
+        """
+        load_kernels()
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise ConfigError(
+                "optimizer adamw8bit needs bitsandbytes, which is not installed",
+                help="pip install bitsandbytes, or use adamw",
+            ) from error
+        made: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon)
+        return made
+
+    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        found = super()._gradient(parameter)
+        # A rank without rows has nothing to start a kernel for.
+        return found if found is not None and found.numel() else None
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Return nothing: no state is shared by the ranks."""
+        return {}
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's states as ``optimizer/<fqn>/<state>``, live, and a copy of the step count."""
+        found: dict[str, torch.Tensor] = {}
+        for name, state in self._states():
+            found |= {f"optimizer/{name}/{key}": state[key] for key in _STATES if key in state}
+            # A number here, and not a tensor as torch's own optimizers have it.
+            found[f"optimizer/{name}/step"] = torch.tensor(state["step"])
+        return found
+
+    def restore_own(self, saved: Mapping[str, torch.Tensor] | None) -> None:
+        """Continue with saved states.
+
+        Raises:
+            ConfigError: They were saved on another number of ranks.
+        """
+        if saved is None:
+            raise ConfigError(
+                "the 8-bit states of optimizer adamw8bit are of another number of ranks, and their blocks"
+                " cannot be cut anew",
+                help="resume on as many ranks as before, or start a run from its exported weights",
+            )
+        for name, state in self._states():
+            for key in _STATES:
+                if key in state:
+                    state[key].copy_(saved[f"optimizer/{name}/{key}"])
+            state["step"] = int(saved[f"optimizer/{name}/step"])
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield every parameter's states; made if there are none yet."""
+        optimizer: Any = self.torch_optimizer
+        for number, group in enumerate(optimizer.param_groups):
+            for index, stand_in in enumerate(group["params"]):
+                if not optimizer.state[stand_in]:
+                    optimizer.init_state(group, stand_in, number, index)
+        for name in self._names:
+            yield name, optimizer.state[self._stand_ins[name]]

@@ -1,0 +1,171 @@
+"""One optimizer over each rank's own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdptool.distributed.shard import local
+from fsdptool.errors import ConfigError
+from fsdptool.training.optimizers.adafactor import RowAdafactor, Whole
+
+if TYPE_CHECKING:
+    from fsdptool.records.recipe import Optimizer
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+Groups = list[dict[str, Any]]
+Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]
+
+
+def decays(parameter: torch.Tensor) -> bool:
+    """Return whether weight decay applies: to matrices and larger, not to norms and biases."""
+    return parameter.dim() >= 2
+
+
+class Update:
+    """An optimizer that works on each rank's own rows.
+
+    AdamW and SGD change every element by itself, so a rank's rows are plain tensors to them: no
+    DTensor dispatch (which costs seconds at the first step and microseconds per tensor later), and
+    every kernel there is (fused SGD has no sharding rule in torch 2.13). Adafactor sums what spans
+    ranks itself.
+
+    Attributes:
+        torch_optimizer: The optimizer itself.
+    """
+
+    def __init__(self, wanted: Optimizer, named: NamedParameters, *, rate: float) -> None:
+        self._names = {name: p for name, p in named if p.requires_grad}
+        if not self._names:
+            raise ConfigError("nothing to train: every parameter is frozen", help="check method and targets")
+        self._stand_ins = {name: nn.Parameter(local(p).detach()) for name, p in self._names.items()}
+        pairs = [(p, self._stand_ins[name]) for name, p in self._names.items()]
+        self.torch_optimizer = self._make(wanted, _groups(wanted, pairs), pairs, rate)
+
+    def _make(self, wanted: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+        """Return torch's own optimizer over the stand-ins."""
+        return _make(wanted, groups, pairs, rate)
+
+    def step(self, rate: float) -> None:
+        """Change the parameters by their gradients at learning rate ``rate``."""
+        for group in self.torch_optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        for name, parameter in self._names.items():
+            stand_in = self._stand_ins[name]
+            # FSDP pads uneven shards into new storage at the first forward (torch 2.13).
+            stand_in.data = local(parameter).detach()
+            stand_in.grad = self._gradient(parameter)
+        self.torch_optimizer.step()
+        for stand_in in self._stand_ins.values():
+            stand_in.grad = None
+
+    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return None if parameter.grad is None else local(parameter.grad)
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        for parameter in self._names.values():
+            parameter.grad = None
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Return every optimizer state tensor as ``<fqn>/<state>``, live; made if there are none yet.
+
+        States as large as the rows come as DTensors with their parameter's placements.
+        """
+        if not self.torch_optimizer.state:
+            self._create_states()
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self._names.items():
+            for key, value in self.torch_optimizer.state[self._stand_ins[name]].items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{name}/{key}"] = _as_sharded(key, value, parameter)
+        return found
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the states that mean something on this rank alone, live, by name."""
+        return {}
+
+    def restore_own(self, saved: Mapping[str, torch.Tensor] | None) -> None:
+        """Take in what :meth:`own_tensors` gave when it was saved; None: on another number of ranks."""
+
+    def _create_states(self) -> None:
+        """Make every state exist, without changing a parameter.
+
+        States come into being at the first step (torch 2.13), and a checkpoint is loaded into live
+        tensors. A step with zero gradients at rate zero makes them; what it does to them is undone.
+        """
+        optimizer = self.torch_optimizer
+        saved = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+        for stand_in in self._stand_ins.values():
+            stand_in.grad = torch.zeros_like(stand_in)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for group, (rate, decay) in zip(optimizer.param_groups, saved, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    local(value).zero_()
+
+
+def _as_sharded(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Describe a state that is cut as its parameter's rows are; anything else is equal on all ranks."""
+    if not isinstance(parameter, DTensor) or value.dim() == 0:
+        return value
+    # Column moments of a matrix span its rows; those of stacked matrices are cut with the stack.
+    if value.dim() != parameter.dim() or (name == "col_var" and parameter.dim() == 2):
+        return value
+    shape = torch.Size((parameter.shape[0], *value.shape[1:]))
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _groups(wanted: Optimizer, pairs: Pairs) -> Groups:
+    chosen = {decay: [s for p, s in pairs if decays(p) is decay] for decay in (True, False)}
+    rates = {True: wanted.weight_decay, False: 0.0}
+    return [{"params": found, "weight_decay": rates[decay]} for decay, found in chosen.items() if found]
+
+
+def _whole(parameter: nn.Parameter) -> Whole:
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape), None
+    mesh = parameter.device_mesh
+    return tuple(parameter.shape), mesh.get_group(mesh.ndim - 1)
+
+
+def _make(wanted: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+    kernels = _kernels(wanted)
+    if wanted.name == "adafactor":
+        return RowAdafactor(groups, rate, {stand_in: _whole(parameter) for parameter, stand_in in pairs})
+    if wanted.name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=wanted.momentum, **kernels)
+    return torch.optim.AdamW(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon, **kernels)
+
+
+def _kernels(wanted: Optimizer) -> dict[str, bool]:
+    """Name the implementation outright: torch's own default differs between devices."""
+    chosen = wanted.implementation
+    if wanted.name == "adafactor":
+        if chosen in ("fused", "foreach"):
+            raise ConfigError(
+                f"optimizer.implementation: adafactor has no {chosen} kernel", help="leave it at auto"
+            )
+        return {}
+    if chosen == "auto":
+        chosen = "fused"
+    return {"fused": chosen == "fused", "foreach": chosen == "foreach"}

@@ -1,0 +1,107 @@
+"""What a checkpoint holds, as live references (``interfaces.TrainState``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdptool.distributed.random_values import derive_seed
+
+if TYPE_CHECKING:
+    from fsdptool.distributed.precision import LossScaler
+    from fsdptool.runs.interfaces import Batches
+    from fsdptool.training.ema import Ema
+    from fsdptool.training.optimizers.update import Update
+
+
+@dataclass(slots=True)
+class RunState:
+    """Model, optimizer, data position and counters of a run (``evaluated``: after which step last).
+
+    Frozen parameters are not part of it: they are what they were, and a LoRA checkpoint of a 70 B
+    base would otherwise weigh 140 GB. ``materialize`` makes them again from the same origin.
+    """
+
+    model: nn.Module
+    optimizer: Update
+    batches: Batches
+    seed: int
+    rank: int
+    scaler: LossScaler | None = None
+    ema: Ema | None = None
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    evaluated: int = 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return ``model/<fqn>``, ``optimizer/<fqn>/<state>`` and ``ema/<fqn>``, live.
+
+        Optimizer states are made if no step has been taken.
+        """
+        named = dict(self.model.named_parameters())
+        found = {f"model/{n}": p.detach() for n, p in named.items() if p.requires_grad}
+        found |= {f"model/{name}": buffer for name, buffer in persistent_buffers(self.model).items()}
+        states = self.optimizer.state_tensors()
+        found |= {f"optimizer/{name}": tensor for name, tensor in states.items()}
+        if self.ema is not None:
+            found |= {f"ema/{name}": tensor for name, tensor in self.ema.tensors().items()}
+        return found
+
+    def progress(self) -> dict[str, Any]:
+        """Return the counters, the data position and the scaler's state; equal on all ranks."""
+        return {
+            "step": self.step,
+            "epoch": self.batches.epoch,
+            "samples": self.batches.samples,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "evaluated": self.evaluated,
+            "data": self.batches.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+        }
+
+    def rank_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's random generators' states, and optimizer states no other rank could use."""
+        found = {"rng_cpu": torch.get_rng_state(), **self.optimizer.own_tensors()}
+        if torch.cuda.is_available():
+            found["rng_cuda"] = torch.cuda.get_rng_state()
+        return found
+
+    def restore(self, progress: Mapping[str, Any], rank_tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Continue from a checkpoint whose tensors are loaded already.
+
+        Raises:
+            ConfigError: The optimizer's states cannot be used on this number of ranks.
+        """
+        self.optimizer.restore_own(rank_tensors)
+        self.step = int(progress["step"])
+        self.tokens = int(progress["tokens"])
+        self.skipped = int(progress.get("skipped", 0))
+        self.evaluated = int(progress.get("evaluated", 0))
+        self.batches.load_state_dict(progress["data"])
+        if self.scaler is not None and progress.get("scaler"):
+            self.scaler.load_state_dict(progress["scaler"])
+        if rank_tensors is None:
+            torch.manual_seed(derive_seed(self.seed, "resume", self.step, self.rank))
+            return
+        torch.set_rng_state(rank_tensors["rng_cpu"].cpu())
+        if "rng_cuda" in rank_tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(rank_tensors["rng_cuda"].cpu())
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to a state dict, by name, each tensor once."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found[f"{path}.{name}" if path else name] = buffer
+    return found

@@ -1,0 +1,245 @@
+"""One optimizer step: accumulation, global normalisation, clipping, the scaler, non-finite values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdptool.distributed.shard import local
+from fsdptool.families.objectives.context import share
+from fsdptool.runs.stop import SIGNALS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fsdptool.distributed.precision import LossScaler
+    from fsdptool.distributed.session import Session
+    from fsdptool.families.protocol import Objective
+    from fsdptool.training.optimizers.update import Update
+
+
+class MicroLoss(Protocol):
+    """Computes the loss of a micro-batch: :class:`methods.losses.Task` or ``Student``."""
+
+    objective: Objective
+
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step came to, equal on all ranks.
+
+    Attributes:
+        loss: Summed loss over global weight.
+        grad_norm: Global 2-norm of the gradients before clipping.
+        weight: Global number of items (valid tokens, samples).
+        finite: Whether loss and gradients were; parameters only change if so.
+        stop: Signal number some rank was asked to stop with, or 0.
+        metrics: The objective's summed extras over the global weight (vectors as lists).
+    """
+
+    loss: float
+    grad_norm: float
+    weight: int
+    finite: bool
+    stop: int = 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Stepper:
+    """Runs optimizer steps on a sharded model.
+
+    Losses are sums; FSDP sums gradients over ranks (``shard.shard``), so dividing each loss by the
+    global weight makes the step independent of the number of ranks and of how tokens fall on them.
+
+    Args:
+        model: Sharded.
+        micro_loss: The method's loss of a micro-batch.
+        optimizer: Over ``model``'s trainable parameters.
+        session: This rank.
+        clip: Largest global gradient norm, or None.
+        unsharded: Hold gradients unsharded between micro-batches instead of reducing each time.
+        scaler: For fp16, else None.
+
+    Attributes:
+        moment: Entered around each forward, each backward and the update, with its name; what measures
+            memory puts itself here.
+    """
+
+    moment: Callable[[str], AbstractContextManager[None]]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_loss: MicroLoss,
+        optimizer: Update,
+        session: Session,
+        *,
+        clip: float | None = None,
+        unsharded: bool = False,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        self.model = model
+        self.micro_loss = micro_loss
+        self.optimizer = optimizer
+        self.session = session
+        self.clip = clip
+        self.unsharded = unsharded
+        self.scaler = scaler
+        self.moment = lambda name: nullcontext()
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self._sharded = [p for p in trainable if isinstance(p, DTensor)]
+        self._replicated = [p for p in trainable if not isinstance(p, DTensor)]
+
+    def run(self, micro_batches: Sequence[Mapping[str, Tensor]], *, rate: float, stop: int = 0) -> Outcome:
+        """Take one step.
+
+        Args:
+            micro_batches: This rank's share, on the CPU or on the device; equally many on every rank.
+            rate: Learning rate of this step.
+            stop: Signal number this rank was asked to stop with, or 0.
+        """
+        device = self.session.device
+        batches = [share(to_device(batch, device)) for batch in micro_batches]
+        weight = self._global_weight(batches)
+        divisor = weight.clamp(min=1.0)
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        sums: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            self._announce(last=index == len(batches) - 1)
+            with self.moment("forward"):
+                loss, extra = self.micro_loss(self.model, batch)
+            with self.moment("backward"):
+                (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            for name, value in extra.items():
+                sums[name] = sums[name] + value if name in sums else value.detach()
+        with self.moment("optimizer"):
+            self._reduce_replicated()
+            found = self._agree(total, sums, stop)
+            norm = math.sqrt(found.squares) / scale
+            finite = math.isfinite(norm) and math.isfinite(found.loss)
+            if finite:
+                self._apply(norm, scale, rate)
+            self.optimizer.zero_grad()
+        if self.scaler is not None:
+            self.scaler.update(overflow=not finite)
+        items = float(divisor)
+        metrics = {name: per_item(value, items) for name, value in found.metrics.items()}
+        return Outcome(found.loss / items, norm, int(weight), finite, found.stop, metrics)
+
+    def _global_weight(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the number of items over all ranks and micro-batches."""
+        counts = [self.micro_loss.objective.weight(batch) for batch in batches]
+        weight = torch.stack([count.to(self.session.device, torch.float64) for count in counts]).sum()
+        return self.session.sum(weight)
+
+    def _announce(self, *, last: bool) -> None:
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        model.set_is_last_backward(last)
+        if self.unsharded:
+            model.set_requires_gradient_sync(last)
+        elif self.session.sizes.dp_replicate > 1:
+            # HSDP keeps its partial sums between micro-batches and all-reduces once.
+            model.set_requires_all_reduce(last)
+
+    def _reduce_replicated(self) -> None:
+        """Sum the gradients of parameters FSDP does not manage, in one message per dtype."""
+        if self.session.world_size == 1 or not self._replicated:
+            return
+        for parameter in self._replicated:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self._replicated:
+            assert parameter.grad is not None
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for dtype, grads in by_dtype.items():
+            wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+            flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
+            dist.all_reduce(flat)
+            for grad, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def _agree(self, total: Tensor, sums: Mapping[str, Tensor], stop: int) -> _Agreed:
+        """Reduce norm, loss, stop requests and metrics in one message."""
+        replicas, world = self.session.sizes.dp_replicate, self.session.world_size
+        squares = _squares(self._sharded) / replicas + _squares(self._replicated) / world
+        device = self.session.device
+        asked = [total.new_tensor(float(stop == number)) for number in SIGNALS]
+        head = [squares.to(device), total, *asked]
+        tail = [value.to(device, torch.float64).reshape(-1) for value in sums.values()]
+        message = torch.cat([torch.stack(head), *tail])
+        found = self.session.sum(message).cpu()
+        agreed = next((int(number) for at, number in enumerate(SIGNALS, 2) if found[at]), 0)
+        metrics, at = {}, len(head)
+        for name, value in sums.items():
+            metrics[name] = found[at : at + value.numel()].view(value.shape)
+            at += value.numel()
+        return _Agreed(float(found[0]), float(found[1]), agreed, metrics)
+
+    @torch.no_grad()
+    def _apply(self, norm: float, scale: float, rate: float) -> None:
+        factor = 1.0 / scale
+        if self.clip is not None:
+            # The same guard as torch.nn.utils.clip_grad_norm_ (2.13).
+            factor *= min(self.clip / (norm + 1e-6), 1.0)
+        if factor != 1.0:
+            for grads in _grads_by_dtype((*self._sharded, *self._replicated)).values():
+                torch._foreach_mul_(grads, factor)
+        self.optimizer.step(rate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    squares: float
+    loss: float
+    stop: int
+    metrics: Mapping[str, Tensor]
+
+
+def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return ``batch`` on ``device``; pinned memory is copied without waiting."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def per_item(value: Tensor, items: float) -> Any:
+    """Scalars become means per item; vectors (expert load) stay sums, as lists."""
+    return float(value) / items if value.dim() == 0 else value.tolist()
+
+
+def _grads_by_dtype(parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = local(parameter.grad)
+            if grad.numel():
+                found.setdefault(grad.dtype, []).append(grad)
+    return found
+
+
+def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the sum of squares of this rank's gradients, fp64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for grads in _grads_by_dtype(parameters).values():
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=_norm_dtype(grads[0].dtype)))
+        total = total.to(norms.device) + norms.double().square().sum()
+    return total
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
