@@ -9,6 +9,7 @@ from typing import Any
 from fsdptool import spelling
 from fsdptool.config.dialects.accelerate_scalars import replace_any
 from fsdptool.config.draft import Draft, Fact
+from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Edit
 
@@ -230,26 +231,6 @@ def _context(draft: Draft, anatomy: Anatomy) -> None:
             draft.at("cp"),
             value=True,
         )
-
-
-MASKED_KINDS = frozenset({"sliding_attention", "chunked_attention"})
-"""Kinds that a mask over the whole sequence describes: our trainer can split them."""
-
-
-def attention_kinds(config: Any) -> list[str]:
-    """Return the attention kinds of a configuration that context parallelism does not support."""
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    layers = text.get("layer_types")
-    if isinstance(layers, list | tuple):
-        return sorted({str(kind) for kind in layers} - {"full_attention", "attention", "global"})
-    # transformers 5.23 MistralConfig: a sliding window unless the configuration switches it off.
-    if text.get("sliding_window") and text.get("use_sliding_window", True):
-        return ["sliding_attention"]
-    if text.get("attention_chunk_size"):
-        return ["chunked_attention"]
-    if str(text.get("model_type")) in ("mamba", "mamba2", "falcon_mamba", "rwkv"):
-        return ["linear_attention"]
-    return []
 
 
 def _ignored(draft: Draft, anatomy: Anatomy) -> None:

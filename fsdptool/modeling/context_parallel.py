@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.model_rules import MASKED_KINDS, attention_kinds
 from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,6 +13,26 @@ if TYPE_CHECKING:
 
 _LENGTH_ROPES = frozenset({"dynamic", "longrope", "su"})
 """Rotary scalings that look at the longest position of a forward: it would differ between ranks."""
+
+
+MASKED_KINDS = frozenset({"sliding_attention", "chunked_attention"})
+"""Attention layers that a mask over the whole sequence describes: our trainer can split them."""
+
+
+def attention_kinds(config: Any) -> list[str]:
+    """Return the attention kinds of a configuration that context parallelism does not support."""
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    layers = text.get("layer_types")
+    if isinstance(layers, list | tuple):
+        return sorted({str(kind) for kind in layers} - {"full_attention", "attention", "global"})
+    # transformers 5.23 MistralConfig: a sliding window unless the configuration switches it off.
+    if text.get("sliding_window") and text.get("use_sliding_window", True):
+        return ["sliding_attention"]
+    if text.get("attention_chunk_size"):
+        return ["chunked_attention"]
+    if str(text.get("model_type")) in ("mamba", "mamba2", "falcon_mamba", "rwkv"):
+        return ["linear_attention"]
+    return []
 
 
 def check_context(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings) -> None:

@@ -17,13 +17,14 @@ import fsdptool
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
 from fsdptool.config.fix import repair
-from fsdptool.config.model_rules import attention_kinds, inspect_model
+from fsdptool.config.model_rules import inspect_model
 from fsdptool.config.presets import PRESETS
 from fsdptool.config.recipe import dump_recipe, read_recipe
 from fsdptool.config.recipe_ranges import RANGES
 from fsdptool.config.recipe_schema import recipe_schema
 from fsdptool.errors import ConfigError
 from fsdptool.files.schemas import load_schema
+from fsdptool.modeling.context_parallel import attention_kinds
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 
 MINIMAL = "model:\n  reference: llama3:8b\n"
