@@ -27,8 +27,8 @@ def command(
     Goes on where it stopped. Training finds the result by itself.
     """
     from fsdptool.config.recipe import read_recipe
-    from fsdptool.launch.prepare import resolve_model
     from fsdptool.launch.stops import take_stops
+    from fsdptool.source import resolve_choice
     from fsdptool.training.data import data_cache
     from fsdptool.training.data.places import with_places
     from fsdptool.training.precompute import done_json, plan_work
@@ -36,7 +36,7 @@ def command(
 
     with take_stops("all was made", "run the command again: it continues with what is missing"):
         read = with_places(read_recipe(recipe), recipe)
-        work = plan_work(read, resolve_model(read.model, recipe), data_cache())
+        work = plan_work(read, resolve_choice(read.model, recipe.parent), data_cache())
         done = run_processes(
             work,
             processes=processes,

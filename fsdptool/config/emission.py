@@ -113,7 +113,9 @@ def from_plan(plan: str | PathLike[str] | Plan, *, candidate: str | None = None)
     Raises:
         ConfigError: The file is no plan, or has no such candidate, or chose none.
     """
+    from fsdptool.inspection import inspect
     from fsdptool.planning import chosen_candidate, chosen_run, read_plan
+    from fsdptool.source import resolve_choice
 
     where = "the plan"
     if isinstance(plan, str | PathLike):
@@ -132,13 +134,8 @@ def from_plan(plan: str | PathLike[str] | Plan, *, candidate: str | None = None)
     plan = replace(plan, chosen=candidate or plan.chosen)
     recipe, settings, _ = chosen_run(plan)
     chosen = chosen_candidate(plan)
-    model = recipe.model
-    anatomy = _inspect(
-        model.reference,
-        revision=model.revision,
-        component=model.component,
-        trust_remote_code=model.trust_remote_code,
-        overrides=model.overrides,
+    anatomy = inspect(
+        resolve_choice(recipe.model),
         wrap=tuple(plan.inputs.get("wrap", ())),
         exclude=tuple(plan.inputs.get("exclude", ())),
     )
@@ -148,7 +145,7 @@ def from_plan(plan: str | PathLike[str] | Plan, *, candidate: str | None = None)
     return Emission(
         settings,
         recipe.sharding.layout,
-        model.reference,
+        recipe.model.reference,
         digest({"inputs": plan.inputs, "candidate": chosen.id}),
         recipe,
         anatomy,

@@ -15,7 +15,7 @@ from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
-from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
 from fsdptool.runs.folder import ACCELERATE, RECIPE
@@ -82,6 +82,7 @@ def prepare(
     from fsdptool.modeling.context_parallel import check_context
     from fsdptool.modeling.objective import check_teacher, objective_for
     from fsdptool.modeling.units import plan_units
+    from fsdptool.source import resolve_choice
     from fsdptool.training.data.places import with_places
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
@@ -97,7 +98,7 @@ def prepare(
     _check_mesh(settings, world_size, config_path)
     if recipe.steps is None and recipe.epochs is None:
         raise ConfigError(f"{recipe_path} says neither steps nor epochs", help="set one of them")
-    spec = resolve_model(recipe.model, recipe_path)
+    spec = resolve_choice(recipe.model, recipe_path.parent)
     check_context(spec, recipe, settings)
     objective_for(recipe, spec)
     anatomy = inspect(spec)
@@ -192,23 +193,6 @@ def _read(path: Path) -> str:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def resolve_model(choice: ModelChoice, recipe_path: Path) -> ModelSpec:
-    """Resolve a recipe's model; a relative path counts from the working directory, then from the recipe."""
-    from fsdptool.source import resolve
-
-    reference = choice.reference
-    beside = recipe_path.parent / reference
-    if not Path(reference).exists() and beside.exists():
-        reference = str(beside)
-    return resolve(
-        reference,
-        revision=choice.revision,
-        component=choice.component,
-        trust_remote_code=choice.trust_remote_code,
-        overrides=choice.overrides or None,
-    )
-
-
 def _teacher(
     recipe: Recipe, settings: FsdpSettings, recipe_path: Path
 ) -> tuple[ModelSpec | None, UnitPlan | None]:
@@ -216,8 +200,9 @@ def _teacher(
         return None, None
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_teacher
+    from fsdptool.source import resolve_choice
 
-    spec = resolve_model(recipe.method.distillation.teacher, recipe_path)
+    spec = resolve_choice(recipe.method.distillation.teacher, recipe_path.parent)
     return spec, plan_teacher(inspect(spec), recipe, settings)
 
 

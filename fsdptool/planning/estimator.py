@@ -32,7 +32,7 @@ from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
-from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.units import UnitPlan
 
@@ -281,22 +281,11 @@ class Estimator:
         from fsdptool.modeling.units import plan_teacher
 
         if self._teacher is None:
-            self._teacher = _inspect_teacher(recipe.method.distillation.teacher)
+            from fsdptool.inspection import inspect
+            from fsdptool.source import resolve_choice
+
+            self._teacher = inspect(resolve_choice(recipe.method.distillation.teacher))
         return plan_teacher(self._teacher, recipe, settings)
-
-
-def _inspect_teacher(choice: ModelChoice) -> Anatomy:
-    from fsdptool.inspection import inspect
-    from fsdptool.source import resolve
-
-    spec = resolve(
-        choice.reference,
-        revision=choice.revision,
-        component=choice.component,
-        trust_remote_code=choice.trust_remote_code,
-        overrides=choice.overrides or None,
-    )
-    return inspect(spec)
 
 
 def _adapt(anatomy: Anatomy, recipe: Recipe) -> tuple[Anatomy, tuple[str, ...]]:

@@ -179,16 +179,9 @@ def describe_model(spec: ModelSpec, anatomy: Anatomy) -> dict[str, Any]:
 
 def _model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
     from fsdptool.inspection import inspect
-    from fsdptool.source import resolve
+    from fsdptool.source import resolve_choice
 
-    model = inputs.recipe.model
-    spec = resolve(
-        model.reference,
-        revision=model.revision,
-        component=model.component,
-        trust_remote_code=model.trust_remote_code,
-        overrides=model.overrides or None,
-    )
+    spec = resolve_choice(inputs.recipe.model)
     return spec, inspect(spec, wrap=inputs.wrap, exclude=inputs.exclude)
 
 

@@ -69,18 +69,16 @@ def _decay(value: float) -> float:
 
 def _beside(recipe: Recipe, path: Path) -> Recipe:
     """Relative model paths count from the working directory, then from the recipe (as ``train`` does)."""
+    from fsdptool.source import locate
 
-    def found(model: ModelChoice) -> ModelChoice:
-        near = path.parent / model.reference
-        if Path(model.reference).exists() or not near.exists():
-            return model
-        return replace(model, reference=str(near))
+    def located(model: ModelChoice) -> ModelChoice:
+        return replace(model, reference=locate(model.reference, path.parent))
 
     taught = recipe.method.distillation
     if taught is not None:
-        taught = replace(taught, teacher=found(taught.teacher))
+        taught = replace(taught, teacher=located(taught.teacher))
         recipe = replace(recipe, method=replace(recipe.method, distillation=taught))
-    return replace(recipe, model=found(recipe.model))
+    return replace(recipe, model=located(recipe.model))
 
 
 def _model(options: Options, model: ModelChoice) -> ModelChoice:

@@ -1,5 +1,5 @@
 """From a reference, as a person types it, to a :class:`~fsdptool.records.model.ModelSpec`. Torch-free."""
 
-from fsdptool.source.resolve import resolve
+from fsdptool.source.resolve import locate, resolve, resolve_choice
 
-__all__ = ["resolve"]
+__all__ = ["locate", "resolve", "resolve_choice"]

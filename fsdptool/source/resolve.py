@@ -12,6 +12,7 @@ from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec, Reference, ReferenceKind
+from fsdptool.records.recipe import ModelChoice
 from fsdptool.source import pipeline
 from fsdptool.source.files import read_json, safetensors_in
 from fsdptool.source.hub import HubFiles, looks_like_id
@@ -93,6 +94,34 @@ def resolve(
         spec = _from_hub(text, options)
     spec = replace(spec, diagnostics=(*options.findings, *spec.diagnostics))
     return _checked(spec, overrides or {})
+
+
+def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec:
+    """Resolve a recipe's model or teacher.
+
+    Args:
+        choice: What the recipe, a plan or a saved run says of the model.
+        folder: Where a relative path counts from if the working directory does not have it, usually
+            the recipe's folder.
+
+    Raises:
+        ReferenceError: The reference names nothing usable; the message says what and what next.
+        ModelError: Its configuration has sizes no model can have.
+    """
+    return resolve(
+        locate(choice.reference, folder),
+        revision=choice.revision,
+        component=choice.component,
+        trust_remote_code=choice.trust_remote_code,
+        overrides=choice.overrides,
+    )
+
+
+def locate(reference: str, folder: Path | None) -> str:
+    """Return ``reference`` as it resolves from ``folder``: a path there, unless it exists from here."""
+    if folder is None or exists(Path(reference)) or not exists(folder / reference):
+        return reference
+    return str(folder / reference)
 
 
 @dataclass(slots=True)

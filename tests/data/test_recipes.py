@@ -9,7 +9,7 @@ import pytest
 from fsdptool.config.recipe import read_recipe
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.launch.prepare import resolve_model
+from fsdptool.source import resolve_choice
 from fsdptool.training.data import build_batches, objective_of
 from fsdptool.training.data.places import with_places
 
@@ -38,13 +38,13 @@ def test_a_recipe_gives_the_batch_its_family_names(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # data beside the recipe is found from anywhere
     recipe = with_places(read_recipe(path), path)
-    spec = resolve_model(recipe.model, path)
+    spec = resolve_choice(recipe.model, path.parent)
     assert path.stem.endswith(recipe.method.name)
     assert 100_000 < inspect(spec).total_parameters < 10_000_000
     family = family_of(spec)
     assert objective_of(recipe, spec) in family.objectives()
     if recipe.method.distillation is not None:
-        teacher = resolve_model(recipe.method.distillation.teacher, path)
+        teacher = resolve_choice(recipe.method.distillation.teacher, path.parent)
         assert inspect(teacher).total_parameters > inspect(spec).total_parameters
     batches = build_batches(recipe, spec, rank=1, world=2, cache=cache)
     step = next(batches)

@@ -14,7 +14,8 @@ import pytest
 
 from fsdptool.errors import FsdptoolError, ModelError
 from fsdptool.errors import ReferenceError as BadReference
-from fsdptool.source import resolve
+from fsdptool.records.recipe import ModelChoice
+from fsdptool.source import resolve, resolve_choice
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -385,3 +386,24 @@ def test_no_network_is_found_out_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - started < 15
     assert shown.stderr.startswith("error: somebody/some-model has no configuration in the local cache")
     assert len(shown.stderr.splitlines()) == 2
+
+
+def test_a_choice_counts_from_here_and_then_from_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, recipes = tmp_path / "here", tmp_path / "recipes"
+    for folder, layers in ((here / "both", 1), (recipes / "both", 2), (recipes / "near", 3)):
+        folder.mkdir(parents=True)
+        config = {"model_type": "llama", "num_hidden_layers": layers}
+        (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(here)
+
+    def layers_of(reference: str, folder: Path | None, **fields: Any) -> Any:
+        return resolve_choice(ModelChoice(reference, **fields), folder).config["num_hidden_layers"]
+
+    assert layers_of("both", recipes) == 1
+    assert layers_of("near", recipes) == 3
+    assert layers_of(str(recipes / "both"), None) == 2
+    assert layers_of("near", recipes, overrides={"num_hidden_layers": 5}) == 5
+    with pytest.raises(BadReference, match="there is no file or folder"):
+        layers_of("./near", None)

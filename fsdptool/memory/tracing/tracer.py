@@ -12,7 +12,7 @@ from fsdptool.families.registry import family_digest
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import library_versions, tool_version
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 
@@ -49,7 +49,9 @@ def trace(
     """
     assumed: Profile = profile or ("cpu" if settings.use_cpu else "cuda")
     if recipe.method.distillation is not None and teacher is None:
-        teacher = _resolve(recipe.method.distillation.teacher)
+        from fsdptool.source import resolve_choice
+
+        teacher = resolve_choice(recipe.method.distillation.teacher)
     store = Store() if use_cache or refresh else None
     key = store.key(_parts(spec, recipe, settings, assumed, teacher, gloo)) if store is not None else ""
     if store is not None and not refresh:
@@ -62,18 +64,6 @@ def trace(
     if store is not None and made.known:
         store.put(KIND, key, to_json(made), about=f"{spec.model_class} of {spec.reference.id}")
     return made
-
-
-def _resolve(choice: ModelChoice) -> ModelSpec:
-    from fsdptool.source import resolve
-
-    return resolve(
-        choice.reference,
-        revision=choice.revision,
-        component=choice.component,
-        trust_remote_code=choice.trust_remote_code,
-        overrides=choice.overrides,
-    )
 
 
 def _decode(data: Any) -> Trace | None:
