@@ -128,7 +128,7 @@ def _merge(made: Emission, into: Path, force: bool, format: Format) -> bool:
     """Merge into a file after showing the difference; return False where that was not wanted."""
     from fsdptool.config.merge import merge_into
     from fsdptool.files.replace import replace_file
-    from fsdptool.report.diff import unified
+    from fsdptool.report.findings import unified
 
     merged = merge_into(into, made.settings)
     difference = unified(merged.before, merged.after)

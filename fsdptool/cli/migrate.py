@@ -74,7 +74,7 @@ def _migrate(files: list[Path], to: str | None, dialect: str | None) -> list[Mig
 
 def _show(changed: list[Migrated], diff: bool) -> None:
     from fsdptool.files.text import decode
-    from fsdptool.report.diff import unified
+    from fsdptool.report.findings import unified
 
     for result in changed:
         if diff:

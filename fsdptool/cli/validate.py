@@ -115,7 +115,7 @@ def _repair(reading: Reading, unsafe: bool, judged: dict[str, Any]) -> Repaired 
 
 
 def _show(repaired: list[Repaired | None]) -> bool:
-    from fsdptool.report.diff import unified
+    from fsdptool.report.findings import unified
 
     text = "".join(unified(result.before, result.after.text) for result in repaired if result is not None)
     sys.stdout.write(text)
@@ -163,7 +163,7 @@ def _print(verdict: Any, format: FindingFormat, quiet: bool) -> None:
 
         sys.stdout.write(json.dumps(sarif_document(verdict.readings), indent=2, ensure_ascii=False) + "\n")
     elif format is FindingFormat.GITHUB:
-        from fsdptool.report.github import render_github
+        from fsdptool.report.findings import render_github
 
         sys.stdout.write(render_github(verdict.readings, quiet=quiet))
     else:

@@ -11,7 +11,7 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.launch.failure import Failure
 from fsdptool.launch.prepare import Prepared
 from fsdptool.records.codec import to_json
-from fsdptool.records.plan import Candidate, NextStep
+from fsdptool.records.plan import Candidate, Suggestion
 from fsdptool.runs.folder import LOGS, write_json
 
 REPORT = f"{LOGS}/out-of-memory.json"
@@ -36,7 +36,7 @@ class Exhaustion:
     planned_bytes: int | None
     peak_moment: str | None
     peak_bytes: int | None
-    next_steps: tuple[NextStep, ...]
+    next_steps: tuple[Suggestion, ...]
 
 
 def account_for(prepared: Prepared, failure: Failure) -> Exhaustion | None:
@@ -81,13 +81,13 @@ def match_moment(seen: str, plan: Candidate | None) -> str | None:
     return next((name for name in named if name.startswith(phase)), None)
 
 
-def _next_steps(prepared: Prepared) -> tuple[NextStep, ...]:
+def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
     from fsdptool.inspection import inspect
     from fsdptool.planning.estimator import Estimator
     from fsdptool.planning.machine import machine_for
     from fsdptool.planning.request import PlanInputs
-    from fsdptool.planning.search_point import read_knobs
-    from fsdptool.planning.suggestions import climb
+    from fsdptool.planning.search_point import read_search_point
+    from fsdptool.planning.suggestions import suggest
     from fsdptool.records.cluster import Cluster
 
     profile: Literal["cuda", "cpu-gloo"] = "cuda" if prepared.device == "cuda" else "cpu-gloo"
@@ -101,10 +101,10 @@ def _next_steps(prepared: Prepared) -> tuple[NextStep, ...]:
     try:
         estimator = Estimator(prepared.spec, inspect(prepared.spec), recipe, settings, profile=profile)
         machine = machine_for(cluster.gpu)
-        knobs = read_knobs(recipe, settings, cluster)
-        asked = estimator.candidate("asked", knobs, cluster, machine)
+        point = read_search_point(recipe, settings, cluster)
+        requested = estimator.candidate("asked", point, cluster, machine)
         inputs = PlanInputs(recipe, settings, (cluster,), (machine,), profile=profile)
-        return climb(estimator, inputs, knobs, asked)
+        return suggest(estimator, inputs, point, requested)
     except FsdptoolError:
         return ()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.search_point import Knobs
+from fsdptool.planning.search_point import SearchPoint
 from fsdptool.planning.verdict import HEADROOM
+from fsdptool.records.anatomy import Parameter
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
@@ -18,13 +22,17 @@ from fsdptool.records.recipe import Recipe
 
 
 def advise(
-    estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candidate, chosen: Candidate | None
+    estimator: Estimator,
+    inputs: PlanInputs,
+    point: SearchPoint,
+    requested: Candidate,
+    chosen: Candidate | None,
 ) -> list[Diagnostic]:
     """Return what was assumed, what the trainer would refuse, and whether sharding is needed at all."""
     return [
         *_sizes(estimator.spec, inputs.recipe),
         *_packing(estimator.spec, inputs.recipe),
-        *_needless(estimator, inputs, knobs, asked, chosen),
+        *_needless(estimator, inputs, point, requested, chosen),
     ]
 
 
@@ -68,15 +76,19 @@ def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
 
 
 def _needless(
-    estimator: Estimator, inputs: PlanInputs, knobs: Knobs, asked: Candidate, chosen: Candidate | None
+    estimator: Estimator,
+    inputs: PlanInputs,
+    point: SearchPoint,
+    requested: Candidate,
+    chosen: Candidate | None,
 ) -> list[Diagnostic]:
     """Return advice on whether sharding is needed at all.
 
     The model, its gradients and its optimizer on one GPU with the asked micro-batch: if that fits
     with room for DDP's gradient buckets, DDP trains it with less communication.
     """
-    cluster = inputs.clusters[knobs.cluster]
-    if cluster.gpu is None or asked.device_total_bytes is None or chosen is None:
+    cluster = inputs.clusters[point.cluster]
+    if cluster.gpu is None or requested.device_total_bytes is None or chosen is None:
         return []
     if cluster.world_size == 1:
         return [
@@ -89,17 +101,17 @@ def _needless(
         ]
     alone = replace(cluster, gpus_per_node=1, nodes=1)
     single = replace(
-        knobs,
+        point,
         dp_replicate=1,
         dp_shard=1,
         cp=1,
-        reshard_after_forward=bool(knobs.reshard_after_forward),
+        reshard_after_forward=bool(point.reshard_after_forward),
         prefetch=1,
         cpu_offload=False,
     )
     try:
         judged = estimator.candidate(
-            "single", single, alone, inputs.machines[knobs.cluster], detail=False, replay=True
+            "single", single, alone, inputs.machines[point.cluster], detail=False, replay=True
         )
     except FsdptoolError:
         return []
@@ -118,3 +130,47 @@ def _needless(
             help="DDP communicates a third less; use FSDP for larger batches or models, not for fit",
         )
     ]
+
+
+_LISTED = re.compile(r"\.experts\.(\d+)\.")
+
+
+def experts_of(parameters: Iterable[Parameter]) -> int | None:
+    """Return how many experts a layer routes tokens to, or None if it has none.
+
+    Fused experts are stacked in one tensor below an ``experts`` module; others are listed there.
+    """
+    count = 0
+    for parameter in parameters:
+        listed = _LISTED.search(f".{parameter.fqn}")
+        if listed is not None:
+            count = max(count, int(listed[1]) + 1)
+        elif ".experts." in f".{parameter.fqn}" and len(parameter.shape) == 3:
+            count = max(count, parameter.shape[0])
+    return count if count > 1 else None
+
+
+def routing(parameters: Iterable[Parameter], candidate: Candidate) -> dict[str, Any] | None:
+    """Return the allocated peak under balanced and under the worst routing, and why; None without experts.
+
+    A trace runs without values, so what it holds cannot depend on which expert a token goes to: the
+    products of all routed tokens are grouped, or every expert has room for a fixed number of them. A
+    model that loops over the experts it hits cannot be traced, and both figures are unknown.
+    """
+    count = experts_of(parameters)
+    if count is None:
+        return None
+    peak = candidate.allocated_peak_bytes
+    if peak is None:
+        reason = "what each expert gets decides the sizes of its products, which cannot be known in advance"
+    else:
+        reason = "all routed tokens are computed together, in buffers whose size no routing changes"
+    return {"experts": count, "balanced_bytes": peak, "worst_case_bytes": peak, "reason": reason}
+
+
+def routing_note(told: Mapping[str, Any]) -> str:
+    """Return :func:`routing` in one line."""
+    return (
+        f"{told['experts']} experts: balanced routing peaks at {amount(told['balanced_bytes'])} allocated,"
+        f" the worst at {amount(told['worst_case_bytes'])}: {told['reason']}"
+    )

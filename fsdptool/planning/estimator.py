@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.layout import group
-from fsdptool.planning.allocator_settings import expands, workspaces
 from fsdptool.planning.compute_time import (
     Cost,
     exchanged_bytes,
@@ -15,9 +14,9 @@ from fsdptool.planning.compute_time import (
     peak_flops,
     unit_costs,
 )
-from fsdptool.planning.machine import Machine, machine_for
+from fsdptool.planning.machine import Machine, expands, machine_for, workspaces
 from fsdptool.planning.overlap import Stage
-from fsdptool.planning.search_point import Knobs, apply_knobs, read_knobs, resolve_mesh
+from fsdptool.planning.search_point import SearchPoint, apply_search_point, read_search_point, resolve_mesh
 from fsdptool.planning.step_time import (
     Timing,
     Traffic,
@@ -26,7 +25,7 @@ from fsdptool.planning.step_time import (
     model_states,
     time_candidate,
 )
-from fsdptool.planning.verdict import Judgement, judge
+from fsdptool.planning.verdict import FitCheck, check_fit
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.footprint import Footprint
@@ -75,8 +74,8 @@ def predict(
     """
     cluster = cluster if cluster is not None else Cluster(None, settings.num_processes or 1)
     estimator = Estimator(spec, anatomy, recipe, settings, profile=profile)
-    knobs = read_knobs(recipe, settings, cluster)
-    return estimator.candidate("asked", knobs, cluster, machine or machine_for(cluster.gpu))
+    point = read_search_point(recipe, settings, cluster)
+    return estimator.candidate("asked", point, cluster, machine or machine_for(cluster.gpu))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ class Estimator:
     def candidate(
         self,
         id: str,
-        knobs: Knobs,
+        point: SearchPoint,
         cluster: Cluster,
         machine: Machine,
         *,
@@ -136,10 +135,10 @@ class Estimator:
         """
         from fsdptool.memory import foresee
 
-        recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
-        trace = self._trace(_trace_key(knobs), recipe, settings)
+        recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
+        trace = self._trace(_trace_key(point), recipe, settings)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
-        held = self._hold(knobs, recipe, settings, mesh)
+        held = self._hold(point, recipe, settings, mesh)
         footprint = foresee(
             trace,
             held.memory,
@@ -154,21 +153,21 @@ class Estimator:
         self.unknowns |= dict.fromkeys(footprint.unknowns)
         if footprint.confidence != "verified":
             self.confidence = "unverified"
-        verdict = judge(footprint, knobs, cluster, machine)
+        verdict = check_fit(footprint, point, cluster, machine)
         timing = None
         worked = trace
         if cluster.gpu is not None:
             # Ranks share the work of the whole sequence, whose attention grows with its square.
-            if knobs.cp > 1:
+            if point.cp > 1:
                 self.notes[_CONTEXT_PARALLEL] = None
                 alone = replace(settings, mesh=replace(settings.mesh, cp=1))
-                worked = self._trace(_trace_key(replace(knobs, cp=1)), recipe, alone)
+                worked = self._trace(_trace_key(replace(point, cp=1)), recipe, alone)
             if worked.known and trace.known:
-                timing = self._time(knobs, held, trace, worked, recipe, mesh, cluster, cluster.gpu, machine)
-        made = _assemble(id, knobs, cluster, footprint, verdict, timing)
-        if not worked.known or (knobs.cp > 1 and worked is trace):
+                timing = self._time(point, held, trace, worked, recipe, mesh, cluster, cluster.gpu, machine)
+        made = _assemble(id, point, cluster, footprint, verdict, timing)
+        if not worked.known or (point.cp > 1 and worked is trace):
             return made
-        flops = self._work(worked) * (recipe.batch.accumulation * cluster.world_size // knobs.cp)
+        flops = self._work(worked) * (recipe.batch.accumulation * cluster.world_size // point.cp)
         if cluster.gpu is None:
             return replace(made, step_flops=flops)
         peak = peak_flops(cluster.gpu, worked.compute_dtype)
@@ -179,7 +178,7 @@ class Estimator:
 
     def _time(
         self,
-        knobs: Knobs,
+        point: SearchPoint,
         held: _Held,
         trace: Trace,
         worked: Trace,
@@ -193,14 +192,14 @@ class Estimator:
 
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
-            where = (name, knobs.layout, knobs.wrap_policy, knobs.wrap_classes)
-            key = (*where, _trace_key(replace(knobs, cp=1)), gpu.name, machine.name)
+            where = (name, point.layout, point.wrap_policy, point.wrap_classes)
+            key = (*where, _trace_key(replace(point, cp=1)), gpu.name, machine.name)
             if key not in self._costs:
                 self._costs[key] = unit_costs(module_costs(whole, gpu, machine), whole.repeats, plan)
             shared = None
-            if knobs.cp > 1:
+            if point.cp > 1:
                 shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
-            return fill(traffic, self._costs[key], knobs.cp, shared)
+            return fill(traffic, self._costs[key], point.cp, shared)
 
         student = stages(held.traffic, held.memory.rank.plan, trace, worked, "student")
         teacher: list[Stage] = []
@@ -216,14 +215,14 @@ class Estimator:
             self._flops[id(trace)] = model_flops(trace)
         return self._flops[id(trace)]
 
-    def states(self, knobs: Knobs, cluster: Cluster) -> dict[str, int]:
+    def states(self, point: SearchPoint, cluster: Cluster) -> dict[str, int]:
         """Return the bytes one rank keeps for the model by kind: what the rule-of-thumb tables give.
 
         Gradients are those of a whole step; at the peak fewer may be alive.
         """
-        recipe, settings = apply_knobs(knobs, self.recipe, self.settings, cluster)
+        recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         mesh = resolve_mesh(settings.mesh, cluster.world_size)
-        return model_states(self._hold(knobs, recipe, settings, mesh).memory.rank)
+        return model_states(self._hold(point, recipe, settings, mesh).memory.rank)
 
     def _trace(self, key: Key, recipe: Recipe, settings: FsdpSettings) -> Trace:
         if key not in self._traces:
@@ -234,22 +233,22 @@ class Estimator:
             self.notes |= dict.fromkeys(made.notes)
         return self._traces[key]
 
-    def _hold(self, knobs: Knobs, recipe: Recipe, settings: FsdpSettings, mesh: Mesh) -> _Held:
+    def _hold(self, point: SearchPoint, recipe: Recipe, settings: FsdpSettings, mesh: Mesh) -> _Held:
         """Return what a rank holds and moves: worked out once for all that only differs in micro-batches."""
         from fsdptool.memory import prepared
 
         grouped = (
-            knobs.layout,
-            knobs.wrap_policy,
-            knobs.wrap_classes,
-            knobs.checkpointing,
-            knobs.reshard_after_forward,
-            type(knobs.reshard_after_forward),
-            knobs.cpu_offload,
-            knobs.prefetch,
-            knobs.reduce_dtype,
+            point.layout,
+            point.wrap_policy,
+            point.wrap_classes,
+            point.checkpointing,
+            point.reshard_after_forward,
+            type(point.reshard_after_forward),
+            point.cpu_offload,
+            point.prefetch,
+            point.reduce_dtype,
         )
-        key = (*grouped, mesh.shard_degree, knobs.optimizer_implementation)
+        key = (*grouped, mesh.shard_degree, point.optimizer_implementation)
         if key not in self._ranks:
             if grouped not in self._units:
                 self._units[grouped] = self._plan_units(recipe, settings)
@@ -300,18 +299,18 @@ def _adapt(anatomy: Anatomy, recipe: Recipe) -> tuple[Anatomy, tuple[str, ...]]:
     return anatomy_of_live(model, anatomy), tuple(replicated_names(model, recipe))
 
 
-def _trace_key(knobs: Knobs) -> Key:
+def _trace_key(point: SearchPoint) -> Key:
     """Wrap classes matter only where blocks are recomputed."""
-    wrapped = () if knobs.checkpointing == "none" else (knobs.wrap_policy, knobs.wrap_classes)
-    return knobs.micro_batch, knobs.checkpointing, knobs.layout, knobs.cp, wrapped
+    wrapped = () if point.checkpointing == "none" else (point.wrap_policy, point.wrap_classes)
+    return point.micro_batch, point.checkpointing, point.layout, point.cp, wrapped
 
 
 def _assemble(
     id: str,
-    knobs: Knobs,
+    point: SearchPoint,
     cluster: Cluster,
     footprint: Footprint,
-    verdict: Judgement,
+    verdict: FitCheck,
     timing: Timing | None,
 ) -> Candidate:
     price = None
@@ -321,7 +320,7 @@ def _assemble(
     step = timing.step if timing is not None else None
     return Candidate(
         id=id,
-        settings=knobs.to_json(),
+        settings=point.to_json(),
         allocated_peak_bytes=footprint.allocated_peak_bytes,
         reserved_peak_bytes=footprint.reserved_peak_bytes,
         device_total_bytes=verdict.device_total_bytes,

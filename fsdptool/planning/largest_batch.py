@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.limits import MAX_TOKENS
 from fsdptool.planning.options import PlanInputs
+from fsdptool.planning.requested_recipe import MAX_TOKENS
 from fsdptool.planning.search import roomy
-from fsdptool.planning.search_point import Knobs
+from fsdptool.planning.search_point import SearchPoint
 from fsdptool.records.plan import Candidate
 
 _LIMIT = 1 << 16
@@ -20,10 +20,10 @@ _LIMIT = 1 << 16
 def largest_batch(
     estimator: Estimator,
     inputs: PlanInputs,
-    asked: Sequence[Knobs],
+    requested: Sequence[SearchPoint],
     *,
     progress: Callable[[str], None] | None = None,
-) -> tuple[list[Knobs], list[dict[str, Any]]]:
+) -> tuple[list[SearchPoint], list[dict[str, Any]]]:
     """Return the asked knobs with the largest micro-batch that fits with headroom, per cluster.
 
     Memory is close to affine in the micro-batch, so a line through two traces points at the answer
@@ -33,13 +33,13 @@ def largest_batch(
         The knobs (unchanged where nothing fits), and what was tried as plain data.
     """
     results, told = [], []
-    for knobs in asked:
+    for point in requested:
         tried: dict[int, Candidate] = {}
-        best = _search(estimator, inputs, knobs, tried, progress)
-        results.append(knobs if best is None else replace(knobs, micro_batch=best))
+        best = _search(estimator, inputs, point, tried, progress)
+        results.append(point if best is None else replace(point, micro_batch=best))
         told.append(
             {
-                "cluster": knobs.cluster,
+                "cluster": point.cluster,
                 "micro_batch": best,
                 "tried": {str(size): c.device_total_bytes for size, c in sorted(tried.items())},
             }
@@ -50,7 +50,7 @@ def largest_batch(
 def _search(
     estimator: Estimator,
     inputs: PlanInputs,
-    knobs: Knobs,
+    point: SearchPoint,
     tried: dict[int, Candidate],
     progress: Callable[[str], None] | None,
 ) -> int | None:
@@ -58,10 +58,10 @@ def _search(
         if size not in tried:
             if progress is not None:
                 progress(f"trying micro-batch {size}")
-            point = replace(knobs, micro_batch=size)
-            place = knobs.cluster
+            trial = replace(point, micro_batch=size)
+            place = point.cluster
             tried[size] = estimator.candidate(
-                f"b{size}", point, inputs.clusters[place], inputs.machines[place], detail=False, replay=True
+                f"b{size}", trial, inputs.clusters[place], inputs.machines[place], detail=False, replay=True
             )
         return tried[size].rejected_by is None and roomy(tried[size])
 

@@ -9,19 +9,22 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.formatting import amount
-from fsdptool.planning.advice import advise
+from fsdptool.planning.advice import advise, routing, routing_note
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.largest_batch import largest_batch
-from fsdptool.planning.limits import check_sizes
-from fsdptool.planning.moe_routing import routing, routing_note
-from fsdptool.planning.notebook import ShownPlan, shown
 from fsdptool.planning.options import Options, PlanInputs, Request
-from fsdptool.planning.plan_document import inputs_of
+from fsdptool.planning.plan_document import ShownPlan, inputs_of, shown
 from fsdptool.planning.request import read_request
-from fsdptool.planning.search import Weighed, roomy, weigh
-from fsdptool.planning.search_point import Knobs, apply_knobs, knobs_from_json, read_knobs
-from fsdptool.planning.suggestions import climb
+from fsdptool.planning.requested_recipe import check_sizes
+from fsdptool.planning.search import SearchResult, roomy, run_search
+from fsdptool.planning.search_point import (
+    SearchPoint,
+    apply_search_point,
+    read_search_point,
+    search_point_from_json,
+)
+from fsdptool.planning.suggestions import suggest
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster
@@ -29,7 +32,7 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import digest
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.plan import Candidate, NextStep, Plan
+from fsdptool.records.plan import Candidate, Plan, Suggestion
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 
@@ -86,7 +89,7 @@ def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:
     """
     inputs = request.inputs
     check_sizes(inputs.recipe)
-    _asked(inputs)  # contradictions between sizes are told before anything is built
+    _requested_points(inputs)  # contradictions between sizes are told before anything is built
     spec, anatomy = _model(inputs)
     _check_model(spec, anatomy, inputs.recipe)
     found = [*request.diagnostics, *_grave(spec.diagnostics)]
@@ -112,23 +115,23 @@ def search(
     Raises:
         PlanError: The inputs contradict each other.
     """
-    asked = _asked(inputs)
+    requested = _requested_points(inputs)
     inputs = replace(inputs, model=describe_model(spec, anatomy))
     profile: Any = inputs.profile
     estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings, profile=profile)
     extra: dict[str, Any] = {}
     if inputs.max_batch:
-        asked, extra["max_batch"] = largest_batch(estimator, inputs, asked, progress=progress)
-    weighed = weigh(estimator, inputs, asked, progress=progress)
+        requested, extra["max_batch"] = largest_batch(estimator, inputs, requested, progress=progress)
+    result = run_search(estimator, inputs, requested, progress=progress)
     found = [*diagnostics, *_grave(anatomy.diagnostics)]
-    return _conclude(estimator, inputs, asked, weighed, found, extra)
+    return _conclude(estimator, inputs, requested, result, found, extra)
 
 
-def _asked(inputs: PlanInputs) -> list[Knobs]:
+def _requested_points(inputs: PlanInputs) -> list[SearchPoint]:
     """Where the person stands on each cluster; further offers size the sharded dimension themselves."""
     free = replace(inputs.settings, mesh=replace(inputs.settings.mesh, dp_shard=None))
     return [
-        read_knobs(inputs.recipe, free if index else inputs.settings, cluster, index)
+        read_search_point(inputs.recipe, free if index else inputs.settings, cluster, index)
         for index, cluster in enumerate(inputs.clusters)
     ]
 
@@ -140,9 +143,9 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
     """
     inputs = inputs_of(plan)
     candidate = chosen_candidate(plan)
-    knobs = knobs_from_json(candidate.settings)
-    cluster = inputs.clusters[knobs.cluster]
-    recipe, settings = apply_knobs(knobs, inputs.recipe, inputs.settings, cluster)
+    point = search_point_from_json(candidate.settings)
+    cluster = inputs.clusters[point.cluster]
+    recipe, settings = apply_search_point(point, inputs.recipe, inputs.settings, cluster)
     return recipe, settings, cluster
 
 
@@ -208,53 +211,53 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
 def _conclude(
     estimator: Estimator,
     inputs: PlanInputs,
-    asked: Sequence[Knobs],
-    weighed: Weighed,
+    requested: Sequence[SearchPoint],
+    result: SearchResult,
     diagnostics: list[Diagnostic],
     extra: dict[str, Any],
 ) -> Plan:
-    by_id = {candidate.id: candidate for candidate in weighed.candidates}
-    first = by_id[weighed.asked[0]]
-    chosen = by_id.get(weighed.chosen) if weighed.chosen is not None else None
-    steps: tuple[NextStep, ...] = ()
+    by_id = {candidate.id: candidate for candidate in result.candidates}
+    first = by_id[result.requested[0]]
+    chosen = by_id.get(result.chosen) if result.chosen is not None else None
+    steps: tuple[Suggestion, ...] = ()
     verdict = "fits"
     if chosen is None:
-        unknown = any(candidate.device_total_bytes is None for candidate in weighed.candidates)
+        unknown = any(candidate.device_total_bytes is None for candidate in result.candidates)
         verdict = "unknown" if unknown or first.usable_bytes is None else "does_not_fit"
     elif not chosen.timeline:
         # Searches keep timelines for few; the chosen one's is the answer.
-        knobs = knobs_from_json(chosen.settings)
-        place = knobs.cluster
-        full = estimator.candidate(chosen.id, knobs, inputs.clusters[place], inputs.machines[place])
-        weighed = replace(
-            weighed,
-            candidates=tuple(full if c.id == chosen.id else c for c in weighed.candidates),
+        point = search_point_from_json(chosen.settings)
+        place = point.cluster
+        full = estimator.candidate(chosen.id, point, inputs.clusters[place], inputs.machines[place])
+        result = replace(
+            result,
+            candidates=tuple(full if c.id == chosen.id else c for c in result.candidates),
         )
         chosen = full
     if verdict == "does_not_fit" or (first.rejected_by or "").startswith(("memory", "host")):
-        steps = climb(estimator, inputs, asked[0], first)
+        steps = suggest(estimator, inputs, requested[0], first)
     diagnostics += _remarks(inputs, first, chosen)
-    diagnostics += advise(estimator, inputs, asked[0], first, chosen)
-    shown_knobs = knobs_from_json((chosen or first).settings)
+    diagnostics += advise(estimator, inputs, requested[0], first, chosen)
+    shown_point = search_point_from_json((chosen or first).settings)
     experts = routing(estimator.anatomy.parameters, chosen or first)
     if experts is not None:
         estimator.notes[routing_note(experts)] = None
         extra = {**extra, "routing": experts}
     details = {
-        "asked": list(weighed.asked),
-        "front": list(weighed.front),
+        "asked": list(result.requested),
+        "front": list(result.front),
         "model": dict(inputs.model),
         "clusters": [describe(cluster) for cluster in inputs.clusters],
         "notes": list(estimator.notes),
-        "states": estimator.states(shown_knobs, inputs.clusters[shown_knobs.cluster]),
+        "states": estimator.states(shown_point, inputs.clusters[shown_point.cluster]),
         "headroom": HEADROOM,
-        "searched": len(weighed.candidates),
+        "searched": len(result.candidates),
         **extra,
     }
     return Plan(
         verdict=verdict,  # type: ignore[arg-type]  # one of the three above
         chosen=chosen.id if chosen is not None else None,
-        candidates=weighed.candidates,
+        candidates=result.candidates,
         next_steps=steps,
         inputs=to_json(inputs),
         confidence=estimator.confidence,
@@ -264,7 +267,7 @@ def _conclude(
     )
 
 
-def _remarks(inputs: PlanInputs, asked: Candidate, chosen: Candidate | None) -> list[Diagnostic]:
+def _remarks(inputs: PlanInputs, requested: Candidate, chosen: Candidate | None) -> list[Diagnostic]:
     found = []
     precision = inputs.settings.mixed_precision
     for gpu in {c.gpu.name: c.gpu for c in inputs.clusters if c.gpu is not None}.values():
@@ -293,16 +296,16 @@ def _remarks(inputs: PlanInputs, asked: Candidate, chosen: Candidate | None) -> 
         )
     if (
         chosen is not None
-        and asked.rejected_by
-        and asked.id != chosen.id
-        and asked.rejected_by.startswith("memory")
+        and requested.rejected_by
+        and requested.id != chosen.id
+        and requested.rejected_by.startswith("memory")
     ):
         found.append(
             Diagnostic(
                 "PLN004",
                 "info",
-                f"as asked it does not fit ({asked.rejected_by}); {chosen.id} does",
-                help="--no-search judges exactly what you asked",
+                f"as requested it does not fit ({requested.rejected_by}); {chosen.id} does",
+                help="--no-search evaluates exactly what you requested",
             )
         )
     if any(c.nodes > 1 and c.inter_node_bandwidth is None and c.gpu is not None for c in inputs.clusters):

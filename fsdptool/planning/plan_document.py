@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,19 @@ def inputs_of(plan: Plan) -> PlanInputs:
         return from_json(PlanInputs, plan.inputs, where="inputs")
     except ConfigError as error:
         raise PlanError(error.message, help="make the plan anew with fsdptool plan") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPlan(Plan):
+    """A :class:`~fsdptool.records.plan.Plan` that shows itself in a notebook."""
+
+    def _repr_html_(self) -> str:
+        """Return the page ``plan -o plan.html`` writes, in a frame of its own."""
+        from fsdptool.report.html import plan_fragment
+
+        return plan_fragment(plan_document(self))
+
+
+def shown(plan: Plan) -> ShownPlan:
+    """Return the same plan with its notebook representation."""
+    return ShownPlan(**{field.name: getattr(plan, field.name) for field in fields(Plan)})

@@ -15,8 +15,7 @@ from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_si
 from fsdptool.planning.gpu_catalogue import find_gpu
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.options import PROFILES, Options, PlanInputs, Request
-from fsdptool.planning.requested_recipe import asked_recipe
-from fsdptool.planning.spelling import choice, given, one_of
+from fsdptool.planning.requested_recipe import build_recipe, choice, given, one_of
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.settings import FsdpSettings
@@ -30,7 +29,7 @@ def read_request(options: Options) -> Request:
         ConfigError: A recipe or configuration file cannot be used.
     """
     wanted = one_of("profile", options.profile, PROFILES) if options.profile is not None else None
-    recipe = asked_recipe(options)
+    recipe = build_recipe(options)
     settings, found = _settings(options, wanted)
     profile = wanted or _own_profile(options, settings)
     offers = _offers(options, settings, profile)
@@ -66,7 +65,7 @@ def _search_scope(options: Options, profile: str) -> str:
     return "wide" if options.search else "none"
 
 
-_KNOBS = {
+_CLOSED_BY_OPTION = {
     "micro_batch": ("micro_batch", "accumulation"),
     "accumulation": ("micro_batch", "accumulation"),
     "checkpointing": ("checkpointing",),
@@ -82,23 +81,23 @@ _KNOBS = {
 }
 """Option to the knobs it closes."""
 
-_FILE_KNOBS = ("reshard_after_forward", "mesh", "cp", "cpu_offload", "wrap", "checkpointing")
+_CLOSED_BY_CONFIG = ("reshard_after_forward", "mesh", "cp", "cpu_offload", "wrap", "checkpointing")
 """What an accelerate YAML decides (DESIGN decision 3)."""
 
-_RECIPE_KNOBS = ("micro_batch", "accumulation", "optimizer_implementation", "prefetch", "gradients")
+_CLOSED_BY_RECIPE = ("micro_batch", "accumulation", "optimizer_implementation", "prefetch", "gradients")
 
 
 def _fixed(options: Options) -> tuple[str, ...]:
     """Return the closed knobs: given as options, or, unless a search was asked for, by a file."""
     closed = {
         knob
-        for option, knobs in _KNOBS.items()
-        for knob in knobs
+        for option, point in _CLOSED_BY_OPTION.items()
+        for knob in point
         if getattr(options, option) not in (None, ())
     }
     if not options.search:
-        closed |= set(_FILE_KNOBS) if options.config is not None else set()
-        closed |= set(_RECIPE_KNOBS) if options.recipe is not None else set()
+        closed |= set(_CLOSED_BY_CONFIG) if options.config is not None else set()
+        closed |= set(_CLOSED_BY_RECIPE) if options.recipe is not None else set()
     return tuple(sorted(closed))
 
 

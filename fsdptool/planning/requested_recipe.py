@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
+from fsdptool.config.recipe_ranges import MAX_RANK
 from fsdptool.errors import PlanError
 from fsdptool.planning.options import Options
 from fsdptool.planning.search_point import split_checkpointing
-from fsdptool.planning.spelling import choice, given, one_of
 from fsdptool.records.recipe import (
     Batch,
     Checkpointing,
@@ -22,7 +23,7 @@ from fsdptool.records.recipe import (
 )
 
 
-def asked_recipe(options: Options) -> Recipe:
+def build_recipe(options: Options) -> Recipe:
     """Return the recipe; options win over the file.
 
     Raises:
@@ -170,3 +171,82 @@ def _sharding(options: Options, recipe: Recipe) -> Sharding:
         chosen = None if plain else replace(kept, mode=mode, every_n=every_n)
         sharding = replace(sharding, checkpointing=chosen)
     return sharding
+
+
+R = TypeVar("R")
+
+
+def given(record: R, **values: Any) -> R:
+    """Return ``record`` with the values that are not None."""
+    changed = {name: value for name, value in values.items() if value is not None}
+    return replace(record, **changed) if changed else record  # type: ignore[type-var]
+
+
+def choice(name: str, value: str | None, choices: tuple[str, ...]) -> Any:
+    """Return what :func:`one_of` returns; None stays None.
+
+    Raises:
+        PlanError: The value is none of the choices.
+    """
+    return None if value is None else one_of(name, value, choices)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> Any:
+    """Return the choice ``value`` spells, forgiving case and dashes.
+
+    Raises:
+        PlanError: It is none of them.
+    """
+    spelled = {choice.replace("-", "_").lower(): choice for choice in choices}
+    found = spelled.get(value.replace("-", "_").lower())
+    if found is None:
+        raise PlanError(f"{name} {value!r} is not known", help=f"choose one of: {', '.join(choices)}")
+    return found
+
+
+MAX_SIZE = 1 << 40
+"""Samples x positions or pixels of a micro-batch beyond which byte counts no longer mean anything."""
+
+MAX_TOKENS = 1 << 24
+"""Tokens of a micro-batch: sixteen million. Losses run over them in chunks, a trace through every one."""
+
+
+def check_sizes(recipe: Recipe) -> None:
+    """Refuse sizes no memory arithmetic can mean.
+
+    Raises:
+        PlanError: The micro-batch holds more positions, pixels or samples than anything could, or an
+            adapter's rank is larger than any layer.
+    """
+    lora = recipe.method.lora
+    if lora is not None and lora.rank > MAX_RANK:
+        raise PlanError(
+            f"LoRA rank {lora.rank:,} is larger than any layer is wide",
+            help="ranks of 8 to 256 are usual",
+        )
+    batch = recipe.batch
+    sizes = {
+        "micro-batch": batch.micro_batch,
+        "sequence length": batch.sequence_length,
+        "height": batch.height,
+        "width": batch.width,
+        "frames": batch.frames,
+    }
+    total = 1
+    for name, size in sizes.items():
+        if size is not None and size > MAX_SIZE:
+            raise PlanError(
+                f"{name} {size:,} is too large for memory arithmetic", help="check for a typing error"
+            )
+        total *= size or 1
+    tokens = batch.micro_batch * (batch.sequence_length or 1)
+    if tokens > MAX_TOKENS and total <= MAX_SIZE:
+        raise PlanError(
+            f"{tokens:,} tokens in one forward are too many for one rank",
+            help="check for a typing error, or accumulate smaller micro-batches",
+        )
+    if total > MAX_SIZE:
+        parts = " x ".join(f"{name} {size:,}" for name, size in sizes.items() if size is not None)
+        raise PlanError(
+            f"{parts} = {total:,} is too large for memory arithmetic", help="check for a typing error"
+        )

@@ -10,7 +10,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.search_point import Knobs, knobs_from_json
+from fsdptool.planning.search_point import SearchPoint, search_point_from_json
 from fsdptool.planning.search_space import enumerate_space
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate
@@ -26,22 +26,22 @@ SAME = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class SearchResult:
     """Every candidate, the asked ones (one per cluster) first; ``chosen`` is an id or None."""
 
     candidates: tuple[Candidate, ...]
     chosen: str | None
     front: tuple[str, ...]
-    asked: tuple[str, ...]
+    requested: tuple[str, ...]
 
 
-def weigh(
+def run_search(
     estimator: Estimator,
     inputs: PlanInputs,
-    asked: Sequence[Knobs],
+    requested: Sequence[SearchPoint],
     *,
     progress: Progress | None = None,
-) -> Weighed:
+) -> SearchResult:
     """Judge what was asked and, if a search is wanted, every configuration around it.
 
     Args:
@@ -51,16 +51,16 @@ def weigh(
         progress: Called with a line now and then.
     """
     candidates: list[Candidate] = []
-    asked_ids: list[str] = []
-    for knobs in asked:
-        cluster, machine = inputs.clusters[knobs.cluster], inputs.machines[knobs.cluster]
-        name = "asked" if len(asked) == 1 else f"asked{knobs.cluster}"
-        asked_ids.append(name)
-        space = [knobs]
+    requested_ids: list[str] = []
+    for point in requested:
+        cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
+        name = "asked" if len(requested) == 1 else f"asked{point.cluster}"
+        requested_ids.append(name)
+        space = [point]
         if inputs.search != "none":
             space = list(
                 enumerate_space(
-                    knobs,
+                    point,
                     cluster,
                     estimator.anatomy,
                     fixed=inputs.fixed,
@@ -70,60 +70,60 @@ def weigh(
                 )
             )
         whole = False
-        for point in space:
-            if whole and point.cp != knobs.cp:
+        for option in space:
+            if whole and option.cp != point.cp:
                 continue
-            label = name if point == knobs else f"c{len(candidates):04d}"
+            label = name if option == point else f"c{len(candidates):04d}"
             if progress is not None and len(candidates) % 100 == 99:
                 progress(f"weighed {len(candidates) + 1} configurations")
             try:
-                candidates.append(estimator.candidate(label, point, cluster, machine, detail=label == name))
+                candidates.append(estimator.candidate(label, option, cluster, machine, detail=label == name))
             except ConfigError:
                 # Sequences that cannot be split over ranks are no candidates; asked for, they are an error.
-                if point.cp == knobs.cp:
+                if option.cp == point.cp:
                     raise
                 whole = True
-    return _settle(estimator, inputs, candidates, asked_ids)
+    return _settle(estimator, inputs, candidates, requested_ids)
 
 
 def _settle(
-    estimator: Estimator, inputs: PlanInputs, candidates: list[Candidate], asked: list[str]
-) -> Weighed:
+    estimator: Estimator, inputs: PlanInputs, candidates: list[Candidate], requested: list[str]
+) -> SearchResult:
     """Choose, replaying the caching allocator for what matters: the chosen one and the front.
 
     A replay may show that the choice does not fit after all, or leaves too little free; then the next
     one is looked at. What is chosen in the end has been replayed, and has its timeline.
     """
-    replayed, detailed = set(asked), set(asked)
+    replayed, detailed = set(requested), set(requested)
     place = {candidate.id: index for index, candidate in enumerate(candidates)}
-    weighed = choose(candidates, asked, prefer=inputs.prefer)
+    result = choose(candidates, requested, prefer=inputs.prefer)
     for left in range(_REPLAYS, -1, -1):
         if left == 0:
-            weighed = choose(candidates, asked, prefer=inputs.prefer, among=replayed)
-        wanted = [name for name in (weighed.chosen,) if name and name not in detailed]
-        wanted += [name for name in weighed.front[:_FRONT] if name not in replayed]
-        if not wanted or (left == 0 and wanted[0] != weighed.chosen):
+            result = choose(candidates, requested, prefer=inputs.prefer, among=replayed)
+        wanted = [name for name in (result.chosen,) if name and name not in detailed]
+        wanted += [name for name in result.front[:_FRONT] if name not in replayed]
+        if not wanted or (left == 0 and wanted[0] != result.chosen):
             break
         name = wanted[0]
-        knobs = knobs_from_json(candidates[place[name]].settings)
-        cluster, machine = inputs.clusters[knobs.cluster], inputs.machines[knobs.cluster]
-        detail = name == weighed.chosen
+        point = search_point_from_json(candidates[place[name]].settings)
+        cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
+        detail = name == result.chosen
         candidates[place[name]] = estimator.candidate(
-            name, knobs, cluster, machine, detail=detail, replay=True
+            name, point, cluster, machine, detail=detail, replay=True
         )
         replayed.add(name)
         detailed |= {name} if detail else set()
-        weighed = choose(candidates, asked, prefer=inputs.prefer, among=replayed if left == 0 else None)
-    return weighed
+        result = choose(candidates, requested, prefer=inputs.prefer, among=replayed if left == 0 else None)
+    return result
 
 
 def choose(
     candidates: Sequence[Candidate],
-    asked: Sequence[str],
+    requested: Sequence[str],
     *,
     prefer: str = "speed",
     among: Collection[str] | None = None,
-) -> Weighed:
+) -> SearchResult:
     """Choose the fastest (or cheapest) candidate that fits with headroom; deterministic.
 
     Differences below :data:`SAME` are within the time model's error: among those the least memory
@@ -141,14 +141,14 @@ def choose(
     allowed = [c for c in fitting if among is None or c.id in among]
     eligible = [c for c in allowed if roomy(c)] or allowed
     if not eligible:
-        return Weighed(tuple(candidates), None, front, tuple(asked))
+        return SearchResult(tuple(candidates), None, front, tuple(requested))
     best = max(_merit(candidate, prefer) for candidate in eligible)
     near = [c for c in eligible if _merit(c, prefer) >= best * (1 - SAME)]
-    home = {c.settings["cluster"]: c.settings for c in candidates if c.id in asked}
+    home = {c.settings["cluster"]: c.settings for c in candidates if c.id in requested}
     place = {candidate.id: index for index, candidate in enumerate(candidates)}
     chosen = min(near, key=lambda c: (*_thrift(c, home[c.settings["cluster"]]), place[c.id]))
     judged = tuple(_why_not(candidate, chosen, prefer) for candidate in candidates)
-    return Weighed(judged, chosen.id, front, tuple(asked))
+    return SearchResult(judged, chosen.id, front, tuple(requested))
 
 
 def roomy(candidate: Candidate) -> bool:

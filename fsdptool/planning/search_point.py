@@ -16,7 +16,7 @@ Accumulating = Literal["sharded", "unsharded"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Knobs:
+class SearchPoint:
     """One point of the search space. Everything else of recipe and settings stays as given.
 
     Attributes:
@@ -68,15 +68,17 @@ class Knobs:
         return data
 
 
-def knobs_from_json(data: Mapping[str, Any]) -> Knobs:
-    """Return the knobs :meth:`Knobs.to_json` wrote; keys a plan adds beside them are left out."""
-    names = Knobs.__dataclass_fields__
+def search_point_from_json(data: Mapping[str, Any]) -> SearchPoint:
+    """Return the knobs :meth:`SearchPoint.to_json` wrote; keys a plan adds beside them are left out."""
+    names = SearchPoint.__dataclass_fields__
     values = {key: value for key, value in data.items() if key in names}
     values["wrap_classes"] = tuple(values["wrap_classes"])
-    return Knobs(**values)
+    return SearchPoint(**values)
 
 
-def read_knobs(recipe: Recipe, settings: FsdpSettings, cluster: Cluster, index: int = 0) -> Knobs:
+def read_search_point(
+    recipe: Recipe, settings: FsdpSettings, cluster: Cluster, index: int = 0
+) -> SearchPoint:
     """Return where recipe and settings stand, with mesh and accumulation worked out for a cluster.
 
     Raises:
@@ -86,7 +88,7 @@ def read_knobs(recipe: Recipe, settings: FsdpSettings, cluster: Cluster, index: 
     mesh = resolve_mesh(settings.mesh, cluster.world_size)
     batch, sharding = recipe.batch, recipe.sharding
     _check_resharding(sharding.reshard_after_forward, mesh.shard_degree)
-    return Knobs(
+    return SearchPoint(
         cluster=index,
         layout=sharding.layout,
         wrap_policy=settings.wrap_policy,
@@ -115,38 +117,38 @@ def _check_resharding(wanted: int | None, degree: int) -> None:
         )
 
 
-def apply_knobs(
-    knobs: Knobs, recipe: Recipe, settings: FsdpSettings, cluster: Cluster
+def apply_search_point(
+    point: SearchPoint, recipe: Recipe, settings: FsdpSettings, cluster: Cluster
 ) -> tuple[Recipe, FsdpSettings]:
     """Return recipe and settings with the knobs turned, ready to write down and to run."""
-    mode, every_n = split_checkpointing(knobs.checkpointing)
-    asked = recipe.sharding.checkpointing
+    mode, every_n = split_checkpointing(point.checkpointing)
+    requested = recipe.sharding.checkpointing
     checkpointing = None
     if mode in ("every_n", "selective"):
-        saved = asked.save_operators if asked is not None else ()
+        saved = requested.save_operators if requested is not None else ()
         checkpointing = Checkpointing(mode=mode, every_n=every_n, save_operators=saved)
-    integer = not isinstance(knobs.reshard_after_forward, bool)
+    integer = not isinstance(point.reshard_after_forward, bool)
     sharding = replace(
         recipe.sharding,
-        layout=knobs.layout,
+        layout=point.layout,
         checkpointing=checkpointing,
-        reshard_after_forward=knobs.reshard_after_forward if integer else None,
-        prefetch=knobs.prefetch,
-        reduce_dtype=knobs.reduce_dtype,  # type: ignore[arg-type]  # one of the record's literals
-        accumulation=knobs.gradients,
+        reshard_after_forward=point.reshard_after_forward if integer else None,
+        prefetch=point.prefetch,
+        reduce_dtype=point.reduce_dtype,  # type: ignore[arg-type]  # one of the record's literals
+        accumulation=point.gradients,
     )
     batch = replace(
-        recipe.batch, micro_batch=knobs.micro_batch, accumulation=knobs.accumulation, global_batch=None
+        recipe.batch, micro_batch=point.micro_batch, accumulation=point.accumulation, global_batch=None
     )
-    optimizer = replace(recipe.optimizer, implementation=knobs.optimizer_implementation)
+    optimizer = replace(recipe.optimizer, implementation=point.optimizer_implementation)
     turned = replace(
         settings,
-        wrap_policy=knobs.wrap_policy,  # type: ignore[arg-type]  # one of the record's literals
-        wrap_classes=knobs.wrap_classes,
-        reshard_after_forward=bool(knobs.reshard_after_forward),
+        wrap_policy=point.wrap_policy,  # type: ignore[arg-type]  # one of the record's literals
+        wrap_classes=point.wrap_classes,
+        reshard_after_forward=bool(point.reshard_after_forward),
         activation_checkpointing=mode != "none",
-        cpu_offload=knobs.cpu_offload,
-        mesh=replace(settings.mesh, dp_replicate=knobs.dp_replicate, dp_shard=knobs.dp_shard, cp=knobs.cp),
+        cpu_offload=point.cpu_offload,
+        mesh=replace(settings.mesh, dp_replicate=point.dp_replicate, dp_shard=point.dp_shard, cp=point.cp),
         num_processes=cluster.world_size,
         num_machines=cluster.nodes,
         use_cpu=cluster.gpu is None,

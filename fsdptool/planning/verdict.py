@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fsdptool.formatting import amount
 from fsdptool.planning.machine import Machine, Overhead, overhead
-from fsdptool.planning.search_point import Knobs
+from fsdptool.planning.search_point import SearchPoint
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.footprint import Footprint
 from fsdptool.records.plan import Component
@@ -16,7 +16,7 @@ HEADROOM = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class FitCheck:
     """Bytes against bytes.
 
     Attributes:
@@ -36,9 +36,9 @@ class Judgement:
     reason: str | None
 
 
-def judge(footprint: Footprint, knobs: Knobs, cluster: Cluster, machine: Machine) -> Judgement:
+def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machine: Machine) -> FitCheck:
     """Return whether one rank of the configuration fits one GPU (CPU: its share of the host)."""
-    lines = overhead(machine, cluster, groups=process_groups(knobs))
+    lines = overhead(machine, cluster, groups=process_groups(point))
     host = max(
         (p.host_bytes_per_rank * cluster.gpus_per_node + p.host_bytes_rank_0 for p in footprint.phases),
         default=footprint.host_bytes_per_rank * cluster.gpus_per_node,
@@ -57,7 +57,7 @@ def judge(footprint: Footprint, knobs: Knobs, cluster: Cluster, machine: Machine
         host += total * cluster.gpus_per_node
     slack = usable - total if usable is not None and total is not None else None
     reason = _reason(total, usable, host, cluster)
-    return Judgement(total, usable, slack, host, components, reason)
+    return FitCheck(total, usable, slack, host, components, reason)
 
 
 def usable_bytes(cluster: Cluster) -> int | None:
@@ -69,12 +69,12 @@ def usable_bytes(cluster: Cluster) -> int | None:
     return cluster.host_memory_bytes // cluster.gpus_per_node
 
 
-def process_groups(knobs: Knobs) -> int:
+def process_groups(point: SearchPoint) -> int:
     """Return how many communicators the run opens: the default one, one per further mesh dimension,
     and one for an integer reshard (torch 2.13, ``_fully_shard.py``)."""
-    hybrid = 2 if knobs.dp_replicate > 1 and knobs.dp_shard * knobs.cp > 1 else 0
-    integer = 0 if isinstance(knobs.reshard_after_forward, bool) else 1
-    return 1 + hybrid + integer + (2 if knobs.cp > 1 else 0)
+    hybrid = 2 if point.dp_replicate > 1 and point.dp_shard * point.cp > 1 else 0
+    integer = 0 if isinstance(point.reshard_after_forward, bool) else 1
+    return 1 + hybrid + integer + (2 if point.cp > 1 else 0)
 
 
 def _components(footprint: Footprint, held: int | None, lines: Overhead) -> tuple[Component, ...]:

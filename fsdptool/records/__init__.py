@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fsdptool.records.cluster import Cluster, Gpu
     from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, Severity
     from fsdptool.records.model import ModelSpec, Reference
-    from fsdptool.records.plan import Candidate, Component, Holding, Moment, NextStep, Peak, Phase, Plan
+    from fsdptool.records.plan import Candidate, Component, Holding, Moment, Peak, Phase, Plan, Suggestion
     from fsdptool.records.recipe import Recipe
     from fsdptool.records.run import Metrics, Summary
     from fsdptool.records.settings import FsdpSettings, Mesh
@@ -44,7 +44,7 @@ _HOME = {
     "ModelSpec": "model",
     "Module": "anatomy",
     "Moment": "plan",
-    "NextStep": "plan",
+    "Suggestion": "plan",
     "NoSplitEntry": "anatomy",
     "Parameter": "anatomy",
     "Peak": "plan",
@@ -78,7 +78,6 @@ __all__ = [
     "ModelSpec",
     "Module",
     "Moment",
-    "NextStep",
     "NoSplitEntry",
     "Parameter",
     "Peak",
@@ -87,6 +86,7 @@ __all__ = [
     "Recipe",
     "Reference",
     "Severity",
+    "Suggestion",
     "Summary",
     "Unit",
     "UnitPlan",

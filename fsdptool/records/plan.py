@@ -103,7 +103,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class NextStep:
+class Suggestion:
     """One rung of the ladder when a plan does not fit: what it gives and what it costs."""
 
     change: str
@@ -124,7 +124,7 @@ class Plan:
     verdict: Verdict
     chosen: str | None
     candidates: tuple[Candidate, ...]
-    next_steps: tuple[NextStep, ...]
+    next_steps: tuple[Suggestion, ...]
     inputs: Mapping[str, Any]
     confidence: Literal["verified", "unverified"] = "verified"
     diagnostics: tuple[Diagnostic, ...] = ()

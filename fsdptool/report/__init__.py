@@ -1,0 +1,1 @@
+"""Reports: documents as console tables, HTML pages, SARIF and GitHub annotations."""

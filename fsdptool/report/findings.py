@@ -1,7 +1,8 @@
-"""Findings as text: with the source line and a caret, or one line each."""
+"""Findings as text: with the source line and a caret, one line each, GitHub annotations, or a diff."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from fsdptool.report.tables import printable
 
 if TYPE_CHECKING:
     from fsdptool.config.reading import Reading
+    from fsdptool.files.text import SourceText
 
 _COLOURS = {"error": "31;1", "warning": "33;1", "info": "36"}
 _WIDTH = 160
@@ -111,3 +113,57 @@ def render_summary(files: int, errors: int, warnings: int, fixable: int) -> str:
         f"{'s' * (warnings != 1)}"
     )
     return text + (f", {fixable} fixable (--fix, --unsafe-fixes)\n" if fixable else "\n")
+
+
+_LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
+
+
+def render_github(readings: Iterable[Reading], *, quiet: bool = False) -> str:
+    """Return one workflow command per finding; ``quiet`` leaves out those of severity ``info``."""
+    lines = []
+    for reading in readings:
+        for item in reading.diagnostics:
+            if quiet and item.severity == "info":
+                continue
+            fields = {"title": f"fsdptool {item.code}", "file": item.path or reading.path}
+            if item.line is not None:
+                fields |= {"line": str(item.line), "col": str(item.column)}
+                if item.end_line is not None:
+                    fields |= {"endLine": str(item.end_line), "endColumn": str(item.end_column)}
+            written = ",".join(f"{key}={_property(value)}" for key, value in fields.items() if value)
+            message = item.message + (f"\n{item.help}" if item.help else "")
+            lines.append(f"::{_LEVELS[item.severity]} {written}::{_data(message)}\n")
+    return "".join(lines)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def unified(before: SourceText, after: str, name: str | None = None) -> str:
+    """Return what ``patch`` would do to a file, empty when nothing changes.
+
+    Args:
+        before: The file as it was read; its byte-order mark is part of the first line.
+        after: Its new text, without the mark.
+        name: What to call it; by default its path, or ``stdin``.
+    """
+    if before.text == after:
+        return ""
+    name = name or before.path or "stdin"
+    mark = "\ufeff" if before.bom else ""
+    lines = difflib.unified_diff(_lines(mark + before.text), _lines(mark + after), f"a/{name}", f"b/{name}")
+    return "".join(
+        line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def _lines(text: str) -> list[str]:
+    """Split at newlines only: ``str.splitlines`` also splits at form feeds and Unicode's separators."""
+    pieces = text.split("\n")
+    lines = [piece + "\n" for piece in pieces[:-1]]
+    return [*lines, pieces[-1]] if pieces[-1] else lines

@@ -10,7 +10,7 @@ from typing import Any
 from fsdptool.formatting import amount
 from fsdptool.report import html_charts as charts
 from fsdptool.report import plan_words as words
-from fsdptool.report.html_style import STYLE
+from fsdptool.report.html_charts import STYLE
 from fsdptool.report.plan_words import duration
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

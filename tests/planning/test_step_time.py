@@ -8,11 +8,10 @@ import pytest
 
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.planning.clusters import make_cluster
-from fsdptool.planning.collectives import make_ring
 from fsdptool.planning.compute_time import model_flops, segment_seconds
 from fsdptool.planning.gpu_catalogue import load_gpu
 from fsdptool.planning.machine import machine_for
-from fsdptool.planning.overlap import Run, Stage, time_step
+from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
 from fsdptool.records.settings import Mesh
 from fsdptool.records.trace import Repeat, Segment, Trace
 

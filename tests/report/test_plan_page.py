@@ -9,7 +9,7 @@ import pytest
 
 from fsdptool.formatting import amount
 from fsdptool.planning.plan_document import plan_document
-from fsdptool.records.plan import Candidate, Component, Holding, Moment, NextStep, Peak, Plan
+from fsdptool.records.plan import Candidate, Component, Holding, Moment, Peak, Plan, Suggestion
 from fsdptool.report.html import plan_page
 from fsdptool.report.plan import print_plan
 from fsdptool.report.plan_words import resample
@@ -72,7 +72,7 @@ def document() -> dict[str, Any]:
             candidate("c0001", 90 * GIB, rejected="memory: too much"),
             candidate("c0002", 30 * GIB, rejected="speed: slower", samples=2.0),
         ),
-        next_steps=(NextStep(NASTY, {}, 10, True, NASTY),),
+        next_steps=(Suggestion(NASTY, {}, 10, True, NASTY),),
         inputs={"model": {"reference": NASTY, "class": NASTY, "parameters": 1}, "recipe": {"x": NASTY}},
         unknowns=(NASTY,),
         details={"clusters": [NASTY], "front": ["asked", "c0002"], "asked": ["asked"], "notes": [NASTY]},
