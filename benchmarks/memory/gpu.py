@@ -33,7 +33,7 @@ from fsdptool.modeling.objective import objective_for
 from fsdptool.records.codec import to_json
 from fsdptool.records.document import library_versions
 from fsdptool.training.assemble import build_sharded
-from fsdptool.training.optimizers.build import build_optimizer
+from fsdptool.training.optimizers.sharded import build_optimizer
 
 TEXT = {"sequence_length": 2048, "micro_batch": 1}
 SETTINGS = [

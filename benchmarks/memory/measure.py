@@ -35,7 +35,7 @@ from fsdptool.modeling.methods.losses import Student, Task
 from fsdptool.modeling.objective import objective_for
 from fsdptool.training.assemble import build_sharded
 from fsdptool.training.memory_meter import settled_collectives
-from fsdptool.training.optimizers.build import build_optimizer
+from fsdptool.training.optimizers.sharded import build_optimizer
 from fsdptool.training.step import Stepper, _Agreed
 
 STEPS = 2

@@ -30,7 +30,7 @@ def command(
     from fsdptool.launch.stops import take_stops
     from fsdptool.source import resolve_choice
     from fsdptool.training.data import data_cache
-    from fsdptool.training.data.places import with_places
+    from fsdptool.training.data.sources import with_places
     from fsdptool.training.precompute import done_json, plan_work
     from fsdptool.training.precompute.processes import run_processes
 

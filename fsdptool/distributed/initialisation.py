@@ -19,8 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from fsdptool.distributed.random_values import derive_seed, fill_slice
-from fsdptool.distributed.recording import DRAWS, Note, Recorder
+from fsdptool.distributed.recording import DRAWS, Note, Recorder, derive_seed, fill_slice
 from fsdptool.errors import ModelError
 from fsdptool.runs.watchdog import beat
 

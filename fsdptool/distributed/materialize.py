@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from fsdptool.distributed.initialisation import Blueprint, loose_tensors, replay
-from fsdptool.distributed.rows import sharded_like
-from fsdptool.distributed.shard import local
+from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import ModelError
 from fsdptool.modeling.methods.quantised.formats import empty_parts, encode
 from fsdptool.modeling.methods.quantised.linear import QuantisedLinear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,74 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.distributed.direct_messages import send_directly
-from fsdptool.distributed.precision import cast_inputs, to_dtype
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.units import Unit, UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
+
+
+def sharded_like(rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return ``rows`` as this rank's part of a tensor cut as ``whole`` is; as they are if that is not cut."""
+    if not isinstance(whole, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def to_dtype(name: str | None) -> torch.dtype | None:
+    """Return the torch dtype of ``name``; None stays None.
+
+    Raises:
+        ConfigError: It is not a training dtype.
+    """
+    if name is None:
+        return None
+    if name not in _DTYPES:
+        raise ConfigError(f"{name!r} is not a training dtype", help=f"choose one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype | None, exact: Collection[str]) -> None:
+    """Cast ``model``'s floating inputs before each forward, but for the arguments named in ``exact``.
+
+    Stands for ``cast_forward_inputs`` of FSDP2's root, which casts every floating tensor: a time of 999
+    becomes 1000 in bfloat16, and a denoiser is told of another noise level than it is shown.
+
+    Args:
+        model: The root, after ``fully_shard``: inputs are cast before its parameters are gathered.
+        dtype: None leaves all inputs as they come.
+        exact: Names of keyword arguments.
+    """
+    if dtype is None:
+        return
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kept = {name: value for name, value in kwargs.items() if name in exact}
+        return _apply_to_tensors(cast, args), {**_apply_to_tensors(cast, kwargs), **kept}
+
+    model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 def store_masters(model: nn.Module, plan: UnitPlan) -> None:

@@ -83,7 +83,7 @@ def prepare(
     from fsdptool.modeling.objective import check_teacher, objective_for
     from fsdptool.modeling.units import plan_units
     from fsdptool.source import resolve_choice
-    from fsdptool.training.data.places import with_places
+    from fsdptool.training.data.sources import with_places
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = with_places(read_recipe(recipe_path), recipe_path)

@@ -163,7 +163,7 @@ def observe(
 
     from fsdptool.distributed.session import open_session
     from fsdptool.distributed.shard import shard, store_masters
-    from fsdptool.training.optimizers.build import build_optimizer
+    from fsdptool.training.optimizers.sharded import build_optimizer
 
     with fake_ranks(world_size):
         session = open_session(settings)
@@ -268,7 +268,7 @@ def _fill(model: nn.Module, mode: Any, counter: LiveBytes) -> None:
 
 
 def _fake_parameter(parameter: nn.Parameter, counter: LiveBytes) -> nn.Parameter:
-    from fsdptool.distributed.rows import sharded_like
+    from fsdptool.distributed.shard import sharded_like
 
     rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     filled = torch.empty(rows.shape, dtype=rows.dtype, device="cpu")

@@ -10,7 +10,6 @@ from torch import nn
 
 from fsdptool.distributed.initialisation import Blueprint, draw_blueprint
 from fsdptool.distributed.materialize import Origins, materialize
-from fsdptool.distributed.precision import LossScaler
 from fsdptool.distributed.proof import prove
 from fsdptool.distributed.shard import shard, store_masters
 from fsdptool.distributed.weights import Weights
@@ -23,11 +22,9 @@ from fsdptool.modeling.methods.apply import prepare_model
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.methods.losses import Student, Task
 from fsdptool.modeling.objective import objective_for
-from fsdptool.training.ema import Ema
-from fsdptool.training.learning_rate import base_rate
-from fsdptool.training.optimizers.build import build_optimizer
-from fsdptool.training.optimizers.update import Update
-from fsdptool.training.step import MicroLoss, Stepper
+from fsdptool.training.optimizers.sharded import Update, base_rate, build_optimizer
+from fsdptool.training.state import Ema
+from fsdptool.training.step import LossScaler, MicroLoss, Stepper
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session

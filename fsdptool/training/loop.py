@@ -13,7 +13,7 @@ from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.run import Metrics
 from fsdptool.runs import watchdog as pulse
 from fsdptool.training.evaluate import Evaluated, evaluate
-from fsdptool.training.learning_rate import rate
+from fsdptool.training.optimizers.sharded import rate
 from fsdptool.training.state import RunState
 
 if TYPE_CHECKING:

@@ -21,10 +21,40 @@ from fsdptool.runs.stop import SIGNALS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fsdptool.distributed.precision import LossScaler
     from fsdptool.distributed.session import Session
     from fsdptool.families.protocol import Objective
-    from fsdptool.training.optimizers.update import Update
+    from fsdptool.training.optimizers.sharded import Update
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """Dynamic loss scale for fp16: doubles after ``interval`` good steps, halves on overflow.
+
+    The overflow verdict comes from the global gradient norm, which every rank computes from the
+    same reduction, so ranks cannot disagree; ``torch.amp.GradScaler`` would ask each rank about its
+    own shards. Constants are those of ``torch.amp.GradScaler`` (torch 2.13).
+    """
+
+    scale: float = 65536.0
+    interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale after a step."""
+        if overflow:
+            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.interval:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and the count of good steps, as plain data."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a saved scale."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
 class MicroLoss(Protocol):

@@ -213,8 +213,7 @@ class _Broken:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failure_in_a_loading_process_stays_one_line(workers: int) -> None:
-    from fsdptool.training.data.collate import Stack
-    from fsdptool.training.data.loader import Loader, Share
+    from fsdptool.training.data.loader import Loader, Share, Stack
     from fsdptool.training.data.order import PlainOrder
 
     order = PlainOrder(100, seed=0, shuffle=False)
@@ -267,11 +266,11 @@ def test_loading_processes_end_with_their_trainer(tmp_path: Path) -> None:
     script = """
 import os, time
 from pathlib import Path
-from fsdptool.training.data.collate import Stack
+from fsdptool.training.data.loader import Stack
 from fsdptool.training.data.loader import Loader, Share
 from fsdptool.training.data.order import PlainOrder
 from fsdptool.families.protocol import TensorSpec
-from fsdptool.training.data.synthetic import Synthetic
+from fsdptool.training.data.build import Synthetic
 spec = [TensorSpec("x", (1, 4), "int64", "tokens", high=9)]
 samples = Synthetic(spec, shared=frozenset(), count=10, seed=0)
 loader = Loader(samples, Stack(), PlainOrder(10, seed=0, shuffle=False), Share(0, 1, 1, 1), workers=2)

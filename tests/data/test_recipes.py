@@ -11,7 +11,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.source import resolve_choice
 from fsdptool.training.data import build_batches, objective_of
-from fsdptool.training.data.places import with_places
+from fsdptool.training.data.sources import with_places
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 METHODS = {"full", "lora", "distillation"}

@@ -21,7 +21,7 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.source import resolve
 from fsdptool.training.precompute import plan_work, run_work
 from fsdptool.training.precompute.autoencoder import ImageEncoding
-from fsdptool.training.sampling.generate import continue_text, denoise
+from fsdptool.training.sampling import continue_text, denoise
 
 _RANK = """
 import json, os, sys

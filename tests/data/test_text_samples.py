@@ -16,7 +16,7 @@ from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.runs.interfaces import Batches
 from fsdptool.training.data import build_batches, build_evaluation, load_tokenizer, prepare
-from fsdptool.training.data.packing import fit, wrap
+from fsdptool.training.data.order import fit, wrap
 from fsdptool.training.data.tokenizer import BYTE_VOCABULARY, byte_tokenizer
 
 PAD, BOS, EOS, MASK, START, END = range(256, 262)

@@ -20,7 +20,7 @@ from fsdptool.files.schemas import load_schema
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.folder import read_json
 from fsdptool.runs.manifest import list_checkpoints
-from fsdptool.training.export import shards
+from fsdptool.training.export import adapters
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -91,13 +91,13 @@ def test_the_export_is_the_checkpoint_and_loads(
     assert "exists already" in capsys.readouterr().err
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
     with monkeypatch.context() as during:
-        plain = shards.write_shards
+        plain = adapters.write_shards
 
         def stopped(*given: Any, **options: Any) -> None:
             plain(*given, **options)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        during.setattr(shards, "write_shards", stopped)
+        during.setattr(adapters, "write_shards", stopped)
         assert fsdptool([*arguments, "--force"]) == 75
         assert "SIGTERM came before the export was whole" in capsys.readouterr().err
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before

@@ -35,7 +35,7 @@ from fsdptool.training.assemble import assemble
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.evaluate import evaluate
 from fsdptool.training.memory_meter import CpuMeter, live_bytes
-from fsdptool.training.sampling.sampler import open_sampler
+from fsdptool.training.sampling import open_sampler
 from fsdptool.training.state import RunState
 
 

@@ -17,7 +17,7 @@ from fsdptool.training import assemble, evaluate
 from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.parts import open_flag
-from fsdptool.training.sampling.sampler import Sampler
+from fsdptool.training.sampling import Sampler
 
 Reached = Callable[[], None]
 

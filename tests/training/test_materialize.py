@@ -16,7 +16,7 @@ from reference import plain_model
 from safetensors.torch import load_file, save_file
 
 from fsdptool.distributed.proof import prove
-from fsdptool.distributed.random_values import BLOCK, fill_slice
+from fsdptool.distributed.recording import BLOCK, fill_slice
 from fsdptool.distributed.session import open_session
 from fsdptool.errors import ModelError, WorkerError
 from fsdptool.modeling.units import plan_units

@@ -15,7 +15,6 @@ from pool import Pool
 from ranks import share, weights_of
 from torch.distributed.tensor import DTensor
 
-from fsdptool.distributed.precision import LossScaler
 from fsdptool.distributed.session import Session, check_parallelism, open_session, resolve_mesh
 from fsdptool.distributed.shard import local
 from fsdptool.errors import ConfigError, WorkerError
@@ -24,8 +23,9 @@ from fsdptool.records.recipe import Ema as EmaChoice
 from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Schedule, Sharding
 from fsdptool.training.assemble import Assembled, assemble
 from fsdptool.training.evaluate import evaluate
-from fsdptool.training.learning_rate import base_rate, rate
 from fsdptool.training.loop import Loop
+from fsdptool.training.optimizers.sharded import base_rate, rate
+from fsdptool.training.step import LossScaler
 
 ADAM = Optimizer(learning_rate=2e-3, epsilon=1e-6, weight_decay=0.0)
 

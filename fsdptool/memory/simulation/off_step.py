@@ -33,7 +33,7 @@ _RANDOM_STATES = 5056
 """Bytes of a rank's generator state, copied for every save (torch 2.13, Mersenne Twister)."""
 
 _BLOCK = 1 << 16
-"""Elements drawn at a time where a shard cuts a block (``distributed/random_values.py``)."""
+"""Elements drawn at a time where a shard cuts a block (``distributed/recording.py``)."""
 
 _CONVERTED = 3
 """Whole tensors held while experts of a checkpoint are fused: the parts, their stack, the result."""

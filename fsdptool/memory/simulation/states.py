@@ -137,7 +137,7 @@ def _update_sizes(optimizer: Optimizer, trained: Sequence[_Local], implementatio
     """Return what is alive at the worst moment of ``step`` beside states and gradients.
 
     foreach AdamW holds the square roots of a parameter group's second moments (``_multi_tensor_adam``;
-    matrices, which decay, are one group, everything else the other: ``training/optimizers/build.py``); the
+    matrices, which decay, are one group, everything else the other: ``training/optimizers/sharded.py``); the
     loop two temporaries of one parameter and one of the parameter before it; the fused kernel none.
     """
     if not trained:

@@ -152,7 +152,7 @@ def _beside(
 
 
 def sampled_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe with the batch of one forward of sampling (``training/sampling/sampler.py``).
+    """Return the recipe with the batch of one forward of sampling (``training/sampling.py``).
 
     One sample: a window of text as long as the prompt and what is to follow (a prompt that is given
     counts as 32 tokens), or one picture.

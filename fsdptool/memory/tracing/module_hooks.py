@@ -46,7 +46,7 @@ class Borders:
 
     Args:
         recorder: Where to mark.
-        conditions: What floating inputs are cast to at the root (``distributed/precision.py:
+        conditions: What floating inputs are cast to at the root (``distributed/shard.py:
             cast_inputs``) and at listed blocks (``MixedPrecisionPolicy.cast_forward_inputs``), and
             outputs at both.
         prefix: Put before every path.

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fsdptool.distributed.rows import sharded_like
-from fsdptool.distributed.shard import local
+from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import StorageError
 from fsdptool.files.safetensors_writer import Written
 from fsdptool.records.recipe import Checkpoints

@@ -1,10 +1,12 @@
-"""Samples of text for a language objective: table, part, packing, and what the family's batch names."""
+"""Samples of text for every language objective: tokens, part of the data, packing, names of the batch."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +16,203 @@ from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
-from fsdptool.training.data.collate import Stack
-from fsdptool.training.data.loader import Collate, Samples
-from fsdptool.training.data.packing import fit, single, wrap
+from fsdptool.training.data.loader import Collate, Samples, Stack
+from fsdptool.training.data.order import FittedPacking, WrappedPacking, fit, mix, single, wrap
 from fsdptool.training.data.ragged import Ragged
-from fsdptool.training.data.text import Labelled, MaskedSequences, Packing, Pairs, Sequences
 from fsdptool.training.data.tokenise import tokenised
 from fsdptool.training.data.tokenizer import Encoder, load_tokenizer
+
+IGNORED = -100
+"""Label of a token that is not learned (torch's ``cross_entropy`` default)."""
+
+Packing = WrappedPacking | FittedPacking
+
+
+def _digest(*parts: Any) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+class Sequences:
+    """Packed or padded sequences for causal language models.
+
+    A sample has ``length`` entries of ``input_ids``, ``labels`` (unshifted; -100 where nothing is
+    learned), ``attention_mask`` (0 where filled up) and ``position_ids`` that start again with each
+    document. With ``document_mask`` the first token of a piece is no label: it would be predicted
+    from another document. The loader hands on what the family's batch asks for.
+
+    Args:
+        table: Columns ``input_ids`` and, if labels are wanted, ``learned``.
+        packing: Which pieces make a sequence.
+        length: Tokens of a sample.
+        pad: Token that fills up.
+        document_mask: Whether attention stays within a document.
+    """
+
+    def __init__(
+        self, table: Ragged, packing: Packing, *, length: int, pad: int, document_mask: bool
+    ) -> None:
+        self._table = table
+        self._packing = packing
+        self._length = length
+        self._pad = pad
+        self._document_mask = document_mask
+        self.digest = _digest(table.digest, length, document_mask, _fingerprint(packing))
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+        """Return one sequence; ``epoch`` changes nothing."""
+        tokens = np.full(self._length, self._pad, dtype=np.int64)
+        labels = np.full(self._length, IGNORED, dtype=np.int64)
+        positions = np.zeros(self._length, dtype=np.int64)
+        at = 0
+        for document, start, stop in self._packing.pieces(index):
+            size = stop - start
+            ids = self._table.row("input_ids", document)[start:stop].astype(np.int64)
+            tokens[at : at + size] = ids
+            if "learned" in self._table.columns:
+                learned = self._table.row("learned", document)[start:stop].astype(bool)
+                labels[at : at + size] = np.where(learned, ids, IGNORED)
+            if self._document_mask or at == 0:
+                labels[at] = IGNORED
+            positions[at : at + size] = np.arange(size)
+            at += size
+        positions[at:] = np.arange(self._length - at)
+        filled = (np.arange(self._length) < at).astype(np.int64)
+        return {"input_ids": tokens, "labels": labels, "attention_mask": filled, "position_ids": positions}
+
+
+def _fingerprint(packing: Packing) -> str:
+    if isinstance(packing, WrappedPacking):
+        return hashlib.blake2b(packing.documents.tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(packing.bins).encode(), digest_size=8).hexdigest()
+
+
+class MaskedSequences:
+    """Sequences for masked language models (Devlin et al. 2018): 15 % chosen; of those 80 % masked,
+    10 % replaced, 10 % kept. What is chosen depends on (seed, epoch, sample) alone.
+
+    Args:
+        inner: The unmasked sequences.
+        specials: Ids that are never chosen.
+        mask: Id of the mask token.
+        vocabulary: Ids a replacement is drawn from.
+        share: Share of tokens chosen.
+        seed: The run's seed.
+    """
+
+    def __init__(
+        self,
+        inner: Sequences,
+        *,
+        specials: NDArray[np.int64],
+        mask: int,
+        vocabulary: int,
+        share: float,
+        seed: int,
+    ) -> None:
+        self._inner = inner
+        self._specials = specials
+        self._mask = mask
+        self._vocabulary = vocabulary
+        self._share = share
+        self._seed = seed
+        self.digest = _digest(inner.digest, share, seed)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+        """Return one sequence, masked as (seed, epoch, index) says."""
+        found = dict(self._inner.sample(index, epoch))
+        tokens = found["input_ids"]
+        length = len(tokens)
+        draw = np.random.Generator(np.random.Philox(key=mix(self._seed, epoch, index, 5)))
+        choice, kind = draw.random(length), draw.random(length)
+        replacement = (draw.random(length) * self._vocabulary).astype(np.int64)
+        eligible = found["attention_mask"].astype(bool) & ~np.isin(tokens, self._specials)
+        chosen = eligible & (choice < self._share)
+        if eligible.any() and not chosen.any():
+            # A short sequence must not be empty: the eligible token with the lowest draw is chosen.
+            chosen[np.where(eligible, choice, 2.0).argmin()] = True
+        masked = np.where(kind < 0.8, self._mask, np.where(kind < 0.9, replacement, tokens))
+        found["labels"] = np.where(chosen, tokens, IGNORED)
+        found["input_ids"] = np.where(chosen, masked, tokens)
+        return found
+
+
+class Pairs:
+    """Source and target sequences for encoder-decoders, padded to fixed lengths.
+
+    Args:
+        table: Columns ``input_ids`` and ``labels``.
+        rows: The rows used.
+        length, target_length: Tokens of source and target; longer ones are cut, their last token kept.
+        pad: Token that fills the source; the target is filled with -100.
+    """
+
+    def __init__(
+        self, table: Ragged, rows: NDArray[np.int64], *, length: int, target_length: int, pad: int
+    ) -> None:
+        self._table = table
+        self._rows = rows
+        self._length = length
+        self._target_length = target_length
+        self._pad = pad
+        self.digest = _digest(table.digest, length, target_length, rows.tobytes())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+        """Return one pair; ``epoch`` changes nothing."""
+        row = int(self._rows[index])
+        tokens, mask = padded(self._table.row("input_ids", row), self._length, self._pad)
+        labels, _ = padded(self._table.row("labels", row), self._target_length, IGNORED)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+class Labelled:
+    """Texts with a class each.
+
+    Args:
+        table: Columns ``input_ids`` and ``label``.
+        rows: The rows used.
+        length: Tokens of a text; longer ones are cut, their last token kept.
+        pad: Token that fills up.
+    """
+
+    def __init__(self, table: Ragged, rows: NDArray[np.int64], *, length: int, pad: int) -> None:
+        self._table = table
+        self._rows = rows
+        self._length = length
+        self._pad = pad
+        self.digest = _digest(table.digest, length, rows.tobytes())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+        """Return one text and its class; ``epoch`` changes nothing."""
+        row = int(self._rows[index])
+        tokens, mask = padded(self._table.row("input_ids", row), self._length, self._pad)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": self._table.row("label", row)[0]}
+
+
+def padded(row: NDArray[Any], length: int, pad: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return a row cut or filled to ``length``, and where it is real (1) or filled (0)."""
+    found = np.full(length, pad, dtype=np.int64)
+    if len(row) > length:
+        found[: length - 1] = row[: length - 1]
+        found[-1] = row[-1]
+    else:
+        found[: len(row)] = row
+    return found, (np.arange(length) < len(row)).astype(np.int64)
+
 
 Wanted = Mapping[str, TensorSpec]
 """What the family says a micro-batch is, by name."""

@@ -28,12 +28,11 @@ import numpy as np
 
 from fsdptool import errors
 from fsdptool.errors import FsdptoolError, WorkerError
-from fsdptool.training.data.collate import Array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Make = Callable[[int], Mapping[str, Array]]
+Make = Callable[[int], Mapping[str, Any]]
 """Returns the micro-batch of a number counted from the loading's start. Picklable."""
 
 START_METHODS = ("forkserver", "spawn", "fork")
@@ -154,7 +153,7 @@ def _use_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _pack(batch: Mapping[str, Array]) -> bytearray:
+def _pack(batch: Mapping[str, Any]) -> bytearray:
     entries: list[Any] = []
     parts: list[memoryview] = []
     offset = 0
@@ -167,7 +166,7 @@ def _pack(batch: Mapping[str, Array]) -> bytearray:
     return _framed({"tensors": entries}, parts, offset)
 
 
-def _bytes_of(array: Array) -> memoryview:
+def _bytes_of(array: Any) -> memoryview:
     if not isinstance(array, np.ndarray):
         # numpy has no bfloat16: the bytes are taken as they are.
         array = array.detach().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()

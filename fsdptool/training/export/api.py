@@ -11,7 +11,7 @@ from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.records.document import tool_version
 from fsdptool.runs.folder import EXPORT, write_json
 from fsdptool.runs.manifest import publish
-from fsdptool.training.export.shards import SHARD_BYTES
+from fsdptool.training.export.adapters import SHARD_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -196,8 +196,8 @@ class _Export:
         return {name: tensor.to("meta") for name, tensor in found.items()}
 
     def write_model(self, folder: Path) -> list[str]:
-        from fsdptool.training.export.original import original_entries, plain_entries
-        from fsdptool.training.export.shards import write_shards
+        from fsdptool.training.export.adapters import write_shards
+        from fsdptool.training.export.values import original_entries, plain_entries
 
         like, fetch = self.like(), self.base_fetch()
         if hasattr(self.base, "base_model_prefix"):
@@ -221,8 +221,8 @@ class _Export:
             generation.save_pretrained(str(folder))
 
     def write_diffusers(self, folder: Path) -> list[str]:
-        from fsdptool.training.export.original import plain_entries
-        from fsdptool.training.export.shards import write_shards
+        from fsdptool.training.export.adapters import write_shards
+        from fsdptool.training.export.values import plain_entries
 
         component = self._pipeline(folder)
         target = folder / component if component else folder

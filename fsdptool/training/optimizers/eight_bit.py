@@ -9,7 +9,7 @@ import torch
 
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.methods.quantised.formats import load_kernels
-from fsdptool.training.optimizers.update import Groups, Pairs, Update
+from fsdptool.training.optimizers.sharded import Groups, Pairs, Update
 
 if TYPE_CHECKING:
     from torch import nn

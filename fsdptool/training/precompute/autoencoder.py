@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.training.precompute.encoders import pipeline_index
-from fsdptool.training.precompute.loading import first_line, free, owned, quiet
+from fsdptool.training.precompute.encoders import first_line, free, owned, pipeline_index, quiet
 
 if TYPE_CHECKING:
     from PIL.Image import Image

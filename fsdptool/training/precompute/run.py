@@ -24,9 +24,9 @@ from fsdptool.families.registry import family_of
 from fsdptool.records.codec import to_json
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
+from fsdptool.training.data.build import for_micro_batch
 from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pictures, read_pixels
 from fsdptool.training.data.latents import INDEX, VERSION, Index, index_json, pixel_file, text_file
-from fsdptool.training.data.synthetic import for_micro_batch
 from fsdptool.training.precompute.autoencoder import FirstFrame, ImageEncoding
 from fsdptool.training.precompute.encoders import TextEncoding, check_pipeline, pipeline_folder
 

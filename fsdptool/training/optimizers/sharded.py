@@ -1,7 +1,8 @@
-"""One optimizer over each rank's own rows."""
+"""The optimizer of a run over each rank's own rows, and its learning-rate schedule."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,39 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import local
 from fsdptool.errors import ConfigError
+from fsdptool.records.recipe import Optimizer, Schedule
 from fsdptool.training.optimizers.adafactor import RowAdafactor, Whole
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Optimizer
+
+
+def rate(schedule: Schedule, step: int, total: int | None) -> float:
+    """Return the factor on the learning rate at ``step``.
+
+    Args:
+        schedule: Name, warm-up and floor.
+        step: Optimizer steps already taken; 0 at the first.
+        total: Steps of the whole run, or None when it has no end (then nothing decays).
+
+    Linear warm-up reaches 1 after ``warmup_steps`` steps; the first step of a warm-up is not at
+    zero, which would waste it. ``cosine`` is half a period down to ``minimum_ratio``.
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.name == "constant" or total is None:
+        return 1.0
+    span = max(total - schedule.warmup_steps, 1)
+    done = min(max((step - schedule.warmup_steps) / span, 0.0), 1.0)
+    falling = 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * falling
+
+
+def base_rate(optimizer: Optimizer, data_ranks: int) -> float:
+    """Return the learning rate before the schedule, scaled with the ranks if the recipe asks for it."""
+    factor = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}
+    return optimizer.learning_rate * factor[optimizer.scale_learning_rate]
+
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 Groups = list[dict[str, Any]]
@@ -169,3 +199,21 @@ def _kernels(wanted: Optimizer) -> dict[str, bool]:
     if chosen == "auto":
         chosen = "fused"
     return {"fused": chosen == "fused", "foreach": chosen == "foreach"}
+
+
+def build_optimizer(wanted: Optimizer, named: NamedParameters, *, rate: float) -> Update:
+    """Return the optimizer of a run over its trainable parameters.
+
+    Args:
+        wanted: The recipe's choice.
+        named: Names and parameters, each parameter once.
+        rate: Base learning rate; the loop gives the scheduled one with each step.
+
+    Raises:
+        ConfigError: The optimizer needs a library that is not installed, or has no such kernel.
+    """
+    if wanted.name == "adamw8bit":
+        from fsdptool.training.optimizers.eight_bit import EightBitUpdate
+
+        return EightBitUpdate(wanted, named, rate=rate)
+    return Update(wanted, named, rate=rate)
