@@ -1,6 +1,6 @@
-"""The error tree. Every failure a person can cause ends here, with its exit code.
+"""The error tree: every failure a user can cause, with its exit code.
 
-Anything that is not an :class:`FsdptoolError` is a bug of ours and leaves with
+Anything that is not an :class:`FsdptoolError` is a bug in fsdptool and exits with
 :data:`ExitCode.INTERNAL`. Messages are one line: what, where, and what to do next.
 """
 
@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
 
     CLEAN = 0
     FINDINGS = 1
-    """An error finding, a plan that does not fit, or drift."""
+    """An error finding, a plan that does not fit, or a saved plan that no longer holds."""
     USAGE = 2
     """Bad arguments, an unreadable reference or an invalid configuration."""
     INTERNAL = 3
@@ -56,18 +56,6 @@ class ConfigError(FsdptoolError):
 
 class PlanError(FsdptoolError):
     """A plan that cannot be derived from its inputs (0 GPUs, unknown GPU, impossible mesh, ...)."""
-
-
-class FindingsError(FsdptoolError):
-    """The command worked; its verdict is negative."""
-
-    exit_code = ExitCode.FINDINGS
-
-
-class IncompleteError(FsdptoolError):
-    """The command worked; part of its verdict is unknown."""
-
-    exit_code = ExitCode.INCOMPLETE
 
 
 class WorkerError(FsdptoolError):

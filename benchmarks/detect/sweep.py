@@ -2,7 +2,7 @@
 with its default configuration, and every transformer and UNet class of the installed diffusers.
 
 For each: the wrap choice, the share of the largest unit, and, where that is 35 % or more, the reason
-from the closed list (``fsdptool.inspection.reasons.CONCERNS``). Classes whose defaults cannot be built
+from the closed list (``fsdptool.records.anatomy.WrapConcern``). Classes whose defaults cannot be built
 are listed with the library's own words. Anything else that raises is counted as a failure of ours.
 
     python benchmarks/detect/sweep.py -o benchmarks/results/detect-sweep.json
@@ -26,10 +26,23 @@ from typing import Any
 from fsdptool.errors import FsdptoolError
 from fsdptool.inspection.api import describe
 from fsdptool.inspection.build import build
-from fsdptool.inspection.reasons import CONCERNS
 from fsdptool.inspection.units import DOMINANT, unit_plan
+from fsdptool.records.anatomy import WrapConcern
 from fsdptool.records.document import library_versions
 from fsdptool.records.model import ModelSpec, Reference
+
+CONCERNS: dict[WrapConcern, str] = {
+    "no_repeated_block": "no class repeats: nothing can be wrapped by class",
+    "shared_block": "one block is applied many times: it is one unit, gathered for every application",
+    "mostly_embedding": "embedding tables hold the parameters; FSDP2 gathers a table whole",
+    "convolutional_stages": "convolutional stages of different widths: no two blocks are alike",
+    "few_blocks": "so few blocks that each is a large part of the model",
+    "large_head": "one layer outside the blocks (a head, a projection) holds the parameters",
+    "uneven_blocks": "blocks of one class differ so much in size that one dominates",
+    "shared_parameters": "parameters shared between blocks must be one unit",
+    "many_parts": "parameters outside the blocks add up although no single one is large",
+}
+"""What each code says, for the table."""
 
 GROUPS = {
     "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),

@@ -20,7 +20,7 @@ from settings import Setting, inputs_of, read_setting
 
 from fsdptool.memory import footprint, trace
 from fsdptool.records.document import library_versions
-from fsdptool.records.footprint import Footprint
+from fsdptool.records.plan import Footprint
 
 HERE = Path(__file__).parent
 MEASURED = HERE.parent / "results" / "memory_measured.json"

@@ -62,8 +62,8 @@ def ours(folder: Path) -> Callable[[], Any]:
     from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_units
-    from fsdptool.records import FsdpSettings, Recipe
-    from fsdptool.records.recipe import Batch, ModelChoice
+    from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+    from fsdptool.records.settings import FsdpSettings
     from fsdptool.source import resolve
     from fsdptool.training.assemble import build_sharded
 

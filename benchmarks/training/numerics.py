@@ -36,7 +36,8 @@ from pool import Pool
 from ranks import train
 from variants import CLIPPED, HYBRID, MOMENTUM, VARIANTS
 
-from fsdptool.records import Mesh, Recipe
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import Mesh
 
 METHODS = ("full", "lora", "distillation")
 BOUND = 1e-5

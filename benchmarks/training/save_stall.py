@@ -55,8 +55,8 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_units
-    from fsdptool.records import FsdpSettings, Recipe
-    from fsdptool.records.recipe import Batch, Checkpoints, ModelChoice
+    from fsdptool.records.recipe import Batch, Checkpoints, ModelChoice, Recipe
+    from fsdptool.records.settings import FsdpSettings
     from fsdptool.runs.inputs import RunInputs
     from fsdptool.source import resolve
     from fsdptool.training.assemble import assemble

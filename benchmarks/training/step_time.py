@@ -37,8 +37,8 @@ def ours(folder: Path) -> tuple[Step, float]:
     from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_units
-    from fsdptool.records import FsdpSettings, Recipe
-    from fsdptool.records.recipe import Batch, ModelChoice, Optimizer
+    from fsdptool.records.recipe import Batch, ModelChoice, Optimizer, Recipe
+    from fsdptool.records.settings import FsdpSettings
     from fsdptool.runs.inputs import RunInputs
     from fsdptool.source import resolve
     from fsdptool.training.assemble import assemble

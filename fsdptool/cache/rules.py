@@ -1,6 +1,6 @@
 """What the store's codes mean."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 RULES = (
     Rule("CACHE001", "cache cannot be used", "warning",

@@ -11,7 +11,7 @@ from fsdptool.cli.output import Format, print_document
 from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fsdptool.records.rule import Rule
+    from fsdptool.records.diagnostic import Rule
 
 
 def all_rules() -> dict[str, Rule]:

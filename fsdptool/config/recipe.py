@@ -61,7 +61,7 @@ OWNED_BY_YAML = {
     "tp": "parallelism_config.parallelism_config_tp_size",
     "tp_size": "parallelism_config.parallelism_config_tp_size",
 }
-"""Keys a person may look for in a recipe, and where the accelerate YAML has them (DESIGN decision 3)."""
+"""Keys a person may look for in a recipe, and where the accelerate YAML has them."""
 
 
 def read_recipe(path: str | Path | SourceText) -> Recipe:

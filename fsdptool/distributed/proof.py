@@ -119,14 +119,6 @@ def content(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
-def replica_hash(tensors: list[torch.Tensor]) -> str:
-    """Return one hash of several whole tensors, to compare between ranks."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(content(tensor))
-    return digest.hexdigest()
-
-
 def _summary(
     model: nn.Module, names: dict[str, nn.Parameter], plan: UnitPlan, session: Session, replicated: str
 ) -> dict[str, Any]:

@@ -273,7 +273,7 @@ def family_of(spec: ModelSpec) -> Family:
 def family_digest(name: str) -> str:
     """Return a digest of a family's distribution version and of every source and data file beside it.
 
-    The detection cache keys on it (DESIGN decision 8), so editing a plugin in place is a miss.
+    The detection cache keys on it, so editing a plugin in place is a miss.
 
     Raises:
         ReferenceError: There is no such family.

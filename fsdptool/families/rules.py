@@ -1,6 +1,6 @@
 """What the registry's codes mean."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 RULES = (
     Rule("DET001", "plugin left out", "warning",

@@ -1,6 +1,6 @@
 """What the codes of inspecting a model mean."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 RULES = (
     Rule("DET120", "misspelt configuration key", "warning",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptool.inspection.census import Census
-from fsdptool.records.anatomy import Anatomy, Parameter
+from fsdptool.records.anatomy import Anatomy, Parameter, WrapConcern
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import Unit, UnitPlan
 
@@ -85,7 +85,7 @@ def with_concern(anatomy: Anatomy, census: Census) -> Anatomy:
     return replace(anatomy, wrap=replace(anatomy.wrap, concern_code=code, concern=text))
 
 
-def _concern(anatomy: Anatomy, census: Census, units: Sequence[Unit], largest: Unit) -> str:
+def _concern(anatomy: Anatomy, census: Census, units: Sequence[Unit], largest: Unit) -> WrapConcern:
     owned = {parameter.fqn: parameter for parameter in largest.parameters}
     tables = {
         name
@@ -109,7 +109,7 @@ def _concern(anatomy: Anatomy, census: Census, units: Sequence[Unit], largest: U
     return _convolutional(owned.values()) or "many_parts"
 
 
-def _unwrapped(anatomy: Anatomy, census: Census) -> str:
+def _unwrapped(anatomy: Anatomy, census: Census) -> WrapConcern:
     singles = [c for c in anatomy.wrap.candidates if c.reason_code == "once" and "Layer" in c.name]
     listed = [item for item in singles if census.modules[item.paths[0]].listed and item.share >= 0.05]
     if listed:
@@ -117,7 +117,7 @@ def _unwrapped(anatomy: Anatomy, census: Census) -> str:
     return _convolutional(anatomy.parameters) or "no_repeated_block"
 
 
-def _convolutional(parameters: Iterable[Parameter]) -> str | None:
+def _convolutional(parameters: Iterable[Parameter]) -> WrapConcern | None:
     kernels = total = 0
     for parameter in parameters:
         total += parameter.numel

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from fsdptool.errors import ModelError
 from fsdptool.families.protocol import WrapHint
 from fsdptool.inspection.census import CONTAINERS, Census
-from fsdptool.records.anatomy import WrapCandidate, WrapChoice
+from fsdptool.records.anatomy import WrapCandidate, WrapChoice, WrapOrigin, WrapReason
 
 STAGE_SHARE = 0.80
 """A class is stepped through if the blocks inside it hold at least this share of it."""
@@ -53,7 +53,7 @@ def choose(
     _descend(search, "", False)
     classes, dropped = _keep(search)
     reasons = _structural_reasons(search, classes, dropped)
-    origin = "structure"
+    origin: WrapOrigin = "structure"
     if hint is not None and _present(census, hint.classes):
         origin = "hint"
         for name in classes:
@@ -210,7 +210,7 @@ def _is_stage(search: _Search, path: str) -> bool:
     return bool(held) and census.union(held) >= share * census.size(path)
 
 
-def _keep(search: _Search) -> tuple[list[str], dict[str, str]]:
+def _keep(search: _Search) -> tuple[list[str], dict[str, WrapReason]]:
     """Return the classes worth wrapping, the largest first, and why others were dropped."""
     census = search.census
     shares = {name: census.union(paths) / max(census.total, 1) for name, paths in search.chosen.items()}
@@ -218,7 +218,7 @@ def _keep(search: _Search) -> tuple[list[str], dict[str, str]]:
     structured = any(
         not census.is_flat(paths[0]) and shares[name] >= HELPER_SHARE for name, paths in search.chosen.items()
     )
-    dropped = {}
+    dropped: dict[str, WrapReason] = {}
     for name, paths in search.chosen.items():
         if len(paths) < 2:
             dropped[name] = "once"
@@ -233,10 +233,10 @@ def _keep(search: _Search) -> tuple[list[str], dict[str, str]]:
 
 
 def _structural_reasons(
-    search: _Search, classes: list[str], dropped: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
+    search: _Search, classes: list[str], dropped: Mapping[str, WrapReason]
+) -> dict[str, tuple[WrapReason, str]]:
     census = search.census
-    reasons: dict[str, tuple[str, str]] = {}
+    reasons: dict[str, tuple[WrapReason, str]] = {}
     for name in classes:
         paths = search.chosen[name]
         share = census.union(paths) / max(census.total, 1)
@@ -254,7 +254,7 @@ def _structural_reasons(
     return reasons
 
 
-def _dropped_text(code: str, count: int, share: float) -> str:
+def _dropped_text(code: WrapReason, count: int, share: float) -> str:
     if code == "too_small":
         return f"{count} instances hold {share:.2%} of the parameters: a collective costs more than it saves"
     if code == "helper":
@@ -263,7 +263,7 @@ def _dropped_text(code: str, count: int, share: float) -> str:
 
 
 def _describe(
-    census: Census, classes: Collection[str], reasons: Mapping[str, tuple[str, str]]
+    census: Census, classes: Collection[str], reasons: Mapping[str, tuple[WrapReason, str]]
 ) -> tuple[WrapCandidate, ...]:
     """Return every class with inner structure, the chosen ones first, then by size."""
     roots = [path for name in classes for path in census.by_class.get(name, ())]
@@ -299,7 +299,9 @@ def _describe(
     )
 
 
-def _why_left(census: Census, name: str, paths: Sequence[str], roots: Sequence[str]) -> tuple[str, str]:
+def _why_left(
+    census: Census, name: str, paths: Sequence[str], roots: Sequence[str]
+) -> tuple[WrapReason, str]:
     prefixes = tuple(f"{path}." for path in roots)
     if prefixes and all(path.startswith(prefixes) for path in paths):
         holder = next(root for root in roots if paths[0].startswith(f"{root}."))

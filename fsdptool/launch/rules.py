@@ -1,6 +1,6 @@
 """What the codes of ``fsdptool doctor`` mean."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 RULES = (
     Rule("DOC001", "GPU memory is taken", "warning",

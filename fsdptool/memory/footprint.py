@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from fsdptool.memory.simulation.ledger import COMPONENTS, OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import host_bytes
 from fsdptool.memory.simulation.run import MemoryProfile, Prepared, Simulated, play, prepare
-from fsdptool.records.footprint import Footprint
-from fsdptool.records.plan import Basis, Component, Holding, Moment, Peak, Phase
+from fsdptool.records.plan import Basis, Component, Footprint, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import Mesh, StateDictType
 from fsdptool.records.trace import Trace

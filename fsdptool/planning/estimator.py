@@ -28,9 +28,8 @@ from fsdptool.planning.step_time import (
 from fsdptool.planning.verdict import FitCheck, check_fit
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster, Gpu
-from fsdptool.records.footprint import Footprint
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.plan import Candidate
+from fsdptool.records.plan import Candidate, Footprint
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.units import UnitPlan

@@ -82,7 +82,7 @@ _CLOSED_BY_OPTION = {
 """Option to the knobs it closes."""
 
 _CLOSED_BY_CONFIG = ("reshard_after_forward", "mesh", "cp", "cpu_offload", "wrap", "checkpointing")
-"""What an accelerate YAML decides (DESIGN decision 3)."""
+"""What an accelerate YAML decides."""
 
 _CLOSED_BY_RECIPE = ("micro_batch", "accumulation", "optimizer_implementation", "prefetch", "gradients")
 

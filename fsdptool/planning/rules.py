@@ -1,6 +1,6 @@
 """What the codes of planning mean."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 RULES = (
     Rule("PLN001", "a GPU's name fits several", "info",

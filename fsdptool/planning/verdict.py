@@ -8,8 +8,7 @@ from fsdptool.formatting import amount
 from fsdptool.planning.machine import Machine, Overhead, overhead
 from fsdptool.planning.search_point import SearchPoint
 from fsdptool.records.cluster import Cluster
-from fsdptool.records.footprint import Footprint
-from fsdptool.records.plan import Component
+from fsdptool.records.plan import Component, Footprint
 
 HEADROOM = 0.05
 """Share of usable memory a search leaves free (docs/plan.md): reserved memory was never measured on a GPU."""

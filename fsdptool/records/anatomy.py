@@ -5,9 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
+
+WrapReason = Literal[
+    # Chosen.
+    "repeated_block",  # repeated side by side in a list and not inside another chosen block
+    "repeated_in_stages",  # the repeated block inside stages or wrappers that hold little else
+    "hint",  # the family names it, with its reason
+    "person",  # given with --wrap
+    # Left out.
+    "inside_block",  # lies inside a chosen block
+    "stage",  # a stage or wrapper: the blocks inside it hold nearly all of its parameters
+    "container",  # a bare container: its class name would match every other container
+    "expert",  # one expert of a mixture: a unit of its own would gather each expert alone
+    "once",  # occurs once: nothing repeats
+    "unlisted",  # repeated, but not side by side in a list: a part of something else
+    "different_each",  # no two instances have the same shapes
+    "helper",  # a small helper without inner structure beside real blocks
+    "too_small",  # below half a percent of the parameters: a collective of its own costs more than it saves
+    "passed_over",  # the user or the family chose other classes
+    "excluded",  # left out with --exclude
+]
+"""Why a class was chosen as a wrap class, or left out. A code is stable within a major version."""
+
+WrapConcern = Literal[
+    "no_repeated_block",  # no class repeats: nothing can be wrapped by class
+    "shared_block",  # one block is applied many times: it is one unit, gathered for every application
+    "mostly_embedding",  # embedding tables hold the parameters; FSDP2 gathers a table whole
+    "convolutional_stages",  # convolutional stages of different widths: no two blocks are alike
+    "few_blocks",  # so few blocks that each is a large part of the model
+    "large_head",  # one layer outside the blocks (a head, a projection) holds the parameters
+    "uneven_blocks",  # blocks of one class differ so much in size that one dominates
+    "shared_parameters",  # parameters shared between blocks must be one unit
+    "many_parts",  # parameters outside the blocks add up although no single one is large
+]
+"""Why one unit keeps 35 % or more of the parameters whatever is wrapped."""
+
+WrapOrigin = Literal["structure", "hint", "person"]
+NoSplitStatus = Literal["right", "unsuitable", "absent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +123,7 @@ class WrapCandidate:
         share: ``parameters_total`` over the model's total, 0 to 1.
         paths: Up to five example paths.
         chosen: Whether it is a wrap class.
-        reason_code: From the closed list in ``fsdptool.inspection.reasons``.
+        reason_code: Why it was chosen or left out.
         reason: The same in a sentence that names numbers.
     """
 
@@ -96,7 +134,7 @@ class WrapCandidate:
     share: float
     paths: tuple[str, ...]
     chosen: bool
-    reason_code: str
+    reason_code: WrapReason
     reason: str
 
 
@@ -105,7 +143,7 @@ class NoSplitEntry:
     """One entry of ``_no_split_modules``: ``right``, ``unsuitable`` or ``absent``, and why."""
 
     name: str
-    status: str
+    status: NoSplitStatus
     reason: str
 
 
@@ -116,11 +154,10 @@ class WrapChoice:
     classes: tuple[str, ...]
     candidates: tuple[WrapCandidate, ...]
     no_split_modules: tuple[NoSplitEntry, ...] = ()
-    origin: str = "structure"
+    origin: WrapOrigin = "structure"
     """``structure``, ``hint`` (the family says so) or ``person`` (``--wrap``)."""
-    concern_code: str | None = None
-    """Why one unit keeps 35 % or more of the parameters, from ``CONCERNS`` in
-    ``fsdptool.inspection.reasons``; None if none does."""
+    concern_code: WrapConcern | None = None
+    """Why one unit keeps 35 % or more of the parameters; None if none does."""
     concern: str | None = None
     """The same in a sentence that names numbers."""
 

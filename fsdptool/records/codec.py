@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
+from enum import Enum
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -18,14 +19,24 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """Return ``value`` as plain JSON data (dict, list, str, int, float, bool, None)."""
+    """Return ``value`` as plain JSON data (dict, list, str, int, float, bool, None).
+
+    A field called ``class_`` is the key ``class``: the underscore only keeps Python's keyword apart.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {key_of(f): to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [to_json(item) for item in value]
     return value
+
+
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """Return the JSON key of a record's field."""
+    return field.name.rstrip("_")
 
 
 def from_json(record: type[T], data: Any, *, where: str = "") -> T:
@@ -51,7 +62,7 @@ def _hints(record: type) -> dict[str, Any]:
 def _build(record: type, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected an object, got {type(data).__name__}")
-    fields = {f.name: f for f in dataclasses.fields(record)}
+    fields = {key_of(f): f for f in dataclasses.fields(record)}
     if unknown := sorted(set(data) - set(fields)):
         raise ConfigError(f"{where}: unknown field {unknown[0]!r}")
     required = [
@@ -62,7 +73,12 @@ def _build(record: type, data: Any, where: str) -> Any:
     if missing := [name for name in required if name not in data]:
         raise ConfigError(f"{where}: missing field {missing[0]!r}")
     hints = _hints(record)
-    return record(**{name: _convert(hints[name], item, f"{where}.{name}") for name, item in data.items()})
+    values = {
+        field.name: _convert(hints[field.name], data[key], f"{where}.{key}")
+        for key, field in fields.items()
+        if key in data
+    }
+    return record(**values)
 
 
 def _convert(hint: Any, data: Any, where: str) -> Any:
@@ -84,6 +100,8 @@ def _convert(hint: Any, data: Any, where: str) -> Any:
         return {key: _convert(item_hint, item, f"{where}.{key}") for key, item in data.items()}
     if dataclasses.is_dataclass(hint):
         return _build(hint, data, where)  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _convert_enum(hint, data, where)
     return _convert_scalar(hint, data, where)
 
 
@@ -100,6 +118,13 @@ def _convert_union(hint: Any, data: Any, where: str) -> Any:
         except ConfigError as error:
             failures.append(error)
     raise failures[0]
+
+
+def _convert_enum(hint: type[Enum], data: Any, where: str) -> Enum:
+    values = [member.value for member in hint]
+    if data not in values:
+        raise ConfigError(f"{where}: {data!r} is not one of {', '.join(map(repr, values))}")
+    return hint(data)
 
 
 def _convert_tuple(hint: Any, data: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""One finding, wherever it comes from."""
+"""Findings, wherever they come from, and what their codes mean."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
+Safety = Literal["safe", "unsafe", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +51,44 @@ class Diagnostic:
     end_line: int | None = None
     end_column: int | None = None
     fix: Fix | None = None
+
+
+_FAMILIES = {
+    "FSD1": "parse",
+    "FSD2": "schema",
+    "FSD3": "meaning",
+    "FSD4": "model",
+    "FSD5": "hardware",
+    "DET0": "plugins",
+    "DET1": "configuration",
+    "DET2": "sharding",
+    "PLN0": "plan",
+    "DOC0": "doctor",
+    "CACHE0": "cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule: what ``fsdptool rule CODE`` prints and ``docs/rules.md`` is generated from.
+
+    Attributes:
+        code: Stable code; everything before its last two digits names the family.
+        title: What is found, in a few words.
+        severity: Severity unless the finding says otherwise.
+        why: What really happens, with the version it was seen in.
+        fix: What to do, and what ``--fix`` does if it can.
+        safety: ``safe`` (applied by ``--fix``), ``unsafe`` (``--unsafe-fixes``) or ``none``.
+    """
+
+    code: str
+    title: str
+    severity: Severity
+    why: str
+    fix: str
+    safety: Safety = "none"
+
+    @property
+    def family(self) -> str:
+        """The family, from the code."""
+        return _FAMILIES[self.code[:-2]]

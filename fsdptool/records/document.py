@@ -1,4 +1,4 @@
-"""The envelope every JSON document begins with (DESIGN, contracts)."""
+"""The envelope every JSON document begins with."""
 
 from __future__ import annotations
 

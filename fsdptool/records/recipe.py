@@ -146,7 +146,7 @@ class Checkpointing:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What accelerate's YAML cannot express (DESIGN decision 3)."""
+    """What accelerate's YAML cannot express."""
 
     layout: Layout = "native"
     param_dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -49,8 +49,8 @@ class Mesh:
 class FsdpSettings:
     """Every FSDP2 option. Dialects read into this and write out of it.
 
-    The first part is what a configuration file can say. ``sharding`` holds what accelerate's
-    YAML cannot express; it is filled from a recipe (DESIGN decision 3).
+    It holds what a configuration file can say; what accelerate's YAML cannot express is the recipe's
+    ``sharding`` (:class:`fsdptool.records.recipe.Sharding`).
 
     Attributes:
         wrap_policy: ``transformer`` wraps ``wrap_classes`` (empty: the model's
@@ -63,10 +63,13 @@ class FsdpSettings:
         activation_checkpointing_offload: Keep the saved block inputs in host memory.
         ignored_modules: Regular expression (full match on module paths), or None.
         mixed_precision: As accelerate names it; ``no`` trains in the model's own dtype.
+        cp_comm_strategy: How context parallelism exchanges keys and values.
         num_processes: World size, or None when the file leaves it to the command line.
+        num_machines, machine_rank: Nodes of the run, and the rank of this one.
+        main_process_ip, main_process_port, rdzv_backend: Rendezvous of the nodes.
         use_cpu: Train on CPU over gloo.
-        gpu_ids: ``all``, a comma list, or None.
-        rendezvous: ``main_process_ip``/``main_process_port`` and friends.
+        gpu_ids: ``all``, a comma-separated list, or None.
+        debug: accelerate's own checks of collectives.
     """
 
     wrap_policy: WrapPolicy = "transformer"

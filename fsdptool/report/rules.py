@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdptool.records.rule import Rule
+    from fsdptool.records.diagnostic import Rule
 
 _SAFETY = {
     "safe": "--fix (the run stays the same)",

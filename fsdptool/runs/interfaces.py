@@ -17,7 +17,7 @@ class Batches(Protocol):
     """The data of one rank: per optimizer step, the list of this rank's micro-batches (on the CPU).
 
     Global batches are composed before they are split, so the samples of a step do not depend on the
-    number of ranks (DESIGN decision 13). Training data never ends: epochs follow one another.
+    number of ranks. Training data never ends: epochs follow one another.
     Evaluation data ends, and starts again with every ``iter()``.
 
     Attributes:

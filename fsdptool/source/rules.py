@@ -1,6 +1,6 @@
 """What the codes of reading a reference mean."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 RULES = (
     Rule("DET101", "a model without layers", "warning",

@@ -15,8 +15,8 @@ imported on use.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, FsdptoolError
@@ -289,8 +289,3 @@ def _batch_problems(family: Family, small: SmallModel) -> Iterator[str]:
     for name, tensor in small.batch.items():
         if not tensor.dim() or tensor.shape[0] < 1:
             yield f"batch tensor {name!r} has no micro-batch dimension"
-
-
-def with_config(flavour: Flavour, changes: Mapping[str, Any]) -> Flavour:
-    """Return a flavour with some configuration values replaced and its total unknown."""
-    return replace(flavour, config={**flavour.config, **changes}, parameters=None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PROFILED_STEPS = 3
 """Steps of a start that the CPU meter profiles. Optimizer states are made in the first one, so the
-second is the first whole one (DESIGN decision 5); the third shows whether it repeats."""
+second is the first whole one; the third shows whether it repeats."""
 
 STEP_MOMENTS = ("forward", "backward", "optimizer")
 """What a step is made of; everything else that is measured happens between steps."""

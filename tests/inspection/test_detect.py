@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -18,9 +18,8 @@ from fsdptool.errors import ModelError
 from fsdptool.files.schemas import load_schema
 from fsdptool.inspection import build, examine, inspect
 from fsdptool.inspection.encoding import decode, encode
-from fsdptool.inspection.reasons import CONCERNS, NO_SPLIT_STATUSES, REASONS
 from fsdptool.inspection.units import uneven
-from fsdptool.records.anatomy import Anatomy, Parameter
+from fsdptool.records.anatomy import Anatomy, NoSplitStatus, Parameter, WrapConcern, WrapReason
 from fsdptool.source import resolve
 
 LLAMA = {
@@ -157,7 +156,7 @@ def test_selection_is_checked_against_the_live_model() -> None:
     only = inspect(spec, exclude=["FluxSingleTransformerBlock"])
     assert only.wrap.classes == ("FluxTransformerBlock",)
     assert only.wrap.origin == "person"
-    assert only.wrap.concern_code in CONCERNS
+    assert only.wrap.concern_code in get_args(WrapConcern)
     chosen = inspect(spec, wrap=["FluxTransformerBlock", "FluxAttention"])
     assert "DET210" in codes(chosen)
     for wrong, words in (
@@ -186,9 +185,9 @@ def test_uneven_parameters_are_padded_like_torch_chunks_them() -> None:
 def test_reasons_are_closed_lists() -> None:
     for reference in ("sdxl:unet", "albert:base-v2", "mllama:11b-vision", "hidream:i1-full", "svd:xt"):
         choice = examine(resolve(reference)).anatomy.wrap
-        assert {item.reason_code for item in choice.candidates} <= set(REASONS)
-        assert {entry.status for entry in choice.no_split_modules} <= set(NO_SPLIT_STATUSES)
-        assert choice.concern_code is None or choice.concern_code in CONCERNS
+        assert {item.reason_code for item in choice.candidates} <= set(get_args(WrapReason))
+        assert {entry.status for entry in choice.no_split_modules} <= set(get_args(NoSplitStatus))
+        assert choice.concern_code is None or choice.concern_code in get_args(WrapConcern)
 
 
 def test_the_public_function() -> None:

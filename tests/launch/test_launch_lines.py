@@ -18,7 +18,7 @@ from fsdptool.launch.devices import gpu_set, hold, wanted_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
 from fsdptool.launch.route import Nodes, interface_towards, name_for_others
 from fsdptool.launch.slurm import Job, node_lines, slurm_script
-from fsdptool.records import FsdpSettings
+from fsdptool.records.settings import FsdpSettings
 
 RECIPE = "model: {reference: 'llama:tiny', weights: random}\nbatch: {sequence_length: 16}\nsteps: 2\n"
 CONFIG = """\

@@ -10,8 +10,7 @@ from memory_cases import Case
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
 from fsdptool.memory.tracing.build import sampled_recipe
-from fsdptool.records.footprint import Footprint
-from fsdptool.records.plan import Phase
+from fsdptool.records.plan import Footprint, Phase
 from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Lora, Method, Recipe
 from fsdptool.records.settings import Mesh, StateDictType
 from fsdptool.records.trace import KINDS, Trace

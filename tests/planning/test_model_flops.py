@@ -10,9 +10,9 @@ import pytest
 from fsdptool.inspection import inspect
 from fsdptool.planning import load_gpu, predict
 from fsdptool.planning.clusters import make_cluster
-from fsdptool.records import FsdpSettings, Recipe
 from fsdptool.records.plan import Candidate
-from fsdptool.records.recipe import Batch, ModelChoice
+from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.source import resolve
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 7, 32, 64, 262

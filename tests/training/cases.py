@@ -13,8 +13,19 @@ import torch
 from fsdptool.inspection.build import build
 from fsdptool.inspection.walk import walk
 from fsdptool.modeling.units import plan_teacher, plan_units
-from fsdptool.records import Anatomy, FsdpSettings, Mesh, ModelSpec, Recipe, WrapChoice
-from fsdptool.records.recipe import Batch, Distillation, Lora, Method, ModelChoice, Objective, Optimizer
+from fsdptool.records.anatomy import Anatomy, WrapChoice
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import (
+    Batch,
+    Distillation,
+    Lora,
+    Method,
+    ModelChoice,
+    Objective,
+    Optimizer,
+    Recipe,
+)
+from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.runs.inputs import RunInputs
 from fsdptool.source import resolve
 

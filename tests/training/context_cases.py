@@ -27,8 +27,8 @@ from ranks import share
 
 from fsdptool.distributed.session import open_session
 from fsdptool.errors import FsdptoolError
-from fsdptool.records import Mesh, Recipe
-from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Sharding
+from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Recipe, Sharding
+from fsdptool.records.settings import Mesh
 from fsdptool.runs.events import EventLog
 from fsdptool.source import resolve
 from fsdptool.training.assemble import assemble

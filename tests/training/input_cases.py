@@ -12,7 +12,7 @@ from ranks import share
 from torch import nn
 
 from fsdptool.distributed.session import open_session
-from fsdptool.records import Recipe
+from fsdptool.records.recipe import Recipe
 from fsdptool.training.assemble import assemble
 
 

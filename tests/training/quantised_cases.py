@@ -16,7 +16,8 @@ from host_memory import growth
 
 from fsdptool.distributed.session import open_session
 from fsdptool.modeling.methods.quantised.replace import quantised_layers
-from fsdptool.records import Mesh, Recipe
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import Mesh
 from fsdptool.training.assemble import assemble
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 192}

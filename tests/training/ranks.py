@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,19 @@ import torch
 from cases import CASES, MICRO_BATCHES, STEPS, inputs_for, micro_batch
 from torch.distributed.tensor import DTensor
 
-from fsdptool.distributed.proof import replica_hash
+from fsdptool.distributed.proof import content
 from fsdptool.distributed.session import Session, open_session
-from fsdptool.records import Mesh, Recipe
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import Mesh
 from fsdptool.training.assemble import Assembled, assemble
+
+
+def replica_hash(tensors: list[torch.Tensor]) -> str:
+    """Return one hash of several whole tensors, to compare between ranks."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(content(tensor))
+    return digest.hexdigest()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from cases import CASES, MICRO_BATCHES, STEPS, Case, micro_batch
 from torch import nn
 from torch.nn import functional
 
-from fsdptool.records import Recipe
+from fsdptool.records.recipe import Recipe
 
 Batch = dict[str, torch.Tensor]
 

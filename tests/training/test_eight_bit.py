@@ -14,8 +14,7 @@ from ranks import train, weights_of
 from test_steps import Data, Log, opened, parts_of
 
 from fsdptool.errors import ConfigError
-from fsdptool.records import Recipe
-from fsdptool.records.recipe import Checkpoints, Optimizer
+from fsdptool.records.recipe import Checkpoints, Optimizer, Recipe
 from fsdptool.runs.events import EventLog
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.loop import Loop

@@ -16,8 +16,8 @@ from torch import nn
 
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.methods import float8
-from fsdptool.records import FsdpSettings, Recipe
-from fsdptool.records.recipe import Lora, Method, ModelChoice, Sharding
+from fsdptool.records.recipe import Lora, Method, ModelChoice, Recipe, Sharding
+from fsdptool.records.settings import FsdpSettings
 
 FP8 = FsdpSettings(mixed_precision="fp8")
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from fsdptool.distributed.recording import BLOCK, fill_slice
 from fsdptool.distributed.session import open_session
 from fsdptool.errors import ModelError, WorkerError
 from fsdptool.modeling.units import plan_units
-from fsdptool.records import FsdpSettings, Mesh, Recipe
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.runs.inputs import RunInputs
 from fsdptool.source import resolve
 from fsdptool.training.assemble import assemble

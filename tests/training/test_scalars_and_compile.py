@@ -10,12 +10,10 @@ import pytest
 import torch
 from cases import CASES, Case, inputs_for, prepare_case, recipe_for, write_model
 from pool import Pool
-from ranks import share, weights_of
+from ranks import replica_hash, share, weights_of
 
-from fsdptool.distributed.proof import replica_hash
 from fsdptool.distributed.session import open_session
-from fsdptool.records import Recipe
-from fsdptool.records.recipe import Optimizer, Sharding
+from fsdptool.records.recipe import Optimizer, Recipe, Sharding
 from fsdptool.training.assemble import assemble
 
 pytestmark = pytest.mark.distributed

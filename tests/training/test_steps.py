@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from fsdptool.distributed.session import Session, check_parallelism, open_session, resolve_mesh
 from fsdptool.distributed.shard import local
 from fsdptool.errors import ConfigError, WorkerError
-from fsdptool.records import FsdpSettings, Mesh, Recipe
 from fsdptool.records.recipe import Ema as EmaChoice
-from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Schedule, Sharding
+from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Recipe, Schedule, Sharding
+from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.training.assemble import Assembled, assemble
 from fsdptool.training.evaluate import evaluate
 from fsdptool.training.loop import Loop

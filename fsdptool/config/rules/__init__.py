@@ -7,7 +7,7 @@ from fsdptool.config.rules.meaning import MEANING
 from fsdptool.config.rules.model import MODEL
 from fsdptool.config.rules.parse import PARSE
 from fsdptool.config.rules.schema import SCHEMA
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 RULES: dict[str, Rule] = {rule.code: rule for rule in (*PARSE, *SCHEMA, *MEANING, *MODEL, *HARDWARE)}
 

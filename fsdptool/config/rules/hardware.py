@@ -1,6 +1,6 @@
 """Rules of the family ``hardware``: judged with ``--gpu`` and ``--gpus``."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 HARDWARE = (
     Rule("FSD501", "bf16 is not native on this GPU", "warning",

@@ -1,6 +1,6 @@
 """Rules of the family ``meaning``: what the settings do together, for the consumer that reads them."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 MEANING = (
     Rule("FSD301", "FSDP1 runs", "warning",

@@ -1,6 +1,6 @@
 """Rules of the family ``model``: judged with ``--model REF``."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 MODEL = (
     Rule("FSD401", "wrap class absent from the model", "error",

@@ -1,6 +1,6 @@
 """Rules of the family ``parse``: what stops a file from being read at all."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 PARSE = (
     Rule("FSD101", "file cannot be read", "error",

@@ -1,6 +1,6 @@
 """Rules of the family ``schema``: keys and the form of values."""
 
-from fsdptool.records.rule import Rule
+from fsdptool.records.diagnostic import Rule
 
 SCHEMA = (
     Rule("FSD201", "unknown key, and the consumer refuses the file", "error",

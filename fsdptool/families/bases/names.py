@@ -68,11 +68,6 @@ def class_for(model_type: str) -> str | None:
     return None
 
 
-def known_model_types() -> frozenset[str]:
-    """Return every ``model_type`` for which transformers has a class."""
-    return frozenset(key for table in _tables().values() for key in table)
-
-
 _OBJECTIVES = (
     ("ForCausalLM", "causal_lm"),
     ("LMHeadModel", "causal_lm"),
