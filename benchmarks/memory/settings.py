@@ -23,7 +23,7 @@ from fsdptool.records.recipe import (
     Sharding,
 )
 from fsdptool.records.settings import FsdpSettings, Mesh
-from fsdptool.runs.inputs import RunInputs
+from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 
 

@@ -57,7 +57,7 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     from fsdptool.modeling.units import plan_units
     from fsdptool.records.recipe import Batch, Checkpoints, ModelChoice, Recipe
     from fsdptool.records.settings import FsdpSettings
-    from fsdptool.runs.inputs import RunInputs
+    from fsdptool.runs.folder import RunInputs
     from fsdptool.source import resolve
     from fsdptool.training.assemble import assemble
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer

@@ -32,8 +32,8 @@ def command(
 ) -> int:
     """Write the trained model of RUN for transformers, diffusers or peft."""
     from fsdptool.errors import ConfigError
-    from fsdptool.launch.stops import take_stops
     from fsdptool.runs.folder import RUN
+    from fsdptool.runs.signals import take_stops
     from fsdptool.training.export.api import export_run
 
     if not (run / RUN).exists():

@@ -27,7 +27,7 @@ def command(
     Goes on where it stopped. Training finds the result by itself.
     """
     from fsdptool.config.recipe import read_recipe
-    from fsdptool.launch.stops import take_stops
+    from fsdptool.runs.signals import take_stops
     from fsdptool.source import resolve_choice
     from fsdptool.training.data import data_cache
     from fsdptool.training.data.sources import with_places

@@ -14,9 +14,9 @@ from fsdptool.cli.output import Format, print_document
 if TYPE_CHECKING:
     from fsdptool.launch.command import LaunchCommand
     from fsdptool.launch.prepare import Prepared
-    from fsdptool.launch.stops import Stops
     from fsdptool.launch.supervise import Outcome
     from fsdptool.report.train import Progress
+    from fsdptool.runs.signals import Stops
 
 
 def command(
@@ -70,8 +70,8 @@ def command(
     from fsdptool.launch.create import check_folder, lock_run, wait_for_run, write_run
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
-    from fsdptool.launch.stops import take_stops
     from fsdptool.runs.folder import ACCELERATE
+    from fsdptool.runs.signals import take_stops
 
     if launcher not in ("torchrun", "accelerate"):
         raise ConfigError(f"there is no launcher {launcher!r}", help="choose torchrun or accelerate")
@@ -180,7 +180,7 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
     from dataclasses import asdict, replace
 
     from fsdptool.launch.closing import summarise, write_summary
-    from fsdptool.launch.out_of_memory import account_for, write_report
+    from fsdptool.launch.failure import account_for_memory, write_report
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import closing_text, memory_text
     from fsdptool.runs.events import read_lines
@@ -188,7 +188,7 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
 
     mesh = asdict(prepared.settings.mesh.resolve(prepared.world_size))
     summary = summarise(folder, outcome, units=len(prepared.units.units), mesh=mesh)
-    account = account_for(prepared, outcome.failure) if outcome.failure is not None else None
+    account = account_for_memory(prepared, outcome.failure) if outcome.failure is not None else None
     try:
         if account is not None:
             summary = replace(summary, memory_report=write_report(folder, account))

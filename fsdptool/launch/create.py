@@ -23,14 +23,15 @@ from fsdptool.runs.folder import (
     PREDICTION,
     RUN,
     SUMMARY,
+    RunInputs,
     Start,
     environment,
     read_start,
+    write_inputs,
     write_json,
     write_start,
     write_text,
 )
-from fsdptool.runs.inputs import RunInputs, write_inputs
 from fsdptool.runs.manifest import list_checkpoints, read_manifest
 
 _OURS = (CHECKPOINTS, EVENTS, LOGS, EXPORT, METRICS, SUMMARY, RUN)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.launch.command import Nodes
 from fsdptool.launch.devices import count_gpus, local_cluster, visible_gpus
-from fsdptool.launch.route import Nodes
 from fsdptool.launch.slurm import PORT, Job
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Diagnostic

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.failure import Failure, running, signal_name, told
-from fsdptool.launch.watch import Follower
-from fsdptool.runs.events import STDERR_MARK
+from fsdptool.launch.failure import Failure, running, told
+from fsdptool.runs.events import STDERR_MARK, Follower
 from fsdptool.runs.folder import LOGS
-from fsdptool.runs.stop import SIGNALS
+from fsdptool.runs.signals import SIGNALS, signal_name
 from fsdptool.training.parts import SUPERVISOR
 
 POLL_SECONDS = 0.1

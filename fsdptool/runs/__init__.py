@@ -1,1 +1,1 @@
-"""What surrounds the steps of a worker: its folder, events, signals, measurements, failures."""
+"""The run folder and what a run's processes share: events, stop signals, manifests, trackers. Torch-free."""

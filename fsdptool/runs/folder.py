@@ -1,4 +1,4 @@
-"""The run folder: names, the record of one start, and how files in it are written. Torch-free.
+"""The run folder: names, what the workers read, and how files in it are written. Torch-free.
 
 Layout (docs/runs.md)::
 
@@ -18,12 +18,16 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, StorageError
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import envelope, library_versions, tool_version
+from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.units import UnitPlan
 
 RUN = "run.json"
 LOCK = ".lock"
@@ -154,3 +158,69 @@ def write_text(path: Path, text: str) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """Everything that defines a run. The teacher's spec and units only under distillation.
+
+    Files of a run folder: ``recipe.json``, ``settings.json``, ``spec.json``, ``units.json`` and
+    ``teacher_spec.json``, ``teacher_units.json``.
+    """
+
+    folder: Path
+    recipe: Recipe
+    settings: FsdpSettings
+    spec: ModelSpec
+    units: UnitPlan
+    teacher_spec: ModelSpec | None = None
+    teacher_units: UnitPlan | None = None
+
+
+_FILES: dict[str, type] = {
+    "recipe": Recipe,
+    "settings": FsdpSettings,
+    "spec": ModelSpec,
+    "units": UnitPlan,
+    "teacher_spec": ModelSpec,
+    "teacher_units": UnitPlan,
+}
+
+
+def read_inputs(folder: Path) -> RunInputs:
+    """Read a run folder.
+
+    Raises:
+        StorageError: A file cannot be read.
+        ConfigError: A file is not what it should be, or distillation lacks its teacher.
+    """
+    found: dict[str, Any] = {}
+    for name, record in _FILES.items():
+        if name.startswith("teacher") and not (folder / f"{name}.json").exists():
+            continue
+        found[name] = _read(folder / f"{name}.json", record)
+    inputs = RunInputs(folder, **found)
+    if inputs.recipe.method.name == "distillation" and inputs.teacher_units is None:
+        raise ConfigError(f"{folder} has no teacher_units.json", help="start the run with fsdptool train")
+    return inputs
+
+
+def _read(path: Path, record: type[T]) -> T:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return from_json(record, data, where=path.name)
+
+
+def write_inputs(inputs: RunInputs) -> None:
+    """Write the files :func:`read_inputs` reads into ``inputs.folder``, each whole or not at all."""
+    for name in _FILES:
+        value = getattr(inputs, name)
+        if value is not None:
+            write_json(inputs.folder / f"{name}.json", to_json(value))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ExitCode
 
 if TYPE_CHECKING:
-    from fsdptool.runs.interfaces import Events
+    from fsdptool.runs.events import EventLog
 
 TIMEOUT = "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"
 """Environment variable with the seconds of ``fsdptool train --timeout``."""
@@ -71,7 +71,7 @@ class Pulse:
         timeout: Seconds a collective may take.
     """
 
-    def __init__(self, events: Events, timeout: float) -> None:
+    def __init__(self, events: EventLog, timeout: float) -> None:
         self._events = events
         self._timeout = timeout
         self._activity = STARTING
@@ -129,7 +129,7 @@ _current: Pulse | None = None
 
 
 @contextmanager
-def watched(events: Events) -> Iterator[None]:
+def watched(events: EventLog) -> Iterator[None]:
     """Watch this process while the block runs."""
     global _current
     pulse = Pulse(events, float(os.environ.get(TIMEOUT, "600")))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import ModelChoice, Recipe
     from fsdptool.records.settings import FsdpSettings
     from fsdptool.records.units import UnitPlan
-    from fsdptool.runs.inputs import RunInputs
+    from fsdptool.runs.folder import RunInputs
 
 Phase = Callable[[str], None]
 

@@ -19,8 +19,8 @@ from fsdptool.training.state import RunState
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
     from fsdptool.records.recipe import Recipe
-    from fsdptool.runs.interfaces import Batches, RunParts
     from fsdptool.training.assemble import Assembled
+    from fsdptool.training.interfaces import Batches, RunParts
     from fsdptool.training.sampling import Sampler
     from fsdptool.training.step import Outcome
 

@@ -24,13 +24,13 @@ _SHOWN = 16
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def is_exhaustion(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Say whether an error is an allocator's refusal."""
     name = type(error).__name__
     return name == "OutOfMemoryError" or isinstance(error, MemoryError) or _CPU_REFUSAL in str(error)
 
 
-def describe_exhaustion(error: BaseException) -> dict[str, Any]:
+def describe_out_of_memory(error: BaseException) -> dict[str, Any]:
     """Return one rank's report as plain data.
 
     Keys: ``moment`` (in the plan's words: ``forward model.layers.3``, ``backward``, ``optimizer

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fsdptool.runs.events import EventLog
 from fsdptool.runs.folder import CHECKPOINTS, LOGS, read_start
-from fsdptool.runs.stop import SignalFlag, install_stack_dump
+from fsdptool.runs.signals import SignalFlag, install_stack_dump
 
 if TYPE_CHECKING:
     import torch

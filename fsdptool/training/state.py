@@ -14,7 +14,7 @@ from fsdptool.distributed.recording import derive_seed
 from fsdptool.distributed.shard import local, sharded_like
 
 if TYPE_CHECKING:
-    from fsdptool.runs.interfaces import Batches
+    from fsdptool.training.interfaces import Batches
     from fsdptool.training.optimizers.sharded import Update
     from fsdptool.training.step import LossScaler
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import local
 from fsdptool.families.objectives.context import share
-from fsdptool.runs.stop import SIGNALS
+from fsdptool.runs.signals import SIGNALS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from fsdptool.training.worker_entry import guard
 
 if TYPE_CHECKING:
     from fsdptool.runs.events import EventLog
-    from fsdptool.runs.stop import SignalFlag
+    from fsdptool.runs.signals import SignalFlag
 
 
 def main(arguments: list[str]) -> int:
@@ -36,8 +36,7 @@ def _work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]
     import torch
 
     from fsdptool.distributed.session import close_session, open_session
-    from fsdptool.runs.folder import read_prediction
-    from fsdptool.runs.inputs import read_inputs
+    from fsdptool.runs.folder import read_inputs, read_prediction
     from fsdptool.training.assemble import assemble
     from fsdptool.training.data import build_batches, build_evaluation
     from fsdptool.training.loop import Loop

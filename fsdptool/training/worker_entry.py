@@ -17,8 +17,8 @@ from fsdptool.errors import ExitCode, FsdptoolError, StorageError
 from fsdptool.runs import events as event_module
 from fsdptool.runs.events import EventLog
 from fsdptool.runs.folder import LOGS
-from fsdptool.runs.stop import SignalFlag
-from fsdptool.training.memory_snapshot import describe_exhaustion, is_exhaustion
+from fsdptool.runs.signals import SignalFlag
+from fsdptool.training.memory_snapshot import describe_out_of_memory, is_out_of_memory
 from fsdptool.training.parts import SUPERVISOR, open_events, open_flag, place
 
 _PEER_SYMPTOMS = (
@@ -65,7 +65,7 @@ def guard(folder: Path, body: Body) -> int:
         fields = body(events, flag)
     except BaseException as error:
         fields = describe(error)
-        if is_exhaustion(error):
+        if is_out_of_memory(error):
             memory = _last_memory(error)
             fields |= {"memory": memory, "message": f"out of memory in {memory['moment']}"}
         events.emit("failure", **fields)
@@ -101,16 +101,18 @@ def describe(error: BaseException) -> dict[str, Any]:
     """
     text = _PLACE.sub("", str(error).strip()) or type(error).__name__
     known = isinstance(error, FsdptoolError)
+    out_of_memory = is_out_of_memory(error)
     timeout = not known and ("timed out" in text.lower() or "timeout" in text.lower())
     return {
         "error": type(error).__name__,
         "message": text.splitlines()[0][:500],
         "help": getattr(error, "help", None) if known else _NO_ANSWER if timeout else None,
         "exit_code": int(exit_code(error)),
-        "retryable": (not known or exit_code(error) is ExitCode.WORKER_FAILED) and not is_exhaustion(error),
+        "retryable": (not known or exit_code(error) is ExitCode.WORKER_FAILED)
+        and not is_out_of_memory(error),
         "secondary": not known and any(symptom in text for symptom in _PEER_SYMPTOMS),
         "timeout": timeout,
-        "out_of_memory": is_exhaustion(error),
+        "out_of_memory": out_of_memory,
         "traceback": _shortened(traceback.format_exception(error)),
     }
 
@@ -118,7 +120,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 def _last_memory(error: BaseException) -> dict[str, Any]:
     """Describe the memory; with little of it left even that may fail."""
     try:
-        return describe_exhaustion(error)
+        return describe_out_of_memory(error)
     except Exception as second:
         return {"moment": f"unknown ({type(second).__name__} while looking)", "live": [], "largest": []}
 

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
-from fsdptool.runs.interfaces import Batches
 from fsdptool.training.data import build_batches, build_evaluation, load_tokenizer, prepare
 from fsdptool.training.data.order import fit, wrap
 from fsdptool.training.data.tokenizer import BYTE_VOCABULARY, byte_tokenizer
+from fsdptool.training.interfaces import Batches
 
 PAD, BOS, EOS, MASK, START, END = range(256, 262)
 SpecOf = Callable[[str], ModelSpec]

@@ -20,7 +20,7 @@ from typing import Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.runs.events import EventLog
-from fsdptool.runs.stop import SignalFlag
+from fsdptool.runs.signals import SignalFlag
 from fsdptool.training.worker_entry import guard
 
 

@@ -13,10 +13,9 @@ from jsonschema import Draft202012Validator
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.files.schemas import load_schema
-from fsdptool.launch.command import build_command
+from fsdptool.launch.command import Nodes, build_command, interface_towards, name_for_others
 from fsdptool.launch.devices import gpu_set, hold, wanted_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
-from fsdptool.launch.route import Nodes, interface_towards, name_for_others
 from fsdptool.launch.slurm import Job, node_lines, slurm_script
 from fsdptool.records.settings import FsdpSettings
 

@@ -16,9 +16,9 @@ import pytest
 from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.failure import running
-from fsdptool.launch.stops import take_stops
 from fsdptool.launch.supervise import Outcome, Supervisor
 from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.signals import take_stops
 
 PLAY = Path(__file__).with_name("play_workers.py")
 

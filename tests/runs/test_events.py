@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdptool.launch.watch import Follower
 from fsdptool.records.run import Metrics
-from fsdptool.runs.events import EventLog, LineFile, event_path, read_lines
+from fsdptool.runs.events import EventLog, Follower, LineFile, event_path, read_lines
 from fsdptool.runs.folder import METRICS
 from fsdptool.runs.manifest import sync_folder
 

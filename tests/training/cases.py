@@ -26,7 +26,7 @@ from fsdptool.records.recipe import (
     Recipe,
 )
 from fsdptool.records.settings import FsdpSettings, Mesh
-from fsdptool.runs.inputs import RunInputs
+from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 
 STEPS = 50

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from fsdptool.distributed.session import Session
-from fsdptool.runs.inputs import RunInputs
+from fsdptool.runs.folder import RunInputs
 from fsdptool.training.assemble import assemble
 
 

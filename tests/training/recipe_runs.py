@@ -13,7 +13,7 @@ from fsdptool.launch.create import write_run
 from fsdptool.launch.prepare import prepare
 from fsdptool.records.recipe import Recipe
 from fsdptool.runs.events import EventLog
-from fsdptool.runs.stop import SignalFlag
+from fsdptool.runs.signals import SignalFlag
 from fsdptool.training.worker import work
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import recipe_runs
 
-from fsdptool.runs.stop import SIGNALS
+from fsdptool.runs.signals import SIGNALS
 from fsdptool.training import assemble, evaluate
 from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer

@@ -22,7 +22,7 @@ from fsdptool.errors import ModelError, WorkerError
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
-from fsdptool.runs.inputs import RunInputs
+from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 from fsdptool.training.assemble import assemble
 

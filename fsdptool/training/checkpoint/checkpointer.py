@@ -34,7 +34,7 @@ from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.saving import Staged, save_full, save_sharded
 
 if TYPE_CHECKING:
-    from fsdptool.runs.interfaces import Events, TrainState
+    from fsdptool.training.interfaces import Events, TrainState
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from fsdptool.runs.manifest import (
     step_of,
 )
 from fsdptool.training.checkpoint.saving import own_name, translated
-from fsdptool.training.memory_snapshot import is_exhaustion
+from fsdptool.training.memory_snapshot import is_out_of_memory
 
 if TYPE_CHECKING:
-    from fsdptool.runs.interfaces import Events, TrainState
+    from fsdptool.training.interfaces import Events, TrainState
 
 
 def choose(
@@ -115,7 +115,7 @@ def _unsuited(error: CheckpointException, path: Path) -> FsdptoolError:
     if any(isinstance(cause, OSError) for cause in causes):
         return translated(error, f"checkpoint {path} cannot be read")
     for cause in causes:
-        if is_exhaustion(cause):
+        if is_out_of_memory(cause):
             raise cause
     return ConfigError(
         translated(error, f"checkpoint {path} does not suit this run").message,

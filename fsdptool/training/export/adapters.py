@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.families.protocol import Family
-    from fsdptool.runs.inputs import RunInputs
+    from fsdptool.runs.folder import RunInputs
 
 
 SHARD_BYTES = 5 * 10**9

@@ -16,7 +16,7 @@ from fsdptool.training.export.adapters import SHARD_BYTES
 if TYPE_CHECKING:
     import torch
 
-    from fsdptool.runs.inputs import RunInputs
+    from fsdptool.runs.folder import RunInputs
 
 MARK = "fsdptool-export.json"
 """Says where an export came from; ``--force`` replaces nothing without it."""
@@ -77,7 +77,7 @@ def export_run(
         StorageError: The folder exists and may not be replaced, or it cannot be written; nothing
             half-written stays.
     """
-    from fsdptool.runs.inputs import read_inputs
+    from fsdptool.runs.folder import read_inputs
     from fsdptool.training.export.values import open_saved
 
     target = output or run / EXPORT

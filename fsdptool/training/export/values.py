@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fsdptool.runs.inputs import RunInputs
+    from fsdptool.runs.folder import RunInputs
 
 
 Fetch = Callable[[str], "torch.Tensor"]
