@@ -20,16 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "memory"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from fsdp_oracle import observe
 from matrix import FAMILIES
 from settings import Setting, inputs_of
 
 from fsdptool.families.registry import family_of
-from fsdptool.memory.oracle import observe
 from fsdptool.memory.simulation.ledger import OPTIMIZER
-from fsdptool.memory.simulation.run import simulate
-from fsdptool.memory.tracing import build as building
+from fsdptool.memory.simulation.simulate import simulate
+from fsdptool.memory.tracing import make_trace as building
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.document import library_versions
 from fsdptool.records.trace import Trace

@@ -32,7 +32,7 @@ CANDIDATES = 500
 
 def main() -> None:
     """Measure and write."""
-    import fsdptool.memory.tracing.build  # noqa: F401 - imports are excluded
+    import fsdptool.memory.tracing.make_trace  # noqa: F401 - imports are excluded
 
     _warm("llama3:8b")
     rows = {name: _row(reference, ranks) for name, (reference, ranks) in MODELS.items()}

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from fsdptool.distributed.initialisation import Blueprint, loose_tensors, replay
 from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import ModelError
-from fsdptool.modeling.methods.quantised.formats import empty_parts, encode
-from fsdptool.modeling.methods.quantised.linear import QuantisedLinear
-from fsdptool.modeling.methods.quantised.replace import quantised_layers
+from fsdptool.modeling.methods.quantised_formats import empty_parts, encode
+from fsdptool.modeling.methods.quantised_layers import QuantisedLinear, quantised_layers
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session

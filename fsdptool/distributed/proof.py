@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdptool.distributed.materialize import rows_of
 from fsdptool.distributed.shard import local, managed_names, require, sharded_modules
-from fsdptool.modeling.methods.quantised.replace import describe_base
+from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.records.units import Unit, UnitPlan
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdptool.memory.simulation.ledger import COMPONENTS, OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import host_bytes
-from fsdptool.memory.simulation.run import MemoryProfile, Prepared, Simulated, play, prepare
+from fsdptool.memory.simulation.simulate import MemoryProfile, Prepared, Simulated, play, prepare
 from fsdptool.records.plan import Basis, Component, Footprint, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import Mesh, StateDictType
@@ -14,7 +14,7 @@ from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 
 VERIFIED_TORCH = ("2.13",)
-"""Minor versions of torch whose FSDP2 the schedule was held against (``oracle.py``)."""
+"""Minor versions of torch whose FSDP2 the schedule was held against (``tests/memory/fsdp_oracle.py``)."""
 
 _GRAIN = {"cuda": 512, "cpu-fake": 1, "cpu-gloo": 1}
 _EXACT = (
@@ -124,8 +124,7 @@ def foresee(
         return _states_only(ledger, trace, host, phases)
     segments = warmed = None
     if rank.profile == "cuda" and (timeline if reserved is None else reserved):
-        from fsdptool.memory.simulation.allocator import CachingAllocator
-        from fsdptool.memory.simulation.replay import ReplayLedger
+        from fsdptool.memory.simulation.allocator import CachingAllocator, ReplayLedger
 
         # What the allocator has taken by the end depends on step 1, too.
         replayed = ReplayLedger(allocator=CachingAllocator(expandable=expandable))

@@ -35,7 +35,7 @@ from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.units import UnitPlan
 
 if TYPE_CHECKING:
-    from fsdptool.memory.simulation.run import Prepared
+    from fsdptool.memory.simulation.simulate import Prepared
     from fsdptool.records.trace import Trace
 
 Profile = Literal["cuda", "cpu-fake", "cpu-gloo"]

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import fsdptool.memory.tracing.build as building
+from fsdp_oracle import Observation, observe
+
+import fsdptool.memory.tracing.make_trace as building
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.memory.oracle import Observation, observe
 from fsdptool.memory.simulation.ledger import COMPONENTS
-from fsdptool.memory.simulation.run import simulate
+from fsdptool.memory.simulation.simulate import simulate
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding

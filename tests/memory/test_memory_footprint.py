@@ -13,7 +13,7 @@ from memory_cases import LLAMA, Case
 
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
-from fsdptool.memory.tracing.untraced import without_activations
+from fsdptool.memory.tracing.make_trace import without_activations
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.codec import from_json, to_json
@@ -133,8 +133,8 @@ def test_an_unchecked_torch_is_unverified() -> None:
 
 def test_shortened_and_full_depth_agree() -> None:
     """Forty blocks from four are forty blocks traced, to the byte."""
-    from fsdptool.memory.tracing import build as building
     from fsdptool.memory.tracing import layer_extrapolation as depth
+    from fsdptool.memory.tracing import make_trace as building
 
     case = Case(overrides={**LLAMA, "num_hidden_layers": 40})
     short = case.trace()

@@ -9,7 +9,7 @@ from memory_cases import Case
 
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
-from fsdptool.memory.tracing.build import sampled_recipe
+from fsdptool.memory.tracing.make_trace import sampled_recipe
 from fsdptool.records.plan import Footprint, Phase
 from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Lora, Method, Recipe
 from fsdptool.records.settings import Mesh, StateDictType
@@ -119,7 +119,7 @@ def test_validation_keeps_no_gradients_and_all_that_is_not_resharded() -> None:
     for reshard in (True, False):
         case = Case(settings={"reshard_after_forward": reshard})
         recipe = dataclasses.replace(case.recipe(), evaluation=Evaluation(every_steps=5, holdout=0.1))
-        from fsdptool.memory.tracing.build import make_trace
+        from fsdptool.memory.tracing.make_trace import make_trace
 
         made = make_trace(case.spec(), recipe, case.yaml(), "cuda", None)
         assert made.evaluation is not None and not made.evaluation.gradients
@@ -135,7 +135,7 @@ def test_validation_keeps_no_gradients_and_all_that_is_not_resharded() -> None:
 
 def test_what_validation_held_is_gone_after_it() -> None:
     """Also under an integer reshard, whose copies outlive a forward without a backward."""
-    from fsdptool.memory.tracing.build import make_trace
+    from fsdptool.memory.tracing.make_trace import make_trace
 
     case = Case(sharding={"reshard_after_forward": 2})
     recipe = dataclasses.replace(case.recipe(), evaluation=Evaluation(every_steps=5, holdout=0.1, samples=1))

@@ -217,7 +217,7 @@ def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
 ) -> None:
     import fsdptool.memory
     from fsdptool.inspection import inspect
-    from fsdptool.memory.tracing.untraced import without_activations
+    from fsdptool.memory.tracing.make_trace import without_activations
     from fsdptool.records.recipe import Recipe
 
     def untraceable(spec: Any, recipe: Recipe, settings: Any, **_: Any) -> Any:

@@ -15,8 +15,8 @@ from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
 from fsdptool.inspection.build import build
-from fsdptool.memory.tracing.conditions import Conditions
-from fsdptool.memory.tracing.run import run_trace
+from fsdptool.memory.tracing.fake_tensors import Conditions
+from fsdptool.memory.tracing.micro_batch import run_trace
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.testing.families import assert_conforms, small_batch, small_spec
 

@@ -10,7 +10,7 @@ import torch
 from conftest import MODEL
 from test_exports import logits, trained
 
-from fsdptool.modeling.methods.quantised.formats import decode, encode
+from fsdptool.modeling.methods.quantised_formats import decode, encode
 from fsdptool.training.export.api import export_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

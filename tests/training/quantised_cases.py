@@ -15,7 +15,7 @@ from cases import CASES, LLAMA, MOE, SD3, Case, inputs_for
 from host_memory import growth
 
 from fsdptool.distributed.session import open_session
-from fsdptool.modeling.methods.quantised.replace import quantised_layers
+from fsdptool.modeling.methods.quantised_layers import quantised_layers
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import Mesh
 from fsdptool.training.assemble import assemble
@@ -82,7 +82,7 @@ def decoded(name: str, folder: Path, recipe: Recipe, mesh: Mesh | None = None) -
 
 def plain_weights(found: dict[str, torch.Tensor], layers: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Replace codes and scales by the weight they stand for."""
-    from fsdptool.modeling.methods.quantised.formats import decode
+    from fsdptool.modeling.methods.quantised_formats import decode
 
     made = dict(found)
     for path, layer in layers.items():

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.build import build
-from fsdptool.modeling.methods.quantised import formats
+from fsdptool.modeling.methods import quantised_formats as formats
 from fsdptool.records.recipe import Checkpointing, Sharding
 from fsdptool.records.settings import Mesh
 from fsdptool.runs.events import read_lines
@@ -218,7 +218,7 @@ def test_layers_the_model_wants_in_fp32_or_an_adapter_reads_itself_stay() -> Non
     from cases import T5, TIED
     from reference import plain_model as made
 
-    from fsdptool.modeling.methods.quantised.replace import choose_layers
+    from fsdptool.modeling.methods.quantised_layers import choose_layers
 
     with torch.device("meta"):
         model = made(QUANTISED["wide"], {**T5, "d_model": 64, "d_ff": 64}, torch.float32)

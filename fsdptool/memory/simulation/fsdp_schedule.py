@@ -1,7 +1,7 @@
 """FSDP2's schedule over one micro-batch, as torch 2.13 runs it.
 
 Mirrors ``_fsdp_state.py``, ``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` in
-``torch/distributed/fsdp/_fully_shard``; ``oracle.py`` holds it against the real code.
+``torch/distributed/fsdp/_fully_shard``; ``tests/memory/fsdp_oracle.py`` holds it against the real code.
 """
 
 from __future__ import annotations

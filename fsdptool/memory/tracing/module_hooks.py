@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 from torch.distributed.utils import _apply_to_tensors
 
-from fsdptool.memory.tracing.conditions import Conditions
+from fsdptool.memory.tracing.fake_tensors import Conditions
 from fsdptool.memory.tracing.recorder import Recorder
 
 _LARGE_LINEAR = 100_000_000

@@ -58,7 +58,7 @@ def trace(
         kept, _ = store.get(KIND, key)
         if kept is not None and (found := _decode(kept)) is not None:
             return found
-    from fsdptool.memory.tracing.build import make_trace
+    from fsdptool.memory.tracing.make_trace import make_trace
 
     made = make_trace(spec, recipe, settings, assumed, teacher, gloo=gloo)
     if store is not None and made.known:

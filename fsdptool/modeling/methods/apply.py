@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.families.protocol import Family
-    from fsdptool.modeling.methods.quantised.formats import Format
+    from fsdptool.modeling.methods.quantised_formats import Format
     from fsdptool.records.recipe import Recipe
 
 
@@ -71,6 +71,6 @@ def quantised_weights(model: nn.Module, recipe: Recipe) -> dict[str, Format]:
     if recipe.method.name != "lora" or lora is None or lora.base == "unchanged":
         return {}
     from fsdptool.distributed.materialize import base_name
-    from fsdptool.modeling.methods.quantised.replace import choose_layers
+    from fsdptool.modeling.methods.quantised_layers import choose_layers
 
     return {f"{base_name(path)}.weight": lora.base for path in choose_layers(model, lora.base).layers}

@@ -115,7 +115,7 @@ def _check_units(device: torch.device) -> None:
 def _layers(model: Any) -> set[str]:
     from torch import nn
 
-    from fsdptool.modeling.methods.quantised.replace import in_blocks
+    from fsdptool.modeling.methods.quantised_layers import in_blocks
 
     shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return {

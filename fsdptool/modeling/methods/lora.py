@@ -54,7 +54,7 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
     """
     import torch
 
-    from fsdptool.modeling.methods.quantised.formats import load_kernels
+    from fsdptool.modeling.methods.quantised_formats import load_kernels
 
     load_kernels()
     from peft import inject_adapter_in_model
@@ -73,7 +73,7 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
         parameter.requires_grad_(is_adapter(name))
     base = (recipe.method.lora or Lora()).base
     if base != "unchanged":
-        from fsdptool.modeling.methods.quantised.replace import quantise_base
+        from fsdptool.modeling.methods.quantised_layers import quantise_base
 
         quantise_base(model, base)
 

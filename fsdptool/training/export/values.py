@@ -22,7 +22,7 @@ from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, repla
 from fsdptool.distributed.materialize import base_name
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.safetensors_writer import Entry
-from fsdptool.modeling.methods.quantised.formats import Format, decode, encode
+from fsdptool.modeling.methods.quantised_formats import Format, decode, encode
 from fsdptool.runs.folder import CHECKPOINTS
 from fsdptool.runs.manifest import Manifest, check_file, newest_good, read_manifest
 from fsdptool.training.assemble import open_weights

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.errors import ConfigError
-from fsdptool.modeling.methods.quantised.formats import load_kernels
+from fsdptool.modeling.methods.quantised_formats import load_kernels
 from fsdptool.training.optimizers.sharded import Groups, Pairs, Update
 
 if TYPE_CHECKING:

@@ -13,20 +13,20 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.inspection.build import build
-from fsdptool.memory.tracing.conditions import Conditions
+from fsdptool.memory.tracing.fake_tensors import Conditions
 from fsdptool.memory.tracing.known_values import BY_VALUE
 from fsdptool.memory.tracing.layer_extrapolation import Shortened, lengthened, shorten, verified
-from fsdptool.memory.tracing.run import run_trace
-from fsdptool.memory.tracing.untraced import without_activations
+from fsdptool.memory.tracing.micro_batch import run_trace
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.context_parallel import attention_of, check_context
 from fsdptool.modeling.methods.apply import prepare_model
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.float8 import check_method
-from fsdptool.modeling.methods.quantised.replace import describe_base
+from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import objective_for
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.document import library_versions
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.records.settings import FsdpSettings
@@ -309,3 +309,21 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _tokens(recipe: Recipe, specs: Sequence[TensorSpec]) -> int | None:
     length = recipe.batch.sequence_length
     return recipe.batch.micro_batch * length if length is not None else None
+
+
+def without_activations(anatomy: Anatomy, recipe: Recipe, profile: Profile, why: str) -> Trace:
+    """Return a trace that only knows the states."""
+    return Trace(
+        profile=profile,
+        compute_dtype=recipe.sharding.param_dtype or recipe.model.dtype,
+        segments=(),
+        sizes=(),
+        kinds=(),
+        names=(),
+        vocabulary=(),
+        buffers=anatomy.buffers,
+        samples=recipe.batch.micro_batch,
+        torch=library_versions().get("torch", "").split("+")[0],
+        model=anatomy.spec.model_class,
+        unknowns=(f"activations: {why}",),
+    )

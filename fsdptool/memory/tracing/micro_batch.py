@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from fsdptool.families.objectives.context import Context, share, using
-from fsdptool.memory.tracing.conditions import Conditions
-from fsdptool.memory.tracing.fake_tensors import fake_batch, materialise
+from fsdptool.memory.tracing.fake_tensors import Conditions, fake_batch, materialise
 from fsdptool.memory.tracing.known_values import KnownValues
 from fsdptool.memory.tracing.module_hooks import Borders
 from fsdptool.memory.tracing.recorder import Recorder
