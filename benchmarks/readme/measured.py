@@ -1,8 +1,9 @@
-"""Put the committed figures of the benchmarks into README.md, between its ``measured`` marks.
+"""Write the committed benchmark figures into README.md, between its ``measured`` marks.
 
     python benchmarks/readme/measured.py
 
-Nothing is measured here: every cell is read from ``benchmarks/results``, and a test holds the README to it.
+This script does not measure anything: every cell is read from ``benchmarks/results``, and a test compares
+the README with it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BLOCK = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
 def main() -> None:
     """Rewrite the table."""
     text = README.read_text(encoding="utf-8")
-    README.write_text(BLOCK.sub(lambda found: found[1] + table() + found[2], text), encoding="utf-8")
+    README.write_text(BLOCK.sub(lambda block: block[1] + table() + block[2], text), encoding="utf-8")
 
 
 def table() -> str:
@@ -34,57 +35,58 @@ def table() -> str:
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """Yield what was measured, its figure, and the result it is read from."""
+    """Yield what was measured, its figure, and the name of the result file."""
     accuracy = _read("memory_accuracy")["summary"]
     for backend, where in (("fake", "one rank of many"), ("gloo", "real ranks")):
-        found = accuracy[backend]["all"]
+        errors = accuracy[backend]["all"]
         yield (
-            f"predicted peak memory against the allocator's events, {where}, {found['settings']} settings",
-            f"off by {found['median_percent']} % in the median, {found['worst_percent']} % at worst",
+            f"error of the predicted peak memory, {where}, {errors['settings']} settings",
+            f"median {errors['median_percent']} %, maximum {errors['worst_percent']} %",
             "memory_accuracy",
         )
     oracle = _read("memory_oracle")["rows"].values()
-    errors = [abs(row["error_percent"]) for row in oracle if row.get("error_percent") is not None]
+    differences = [abs(row["error_percent"]) for row in oracle if row.get("error_percent") is not None]
     yield (
-        f"the same against torch's own `fully_shard` on fake tensors, 2 to 512 ranks, {len(errors)} settings",
-        f"off by {max(errors):.3f} % at worst",
+        "difference from torch's own `fully_shard` on fake tensors, 2 to 512 ranks,"
+        f" {len(differences)} settings",
+        f"maximum {max(differences):.3f} %",
         "memory_oracle",
     )
     for rival, name in (
         ("bare", "a bare FSDP2 loop"),
-        ("accelerate", "accelerate, made to shard on the CPU"),
+        ("accelerate", "accelerate, modified to shard on the CPU"),
     ):
         yield (
-            f"time of a step over {name}",
+            f"step time relative to {name}",
             _ratio(_read("training_step_time")["ratios"][rival]),
             ("training_step_time"),
         )
     yield (
-        "time of a step over Hugging Face's Trainer, made to shard on the CPU",
+        "step time relative to Hugging Face's Trainer, modified to shard on the CPU",
         _ratio(_read("training_versus_trainer")["sharded"]["ratio"]),
         "training_versus_trainer",
     )
     yield (
-        "time a run stands still for an asynchronous checkpoint over a synchronous one",
+        "time for which an asynchronous checkpoint pauses training, relative to a synchronous one",
         _ratio(_read("training_save_stall")["ratios"]["stall"]),
         "training_save_stall",
     )
     yield (
-        "host memory of a rank while loading over `from_pretrained`",
+        "host memory of a rank while loading, relative to `from_pretrained`",
         _ratio(_read("training_loading_memory")["ratio"]),
         "training_loading_memory",
     )
     yield (
-        "command to first step over an accelerate script, which does not shard",
+        "time from the command to the first step, relative to an accelerate script, which does not shard",
         _ratio(_read("training_start_up")["ratio"]),
         "training_start_up",
     )
     soak = _read("faults-soak")
-    asked, survived = sum(soak["asked"].values()), sum(soak["survived"].values())
-    equal = "equal to" if soak["final_checkpoint_equal"] and soak["losses_equal"] else "other than"
+    kills, survived = sum(soak["asked"].values()), sum(soak["survived"].values())
+    equal = "equal to" if soak["final_checkpoint_equal"] and soak["losses_equal"] else "different from"
     yield (
-        "kills of ranks, half of them while a checkpoint is written",
-        f"{survived} of {asked} survived, final weights and losses {equal} the undisturbed run's",
+        "killed ranks, half of them while a checkpoint is being written",
+        f"{survived} of {kills} survived; final weights and losses {equal} those of an undisturbed run",
         "faults-soak",
     )
     yield from _configurations()
@@ -93,29 +95,29 @@ def rows() -> Iterator[tuple[str, str, str]]:
 def _configurations() -> Iterator[tuple[str, str, str]]:
     detect = _read("detect_cost")["commands"][0]
     yield (
-        f"processor time of `detect {detect['reference']}` over a bare script that builds it on meta",
-        f"{detect['cold_over_floor_cpu']} ×, {detect['cold_peak_mib']} MiB; asked again"
+        f"CPU time of `detect {detect['reference']}`, relative to a bare script that builds it on meta",
+        f"{detect['cold_over_floor_cpu']} ×, {detect['cold_peak_mib']} MiB; from the cache"
         f" {detect['hit_over_cold_cpu']} × of that",
         "detect_cost",
     )
     many = _read("config-speed")["many_files"]
     yield (
-        f"processor time of `validate` on {many['files']:,} files over check-jsonschema",
+        f"CPU time of `validate` on {many['files']:,} files, relative to check-jsonschema",
         f"{many['ratio']} ×",
         "config-speed",
     )
     against = _read("config-against-to-fsdp2")
     ours, theirs = against["results"]["fsdptool migrate"], against["results"]["accelerate to-fsdp2"]
     yield (
-        f"{against['files']} real FSDP1 files moved to FSDP2: those that work, those that mean the same",
+        f"{against['files']} real FSDP1 files migrated to FSDP2: how many work, how many mean the same",
         f"{ours['works']} and {ours['means_the_same']}; `accelerate to-fsdp2` {theirs['works']} and"
         f" {theirs['means_the_same']}",
         "config-against-to-fsdp2",
     )
 
 
-def _ratio(found: dict[str, float]) -> str:
-    return f"{found['median']:.2f} × [{found['low']:.2f}, {found['high']:.2f}]"
+def _ratio(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} × [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 def _read(name: str) -> Any:
