@@ -9,22 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdptool.config.api import emit_config as emit_config
-    from fsdptool.config.api import validate as validate
-    from fsdptool.config.read import read_settings as read_settings
+    from fsdptool.api.validate import emit_config as emit_config
+    from fsdptool.api.validate import validate as validate
+    from fsdptool.config.reader import read_settings as read_settings
     from fsdptool.config.recipe import read_recipe as read_recipe
-    from fsdptool.config.write import write_settings as write_settings
+    from fsdptool.config.writer import write_settings as write_settings
     from fsdptool.inspection.api import detect as detect
     from fsdptool.planning.plan import plan as plan
 
 _PUBLIC: dict[str, str] = {
     "read_recipe": "fsdptool.config.recipe",
-    "read_settings": "fsdptool.config.read",
-    "write_settings": "fsdptool.config.write",
+    "read_settings": "fsdptool.config.reader",
+    "write_settings": "fsdptool.config.writer",
     "detect": "fsdptool.inspection.api",
     "plan": "fsdptool.planning.plan",
-    "emit_config": "fsdptool.config.api",
-    "validate": "fsdptool.config.api",
+    "emit_config": "fsdptool.api.validate",
+    "validate": "fsdptool.api.validate",
 }
 """Public name to the module that defines it."""
 

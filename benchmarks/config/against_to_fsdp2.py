@@ -32,8 +32,8 @@ sys.path.insert(0, str(ROOT / "tests" / "config"))
 from accelerate_oracle import run_accelerate  # noqa: E402
 
 from fsdptool.config import read_settings  # noqa: E402
-from fsdptool.config.facts import RESHARD_OF_STRATEGY, hybrid_mesh  # noqa: E402
-from fsdptool.config.migration import migrate_file  # noqa: E402
+from fsdptool.config.canonical import RESHARD_OF_STRATEGY, hybrid_mesh  # noqa: E402
+from fsdptool.config.migrate import migrate_file  # noqa: E402
 
 SAME = (
     "wrap_policy",

@@ -25,10 +25,9 @@ from typing import Any
 
 from fsdptool.config import read_settings
 from fsdptool.config.dialects import DIALECTS
-from fsdptool.config.fix import fulfils, kept, repair
-from fsdptool.config.migration import migrate_file, write_across
-from fsdptool.config.reading import Reading
-from fsdptool.config.validate import Verdict
+from fsdptool.config.fixes import fulfils, kept, repair
+from fsdptool.config.migrate import migrate_file, write_across
+from fsdptool.config.result import Reading, Verdict
 from fsdptool.files.text import UnreadableError, decode
 from fsdptool.records.document import tool_version
 from fsdptool.records.settings import FsdpSettings, Mesh

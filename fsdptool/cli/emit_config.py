@@ -13,7 +13,7 @@ from fsdptool.cli.output import Format, check_free, print_document, write_file
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from fsdptool.config.emission import Emission
+    from fsdptool.api.emit_config import Emission
 
 
 def command(
@@ -55,7 +55,7 @@ def command(
     format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
 ) -> int:
     """Write the accelerate YAML for a plan or a model, or merge it into an existing file."""
-    from fsdptool.config import emission
+    from fsdptool.api import emit_config as emission
 
     if list_presets:
         return _list_presets(format)
@@ -107,7 +107,7 @@ def _write(made: Emission, output: Path | None, force: bool, format: Format) -> 
 
 
 def _list_presets(format: Format) -> int:
-    from fsdptool.config.presets import PRESETS
+    from fsdptool.api.emit_config import PRESETS
 
     if format is Format.JSON:
         from fsdptool.records.document import envelope
@@ -126,7 +126,7 @@ def _list_presets(format: Format) -> int:
 
 def _merge(made: Emission, into: Path, force: bool, format: Format) -> bool:
     """Merge into a file after showing the difference; return False where that was not wanted."""
-    from fsdptool.config.merge import merge_into
+    from fsdptool.config.writer import merge_into
     from fsdptool.files.replace import replace_file
     from fsdptool.report.findings import unified
 

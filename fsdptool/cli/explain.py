@@ -30,7 +30,7 @@ def command(
     """Print every effective setting, its value, where it came from, and what was ignored."""
     from fsdptool.cli.validate import read_input
     from fsdptool.config import read_settings
-    from fsdptool.config.validate import explain_document
+    from fsdptool.config.result import explain_document
     from fsdptool.report.explain import render_explanation
 
     environment = {} if no_environment else {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}

@@ -12,7 +12,7 @@ from fsdptool.cli.output import Format, print_document, write_file
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
-    from fsdptool.config.migration import Migrated
+    from fsdptool.config.migrate import Migrated
 
 
 def command(
@@ -33,7 +33,7 @@ def command(
 ) -> int:
     """Turn FSDP1 files into FSDP2 (in place, comments kept), or one dialect into another."""
     from fsdptool.config.dialects import DIALECTS
-    from fsdptool.config.migration import migration_document
+    from fsdptool.config.migrate import migration_document
 
     if to is not None and to not in DIALECTS:
         raise ConfigError(f"unknown dialect {to!r}", help=f"choose one of: {', '.join(DIALECTS)}")
@@ -59,8 +59,8 @@ def command(
 def _migrate(files: list[Path], to: str | None, dialect: str | None) -> list[Migrated]:
     """Migrate files, and what is a configuration in folders; the rest of a folder is passed over."""
     from fsdptool.cli.validate import read_input
-    from fsdptool.config.migration import migrate_file
-    from fsdptool.config.validate import expand
+    from fsdptool.config.migrate import migrate_file
+    from fsdptool.config.result import expand
 
     results = []
     for path, named in expand(files).items():

@@ -14,8 +14,8 @@ from fsdptool.cli.output import print_document
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
-    from fsdptool.config.fix import Repaired
-    from fsdptool.config.reading import Reading
+    from fsdptool.config.fixes import Repaired
+    from fsdptool.config.result import Reading
     from fsdptool.files.text import SourceText
 
 
@@ -55,8 +55,8 @@ def command(
     ] = FindingFormat.TEXT,
 ) -> int:
     """Judge configurations as the program that reads them will: errors, silent drops, defaults, fixes."""
-    from fsdptool.config.api import conditions
-    from fsdptool.config.validate import Verdict, expand, found_by_chance
+    from fsdptool.api.validate import conditions
+    from fsdptool.config.result import Verdict, expand, found_by_chance
     from fsdptool.report import findings
 
     judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
@@ -107,7 +107,7 @@ def read_input(path: Path) -> SourceText | None:
 
 
 def _repair(reading: Reading, unsafe: bool, judged: dict[str, Any]) -> Repaired | None:
-    from fsdptool.config.fix import repair
+    from fsdptool.config.fixes import repair
 
     if reading.source is None or reading.dialect is None:
         return None

@@ -1,7 +1,7 @@
 """Configuration files: every dialect, what it really means, fixes, migration. Torch-free."""
 
-from fsdptool.config.read import read_settings
-from fsdptool.config.reading import Consumer, Ignored, Reading, Setting
-from fsdptool.config.write import write_settings
+from fsdptool.config.reader import read_settings
+from fsdptool.config.result import Consumer, Ignored, Reading, Setting
+from fsdptool.config.writer import write_settings
 
 __all__ = ["Consumer", "Ignored", "Reading", "Setting", "read_settings", "write_settings"]

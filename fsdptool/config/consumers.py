@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from fsdptool.config.reading import Consumer
+from fsdptool.config.result import Consumer
 from fsdptool.errors import ConfigError
 
 CHECKED = {"accelerate": "1.15.0", "transformers": "5.23.0"}

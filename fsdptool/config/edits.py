@@ -72,6 +72,17 @@ class Editor:
             return (Edit(node.start, node.end, ("" if before.isspace() else " ") + written),)
         return (Edit(node.start, node.end, written),)
 
+    def replace_entry(self, entry: Entry, value: Any) -> tuple[Edit, ...] | None:
+        """Replace an entry's value, which may be a list over several lines (None if that holds comments)."""
+        node = entry.node
+        if node.kind != "list" or node.flow or node.alias:
+            return self.replace(node, value)
+        colon = self.text.find(":", entry.key_node.end)
+        end = last_index(node)
+        if colon < 0 or "#" in self.text[colon:end]:
+            return None
+        return (Edit(colon + 1, end, " " + scalar_text(value, self.language)),)
+
     def rename(self, entry: Entry, key: str) -> tuple[Edit, ...] | None:
         """Give an entry another key."""
         node = entry.key_node
@@ -174,15 +185,6 @@ class Editor:
         separator = "," + (gap if gap.strip() == "" and "\n" in gap else " ")
         at = last_index(own[-1].node)
         return (Edit(at, at, "".join(separator + piece for piece in pieces)),)
-
-
-def block_list_to_scalar(editor: Editor, entry: Entry, value: Any) -> tuple[Edit, ...] | None:
-    """Replace a list over several lines by one scalar on the key's line; None if it holds comments."""
-    colon = editor.text.find(":", entry.key_node.end)
-    end = last_index(entry.node)
-    if colon < 0 or entry.node.alias or "#" in editor.text[colon:end]:
-        return None
-    return (Edit(colon + 1, end, " " + scalar_text(value, editor.language)),)
 
 
 def _flow_value(value: Any, language: str) -> str:

@@ -1,188 +1,196 @@
-"""FSDP1 to FSDP2 within a dialect, by edits that keep the file's own form."""
+"""Migrating a file: safe fixes, FSDP1 to FSDP2 by edits, or a new file in another dialect."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from fsdptool.config.canonical import LAUNCH
 from fsdptool.config.dialects import DIALECTS
-from fsdptool.config.draft import Draft
-from fsdptool.config.edits import Editor, apply_edits
-from fsdptool.config.facts import LEGACY, RESHARD_OF_STRATEGY, hybrid_mesh
-from fsdptool.files.json_tree import parse_json
+from fsdptool.config.fixes import repair
+from fsdptool.config.reader import read_settings
+from fsdptool.config.result import Reading
+from fsdptool.config.writer import write_settings
+from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.files.tree import Entry, Node, ParseError
-from fsdptool.files.yaml_tree import parse_yaml
-from fsdptool.records.diagnostic import Edit
+from fsdptool.records.document import envelope
+from fsdptool.records.settings import FsdpSettings
+
+_LAUNCH = tuple(name for name in LAUNCH if name != "use_cpu")
+"""What a dialect without words for it leaves to the launch."""
+
+_CODES = frozenset({"FSD301"})
 
 
 @dataclass(frozen=True, slots=True)
-class Migration:
-    """What migrating a file takes: edits and the settings they change, or why it is refused."""
-
-    edits: tuple[Edit, ...] | None
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    refusal: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What the FSDP2 form of a file must say.
+class Migrated:
+    """What migrating one file gave.
 
     Attributes:
-        reshard: ``reshard_after_forward``.
-        state_dict: ``sharded`` or ``full``: what FSDP1 did.
-        mesh: ``dp_replicate`` and ``dp_shard`` of hybrid sharding, or empty.
+        after: The new text, or None when it was refused.
+        refusal: Why nothing was done, or None.
+        notes: What the person should know (settings that must be given at launch now).
     """
 
-    reshard: bool
-    state_dict: str
-    mesh: Mapping[str, int]
+    path: Path
+    dialect: str | None
+    before: str
+    after: str | None
+    refusal: str | None = None
+    help: str | None = None
+    notes: tuple[str, ...] = ()
+    encoded: bytes = b""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the text is another one now."""
+        return self.after is not None and self.after != self.before
 
 
-def migration(draft: Draft) -> Migration:
-    """Return how an FSDP1 draft becomes FSDP2, in its own dialect."""
-    refusal = _refusal(draft)
+def migrate_file(
+    path: Path, *, to: str | None = None, dialect: str | None = None, source: SourceText | None = None
+) -> Migrated:
+    """Migrate one file; writes nothing.
+
+    Args:
+        path: The file.
+        to: Dialect to write, or None for FSDP2 in the file's own. One that is not known is a refusal.
+        dialect: Its dialect, or None to detect it.
+        source: The text, when it does not come from the file.
+
+    Raises:
+        ConfigError: ``dialect`` is not known.
+    """
+    reading = read_settings(source if source is not None else path, dialect=dialect)
+    before = reading.source.text if reading.source is not None else ""
+    if reading.dialect is None or reading.source is None:
+        first = reading.diagnostics[0]
+        return Migrated(path, None, before, None, first.message, first.help)
+    if not any(item.code != "FSD113" for item in reading.diagnostics) and reading.settings is None:
+        if to is not None and to != reading.dialect:
+            nothing = f"there is nothing to write for {to}"
+            return Migrated(path, reading.dialect, before, None, "the file does not configure FSDP", nothing)
+        return Migrated(path, reading.dialect, before, before, notes=("the file does not configure FSDP",))
+    refusal = _refusal(reading)
     if refusal is not None:
-        return Migration(None, refusal=refusal)
-    strategy = draft.get("sharding_strategy") or "full_shard"
-    mesh = {}
-    if strategy.startswith("hybrid"):
-        mesh = hybrid_mesh(draft.get("num_processes"), draft.get("num_machines"))
-    target = Target(RESHARD_OF_STRATEGY[strategy], draft.get("state_dict_type") or "full", mesh)
-    if draft.consumer.name == "simpletuner" and draft.document.language == "flags":
-        return Migration(None, refusal="write --fsdp_version 2 on the command line yourself")
-    if draft.document.language in ("env", "flags"):
-        return Migration(None, refusal=f"it is written anew: fsdptool migrate --to {draft.dialect} FILE")
-    try:
-        module = import_module(f"fsdptool.config.dialects.{DIALECTS[draft.dialect]}")
-        steps = Rewriter(draft.source)
-        further = module.migrate(steps, draft, target) or {}
-    except NotEditableError as error:
-        return Migration(None, refusal=f"the file's form does not allow it: {error}")
-    changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh, **further}
-    changes.update(dict.fromkeys(LEGACY))
-    if mesh:
-        changes.update(cp=1, tp=1, sp=1)
-    return Migration(edits_between(draft.source.text, steps.source.text), changes)
+        return Migrated(path, reading.dialect, before, None, *refusal)
+    if to is None or to == reading.dialect:
+        return _in_place(path, reading)
+    return _across(path, reading, to)
 
 
-def _refusal(draft: Draft) -> str | None:
-    strategy = draft.get("sharding_strategy")
-    if strategy == "no_shard":
-        return "NO_SHARD is plain data parallelism: use distributed_type MULTI_GPU (DDP) instead of FSDP"
-    if draft.get("state_dict_type") == "local":
-        return "LOCAL_STATE_DICT is not supported by FSDP2: use SHARDED_STATE_DICT"
-    if draft.extras.get("no_migration"):
-        return str(draft.extras["no_migration"])
-    if draft.has("FSD336", severity="error"):
-        return "decide first: the strategy that is written never ran (FULL_SHARD did)"
-    if strategy is not None and strategy.startswith("hybrid"):
-        machines, processes = draft.get("num_machines"), draft.get("num_processes")
-        if draft.dialect == "trainer":
-            return (
-                "hybrid sharding is a mesh under FSDP2, which TrainingArguments cannot express: "
-                "migrate --to accelerate"
-            )
-        if isinstance(machines, int) and machines > 1 and not hybrid_mesh(processes, machines):
-            return "hybrid sharding needs num_processes, a multiple of num_machines, for its mesh"
+def _refusal(reading: Reading) -> tuple[str, str | None] | None:
+    for item in reading.diagnostics:
+        if item.code in ("FSD114", "FSD332", "FSD333") or (item.code == "FSD301" and item.fix is None):
+            if item.code == "FSD301" and reading.dialect in ("flags", "env"):
+                continue
+            return item.message if item.code != "FSD301" else "cannot be migrated", item.help
     return None
 
 
-class NotEditableError(Exception):
-    """The text's form does not allow an edit."""
+def _in_place(path: Path, reading: Reading) -> Migrated:
+    assert reading.source is not None
+    if reading.version == 1 and reading.dialect in ("flags", "env"):
+        return _across(path, reading, reading.dialect)
+    safe = repair(reading)
+    result = repair(safe.reading, unsafe=True, only=_CODES)
+    final = repair(result.reading)
+    if final.reading.version == 1:
+        return Migrated(
+            path,
+            reading.dialect,
+            reading.source.text,
+            None,
+            "cannot be migrated: the file's form does not allow the edits",
+            "write a new file with --to accelerate -o FILE",
+        )
+    return Migrated(
+        path,
+        reading.dialect,
+        reading.source.text,
+        final.after.text,
+        encoded=final.after.encode(),
+        notes=(*_lost(reading), *_switched(reading, final.reading), *_remaining(final.reading)),
+    )
 
 
-class Rewriter:
-    """A text that is edited one step at a time and parsed again after each."""
-
-    def __init__(self, source: SourceText) -> None:
-        self.source = source
-        self._parse()
-
-    def _parse(self) -> None:
-        is_json = (self.source.path or "").lower().endswith(".json")
-        try:
-            self.document = parse_json(self.source.text) if is_json else parse_yaml(self.source.text)
-        except ParseError as error:
-            raise NotEditableError(error.message) from error
-        self.editor = Editor(self.source, self.document)
-
-    @property
-    def root(self) -> Node:
-        """The root mapping of the text as it is now."""
-        root = self.document.root
-        if root is None or root.kind != "map":
-            raise NotEditableError("nothing is left")
-        return root
-
-    def block(self, name: str | None) -> tuple[Node, Entry | None]:
-        """Return a block (or the root for None) and the entry that holds it."""
-        if name is None:
-            return self.root, None
-        entry = self.root.get(name)
-        if entry is None:
-            raise NotEditableError(f"there is no {name}")
-        return entry.node, entry
-
-    def apply(self, edits: tuple[Edit, ...] | None, what: str) -> None:
-        """Apply edits and parse again.
-
-        Raises:
-            NotEditableError: There are none to apply, or the result does not parse.
-        """
-        if edits is None:
-            raise NotEditableError(what)
-        self.source = self.source.with_text(apply_edits(self.source.text, list(edits)))
-        self._parse()
-
-    def put(self, name: str | None, key: str, value: Any, *, synonyms: tuple[str, ...] = ()) -> None:
-        """Give ``key`` a value, renaming one of its synonyms or adding it when it is missing."""
-        parent, holder = self.block(name)
-        for spelled in (key, *synonyms):
-            entry = parent.get(spelled) if parent.kind == "map" else None
-            if entry is None:
-                continue
-            if entry.node.value != value or type(entry.node.value) is not type(value):
-                self.apply(self.editor.replace(entry.node, value), key)
-            if spelled != key:
-                parent, _ = self.block(name)
-                entry = parent.get(spelled)
-                assert entry is not None
-                self.apply(self.editor.rename(entry, key), key)
-            return
-        self.apply(self.editor.add(parent, holder, {key: value}), key)
-
-    def drop(self, name: str | None, *keys: str) -> None:
-        """Remove keys that exist."""
-        for key in keys:
-            while True:
-                parent, _ = self.block(name)
-                entry = parent.get(key) if parent.kind == "map" else None
-                if entry is None:
-                    break
-                self.apply(self.editor.remove(parent, entry), key)
-
-    def rename(self, name: str | None, key: str, new: str) -> None:
-        """Rename a key that exists, unless the new one exists already."""
-        parent, _ = self.block(name)
-        entry = parent.get(key) if parent.kind == "map" else None
-        if entry is not None and parent.get(new) is None:
-            self.apply(self.editor.rename(entry, new), key)
+def _remaining(reading: Reading) -> Iterable[str]:
+    for item in reading.errors:
+        yield f"{item.code} remains on line {item.line or 0}: {item.message}"
 
 
-def edits_between(before: str, after: str) -> tuple[Edit, ...]:
-    """Return the edits, whole lines each, that turn one text into another."""
-    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    starts = [0]
-    for line in old:
-        starts.append(starts[-1] + len(line))
-    edits = []
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    for tag, first, last, new_first, new_last in matcher.get_opcodes():
-        if tag != "equal":
-            edits.append(Edit(starts[first], starts[last], "".join(new[new_first:new_last])))
-    return tuple(edits)
+def _lost(reading: Reading) -> Iterable[str]:
+    if reading.version == 1 and reading.facts.get("forward_prefetch"):
+        yield "forward prefetch is dropped: accelerate's FSDP2 has none (fsdptool train: sharding.prefetch)"
+    if reading.version == 1 and reading.facts.get("wrap_policy") == "size":
+        yield "size-based wrapping stays: FSDP2 refuses layer lists above the threshold, see FSD324"
+
+
+def _switched(before: Reading, after: Reading) -> Iterable[str]:
+    if before.facts.get("cpu_ram_efficient_loading") and not after.facts.get("cpu_ram_efficient_loading"):
+        yield "RAM-efficient loading is switched off: axolotl refuses it with load_in_4bit under FSDP2"
+
+
+def _across(path: Path, reading: Reading, to: str) -> Migrated:
+    assert reading.source is not None and reading.dialect is not None
+    blocking = [item for item in reading.errors if item.fix is None or not item.fix.safe]
+    if blocking or reading.settings is None:
+        first = blocking[0] if blocking else None
+        return Migrated(
+            path,
+            reading.dialect,
+            reading.source.text,
+            None,
+            first.message if first else "the file does not configure FSDP",
+            first.help if first else None,
+        )
+    try:
+        text, notes = write_across(reading.settings, to)
+    except ConfigError as error:
+        return Migrated(path, reading.dialect, reading.source.text, None, error.message, error.help)
+    return Migrated(
+        path,
+        reading.dialect,
+        reading.source.text,
+        text,
+        notes=(*notes, *_lost(reading)),
+        encoded=text.encode(),
+    )
+
+
+def write_across(
+    settings: FsdpSettings, to: str, *, header: Sequence[str] = ()
+) -> tuple[str, tuple[str, ...]]:
+    """Write settings in another dialect; launch settings it has no words for become notes.
+
+    Raises:
+        ConfigError: A setting that shapes the run cannot be expressed; the message names it.
+    """
+    cannot = import_module(f"fsdptool.config.dialects.{DIALECTS[to]}").CANNOT if to in DIALECTS else ()
+    default = FsdpSettings()
+    lost = [name for name in _LAUNCH if name in cannot and getattr(settings, name) != getattr(default, name)]
+    notes = tuple(
+        f"give {name} = {getattr(settings, name)} at launch: {to} has no word for it" for name in lost
+    )
+    rest = replace(settings, **{name: getattr(default, name) for name in lost})
+    return write_settings(rest, to, header=header), notes
+
+
+def migration_document(results: Iterable[Migrated]) -> dict[str, Any]:
+    """Return the document of schema ``migrate``."""
+    files = [
+        {
+            "path": str(item.path),
+            "dialect": item.dialect,
+            "changed": item.changed,
+            "refusal": item.refusal,
+            "help": item.help,
+            "notes": list(item.notes),
+            "text": item.after,
+        }
+        for item in results
+    ]
+    return envelope("migrate", [file["path"] for file in files], {"files": files})

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool import spelling
-from fsdptool.config.recipe_contradictions import contradictions
-from fsdptool.config.recipe_ranges import finite, out_of_range
+from fsdptool.config.recipe_constraints import contradictions, finite, out_of_range
 from fsdptool.errors import ConfigError
 from fsdptool.files.json_tree import parse_json
 from fsdptool.files.text import SourceText, UnreadableError, read_source

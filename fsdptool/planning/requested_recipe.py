@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdptool.config.recipe_ranges import MAX_RANK
+from fsdptool.config.recipe_constraints import MAX_RANK
 from fsdptool.errors import PlanError
 from fsdptool.planning.options import Options
 from fsdptool.planning.search_point import split_checkpointing

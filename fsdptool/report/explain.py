@@ -8,7 +8,7 @@ from fsdptool.report.findings import render_concise
 from fsdptool.report.tables import printable
 
 if TYPE_CHECKING:
-    from fsdptool.config.reading import Reading
+    from fsdptool.config.result import Reading
 
 
 def render_explanation(reading: Reading) -> str:

@@ -12,7 +12,7 @@ from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.report.tables import printable
 
 if TYPE_CHECKING:
-    from fsdptool.config.reading import Reading
+    from fsdptool.config.result import Reading
     from fsdptool.files.text import SourceText
 
 _COLOURS = {"error": "31;1", "warning": "33;1", "info": "36"}

@@ -11,7 +11,7 @@ from fsdptool.config.rules import RULES
 from fsdptool.records.document import tool_version
 
 if TYPE_CHECKING:
-    from fsdptool.config.reading import Reading
+    from fsdptool.config.result import Reading
     from fsdptool.records.diagnostic import Diagnostic
 
 _LEVELS = {"error": "error", "warning": "warning", "info": "note"}

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.config import read_settings
-from fsdptool.config.fix import repair
-from fsdptool.config.migration import migrate_file
-from fsdptool.config.reading import Reading
+from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import migrate_file
+from fsdptool.config.result import Reading
 
 VERDICTS = Path(__file__).with_name("corpus_verdicts.jsonl")
 

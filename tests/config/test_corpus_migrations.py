@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from fsdptool.config import read_settings
+from fsdptool.config.canonical import facts_from
 from fsdptool.config.dialects import DIALECTS
-from fsdptool.config.facts import facts_from
-from fsdptool.config.fix import repair
-from fsdptool.config.migration import migrate_file
+from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import migrate_file
 from fsdptool.files.schemas import load_schema
 
 FILES = corpus.files()

@@ -17,8 +17,8 @@ from test_rules_against_transformers import CASES
 import fsdptool
 from fsdptool.cli.rule import all_rules
 from fsdptool.config import read_settings
-from fsdptool.config.hardware_rules import Hardware
-from fsdptool.config.model_rules import inspect_model
+from fsdptool.config.checks.hardware import Hardware
+from fsdptool.config.checks.model import inspect_model
 from fsdptool.config.rules import RULES
 from fsdptool.files.text import SIZE_LIMIT
 from fsdptool.planning import load_gpu

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdptool.config import read_settings
-from fsdptool.config.dialects.accelerate_keys import FSDP_KEYS
-from fsdptool.config.fix import repair
+from fsdptool.config.dialects.accelerate.mapping import FSDP_KEYS
+from fsdptool.config.fixes import repair
 
 TRUTHS = [True, False, True, False, "true", "False", "no", 1, 0, None, "maybe", 2]
 VALUES: dict[str, list[Any]] = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_rules_against_accelerate import GOOD
 
 from fsdptool.config import read_settings
-from fsdptool.config.validate import Verdict
+from fsdptool.config.result import Verdict
 from fsdptool.files.json_tree import parse_json
 from fsdptool.files.text import SIZE_LIMIT, UnreadableError, decode
 from fsdptool.files.tree import ParseError, to_python

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdptool
+from fsdptool.api.emit_config import PRESETS
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
-from fsdptool.config.fix import repair
-from fsdptool.config.model_rules import inspect_model
-from fsdptool.config.presets import PRESETS
+from fsdptool.config.checks.model import inspect_model
+from fsdptool.config.fixes import repair
 from fsdptool.config.recipe import dump_recipe, read_recipe
-from fsdptool.config.recipe_ranges import RANGES
+from fsdptool.config.recipe_constraints import RANGES
 from fsdptool.config.recipe_schema import recipe_schema
 from fsdptool.errors import ConfigError
 from fsdptool.files.schemas import load_schema

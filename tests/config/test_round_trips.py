@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdptool.config import read_settings, write_settings
+from fsdptool.config.canonical import facts_from
 from fsdptool.config.dialects import DIALECTS
-from fsdptool.config.facts import facts_from
-from fsdptool.config.fix import repair
-from fsdptool.config.merge import merge_into
-from fsdptool.config.migration import write_across
+from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import write_across
+from fsdptool.config.writer import merge_into
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.records.settings import FsdpSettings, Mesh

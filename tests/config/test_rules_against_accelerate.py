@@ -8,8 +8,8 @@ import pytest
 from accelerate_oracle import Outcome, run_accelerate
 
 from fsdptool.config import Reading, read_settings
-from fsdptool.config.fix import repair
-from fsdptool.config.migration import migrate_file
+from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import migrate_file
 
 GOOD = """\
 compute_environment: LOCAL_MACHINE

@@ -13,8 +13,8 @@ import axolotl_oracle
 import pytest
 
 from fsdptool.config import read_settings
-from fsdptool.config.fix import repair
-from fsdptool.config.migration import migrate_file
+from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import migrate_file
 
 TOP = """\
 base_model: a/b

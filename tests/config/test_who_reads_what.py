@@ -13,9 +13,9 @@ from test_rules_against_accelerate import GOOD
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings, write_settings
 from fsdptool.config.consumers import CONSUMERS, NATURAL, READS
-from fsdptool.config.fix import repair
+from fsdptool.config.fixes import repair
 from fsdptool.config.line_tree import _SWITCHES
-from fsdptool.config.migration import migrate_file
+from fsdptool.config.migrate import migrate_file
 from fsdptool.errors import ConfigError
 from fsdptool.files.schemas import load_schema
 from fsdptool.records.settings import FsdpSettings

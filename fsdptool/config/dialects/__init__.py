@@ -10,13 +10,13 @@ from importlib import import_module
 from fsdptool.files.tree import Node
 
 DIALECTS = {
-    "accelerate": "accelerate",
-    "trainer": "trainer",
-    "axolotl": "axolotl",
-    "llamafactory": "llamafactory",
-    "simpletuner": "simpletuner",
-    "env": "env",
-    "flags": "flags",
+    "accelerate": "accelerate.reader",
+    "trainer": "trainer.reader",
+    "axolotl": "axolotl.reader",
+    "llamafactory": "llamafactory.reader",
+    "simpletuner": "simpletuner.reader",
+    "env": "environment.reader",
+    "flags": "flags.reader",
 }
 """Dialect name to module under ``fsdptool.config.dialects``."""
 
@@ -29,7 +29,7 @@ def detect_dialect(root: Node, path: str) -> tuple[str | None, tuple[str, str] |
 
     if foreign.is_xla(root):
         return None, ("FSD110", foreign.XLA)
-    scores = {name: import_module(f"{__name__}.{name}").matches(root) for name in _MAPPINGS}
+    scores = {name: import_module(f"{__name__}.{DIALECTS[name]}").matches(root) for name in _MAPPINGS}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] >= 0.9:
         return best, None

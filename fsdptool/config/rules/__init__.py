@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from fsdptool.config.rules.hardware import HARDWARE
 from fsdptool.config.rules.meaning import MEANING
-from fsdptool.config.rules.model import MODEL
-from fsdptool.config.rules.parse import PARSE
-from fsdptool.config.rules.schema import SCHEMA
+from fsdptool.config.rules.reading import PARSE, SCHEMA
+from fsdptool.config.rules.surroundings import HARDWARE, MODEL
 from fsdptool.records.diagnostic import Rule
 
 RULES: dict[str, Rule] = {rule.code: rule for rule in (*PARSE, *SCHEMA, *MEANING, *MODEL, *HARDWARE)}

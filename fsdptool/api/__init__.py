@@ -1,0 +1,1 @@
+"""What the library offers as functions, each composed of several rooms."""

@@ -1,0 +1,308 @@
+"""What ``emit-config`` writes: settings from a plan, a model or a preset, and the head of the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdptool import spelling
+from fsdptool.config.writer import emit_yaml, resolved
+from fsdptool.errors import ConfigError
+from fsdptool.records.codec import to_json
+from fsdptool.records.document import digest, envelope
+from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
+from fsdptool.records.settings import FsdpSettings, Mesh
+
+if TYPE_CHECKING:
+    from fsdptool.records.anatomy import Anatomy
+    from fsdptool.records.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Everything an emitted file says, before it is text.
+
+    Attributes:
+        settings: What the file writes.
+        layout: The layout it was planned for.
+        reference: The model, as the person named it, or None for a bare preset.
+        plan_digest: Digest of the plan it came from, or None.
+        recipe: The recipe of the plan, or None.
+        anatomy: The inspected model, or None.
+    """
+
+    settings: FsdpSettings
+    layout: str = "native"
+    reference: str | None = None
+    plan_digest: str | None = None
+    recipe: Recipe | None = None
+    anatomy: Anatomy | None = None
+
+    def differences(self) -> tuple[str, ...]:
+        """Return what a plain accelerate script will do differently from what was planned."""
+        if self.layout != "native" or self.anatomy is None:
+            return ()
+        from fsdptool.api.differences import list_differences
+
+        sharding = self.recipe.sharding if self.recipe is not None else Sharding()
+        return list_differences(self.anatomy, resolved(self.settings), sharding)
+
+    def text(self) -> str:
+        """Return the file."""
+        notes = (
+            ()
+            if self.reference is not None
+            else (
+                "Wrap classes are the model's: write fsdp_transformer_layer_cls_to_wrap (fsdptool detect).",
+            )
+        )
+        return emit_yaml(
+            self.settings,
+            layout=self.layout,
+            reference=self.reference,
+            plan_digest=self.plan_digest,
+            differences=self.differences(),
+            notes=notes,
+        )
+
+    def document(self, text: str, path: Path | None) -> dict[str, Any]:
+        """Return the answer as a document (schema ``emit-config``)."""
+        body = {
+            "path": str(path) if path is not None else None,
+            "layout": self.layout,
+            "reference": self.reference,
+            "plan_digest": self.plan_digest,
+            "settings": self.settings,
+            "differences": list(self.differences()),
+            "text": text,
+        }
+        return envelope("emit-config", to_json(self.settings), body)
+
+
+def start(
+    reference: str | None,
+    *,
+    plan: str | PathLike[str] | Plan | None = None,
+    candidate: str | None = None,
+    preset: str | None = None,
+    **model: Any,
+) -> Emission:
+    """Return what a plan chose, or a preset's settings for a model.
+
+    Args:
+        reference, preset, model: As for :func:`from_reference`.
+        plan, candidate: As for :func:`from_plan`.
+
+    Raises:
+        ConfigError: Nothing or too much is given; else as those.
+    """
+    if reference is not None and plan is not None:
+        raise ConfigError("give a model or a plan, not both", help="a plan names its model")
+    if plan is not None:
+        return from_plan(plan, candidate=candidate)
+    if reference is None and preset is None:
+        raise ConfigError("nothing to emit", help="give a model, --plan FILE or --preset NAME")
+    return from_reference(reference, preset=preset, **model)
+
+
+def from_plan(plan: str | PathLike[str] | Plan, *, candidate: str | None = None) -> Emission:
+    """Return what a plan (the record, or the path of its document) chose.
+
+    Raises:
+        ConfigError: The file is no plan, or has no such candidate, or chose none.
+    """
+    from fsdptool.inspection import inspect
+    from fsdptool.planning import chosen_candidate, chosen_run, read_plan
+    from fsdptool.source import resolve_choice
+
+    where = "the plan"
+    if isinstance(plan, str | PathLike):
+        where = str(plan)
+        plan = read_plan(Path(plan))
+    ids = [item.id for item in plan.candidates]
+    if candidate is not None and candidate not in ids:
+        raise ConfigError(
+            f"{where}: there is no candidate {candidate!r}", help=f"choose one of: {', '.join(ids)}"
+        )
+    if candidate is None and plan.chosen is None:
+        raise ConfigError(
+            f"{where}: nothing was chosen (verdict: {plan.verdict})",
+            help=f"name one with --candidate ({', '.join(ids[:4])}), or follow the plan's next steps",
+        )
+    plan = replace(plan, chosen=candidate or plan.chosen)
+    recipe, settings, _ = chosen_run(plan)
+    chosen = chosen_candidate(plan)
+    anatomy = inspect(
+        resolve_choice(recipe.model),
+        wrap=tuple(plan.inputs.get("wrap", ())),
+        exclude=tuple(plan.inputs.get("exclude", ())),
+    )
+    if settings.wrap_policy == "transformer" and not settings.wrap_classes:
+        # The plan left the choice to detect; accelerate would take _no_split_modules instead.
+        settings = replace(settings, wrap_classes=anatomy.wrap.classes)
+    return Emission(
+        settings,
+        recipe.sharding.layout,
+        recipe.model.reference,
+        digest({"inputs": plan.inputs, "candidate": chosen.id}),
+        recipe,
+        anatomy,
+    )
+
+
+def from_reference(
+    reference: str | None,
+    *,
+    preset: str | None = None,
+    layout: Layout | str = "native",
+    wrap: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+    revision: str | None = None,
+    component: str | None = None,
+    trust_remote_code: bool = False,
+) -> Emission:
+    """Return a preset's settings (default ``single-node``) with the wrap classes of a model.
+
+    Raises:
+        ReferenceError, ModelError: The model cannot be resolved or built.
+        ConfigError: There is no such preset or layout.
+    """
+    from fsdptool.api.emit_config import find_preset
+
+    if layout not in ("native", "accelerate"):
+        raise ConfigError(f"unknown layout {layout!r}", help="native or accelerate")
+    settings = find_preset(preset or "single-node").settings
+    if reference is None:
+        classes = spelling.classes(list(wrap)) or ()
+        return Emission(replace(settings, wrap_classes=classes), layout)
+    anatomy = _inspect(
+        reference,
+        revision=revision,
+        component=component,
+        trust_remote_code=trust_remote_code,
+        wrap=wrap,
+        exclude=exclude,
+    )
+    classes = anatomy.wrap.classes
+    if classes:
+        settings = replace(settings, wrap_policy="transformer", wrap_classes=classes)
+    else:
+        settings = replace(settings, wrap_policy="none", wrap_classes=(), activation_checkpointing=False)
+    chosen: Layout = "accelerate" if layout == "accelerate" else "native"
+    model = ModelChoice(
+        reference, revision=revision, component=component, trust_remote_code=trust_remote_code
+    )
+    recipe = Recipe(model, sharding=Sharding(layout=chosen))
+    return Emission(settings, layout, reference, None, recipe, anatomy)
+
+
+def adjust(
+    settings: FsdpSettings,
+    *,
+    processes: int | None = None,
+    nodes: int | None = None,
+    precision: str | None = None,
+    cpu: bool = False,
+) -> FsdpSettings:
+    """Return settings with what the command line says on top.
+
+    Raises:
+        ConfigError: A value is impossible.
+    """
+    if processes is not None:
+        if processes < 1:
+            raise ConfigError(f"{processes} processes cannot run", help="give 1 or more")
+        settings = replace(settings, num_processes=processes)
+    if nodes is not None:
+        if nodes < 1 or (settings.num_processes or nodes) % nodes:
+            raise ConfigError(f"{settings.num_processes} processes do not divide over {nodes} machines")
+        settings = replace(settings, num_machines=nodes)
+    if precision is not None:
+        found = spelling.choice(precision, spelling.PRECISIONS)
+        if found is None:
+            raise ConfigError(f"unknown precision {precision!r}", help="no, fp16, bf16 or fp8")
+        settings = replace(settings, mixed_precision=found)  # type: ignore[arg-type]
+    if cpu:
+        settings = replace(settings, use_cpu=True)
+    mesh, total = settings.mesh, settings.num_processes
+    if mesh.dp_shard is not None and total is not None:
+        others = mesh.dp_replicate * mesh.cp * mesh.tp * mesh.sp
+        if others == 1:
+            # Sharding over everybody is what accelerate does without a mesh.
+            settings = replace(settings, mesh=Mesh())
+        elif others * mesh.dp_shard != total:
+            if total % others:
+                raise ConfigError(f"{total} processes do not divide by {others}")
+            settings = replace(settings, mesh=replace(mesh, dp_shard=total // others))
+    return settings
+
+
+def _inspect(
+    reference: str, *, wrap: tuple[str, ...] = (), exclude: tuple[str, ...] = (), **options: Any
+) -> Anatomy:
+    from fsdptool.inspection import inspect
+    from fsdptool.source import resolve
+
+    return inspect(resolve(reference, **options), wrap=wrap, exclude=exclude)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Settings with a name and the situation they are for."""
+
+    name: str
+    purpose: str
+    settings: FsdpSettings
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset("single-node", "one machine with 8 GPUs, full sharding, bf16", FsdpSettings(num_processes=8)),
+        Preset(
+            "single-node-zero2",
+            "the model fits unsharded during a step: parameters stay after forward",
+            FsdpSettings(num_processes=8, reshard_after_forward=False),
+        ),
+        Preset(
+            "single-node-checkpointing",
+            "activations dominate: recompute every block in backward",
+            FsdpSettings(num_processes=8, activation_checkpointing=True),
+        ),
+        Preset(
+            "single-node-offload",
+            "parameters and optimizer states live in host memory",
+            FsdpSettings(num_processes=8, activation_checkpointing=True, cpu_offload=True),
+        ),
+        Preset(
+            "two-nodes-hybrid",
+            "2 machines with 8 GPUs: shard within, replicate across (HSDP)",
+            FsdpSettings(num_processes=16, num_machines=2, mesh=Mesh(2, 8), rdzv_backend="c10d"),
+        ),
+        Preset(
+            "long-context",
+            "8 GPUs share every sequence, 4 by 2 (context parallel)",
+            FsdpSettings(num_processes=8, activation_checkpointing=True, mesh=Mesh(1, 4, cp=2)),
+        ),
+        Preset(
+            "cpu",
+            "two processes over gloo, for trying things out with fsdptool train",
+            FsdpSettings(num_processes=2, use_cpu=True, mixed_precision="no"),
+        ),
+    )
+}
+
+
+def find_preset(name: str) -> Preset:
+    """Return a preset by name.
+
+    Raises:
+        ConfigError: There is none; the help names the nearest.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    near = spelling.nearest(name, PRESETS, cutoff=0.5)
+    advice = f"did you mean {near}?" if near else f"choose one of: {', '.join(PRESETS)}"
+    raise ConfigError(f"there is no preset {name!r}", help=advice)

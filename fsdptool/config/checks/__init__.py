@@ -1,0 +1,1 @@
+"""What settings do together: in themselves, on a mesh, with a model, on hardware."""

@@ -1,0 +1,305 @@
+"""The rules on meaning: what the settings do together, for the consumer of the file.
+
+Each function looks at the facts of a file and reports; the dialects have reported keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config.canonical import WRITTEN
+from fsdptool.config.checks import mesh as mesh_rules
+from fsdptool.config.checks.mesh import judge_processes, launched_by_accelerate
+from fsdptool.config.context import LintContext
+from fsdptool.files.tree import Entry, Node
+
+_LEAVES = frozenset(
+    [
+        "Linear",
+        "Conv1d",
+        "Conv2d",
+        "Conv3d",
+        "LayerNorm",
+        "RMSNorm",
+        "GroupNorm",
+        "Dropout",
+        "Embedding",
+        "Identity",
+        "SiLU",
+        "GELU",
+    ]
+)
+_WHOLE = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForSequenceClassification",
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "LMHeadModel",
+    "Pipeline",
+)
+
+
+def judge(lint: LintContext, *, model: Any = None, hardware: Any = None) -> None:
+    """Report what the facts of a file mean together.
+
+    Args:
+        lint: A file whose dialect has been read.
+        model: An Anatomy for the family ``model``, or None.
+        hardware: A Hardware for the family ``hardware``, or None.
+    """
+    if not lint.consumer.checked:
+        lint.report("FSD354", f"judged for {lint.consumer}; the rules were checked against another version")
+    if not lint.extras.get("configures", True):
+        return
+    _conflicts(lint)
+    if not lint.runs_fsdp:
+        return
+    _target(lint)
+    _version(lint)
+    mesh_rules.judge_mesh(lint)
+    _wrapping(lint)
+    _checkpointing(lint)
+    _loading(lint)
+    judge_processes(lint)
+    _defaults(lint)
+    lint.withhold()
+    if model is not None:
+        from fsdptool.config.checks.model import judge_model
+
+        judge_model(lint, model)
+    if hardware is not None:
+        from fsdptool.config.checks.hardware import judge_hardware
+
+        judge_hardware(lint, hardware)
+
+
+def _conflicts(lint: LintContext) -> None:
+    kind = lint.extras.get("distributed_type")
+    block: Node | None = lint.extras.get("fsdp_block")
+    filled = block is not None and bool(block.entries)
+    deepspeed = lint.extras.get("deepspeed")
+    if deepspeed and (lint.runs_fsdp or filled):
+        lint.report(
+            "FSD304",
+            "FSDP and DeepSpeed cannot be enabled simultaneously.",
+            lint.root.get("deepspeed_config") or lint.root.get("deepspeed"),
+        )
+    elif filled and kind not in ("FSDP", None):
+        entry = lint.root.get("distributed_type")
+        edits = None
+        if entry is not None and kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            edits = lint.editor.replace(entry.node, "FSDP")
+        lint.report(
+            "FSD330",
+            f"the FSDP settings do nothing: distributed_type is {kind}",
+            entry,
+            value=True,
+            edits=edits,
+            safe=False,
+            fix="write FSDP",
+            changes={"*": "FSDP"},
+        )
+
+
+def _target(lint: LintContext) -> None:
+    consumer = lint.consumer
+    if consumer.name == "accelerate":
+        # accelerate release notes: FSDP2 in 1.6.0, ParallelismConfig in 1.10.0; activation offload is
+        # newer than 1.14 (absent from its plugin, present in 1.15.0's).
+        if lint.get("fsdp_version") == 2 and consumer.before(1, 6):
+            lint.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", lint.at("fsdp_version"))
+        if lint.extras.get("parallelism_block") is not None and consumer.before(1, 10):
+            lint.report(
+                "FSD344",
+                f"parallelism_config does not exist in {consumer}",
+                lint.root.get("parallelism_config"),
+            )
+        if lint.get("activation_checkpointing_offload") and consumer.before(1, 15):
+            lint.report(
+                "FSD344",
+                f"activation offload does not exist in {consumer}",
+                lint.at("activation_checkpointing_offload"),
+            )
+
+
+def _version(lint: LintContext) -> None:
+    if lint.get("fsdp_version") != 1:
+        if lint.get("state_dict_type") == "local":
+            lint.report(
+                "FSD333",
+                "LOCAL_STATE_DICT is not supported by FSDP2",
+                lint.at("state_dict_type"),
+                value=True,
+            )
+        return
+    from fsdptool.config.fsdp1 import migration
+
+    made = migration(lint)
+    written = lint.written("fsdp_version")
+    what = f"{lint.name('fsdp_version')} is 1" if written else f"{lint.name('fsdp_version')} is not written"
+    severity: Any = "error" if lint.consumer.name in ("fsdptool", "simpletuner") else "warning"
+    if lint.consumer.name == "fsdptool":
+        what += "; fsdptool runs FSDP2 only"
+    place = lint.at("fsdp_version") or lint.extras.get("fsdp_entry") or lint.root.get("fsdp_config")
+    lint.report(
+        "FSD301",
+        f"{what}: FSDP1 runs",
+        place,
+        severity=severity,
+        help=made.refusal or "fsdptool migrate FILE writes the same settings for FSDP2",
+        edits=made.edits,
+        safe=False,
+        fix="migrate to FSDP2",
+        changes=made.changes,
+    )
+    if lint.get("sharding_strategy") == "no_shard":
+        lint.report(
+            "FSD332",
+            "NO_SHARD has no FSDP2 equivalent",
+            lint.at("sharding_strategy"),
+            value=True,
+            severity="warning",
+        )
+    if lint.get("state_dict_type") == "local":
+        lint.report(
+            "FSD333",
+            "LOCAL_STATE_DICT is not supported by FSDP2",
+            lint.at("state_dict_type"),
+            value=True,
+            severity="warning",
+        )
+
+
+def wraps_nothing(lint: LintContext) -> bool:
+    """Whether no module is wrapped: by the policy, or by a size threshold of 0."""
+    policy = lint.get("wrap_policy")
+    return bool(policy == "none" or (policy == "size" and lint.get("min_num_params") == 0))
+
+
+def _wrapping(lint: LintContext) -> None:
+    policy = lint.get("wrap_policy")
+    if policy == "none" and not lint.written("wrap_policy") and launched_by_accelerate(lint):
+        origin = lint.facts["wrap_policy"].origin if "wrap_policy" in lint.facts else ""
+        if not origin.startswith("environment"):
+            block = lint.root.get("fsdp_config")
+            edits = lint.editor.add(
+                block.node if block else None, block, {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+            )
+            lint.report(
+                "FSD315",
+                "fsdp_auto_wrap_policy is not written: the whole model is one unit",
+                block,
+                edits=edits,
+                safe=False,
+                fix="write TRANSFORMER_BASED_WRAP",
+                changes={"wrap_policy": "transformer"},
+            )
+    if policy == "size" and wraps_nothing(lint) and lint.consumer.name != "fsdptool":
+        # accelerate 1.15 set_auto_wrap_policy: "If zero, we silently ignore it."
+        lint.report(
+            "FSD315",
+            f"{lint.name('min_num_params')} is 0: nothing is wrapped, and the whole model is one unit",
+            lint.at("min_num_params", "wrap_policy"),
+            value=True,
+            help="write a threshold, or wrap by class",
+        )
+    elif policy == "size":
+        # torch's FSDP1 policy passes containers by; accelerate's FSDP2 policy counts parameters only.
+        first = lint.get("fsdp_version") == 1
+        lint.report(
+            "FSD324",
+            f"size-based wrapping fails {'under version 2 ' if first else ''}on models whose layer list "
+            "exceeds the threshold",
+            lint.at("wrap_policy"),
+            value=True,
+            severity="info" if first else None,
+        )
+    classes = lint.at("wrap_classes")
+    if policy != "transformer" and classes is not None:
+        lint.ignore(classes, "read with TRANSFORMER_BASED_WRAP only")
+        lint.unheeded["wrap_classes"] = []
+    for class_name in lint.get("wrap_classes") or ():
+        if policy != "transformer":
+            break
+        what = None
+        if class_name in _LEAVES:
+            what = "a layer inside the blocks, not a block"
+        elif class_name.endswith(_WHOLE) or (class_name.endswith("Model") and len(class_name) > 5):
+            what = "a whole model, by its name"
+        if what is not None:
+            lint.report("FSD335", f"{class_name} is {what}", lint.at("wrap_classes"), value=True)
+
+
+def _checkpointing(lint: LintContext) -> None:
+    on = bool(lint.get("activation_checkpointing"))
+    offload = bool(lint.get("activation_checkpointing_offload"))
+    if on and wraps_nothing(lint) and lint.consumer.name != "fsdptool":
+        lint.report(
+            "FSD316",
+            "activation checkpointing without wrapped blocks crashes",
+            lint.at("activation_checkpointing"),
+        )
+    if offload and (not on or lint.get("fsdp_version") != 2):
+        need = "activation checkpointing" if not on else "fsdp_version 2"
+        lint.report("FSD318", f"activation offload needs {need}", lint.at("activation_checkpointing_offload"))
+    entry: Entry | None = lint.extras.get("gradient_checkpointing")
+    if on and entry is not None:
+        lint.report(
+            "FSD317",
+            f"{entry.key} and FSDP's activation checkpointing are both on",
+            entry,
+            edits=lint.editor.replace(entry.node, False),
+            safe=False,
+            fix=f"write {entry.key}: false",
+            changes={"gradient_checkpointing": False},
+        )
+    only, best = lint.extras.get("save_only_model", (None, False))
+    sharded = lint.get("state_dict_type") == "sharded"
+    if only is not None and (sharded or best):
+        other = "SHARDED_STATE_DICT" if sharded else "load_best_model_at_end under FSDP"
+        lint.report("FSD340", f"save_only_model cannot be combined with {other}", only)
+
+
+def _loading(lint: LintContext) -> None:
+    # Where no policy is written at all, FSD315 names the cause, and mending that mends this.
+    if not lint.get("cpu_ram_efficient_loading") or lint.get("wrap_policy") != "none":
+        return
+    if lint.written("wrap_policy"):
+        entry = lint.at("cpu_ram_efficient_loading") or lint.at("wrap_policy")
+        lint.report("FSD319", "RAM-efficient loading with nothing wrapped", entry)
+
+
+def _defaults(lint: LintContext) -> None:
+    """Write out what another program or version would fill in differently."""
+    if lint.dialect != "accelerate":
+        return
+    pending = lint.pending()
+    unwritten = not lint.written("mixed_precision") and "mixed_precision" not in pending
+    if lint.consumer.name == "accelerate" and unwritten:
+        lint.report(
+            "FSD352",
+            "mixed_precision is not written: no, by default",
+            edits=lint.editor.add(lint.root, None, {"mixed_precision": "no"}),
+            fix="write mixed_precision: 'no'",
+        )
+    block = lint.root.get("fsdp_config")
+    keys = [("fsdp_state_dict_type", "state_dict_type")]
+    if lint.get("fsdp_version") == 2:
+        keys.append(("fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading"))
+    for key, canonical in keys:
+        fact = lint.facts.get(canonical)
+        if fact is None or fact.entry is not None or fact.origin.startswith("environment"):
+            continue
+        if canonical in pending:
+            continue
+        value = WRITTEN.get(canonical, {}).get(fact.value, fact.value)
+        edits = lint.editor.add(block.node if block else None, block, {key: value})
+        lint.report(
+            "FSD320",
+            f"{key} is not written: {str(value).lower() if value is True else value} by default",
+            block,
+            edits=edits,
+            fix=f"write {key}: {str(value).lower() if value is True else value}",
+        )

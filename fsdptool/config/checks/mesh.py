@@ -1,0 +1,192 @@
+"""The rules on the device mesh: sizes against processes, and combinations that do not work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config.context import LintContext
+
+
+def judge_mesh(lint: LintContext) -> None:
+    """Report what accelerate 1.15's ``ParallelismConfig`` would refuse, ignore or run differently.
+
+    Sources: ``parallelism_config.py:__post_init__`` and ``_validate_accelerator``; SimpleTuner 4.8.0's
+    context-parallel checks.
+    """
+    sizes = {key: lint.get(key) or 1 for key in ("dp_replicate", "dp_shard", "cp", "tp", "sp")}
+    if sizes["cp"] > 1 and lint.get("fsdp_version") == 1:
+        lint.report("FSD305", "Context parallelism requires FSDP2.", lint.at("cp"))
+        return
+    block = lint.extras.get("parallelism_block")
+    if block is not None and lint.get("fsdp_version") == 1:
+        lint.report("FSD342", "parallelism_config needs fsdp_version 2", lint.root.get("parallelism_config"))
+        return
+    open_shard = lint.get("dp_shard") is None
+    processes = lint.get("num_processes")
+    if sizes["cp"] > 1 and refuse_context_size(lint, sizes["cp"], processes):
+        return
+    if block is None and open_shard and all(size == 1 for size in sizes.values()):
+        return
+    if _combinations(lint, sizes, open_shard):
+        return
+    before = len(lint.findings)
+    _products(lint, sizes, open_shard, processes, block)
+    if sizes["tp"] > 1 and lint.consumer.name == "accelerate" and len(lint.findings) == before:
+        lint.report(
+            "FSD356",
+            f"tp {sizes['tp']}: accelerate 1.15 cannot prepare it with transformers 5.23",
+            lint.at("tp"),
+            value=True,
+        )
+
+
+def refuse_context_size(lint: LintContext, size: int, processes: Any) -> bool:
+    """Report a context-parallel size above 1 that the processes, where they are known, do not divide by."""
+    if not isinstance(processes, int) or processes % size == 0:
+        return False
+    how = "cannot exceed" if size > processes else "must evenly divide"
+    message = f"Context parallel size ({size}) {how} process count ({processes})."
+    lint.report("FSD306", message, lint.at("cp"), value=True)
+    return True
+
+
+def _combinations(lint: LintContext, sizes: dict[str, int], open_shard: bool) -> bool:
+    if sizes["cp"] > 1 and sizes["sp"] > 1:
+        lint.report(
+            "FSD311",
+            f"cp {sizes['cp']} and sp {sizes['sp']} exclude each other",
+            lint.at("sp", "cp"),
+            value=True,
+        )
+        return True
+    if sizes["sp"] > 1:
+        lint.report(
+            "FSD312",
+            f"sp {sizes['sp']} does nothing under FSDP2: the sequence is not split",
+            lint.at("sp"),
+            value=True,
+        )
+        return True
+    split = sizes["cp"] > 1 and lint.consumer.name != "fsdptool"
+    beside = (sizes["tp"] > 1 or split) and sizes["dp_replicate"] > 1
+    if beside and sizes["dp_shard"] == 1 and not open_shard:
+        lint.report(
+            "FSD313",
+            "tp or cp with dp_replicate above 1 and dp_shard 1 is refused",
+            lint.at("dp_replicate"),
+            value=True,
+        )
+        return True
+    return False
+
+
+def _products(lint: LintContext, sizes: dict[str, int], open_shard: bool, processes: Any, block: Any) -> None:
+    total = 1
+    for size in sizes.values():
+        total *= size
+    place = lint.at("dp_shard", "dp_replicate", "tp", "cp") or lint.root.get("parallelism_config")
+    known = isinstance(processes, int)
+    if total == 1 and not open_shard:
+        edits = None
+        entry = lint.root.get("parallelism_config")
+        if block is not None and entry is not None:
+            edits = lint.editor.remove(lint.root, entry)
+        refused = lint.consumer.name == "fsdptool" and known and processes > 1
+        lint.report(
+            "FSD343",
+            f"all mesh sizes are 1: not {processes} processes"
+            if refused
+            else "all mesh sizes are 1: accelerate builds no mesh and shards over all processes",
+            entry,
+            severity="error" if refused else "warning",
+            edits=edits,
+            safe=False,
+            fix="remove parallelism_config",
+            changes={"dp_shard": None},
+        )
+        return
+    if open_shard:
+        if known and processes % total:
+            lint.report(
+                "FSD308",
+                f"mesh sizes multiply to {total}, which does not divide {processes} processes",
+                place,
+            )
+            return
+        if not known or processes // total > 1:
+            return
+    elif known and total != processes:
+        shown = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+        lint.report("FSD308", f"the mesh {shown} has {total} places for {processes} processes", place)
+        return
+    if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
+        if sizes["tp"] > 1 and sizes["dp_replicate"] == 1:
+            lint.report(
+                "FSD310",
+                f"tp {sizes['tp']} takes all processes: nothing is left to shard across",
+                lint.at("tp"),
+                value=True,
+            )
+        else:
+            lint.report(
+                "FSD309",
+                "the mesh only replicates: nothing is sharded",
+                lint.at("dp_replicate"),
+                value=True,
+            )
+
+
+def launched_by_accelerate(lint: LintContext) -> bool:
+    """Whether accelerate's own launcher and plugin will read the settings."""
+    return lint.consumer.name in ("accelerate", "fsdptool")
+
+
+def judge_processes(lint: LintContext) -> None:
+    """Report process counts, machines, addresses and GPU ids that do not go together."""
+    processes, machines = lint.get("num_processes"), lint.get("num_machines") or 1
+    cpu = lint.get("use_cpu")
+    if cpu and lint.consumer.name == "accelerate":
+        lint.report("FSD314", "FSDP on CPU: accelerate runs this unsharded", lint.at("use_cpu"))
+    # Our trainer has an attention of its own for split sequences, on every device.
+    if cpu and (lint.get("cp") or 1) > 1 and lint.consumer.name != "fsdptool":
+        lint.report("FSD347", "context parallelism does not work on CPU", lint.at("cp"))
+    if not launched_by_accelerate(lint):
+        return
+    if processes is None:
+        # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
+        if lint.dialect != "env":  # which has no word for it
+            lint.report("FSD326", "num_processes is not written", lint.at("num_processes"))
+    elif isinstance(processes, int):
+        if processes == 1:
+            lint.report("FSD327", "FSDP over a single process", lint.at("num_processes"), value=True)
+        elif processes % machines:
+            lint.report(
+                "FSD328",
+                f"{processes} processes do not divide over {machines} machines",
+                lint.at("num_processes"),
+                value=True,
+            )
+    elif machines > 1:
+        lint.report(
+            "FSD205",
+            f"num_processes {processes!r} cannot be divided over {machines} machines",
+            lint.at("num_processes"),
+            value=True,
+        )
+    if machines > 1 and not lint.get("main_process_ip"):
+        lint.report("FSD329", "several machines and no main_process_ip", lint.at("num_machines"))
+    _gpu_ids(lint, processes, machines)
+
+
+def _gpu_ids(lint: LintContext, processes: Any, machines: int) -> None:
+    ids = lint.get("gpu_ids")
+    if not isinstance(ids, str) or ids in ("all", "") or not isinstance(processes, int):
+        return
+    count = len([part for part in ids.split(",") if part.strip()])
+    if count != processes // max(machines, 1):
+        lint.report(
+            "FSD331",
+            f"{count} GPU ids for {processes // max(machines, 1)} processes per machine",
+            lint.at("gpu_ids"),
+            value=True,
+        )

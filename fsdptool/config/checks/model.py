@@ -1,0 +1,257 @@
+"""The rules of the family ``model``: a file's settings against an inspected model. Torch-free by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fsdptool import spelling
+from fsdptool.config.context import Fact, LintContext
+from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.diagnostic import Edit
+
+
+def inspect_model(reference: str, *, trust_remote_code: bool = False) -> Anatomy:
+    """Resolve and inspect a model reference.
+
+    Raises:
+        ReferenceError, ModelError: It cannot be resolved or built.
+    """
+    from fsdptool.inspection import inspect
+    from fsdptool.source import resolve
+
+    return inspect(resolve(reference, trust_remote_code=trust_remote_code))
+
+
+def judge_model(lint: LintContext, anatomy: Anatomy) -> None:
+    """Report what the settings do to this model, as accelerate 1.15's preparation would."""
+    policy = lint.get("wrap_policy")
+    if policy == "transformer":
+        _classes(lint, anatomy)
+    elif policy == "size":
+        _containers(lint, anatomy)
+    _buffers(lint, anatomy)
+    _ties(lint, anatomy)
+    _context(lint, anatomy)
+    _ignored(lint, anatomy)
+
+
+def _choice(lint: LintContext, anatomy: Anatomy) -> tuple[tuple[Edit, ...] | None, dict[str, Any], str]:
+    """Return the fix that writes detect's classes, what it changes, and its words."""
+    classes = anatomy.wrap.classes
+    text = ",".join(classes)
+    fact: Fact | None = lint.facts.get("wrap_classes")
+    edits: tuple[Edit, ...] | None = None
+    if classes and fact is not None and fact.entry is not None:
+        edits = lint.editor.replace_entry(fact.entry, text)
+    elif classes and lint.dialect == "accelerate":
+        holder = lint.root.get("fsdp_config")
+        key = "fsdp_transformer_layer_cls_to_wrap"
+        edits = lint.editor.add(holder.node if holder else None, holder, {key: text})
+    return edits, {"wrap_classes": text}, f"write {text}"
+
+
+def _classes(lint: LintContext, anatomy: Anatomy) -> None:
+    named = lint.get("wrap_classes") or ()
+    present = {module.class_name for module in anatomy.modules}
+    edits, changes, words = _choice(lint, anatomy)
+    place = lint.at("wrap_classes")
+    if not named:
+        _hints(lint, anatomy, edits, changes, words)
+        return
+    for name in named:
+        if name not in present:
+            near = spelling.nearest(name, present, cutoff=0.6)
+            hint = f": did you mean {near}?" if near else ""
+            lint.report(
+                "FSD401",
+                f"{anatomy.spec.model_class} has no {name}{hint}",
+                place,
+                value=True,
+                edits=edits,
+                safe=False,
+                fix=words,
+                changes=changes,
+            )
+            continue
+        if anatomy.modules and anatomy.modules[0].class_name == name:
+            lint.report(
+                "FSD402",
+                f"{name} is the whole model",
+                place,
+                value=True,
+                edits=edits,
+                safe=False,
+                fix=words,
+                changes=changes,
+            )
+        elif _holds_embedding(anatomy, name):
+            lint.report(
+                "FSD403",
+                f"{name} contains the input embedding",
+                place,
+                value=True,
+                edits=edits,
+                safe=False,
+                fix=words,
+                changes=changes,
+            )
+    _coverage(lint, anatomy, [name for name in named if name in present], edits, changes, words)
+
+
+def _hints(lint: LintContext, anatomy: Anatomy, edits: Any, changes: dict[str, Any], words: str) -> None:
+    """No class is named: accelerate takes ``_no_split_modules`` of the built instance."""
+    place = lint.at("wrap_policy") or lint.root.get("fsdp_config")
+    absent = [entry.name for entry in anatomy.wrap.no_split_modules if entry.status == "absent"]
+    if not anatomy.no_split_modules:
+        lint.report(
+            "FSD406",
+            f"{anatomy.spec.model_class} has no _no_split_modules and the file no class: nothing is wrapped",
+            place,
+            edits=edits,
+            safe=False,
+            fix=words,
+            changes=changes,
+        )
+    elif absent:
+        lint.report(
+            "FSD410",
+            f"_no_split_modules of {anatomy.spec.model_class} name {', '.join(absent)}, which it lacks",
+            place,
+            edits=edits,
+            safe=False,
+            fix=words,
+            changes=changes,
+        )
+
+
+def _holds_embedding(anatomy: Anatomy, name: str) -> bool:
+    embedding = anatomy.input_embedding
+    if embedding is None:
+        return False
+    return any(
+        module.class_name == name and embedding.startswith(f"{module.path}.") for module in anatomy.modules
+    )
+
+
+def _under(anatomy: Anatomy, classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the path prefixes of everything inside modules of the classes."""
+    return tuple(f"{m.path}." for m in anatomy.modules if m.class_name in classes and m.path)
+
+
+def _coverage(
+    lint: LintContext, anatomy: Anatomy, named: list[str], edits: Any, changes: dict[str, Any], words: str
+) -> None:
+    roots = _under(anatomy, named)
+    if not roots or not anatomy.total_parameters or set(named) == set(anatomy.wrap.classes):
+        return
+    covered = sum(parameter.numel for parameter in anatomy.parameters if parameter.fqn.startswith(roots))
+    best = _under(anatomy, anatomy.wrap.classes)
+    possible = sum(
+        parameter.numel for parameter in anatomy.parameters if best and parameter.fqn.startswith(best)
+    )
+    if covered < 0.7 * possible:
+        lint.report(
+            "FSD408",
+            f"{','.join(named)} cover {covered:,} of {anatomy.total_parameters:,} parameters; "
+            f"{','.join(anatomy.wrap.classes)} would cover {possible:,}",
+            lint.at("wrap_classes"),
+            value=True,
+            edits=edits,
+            safe=False,
+            fix=words,
+            changes=changes,
+        )
+
+
+def _containers(lint: LintContext, anatomy: Anatomy) -> None:
+    threshold = lint.get("min_num_params") or 0
+    for module in anatomy.modules:
+        if module.forwards or not module.path:
+            continue
+        prefix = f"{module.path}."
+        size = sum(parameter.numel for parameter in anatomy.parameters if parameter.fqn.startswith(prefix))
+        if size >= threshold > 0:
+            lint.report(
+                "FSD409",
+                f"{module.path} ({module.class_name}) holds {size:,} parameters, over the {threshold:,}",
+                lint.at("wrap_policy"),
+                value=True,
+            )
+            return
+
+
+def _buffers(lint: LintContext, anatomy: Anatomy) -> None:
+    persistent = [buffer.fqn for buffer in anatomy.buffers if buffer.persistent]
+    if not lint.get("cpu_ram_efficient_loading") or not persistent or lint.consumer.name == "fsdptool":
+        return
+    entry = lint.at("cpu_ram_efficient_loading")
+    if entry is not None:
+        edits = lint.editor.replace(entry.node, False)
+    else:
+        holder = lint.root.get("fsdp_config")
+        edits = lint.editor.add(
+            holder.node if holder else None, holder, {"fsdp_cpu_ram_efficient_loading": False}
+        )
+    lint.report(
+        "FSD404",
+        f"{anatomy.spec.model_class} has {len(persistent)} persistent buffers ({persistent[0]}, ...)",
+        entry,
+        value=True,
+        edits=edits,
+        safe=False,
+        fix="write fsdp_cpu_ram_efficient_loading: false",
+        changes={"cpu_ram_efficient_loading": False},
+    )
+
+
+def _ties(lint: LintContext, anatomy: Anatomy) -> None:
+    if lint.consumer.name == "fsdptool":
+        return
+    for names in anatomy.ties:
+        if len(names) > 2:
+            lint.report(
+                "FSD405", f"{names[0]} is shared by {len(names)} modules: {', '.join(names[1:4])}, ..."
+            )
+
+
+def _context(lint: LintContext, anatomy: Anatomy) -> None:
+    if (lint.get("cp") or 1) <= 1:
+        return
+    kinds = attention_kinds(anatomy.spec.config)
+    if lint.consumer.name == "fsdptool":
+        kinds = [kind for kind in kinds if kind not in MASKED_KINDS]
+    if kinds:
+        lint.report(
+            "FSD407",
+            f"{anatomy.spec.model_class} has attention layers of type {', '.join(kinds)}",
+            lint.at("cp"),
+            value=True,
+        )
+
+
+def _ignored(lint: LintContext, anatomy: Anatomy) -> None:
+    pattern = lint.get("ignored_modules")
+    if not pattern:
+        return
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        lint.report(
+            "FSD206",
+            f"fsdp_ignored_modules is no regular expression: {error}",
+            lint.at("ignored_modules"),
+            value=True,
+        )
+        return
+    prefixes = tuple(f"{module.path}." for module in anatomy.modules if compiled.fullmatch(module.path))
+    trainable = [p.fqn for p in anatomy.parameters if prefixes and p.fqn.startswith(prefixes) and p.trainable]
+    if trainable and lint.consumer.name != "fsdptool":
+        lint.report(
+            "FSD411",
+            f"{len(trainable)} trainable parameters are ignored ({trainable[0]}, ...)",
+            lint.at("ignored_modules"),
+            value=True,
+        )

@@ -1,0 +1,218 @@
+"""The working state of one reading: facts with origins, findings with fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdptool.config.edits import Editor
+from fsdptool.config.result import Consumer, Ignored
+from fsdptool.config.rules import RULES
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Document, Entry, Node
+from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, Severity
+
+_MISWRITTEN = frozenset({"FSD201", "FSD202", "FSD203", "FSD210", "FSD211", "FSD216"})
+"""Findings about keys that do not count, for their spelling or their place."""
+
+_RESTING = {
+    "wrap_policy": ("FSD315", "FSD325"),
+    "fsdp_version": ("FSD301", "FSD302", "FSD303", "FSD338"),
+}
+"""Fixes that are right only while a setting stays as it runs now."""
+
+
+@dataclass(slots=True)
+class Fact:
+    """One canonical setting as the consumer would have it."""
+
+    value: Any
+    origin: str
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A diagnostic and the settings its fix changes."""
+
+    diagnostic: Diagnostic
+    changes: Mapping[str, Any]
+    order: int
+
+
+@dataclass(slots=True)
+class LintContext:
+    """Everything a dialect and the rules share while a file is read.
+
+    ``facts`` holds canonical settings only (see :mod:`fsdptool.config.canonical`); ``extras`` what rules
+    need besides (``gradient_checkpointing``, ``deepspeed``, ``optimizer``); ``unheeded`` what is in
+    effect instead of a fact that the file writes and the consumer never takes from it.
+    """
+
+    source: SourceText
+    document: Document
+    consumer: Consumer
+    dialect: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    facts: dict[str, Fact] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    ignored: list[Ignored] = field(default_factory=list)
+    unheeded: dict[str, Any] = field(default_factory=dict)
+    runs_fsdp: bool = True
+
+    @property
+    def root(self) -> Node:
+        """The document's root mapping."""
+        root = self.document.root
+        assert root is not None
+        return root
+
+    @property
+    def editor(self) -> Editor:
+        """Makes edits of the text that was read."""
+        return Editor(self.source, self.document)
+
+    def get(self, key: str) -> Any:
+        """Return a fact's value, or None."""
+        fact = self.facts.get(key)
+        return None if fact is None else fact.value
+
+    def written(self, key: str) -> bool:
+        """Whether the file itself writes the setting."""
+        fact = self.facts.get(key)
+        return fact is not None and fact.entry is not None
+
+    def at(self, *keys: str) -> Entry | None:
+        """Return the entry of the first setting of ``keys`` that the file writes, or None."""
+        entries = (fact.entry for fact in map(self.facts.get, keys) if fact is not None)
+        return next((entry for entry in entries if entry is not None), None)
+
+    def name(self, key: str) -> str:
+        """Return what the dialect calls a canonical setting."""
+        names: dict[str, str] = self.extras.get("names", {})
+        return names.get(key, key)
+
+    def set(self, key: str, value: Any, *, entry: Entry | None = None, origin: str | None = None) -> None:
+        """Record a setting. Without ``origin`` it came from ``entry``'s line."""
+        if origin is None:
+            origin = f"line {self.line(entry)}" if entry is not None else f"default of {self.consumer}"
+        self.facts[key] = Fact(value, origin, entry)
+
+    def line(self, entry: Entry) -> int:
+        """Return the line of an entry's key."""
+        return self.source.place(entry.key_node.start)[0]
+
+    def ignore(self, entry: Entry, reason: str, *, key: str | None = None) -> None:
+        """Record something written that the consumer does not use."""
+        value = entry.node.value if entry.node.kind == "scalar" else f"<{entry.node.kind}>"
+        self.ignored.append(Ignored(key or str(entry.key), value, self.line(entry), reason))
+
+    def report(
+        self,
+        code: str,
+        message: str,
+        at: Entry | Node | int | None = None,
+        *,
+        value: bool = False,
+        help: str | None = None,
+        severity: Severity | None = None,
+        edits: tuple[Edit, ...] | None = None,
+        safe: bool | None = None,
+        fix: str | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record a finding.
+
+        Args:
+            code: A rule's code.
+            message: One line.
+            at: What it is about: an entry (its key, or its value with ``value``), a node or an index.
+            help: What to do; the rule's own text otherwise.
+            severity: Where it differs from the rule's.
+            edits: The repair, or None when there is none.
+            safe: Whether the run stays the same; the rule's safety otherwise.
+            fix: The repair in words.
+            changes: Canonical settings that the repair changes, with their new values.
+        """
+        rule = RULES[code]
+        start, end = self._span(at, value)
+        place = self.source.place(start) if start is not None else (None, None)
+        last = self.source.place(end) if end is not None else (None, None)
+        repair = None
+        if edits is not None:
+            is_safe = rule.safety == "safe" if safe is None else safe
+            repair = Fix(is_safe, fix or rule.title, edits)
+        diagnostic = Diagnostic(
+            code,
+            severity or rule.severity,
+            message,
+            help if help is not None else rule.fix,
+            self.source.path,
+            place[0],
+            place[1],
+            last[0],
+            last[1],
+            repair,
+        )
+        self.findings.append(Finding(diagnostic, dict(changes or {}), start if start is not None else -1))
+
+    def report_value(self, code: str, message: str, entry: Entry, meant: Any, **more: Any) -> None:
+        """Report a value, with the fix that writes what was meant; None: that cannot be told.
+
+        ``more`` is as for :meth:`report`.
+        """
+        edits = self.editor.replace(entry.node, meant) if meant is not None else None
+        words = str(meant).lower() if isinstance(meant, bool) else str(meant)
+        self.report(code, message, entry, value=True, edits=edits, fix=f"write {words}", **more)
+
+    def report_removable(
+        self, code: str, message: str, entry: Entry, parent: Node | None, **more: Any
+    ) -> None:
+        """Report an entry of ``parent``, with the fix that removes it. ``more`` is as for :meth:`report`."""
+        edits = self.editor.remove(parent, entry)
+        self.report(code, message, entry, edits=edits, fix=f"remove {entry.key}", **more)
+
+    def _span(self, at: Entry | Node | int | None, value: bool) -> tuple[int | None, int | None]:
+        if at is None:
+            return None, None
+        if isinstance(at, int):
+            return at, min(at + 1, len(self.source.text))
+        node = at
+        if isinstance(at, Entry):
+            node = at.node if value and at.node.end > at.node.start else at.key_node
+        assert isinstance(node, Node)
+        line_end = self.source.text.find("\n", node.start)
+        stop = node.end if line_end < 0 else min(node.end, max(line_end, node.start + 1))
+        return node.start, stop
+
+    def pending(self) -> frozenset[str]:
+        """Return the settings that unsafe fixes found so far would let begin to count.
+
+        A misspelt key, or one in the wrong place: a default that is written out before would stand in
+        its way, and what the author wrote would be lost.
+        """
+        names: set[str] = set()
+        for finding in self.findings:
+            fix = finding.diagnostic.fix
+            if finding.diagnostic.code in _MISWRITTEN and fix is not None and not fix.safe:
+                names.update(finding.changes)
+                names.add(str(finding.changes.get("*")))
+        return frozenset(names)
+
+    def withhold(self) -> None:
+        """Take back the fixes that rest on a setting which is itself about to begin to count."""
+        pending = self.pending()
+        codes = {code for name, codes in _RESTING.items() if name in pending for code in codes}
+        for index, finding in enumerate(self.findings):
+            if finding.diagnostic.code in codes:
+                bare = replace(finding.diagnostic, fix=None)
+                self.findings[index] = replace(finding, diagnostic=bare, changes={})
+
+    def has(self, *codes: str, severity: Severity | None = None) -> bool:
+        """Whether a finding with one of the codes (and the severity, if given) was recorded."""
+        return any(
+            finding.diagnostic.code in codes and severity in (None, finding.diagnostic.severity)
+            for finding in self.findings
+        )

@@ -1,0 +1,213 @@
+"""FSDP1's keys in an accelerate file: settings under version 1, findings under version 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool import spelling
+from fsdptool.config.canonical import STRATEGIES, hybrid_mesh
+from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.accelerate.values import read_boolean, word_of_truth
+from fsdptool.files.tree import Entry, Node, to_python
+
+_PREFETCHES = {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2"}
+
+
+def read_legacy(
+    lint: LintContext, key: str, name: str, entry: Entry, block: Node | None, version: int
+) -> None:
+    """Keys of FSDP1: settings under version 1, findings under version 2."""
+    value = to_python(entry.node)
+    if version == 1:
+        _legacy_under_1(lint, key, name, value, entry, block)
+        return
+    lint.ignore(entry, "FSDP1 only; not read under version 2")
+    remove = lint.editor.remove(block, entry)
+    if name == "sharding_strategy":
+        _strategy_under_2(lint, key, value, entry, block, remove)
+    elif name == "sync_module_states" and not value and _loading(block):
+        lint.report(
+            "FSD321",
+            f"{key}: false makes accelerate launch refuse the file",
+            entry,
+            edits=remove,
+            fix=f"remove {key}",
+        )
+    elif name == "forward_prefetch" and word_of_truth(value):
+        lint.report(
+            "FSD303",
+            f"{key}: true is lost: FSDP2 through accelerate has no explicit forward prefetch",
+            entry,
+            severity="warning",
+            edits=remove,
+            safe=True,
+            fix=f"remove {key}",
+            help="remove it; fsdptool's own trainer prefetches with `sharding.prefetch`",
+        )
+    elif name == "backward_prefetch" and value is not None and str(value).upper() not in _PREFETCHES:
+        lint.report(
+            "FSD206",
+            f"{key} {value!r} is ignored under version 2, but the plugin still stops at it: KeyError",
+            entry,
+            value=True,
+            edits=remove,
+            safe=True,
+            fix=f"remove {key}",
+        )
+    else:
+        lint.report(
+            "FSD302", f"{key} has no meaning under version 2", entry, edits=remove, fix=f"remove {key}"
+        )
+
+
+def _loading(block: Node | None) -> Any:
+    """Return RAM-efficient loading as it is written: the launcher tests its truth, the plugin parses it."""
+    entry = None
+    if block is not None:
+        entry = block.get("fsdp_cpu_ram_efficient_loading") or block.get("cpu_ram_efficient_loading")
+    return True if entry is None else to_python(entry.node)
+
+
+def _strategy_under_2(
+    lint: LintContext, key: str, value: Any, entry: Entry, block: Node | None, remove: Any
+) -> None:
+    strategy = spelling.choice(value, spelling.STRATEGIES)
+    own = block.get("fsdp_reshard_after_forward") or block.get("reshard_after_forward") if block else None
+    runs = word_of_truth(own.node.value) if own is not None else True
+    if strategy == "no_shard":
+        lint.report(
+            "FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry, value=True
+        )
+    elif strategy in ("hybrid_shard", "hybrid_shard_zero2"):
+        _hybrid_under_2(lint, key, value, strategy, entry, block, own, remove)
+    elif strategy == "shard_grad_op" and runs is not False:
+        edits = None
+        if block is not None and remove is not None and own is None:
+            edits = lint.editor.rename(entry, "fsdp_reshard_after_forward")
+            replaced = lint.editor.replace(entry.node, False)
+            edits = (*edits, *replaced) if edits is not None and replaced is not None else None
+        elif block is not None and remove is not None and own is not None:
+            replaced = lint.editor.replace(own.node, False)
+            edits = (*remove, *replaced) if replaced is not None else None
+        lint.report(
+            "FSD303",
+            f"{key} {value!r} is ignored: parameters are freed after forward all the same",
+            entry,
+            value=True,
+            edits=edits,
+            safe=False,
+            fix="write fsdp_reshard_after_forward: false",
+            changes={"reshard_after_forward": False},
+        )
+    else:
+        lint.report(
+            "FSD302", f"{key} has no meaning under version 2", entry, edits=remove, fix=f"remove {key}"
+        )
+
+
+def _hybrid_under_2(
+    lint: LintContext,
+    key: str,
+    value: Any,
+    strategy: str,
+    entry: Entry,
+    block: Node | None,
+    own: Entry | None,
+    remove: Any,
+) -> None:
+    machines = lint.get("num_machines")
+    mesh = hybrid_mesh(lint.get("num_processes"), machines)
+    has_block = lint.root.get("parallelism_config") is not None
+    reshard = strategy == "hybrid_shard"
+    single = machines == 1 and (lint.written("num_machines") or lint.get("num_processes") is not None)
+    if has_block or single:
+        severity: Any = "warning"
+        message = f"{key} {value!r} is ignored under version 2"
+        if machines == 1 and not has_block:
+            message += "; on one machine it would replicate nothing"
+        runs = word_of_truth(own.node.value) if own is not None else True
+        if runs == reshard:
+            lint.report("FSD302", message, entry, edits=remove, fix=f"remove {key}")
+            return
+        lint.report("FSD303", message, entry, value=True, severity=severity)
+        return
+    edits = None
+    changes: dict[str, Any] = {}
+    if mesh and remove is not None and reshard:
+        added = lint.editor.add(
+            lint.root,
+            None,
+            {
+                "parallelism_config": {
+                    "parallelism_config_dp_replicate_size": mesh["dp_replicate"],
+                    "parallelism_config_dp_shard_size": mesh["dp_shard"],
+                }
+            },
+        )
+        edits = (*remove, *added) if added is not None else None
+        changes = dict(mesh)
+    counted = isinstance(lint.get("num_processes"), int) and lint.written("num_machines")
+    lint.report(
+        "FSD334",
+        f"{key} {value!r} is ignored under version 2: the run shards over all ranks",
+        entry,
+        value=True,
+        help=None
+        if counted
+        else "write num_processes and num_machines: the mesh follows from them "
+        "(replicate over machines, shard within; --unsafe-fixes)",
+        edits=edits,
+        safe=False,
+        fix="write the mesh in parallelism_config",
+        changes=changes,
+    )
+
+
+def _legacy_under_1(
+    lint: LintContext, key: str, name: str, value: Any, entry: Entry, block: Node | None
+) -> None:
+    if name == "sharding_strategy":
+        strategy = STRATEGIES.get(str(value).upper())
+        if strategy is None:
+            lint.set(name, "full_shard", entry=entry)
+            lint.report("FSD206", f"{key} {value!r} is no sharding strategy", entry, value=True)
+            return
+        lint.set(name, strategy, entry=entry)
+        if str(value).isdigit():
+            lint.report_value(
+                "FSD323", f"{key} {value} is {strategy.upper()}", entry, strategy.upper(), safe=True
+            )
+        return
+    if name == "backward_prefetch":
+        text = None if value is None else str(value).upper()
+        if text is not None and text not in _PREFETCHES:
+            lint.set(name, None, entry=entry)
+            lint.report(
+                "FSD206",
+                f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
+                entry,
+                value=True,
+                edits=lint.editor.replace(entry.node, "NO_PREFETCH")
+                if spelling.normal(value) in ("none", "no", "off")
+                else None,
+                fix="write NO_PREFETCH",
+            )
+            return
+        shown = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST", "NO_PREFETCH": None}.get(text or "", text)
+        lint.set(name, shown, entry=entry)
+        return
+    read_boolean(lint, key, name, entry)
+    if name == "sync_module_states" and not value and _loading(block):
+        lint.report_value(
+            "FSD321",
+            f"{key}: false makes accelerate launch refuse the file while RAM-efficient loading is on",
+            entry,
+            True,
+            help="set it to true, or fsdp_cpu_ram_efficient_loading to false",
+            safe=False,
+            changes={"sync_module_states": True},
+        )
+    elif name == "sync_module_states" and lint.get(name) is False and word_of_truth(_loading(block)):
+        # Text slips past the launcher, and the plugin sets it to true with a warning.
+        lint.ignore(entry, "RAM-efficient loading needs it: the plugin sets it to true")
+        lint.set(name, True, origin="RAM-efficient loading needs it")

@@ -1,0 +1,267 @@
+"""How accelerate 1.15 reads its top-level values: processes, machines, GPU ids, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdptool import spelling
+from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.accelerate.mapping import DETAILS, PARALLELISM_KEYS
+from fsdptool.config.dialects.accelerate.unread import report_in_parallelism
+from fsdptool.files.tree import Entry, Node, effective_entries, to_python
+
+
+def read_top(lint: LintContext, key: str, entry: Entry) -> None:
+    """Read one of the top-level keys about processes and machines."""
+    value = to_python(entry.node)
+    if key in ("use_cpu", "debug"):
+        if not isinstance(value, bool) and value is not None:
+            meant = spelling.boolean(value)
+            lint.report_value(
+                "FSD205",
+                f"{key} must be true or false, not {value!r}",
+                entry,
+                meant,
+                safe=meant == bool(value),
+                changes={key: meant},
+            )
+        lint.set(key, bool(value), entry=entry)
+    elif key == "gpu_ids":
+        _gpu_ids(lint, value, entry)
+    elif key == "main_process_ip":
+        lint.set(key, None if value is None else str(value), entry=entry)
+    elif key == "num_processes" and value in ("gpu", "auto", "cpu"):
+        lint.set(key, value, entry=entry)
+    elif value is None:
+        _null(lint, key, entry)
+    else:
+        low = {"machine_rank": 0, "main_process_port": 0, "num_processes": -1}.get(key, 1)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= low:
+            lint.set(key, None if value == -1 else value, entry=entry)
+            return
+        number = spelling.integer(value)
+        good = number if number is not None and number >= low else None
+        lint.set(
+            key,
+            good if good is not None else {"num_machines": 1, "machine_rank": 0}.get(key),
+            entry=entry,
+        )
+        lint.report_value("FSD205", f"{key} must be a whole number, not {value!r}", entry, good, safe=True)
+
+
+def _null(lint: LintContext, key: str, entry: Entry) -> None:
+    """A number written as null: the launcher takes it before its default, and compares it."""
+    machines = lint.root.get("num_machines")
+    several = machines is not None and (spelling.integer(machines.node.value) or 1) > 1
+    stops = key == "num_machines" or (key == "machine_rank" and several)
+    lint.set(key, 1 if key == "num_machines" else None, entry=entry)
+    if stops:
+        lint.report(
+            "FSD205",
+            f"{key} must be a whole number, not null; the launcher stops with a TypeError",
+            entry,
+            edits=lint.editor.remove(lint.root, entry),
+            safe=True,
+            fix=f"remove {key}",
+        )
+
+
+def _gpu_ids(lint: LintContext, value: Any, entry: Entry) -> None:
+    if value is None or isinstance(value, str):
+        lint.set("gpu_ids", value, entry=entry)
+        return
+    if isinstance(value, list):
+        text: str | None = ",".join(str(item) for item in value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        # PyYAML reads 0,1 as text but 4,567 never as a number; a bare number may be a sexagesimal.
+        text = entry.node.raw if entry.node.raw.isdigit() else str(value)
+    else:
+        text = None
+    lint.set("gpu_ids", text, entry=entry)
+    lint.report(
+        "FSD219",
+        f"gpu_ids {value!r} is not text; the launcher crashes",
+        entry,
+        value=True,
+        edits=lint.editor.replace_entry(entry, text) if text is not None else None,
+        fix=f"write '{text}'",
+    )
+
+
+def read_precision(lint: LintContext, entry: Entry) -> None:
+    """Read ``mixed_precision``: no, fp16, bf16 or fp8 in any case; unquoted no is a boolean."""
+    value = to_python(entry.node)
+    if isinstance(value, str) and value.lower() in ("no", "fp16", "bf16", "fp8"):
+        lint.set("mixed_precision", value.lower(), entry=entry)
+        if value != value.lower():
+            lint.report_value(
+                "FSD217", f"mixed_precision {value!r} means {value.lower()}", entry, value.lower()
+            )
+        return
+    if value is False:
+        lint.set("mixed_precision", "no", entry=entry)
+        lint.report(
+            "FSD208",
+            f"mixed_precision: {entry.node.raw} is the boolean false to YAML 1.1",
+            entry,
+            value=True,
+            edits=lint.editor.replace(entry.node, "no"),
+            fix="write 'no'",
+        )
+        return
+    meant = spelling.choice(value, spelling.PRECISIONS)
+    lint.set("mixed_precision", meant or "no", entry=entry)
+    lint.report_value(
+        "FSD206", f"mixed_precision {value!r} is not one of 'no', fp16, bf16, fp8", entry, meant
+    )
+
+
+def read_parallelism(lint: LintContext, name: str, entry: Entry) -> None:
+    """Read one size of the mesh, or the rotation."""
+    value = to_python(entry.node)
+    if name == "cp_comm_strategy":
+        read_rotation(lint, value, entry)
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        lint.set(name, value, entry=entry)
+        return
+    meant = spelling.integer(value)
+    good = meant if meant is not None and meant >= 1 else None
+    # The launcher compares cp and sp with 1 before it makes text of them; the others may be text.
+    if name not in ("cp", "sp") and isinstance(value, str) and good is not None and value.strip().isdecimal():
+        lint.set(name, good, entry=entry)
+        lint.report_value("FSD217", f"{entry.key} {value!r} means {good}", entry, good)
+        return
+    lint.set(name, good or 1, entry=entry)
+    report_size(lint, str(entry.key), name, entry, good)
+
+
+def report_size(lint: LintContext, key: str, name: str, entry: Entry, meant: int | None = None) -> None:
+    """Report a mesh size that is none; ``meant`` is what it can only have meant, or None."""
+    message = f"{key} must be a whole number of at least 1, not {to_python(entry.node)!r}"
+    lint.report_value("FSD306" if name == "cp" else "FSD205", message, entry, meant, safe=True)
+
+
+def read_rotation(lint: LintContext, value: Any, entry: Entry) -> None:
+    """Read the context-parallel rotation."""
+    if value in ("allgather", "alltoall"):
+        lint.set("cp_comm_strategy", value, entry=entry)
+        return
+    meant = spelling.choice(value, spelling.ROTATIONS)
+    lint.set("cp_comm_strategy", meant or "allgather", entry=entry)
+    lint.report_value(
+        "FSD307",
+        f"unknown rotation {value!r}: allgather or alltoall",
+        entry,
+        meant,
+        severity="warning" if lint.get("cp") == 1 else None,
+    )
+
+
+def read_block(lint: LintContext, block: Node | None) -> None:
+    """Read the mesh block into ``lint``; without one every size is 1 and ``dp_shard`` takes the rest."""
+    lint.extras["parallelism_block"] = block if (block is not None and block.entries) else None
+    if not (block is not None and block.entries) or block is None:
+        for name in ("dp_replicate", "cp", "tp", "sp"):
+            lint.set(name, 1)
+        lint.set("dp_shard", None)
+        lint.set("cp_comm_strategy", "allgather")
+        return
+    known = {**PARALLELISM_KEYS, **DETAILS}
+    chosen: dict[str, Entry] = {}
+    for entry in effective_entries(block):
+        key = str(entry.key)
+        if key in known:
+            chosen[key] = entry
+            continue
+        report_in_parallelism(lint, block, entry, known)
+    for key, name in PARALLELISM_KEYS.items():
+        found = chosen.get(key)
+        if found is None:
+            lint.set(name, "allgather" if name == "cp_comm_strategy" else 1)
+        else:
+            read_parallelism(lint, name, found)
+    read_details(lint, {name: chosen[key] for key, name in DETAILS.items() if key in chosen})
+
+
+def read_details(lint: LintContext, found: Mapping[str, Entry], *, written_in: str = "file") -> None:
+    """Read the backends, and what sequence parallelism takes besides its size.
+
+    Source: accelerate 1.15 ``utils/launch.py:prepare_extend_env_parallelism_config`` (all travels as
+    text; the details only with ``sp`` above 1) and ``utils/dataclasses.py:DeepSpeedSequenceParallelConfig``.
+
+    Args:
+        lint: Where ``sp`` is known already.
+        found: Entries by the names of :data:`DETAILS`.
+        written_in: ``file``, ``flags`` (argparse's ``type=bool`` takes any text for true) or
+            ``environment`` (no launcher fills in ``sdpa``).
+    """
+    for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+        entry = found.get(name)
+        if entry is not None and to_python(entry.node) != only:
+            value = to_python(entry.node)
+            clear = value is None or spelling.nearest(value, (only,)) is not None
+            lint.report_value(
+                "FSD206",
+                f"{entry.key} {value!r} is not {only}, the only one there is",
+                entry,
+                only if clear else None,
+            )
+    if lint.get("sp") == 1:
+        for name in ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"):
+            if name in found:
+                lint.ignore(found[name], "read with sp_size above 1 only")
+                lint.report("FSD209", f"{found[name].key} is read with sp_size above 1 only", found[name])
+        return
+    _variable_length(lint, found.get("sp_seq_length_is_variable"), written_in == "flags")
+    _sequence_length(lint, found.get("sp_seq_length"))
+    default = None if written_in == "environment" else "sdpa"
+    _attention(lint, found.get("sp_attn_implementation"), default)
+
+
+def _variable_length(lint: LintContext, entry: Entry | None, any_text: bool) -> None:
+    value = True if entry is None else to_python(entry.node)
+    variable = bool(value) if any_text else str(value).lower() == "true"
+    lint.set("sp_seq_length_is_variable", variable, entry=entry)
+    if entry is None or isinstance(value, bool) or (any_text and spelling.boolean(value) is True):
+        return
+    lint.report_value(
+        "FSD207",
+        f"{entry.key} {value!r} is read as {str(variable).lower()}",
+        entry,
+        variable,
+        severity="warning" if spelling.boolean(value) is not variable else None,
+    )
+
+
+def _sequence_length(lint: LintContext, entry: Entry | None) -> None:
+    lint.set("sp_seq_length", None)
+    if entry is None or to_python(entry.node) is None:
+        return
+    if lint.get("sp_seq_length_is_variable"):
+        lint.ignore(entry, "read with sp_seq_length_is_variable false only")
+        return
+    try:
+        lint.set("sp_seq_length", int(str(to_python(entry.node))), entry=entry)
+    except ValueError:
+        message = f"{entry.key} must be a whole number, not {to_python(entry.node)!r}"
+        lint.report("FSD205", message, entry, value=True)
+
+
+def _attention(lint: LintContext, entry: Entry | None, default: str | None) -> None:
+    value = default if entry is None else to_python(entry.node)
+    known = ("sdpa", "flash_attention_2", "flash_attention_3")
+    text = value if isinstance(value, str) else None
+    kernel = text is not None and "/" in text and "flash-attn" in text
+    lint.set("sp_attn_implementation", text, entry=entry)
+    if entry is None or text in known or kernel:
+        return
+    near = "sdpa" if value is None else spelling.nearest(value, known)
+    lint.report_value(
+        "FSD206",
+        f"{entry.key} {value!r} is not one of {', '.join(known)} nor a flash-attn kernel of the hub",
+        entry,
+        near,
+        changes={"sp_attn_implementation": near},
+    )

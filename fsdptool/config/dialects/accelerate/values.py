@@ -1,0 +1,281 @@
+"""How accelerate reads truth: the text of the YAML value, exported, and parsed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool import spelling
+from fsdptool.config.canonical import BOOLEANS, LEGACY_DEFAULTS, WRITTEN
+from fsdptool.config.context import LintContext
+from fsdptool.files.tree import Entry, Node, to_python
+
+TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
+FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
+
+
+def word_of_truth(value: Any) -> bool | None:
+    """Return what accelerate's ``str_to_bool(str(value).lower())`` makes of a value; None: it raises."""
+    word = str(value).lower()
+    return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
+
+
+def read_boolean(lint: LintContext, key: str, name: str, entry: Entry) -> None:
+    """Read a boolean that travels as text: ``y yes t true on 1`` and their opposites, any case."""
+    value = to_python(entry.node)
+    truth = word_of_truth(value)
+    if truth is None:
+        meant = spelling.boolean(value)
+        lint.set(name, meant if meant is not None else False, entry=entry)
+        lint.report_value("FSD206", f"{key} must be true or false, not {value!r}", entry, meant)
+        return
+    accept_truth(lint, key, name, entry, value, truth)
+
+
+def accept_truth(lint: LintContext, key: str, name: str, entry: Entry, value: Any, truth: bool) -> None:
+    """Record what a value is read as; that it is no boolean itself is a note."""
+    lint.set(name, truth, entry=entry)
+    if not isinstance(value, bool):
+        lint.report_value(
+            "FSD207", f"{key} is {type(value).__name__} {value!r}, read as {str(truth).lower()}", entry, truth
+        )
+
+
+DISTRIBUTED_TYPES = (
+    "NO",
+    "MULTI_CPU",
+    "MULTI_GPU",
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_SDAA",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_HPU",
+    "MULTI_NEURON",
+    "DEEPSPEED",
+    "FSDP",
+    "XLA",
+    "MEGATRON_LM",
+)
+
+STATE_DICTS = {
+    "FULL_STATE_DICT": "full",
+    "LOCAL_STATE_DICT": "local",
+    "SHARDED_STATE_DICT": "sharded",
+    "1": "full",
+    "2": "local",
+    "3": "sharded",
+}
+POLICIES = {"TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
+_ENVIRONMENT = {
+    "wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "wrap_classes": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "state_dict_type": "FSDP_STATE_DICT_TYPE",
+    "backward_prefetch": "FSDP_BACKWARD_PREFETCH",
+    "ignored_modules": "FSDP_IGNORED_MODULES",
+}
+"""Variables the launcher does not export when the file is silent, so that an inherited one decides."""
+
+
+def default(lint: LintContext, key: str, name: str, version: int) -> None:
+    """Record what the consumer does when ``key`` is not written."""
+    variable = _ENVIRONMENT.get(name)
+    if variable and lint.environment.get(variable) is not None:
+        _from_environment(lint, key, name, variable)
+        return
+    if name in LEGACY_DEFAULTS or (name == "reshard_after_forward" and version == 1):
+        if name in LEGACY_DEFAULTS and version == 1:
+            lint.set(name, LEGACY_DEFAULTS[name])
+        return
+    defaults: dict[str, Any] = {
+        "reshard_after_forward": True,
+        "wrap_policy": "none",
+        "wrap_classes": (),
+        "min_num_params": 100_000_000 if lint.get("wrap_policy") == "size" else None,
+        "state_dict_type": "full" if version == 1 else "sharded",
+        "cpu_offload": False,
+        "cpu_ram_efficient_loading": True,
+        "activation_checkpointing": False,
+        "activation_checkpointing_offload": False,
+        "ignored_modules": None,
+    }
+    lint.set(name, defaults[name])
+
+
+def _from_environment(lint: LintContext, key: str, name: str, variable: str) -> None:
+    text = lint.environment[variable]
+    value: Any = text
+    if name == "wrap_policy":
+        value = POLICIES.get(text.upper(), "none")
+    elif name == "state_dict_type":
+        value = STATE_DICTS.get(text.upper(), "sharded")
+    elif name == "wrap_classes":
+        value = tuple(text.split(","))
+    lint.set(name, value, origin=f"environment variable {variable}")
+    lint.report("FSD341", f"{key} is not written; {variable}={text} in the environment decides")
+
+
+def read_version(lint: LintContext, entry: Entry | None) -> None:
+    """Read ``fsdp_version``: text that must be 1 or 2 (3 fails in the plugin with KeyError 'TRUE')."""
+    if entry is None:
+        lint.set("fsdp_version", 1)
+        return
+    value = entry.node.value
+    text = str(value).strip()
+    if text in ("1", "2"):
+        lint.set("fsdp_version", int(text), entry=entry)
+        return
+    meant = spelling.integer(value)
+    fix = meant if meant in (1, 2) else None
+    lint.set("fsdp_version", fix or 2, entry=entry)
+    lint.report_value("FSD206", f"fsdp_version must be 1 or 2, not {value!r}", entry, fix)
+
+
+def read_block_key(
+    lint: LintContext, key: str, name: str, entry: Entry, block: Node | None, version: int
+) -> None:
+    """Read one known key of ``fsdp_config`` that exists under version 2."""
+    if name == "reshard_after_forward":
+        _reshard(lint, entry, block, version)
+    elif name == "wrap_classes":
+        read_classes(lint, entry, block)
+    elif name == "min_num_params":
+        _threshold(lint, key, entry, block, version)
+    elif name == "ignored_modules":
+        value = entry.node.value if entry.node.kind == "scalar" else str(to_python(entry.node))
+        lint.set(name, None if value is None else str(value), entry=entry)
+    elif name in BOOLEANS:
+        read_boolean(lint, key, name, entry)
+    else:
+        table = POLICIES if name == "wrap_policy" else STATE_DICTS
+        read_choice(lint, key, name, entry, table, version)
+
+
+def read_choice(
+    lint: LintContext, key: str, name: str, entry: Entry, table: dict[str, str], version: int
+) -> None:
+    """Read an enumeration: any case, and for state dicts torch's enum numbers."""
+    value = to_python(entry.node)
+    if value is None:
+        # The launcher exports nothing for null, so the default (or the environment) decides.
+        default(lint, key, name, version)
+        return
+    found = table.get(str(value).upper())
+    written = WRITTEN[name]
+    if found is None:
+        meant = spelling.choice(
+            value, spelling.WRAP_POLICIES if name == "wrap_policy" else spelling.STATE_DICT_TYPES
+        )
+        lint.set(name, meant or ("none" if name == "wrap_policy" else "sharded"), entry=entry)
+        if name == "wrap_policy" and meant is None and "." in str(value):
+            lint.report(
+                "FSD348", f"{key} {value!r} is a dotted path; no program imports it", entry, value=True
+            )
+            return
+        choices = ", ".join(written.values())
+        lint.report_value(
+            "FSD206", f"{key} {value!r} is not one of {choices}", entry, written[meant] if meant else None
+        )
+        return
+    lint.set(name, found, entry=entry)
+    if str(value) != written[found] and found != "local":
+        lint.report_value("FSD217", f"{key} {value!r} means {written[found]}", entry, written[found])
+
+
+def _reshard(lint: LintContext, entry: Entry, block: Node | None, version: int) -> None:
+    value = to_python(entry.node)
+    key = "fsdp_reshard_after_forward"
+    strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
+    if version == 1:
+        lint.ignore(entry, "not read under version 1: fsdp_sharding_strategy decides")
+        own = block.get("fsdp_sharding_strategy") or block.get("sharding_strategy") if block else None
+        if strategy is not None and block is not None and own is None:
+            lint.report(
+                "FSD336",
+                f"{value} is written under {key}, which version 1 does not read: the run is FULL_SHARD",
+                entry,
+                value=True,
+                severity="info" if strategy == "full_shard" else None,
+            )
+        return
+    read_reshard(lint, entry, key)
+
+
+def read_reshard(lint: LintContext, entry: Entry, key: str) -> None:
+    """Read FSDP2's boolean; a strategy name or number is refused, with what it means where that is sure."""
+    value = to_python(entry.node)
+    strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
+    truth = word_of_truth(value)
+    if truth is not None:
+        accept_truth(lint, key, "reshard_after_forward", entry, value, truth)
+        return
+    meant = {"full_shard": True, "shard_grad_op": False}.get(strategy or "")
+    if meant is None:
+        meant = spelling.boolean(value)
+    lint.set("reshard_after_forward", meant if meant is not None else True, entry=entry)
+    if strategy == "no_shard":
+        lint.report("FSD332", f"{key} is {value!r}: NO_SHARD has no FSDP2 equivalent", entry, value=True)
+        return
+    if strategy in ("hybrid_shard", "hybrid_shard_zero2"):
+        lint.report("FSD334", f"{key} is {value!r}: hybrid sharding is a mesh under FSDP2", entry, value=True)
+        return
+    lint.report_value("FSD322", f"{key} must be true or false under version 2, not {value!r}", entry, meant)
+
+
+def read_classes(lint: LintContext, entry: Entry, parent: Node | None) -> None:
+    """Read the class list: one text, split at commas, nothing trimmed."""
+    value = to_python(entry.node)
+    if value is None:
+        default(lint, str(entry.key), "wrap_classes", lint.get("fsdp_version") or 1)
+        return
+    exact = isinstance(value, str) and all(part.isidentifier() for part in value.split(","))
+    names = spelling.classes(value)
+    lint.set("wrap_classes", names or (), entry=entry)
+    if exact:
+        return
+    if names:
+        lint.report(
+            "FSD214",
+            f"{entry.key} {value!r} is not split into class names",
+            entry,
+            value=True,
+            edits=lint.editor.replace_entry(entry, ",".join(names)),
+            fix=f"write {','.join(names)}",
+        )
+    elif names == ():
+        edits = lint.editor.remove(parent, entry)
+        lint.report(
+            "FSD214",
+            f"{entry.key} is empty: accelerate looks for a class without a name",
+            entry,
+            help="remove the key, or name the classes",
+            edits=edits,
+            fix="remove the key",
+        )
+    else:
+        lint.report("FSD214", f"{entry.key} {value!r} holds no class names", entry, value=True)
+
+
+def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, version: int) -> None:
+    value = to_python(entry.node)
+    policy = block.get("fsdp_auto_wrap_policy") or block.get("auto_wrap_policy") if block else None
+    chosen = spelling.choice(policy.node.value, spelling.WRAP_POLICIES) if policy else "none"
+    if chosen != "size":
+        lint.set("min_num_params", None)
+        lint.ignore(entry, "read with SIZE_BASED_WRAP only")
+        if version == 2 or value not in (0, None):
+            lint.report(
+                "FSD325",
+                f"{key} is not read: the policy is not SIZE_BASED_WRAP",
+                entry,
+                edits=lint.editor.remove(block, entry),
+                fix=f"remove {key}",
+            )
+        return
+    try:
+        number = int(str(value))
+    except ValueError:
+        meant = spelling.integer(value)
+        lint.set("min_num_params", meant or 100_000_000, entry=entry)
+        lint.report_value("FSD213", f"{key} {value!r} is not an integer to YAML 1.1", entry, meant)
+        return
+    lint.set("min_num_params", number, entry=entry)

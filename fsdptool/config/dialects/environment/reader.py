@@ -1,0 +1,260 @@
+"""Environment variables: what accelerate's plugin and ParallelismConfig read when no launcher sets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool import spelling
+from fsdptool.config.canonical import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, WRITTEN, check_expressible
+from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.accelerate import values
+from fsdptool.config.dialects.accelerate.launch import (
+    read_details,
+    read_precision,
+    read_rotation,
+    report_size,
+)
+from fsdptool.config.dialects.accelerate.mapping import DETAILS
+from fsdptool.errors import ConfigError
+from fsdptool.files.tree import Entry, effective_entries
+from fsdptool.records.settings import FsdpSettings, Mesh
+
+NAME = "env"
+
+KEYS = {
+    "FSDP_VERSION": "fsdp_version",
+    "FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward",
+    "FSDP_AUTO_WRAP_POLICY": "wrap_policy",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "wrap_classes",
+    "FSDP_MIN_NUM_PARAMS": "min_num_params",
+    "FSDP_STATE_DICT_TYPE": "state_dict_type",
+    "FSDP_OFFLOAD_PARAMS": "cpu_offload",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "cpu_ram_efficient_loading",
+    "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "activation_checkpointing_offload",
+    "FSDP_IGNORED_MODULES": "ignored_modules",
+    "FSDP_SHARDING_STRATEGY": "sharding_strategy",
+    "FSDP_BACKWARD_PREFETCH": "backward_prefetch",
+    "FSDP_FORWARD_PREFETCH": "forward_prefetch",
+    "FSDP_USE_ORIG_PARAMS": "use_orig_params",
+    "FSDP_SYNC_MODULE_STATES": "sync_module_states",
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+}
+SIZES = {
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "dp_shard",
+    "PARALLELISM_CONFIG_TP_SIZE": "tp",
+    "PARALLELISM_CONFIG_CP_SIZE": "cp",
+    "PARALLELISM_CONFIG_SP_SIZE": "sp",
+}
+_DETAILS = {key.upper(): name for key, name in DETAILS.items()}
+SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
+CANNOT = tuple(name for name in LAUNCH if name not in ("use_cpu", "debug"))
+
+
+def read(lint: LintContext) -> None:
+    """Read assignments into facts, as the plugin built without arguments would."""
+    lint.extras["names"] = {canonical: key for key, canonical in (*KEYS.items(), *SIZES.items())}
+    chosen = {str(entry.key): entry for entry in effective_entries(lint.root)}
+    _unknown(lint, chosen)
+
+    def on(key: str) -> bool:
+        return key in chosen and bool(values.word_of_truth(chosen[key].node.value))
+
+    if on("ACCELERATE_USE_DEEPSPEED") and on("ACCELERATE_USE_FSDP"):
+        lint.report(
+            "FSD304",
+            "FSDP and DeepSpeed cannot be enabled simultaneously.",
+            chosen["ACCELERATE_USE_DEEPSPEED"],
+        )
+    if not on("ACCELERATE_USE_FSDP"):
+        first = next(iter(chosen.values()))
+        lint.report(
+            "FSD330",
+            "ACCELERATE_USE_FSDP is not true: accelerate does not start FSDP",
+            first,
+            severity="warning",
+            help="set ACCELERATE_USE_FSDP=true, or launch with an accelerate file",
+        )
+    values.read_version(lint, chosen.get("FSDP_VERSION"))
+    version = lint.get("fsdp_version")
+    for key, name in KEYS.items():
+        if key == "FSDP_VERSION":
+            continue
+        _read(lint, key, name, chosen.get(key), version)
+    _sizes(lint, chosen, on("ACCELERATE_USE_PARALLELISM_CONFIG"))
+
+
+def _unknown(lint: LintContext, chosen: dict[str, Entry]) -> None:
+    known = {
+        *KEYS,
+        *SIZES,
+        *SWITCHES,
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+        *_DETAILS,
+        "FSDP_CPU_OFFLOAD_PIN_MEMORY",
+    }
+    for key, entry in chosen.items():
+        if key in known or not key.startswith(("FSDP_", "PARALLELISM_CONFIG_")):
+            continue
+        near = spelling.nearest(key, known, cutoff=0.75)
+        near = next((item for item in known if item.lower() == (near or "").lower()), None)
+        lint.ignore(entry, "no program reads it")
+        lint.report(
+            "FSD202",
+            f"{key} is not read" + (f": did you mean {near}?" if near else ""),
+            entry,
+            edits=lint.editor.rename(entry, near) if near and near not in chosen else None,
+            safe=False,
+            fix=f"write {near}",
+            changes={"*": near},
+        )
+
+
+def _read(lint: LintContext, key: str, name: str, entry: Entry | None, version: int) -> None:
+    unread = _unread(name, version)
+    if unread is not None:
+        if entry is not None:
+            lint.ignore(entry, unread)
+        return
+    if entry is None:
+        _default(lint, name, version)
+        return
+    if name == "sharding_strategy":
+        lint.set(
+            name,
+            spelling.choice(entry.node.value, spelling.STRATEGIES) or "full_shard",
+            entry=entry,
+        )
+    elif name == "backward_prefetch":
+        text = str(entry.node.value).upper()
+        lint.set(name, None if text == "NO_PREFETCH" else text, entry=entry)
+    elif name == "reshard_after_forward":
+        values.read_reshard(lint, entry, key)
+    elif name == "wrap_classes":
+        values.read_classes(lint, entry, lint.root)
+    elif name in ("wrap_policy", "state_dict_type"):
+        table = values.POLICIES if name == "wrap_policy" else values.STATE_DICTS
+        values.read_choice(lint, key, name, entry, table, version)
+    elif name == "mixed_precision":
+        read_precision(lint, entry)
+    elif name == "min_num_params":
+        _threshold(lint, entry)
+    elif name in BOOLEANS:
+        truth = values.word_of_truth(entry.node.value)
+        lint.set(name, bool(truth), entry=entry)
+        if truth is None:
+            lint.report("FSD206", f"{key} must be true or false, not {entry.node.value!r}", entry, value=True)
+    else:
+        lint.set(name, entry.node.value, entry=entry)
+
+
+def _unread(name: str, version: int) -> str | None:
+    if name in LEGACY_DEFAULTS and version == 2:
+        return "FSDP1 only; not read under version 2"
+    if name == "reshard_after_forward" and version == 1:
+        return "FSDP_SHARDING_STRATEGY decides under version 1"
+    return None
+
+
+def _threshold(lint: LintContext, entry: Entry) -> None:
+    if lint.get("wrap_policy") != "size":
+        lint.ignore(entry, "read with SIZE_BASED_WRAP only")
+        return
+    try:
+        lint.set("min_num_params", int(entry.node.value), entry=entry)
+    except ValueError:
+        meant = spelling.integer(entry.node.value)
+        lint.set("min_num_params", meant or 0, entry=entry)
+        lint.report(
+            "FSD213",
+            f"{entry.key} {entry.node.value!r} is not an integer",
+            entry,
+            value=True,
+            edits=lint.editor.replace(entry.node, str(meant)) if meant is not None else None,
+            fix=f"write {meant}",
+        )
+
+
+def _default(lint: LintContext, name: str, version: int) -> None:
+    defaults: dict[str, Any] = {
+        "reshard_after_forward": True,
+        "wrap_policy": "none",
+        "wrap_classes": (),
+        "min_num_params": 0 if lint.get("wrap_policy") == "size" else None,
+        "state_dict_type": "full" if version == 1 else "sharded",
+        "mixed_precision": "no",
+        "sharding_strategy": "full_shard",
+        "backward_prefetch": None,
+        "ignored_modules": None,
+    }
+    lint.set(name, defaults.get(name, False))
+
+
+def _sizes(lint: LintContext, chosen: dict[str, Entry], active: bool) -> None:
+    for key, name in SIZES.items():
+        entry = chosen.get(key)
+        lint.set(name, 1 if active or name != "dp_shard" else None)
+        if entry is None:
+            continue
+        if not active:
+            lint.ignore(entry, "ACCELERATE_USE_PARALLELISM_CONFIG is not true")
+            continue
+        size = spelling.integer(entry.node.value) if str(entry.node.value).isdecimal() else None
+        if size is not None and size >= 1:
+            lint.set(name, size, entry=entry)
+        else:
+            report_size(lint, key, name, entry)
+    rotation = chosen.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
+    lint.set("cp_comm_strategy", "allgather")
+    if rotation is not None:
+        read_rotation(lint, rotation.node.value, rotation)
+    if active:
+        lint.extras["parallelism_block"] = lint.root
+        details = {name: chosen[key] for key, name in _DETAILS.items() if key in chosen}
+        read_details(lint, details, written_in="environment")
+
+
+def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+    """Return ``export`` lines.
+
+    Raises:
+        ConfigError: No variable expresses a setting.
+    """
+    check_expressible(settings, NAME, CANNOT)
+    lines = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    for key, name in KEYS.items():
+        if name in LEGACY_DEFAULTS or name == "fsdp_version":
+            continue
+        value = getattr(settings, name)
+        if value is None or value == () or (name in ("use_cpu", "debug") and not value):
+            continue
+        lines[key] = _text(name, value)
+    mesh = settings.mesh
+    if mesh != Mesh() or settings.cp_comm_strategy != "allgather":
+        if mesh.dp_shard is None:
+            raise ConfigError(
+                f"{NAME} cannot express an open dp_shard next to other mesh sizes",
+                help="resolve the mesh for the process count first",
+            )
+        lines["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        for key, name in SIZES.items():
+            lines[key] = str(getattr(mesh, name))
+        lines["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] = settings.cp_comm_strategy
+    head = [f"# {line}" if line else "#" for line in header]
+    return "\n".join([*head, *(f"export {key}={value}" for key, value in lines.items())]) + "\n"
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(value)
+    text = str(WRITTEN.get(name, {}).get(value, value))
+    if not text or any(character.isspace() or character in "'\"\\$`" for character in text):
+        if "'" in text or "\n" in text:
+            raise ConfigError(f"{NAME} cannot express {name} = {text!r}")
+        return f"'{text}'"
+    return text

@@ -1,0 +1,1 @@
+"""SimpleTuner's config.json."""

@@ -1,0 +1,138 @@
+"""The keys of TrainingArguments' ``fsdp_config`` (transformers 5.23), and what became of others."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.config.canonical import LAUNCH, MESH, WRITTEN, check_expressible
+from fsdptool.config.context import LintContext
+from fsdptool.errors import ConfigError
+from fsdptool.files.tree import to_python
+from fsdptool.records.settings import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.config.fsdp1 import Rewriter, Target
+
+NAME = "trainer"
+
+KEYS = {
+    "version": "fsdp_version",
+    "reshard_after_forward": "reshard_after_forward",
+    "auto_wrap_policy": "wrap_policy",
+    "transformer_layer_cls_to_wrap": "wrap_classes",
+    "min_num_params": "min_num_params",
+    "state_dict_type": "state_dict_type",
+    "cpu_offload": "cpu_offload",
+    "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "activation_checkpointing": "activation_checkpointing",
+}
+FSDP1_KEYS = (
+    "forward_prefetch",
+    "backward_prefetch",
+    "use_orig_params",
+    "sync_module_states",
+    "limit_all_gathers",
+)
+XLA_KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
+ELSEWHERE = {
+    "offload_params": "cpu_offload",
+    "offload": "cpu_offload",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+    "transformer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+    "fsdp_version": "version",
+}
+"""Other programs' words for keys read here."""
+
+ARGUMENTS = frozenset(
+    [
+        "output_dir",
+        "per_device_train_batch_size",
+        "num_train_epochs",
+        "learning_rate",
+        "gradient_accumulation_steps",
+        "lr_scheduler_type",
+        "save_strategy",
+        "logging_steps",
+        "report_to",
+        "bf16",
+        "fp16",
+        "gradient_checkpointing",
+        "max_steps",
+        "save_only_model",
+        "deepspeed",
+        "optim",
+        "activation_checkpointing",
+    ]
+)
+CANNOT = ("activation_checkpointing_offload", "ignored_modules", *MESH, "cp_comm_strategy", *LAUNCH)
+
+
+def mapping(settings: FsdpSettings, name: str = NAME) -> dict[str, Any]:
+    """Return ``fsdp``, precision and ``fsdp_config`` as TrainingArguments hold them.
+
+    Raises:
+        ConfigError: TrainingArguments have no word for a setting.
+    """
+    check_expressible(settings, name, CANNOT)
+    config: dict[str, Any] = {
+        "version": 2,
+        "reshard_after_forward": settings.reshard_after_forward,
+        "auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
+    }
+    if settings.wrap_classes:
+        config["transformer_layer_cls_to_wrap"] = list(settings.wrap_classes)
+    if settings.min_num_params is not None:
+        config["min_num_params"] = settings.min_num_params
+    config["state_dict_type"] = WRITTEN["state_dict_type"][settings.state_dict_type]
+    config["cpu_offload"] = settings.cpu_offload
+    config["cpu_ram_efficient_loading"] = settings.cpu_ram_efficient_loading
+    config["activation_checkpointing"] = settings.activation_checkpointing
+    precision = settings.mixed_precision
+    if precision == "fp8":
+        raise ConfigError(f"{name} cannot express mixed_precision = 'fp8'", help="write accelerate instead")
+    return {"fsdp": True, "bf16": precision == "bf16", "fp16": precision == "fp16", "fsdp_config": config}
+
+
+def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+    """Return TrainingArguments as JSON (``HfArgumentParser.parse_json_file`` reads them).
+
+    Raises:
+        ConfigError: As :func:`mapping`.
+    """
+    return json.dumps(mapping(settings), indent=2) + "\n"
+
+
+def migrate(steps: Rewriter, lint: LintContext, target: Target) -> None:
+    """Turn FSDP1 settings into FSDP2, in place."""
+    block = None if lint.root.get("fsdp_config") is None else "fsdp_config"
+    if lint.extras.get("fsdp_entry") is not None and block is None:
+        steps.apply(steps.editor.add(steps.root, None, {"fsdp_config": {"version": 2}}), "fsdp_config")
+        block = "fsdp_config"
+    for key in (*KEYS, "sharding_strategy", *FSDP1_KEYS):
+        parent, _ = steps.block(block)
+        if parent.kind == "map" and parent.get(f"fsdp_{key}") is not None:
+            steps.drop(block, key)
+    steps.drop(
+        block,
+        *FSDP1_KEYS,
+        "sharding_strategy",
+        *(f"fsdp_{key}" for key in (*FSDP1_KEYS, "sharding_strategy")),
+    )
+    steps.put(block, "reshard_after_forward", target.reshard, synonyms=("fsdp_reshard_after_forward",))
+    steps.put(
+        block,
+        "state_dict_type",
+        WRITTEN["state_dict_type"][target.state_dict],
+        synonyms=("fsdp_state_dict_type",),
+    )
+    steps.put(block, "version", 2, synonyms=("fsdp_version",))
+    switch = steps.root.get("fsdp") if block is not None else None
+    if switch is not None and to_python(switch.node) is not True:
+        value = to_python(switch.node)
+        offload = "offload" in (value if isinstance(value, list) else str(value).split())
+        if (offload and lint.facts["cpu_offload"].entry is switch) or lint.get("cpu_offload"):
+            steps.put(block, "cpu_offload", True, synonyms=("fsdp_cpu_offload",))
+        switch = steps.root.get("fsdp")
+        assert switch is not None
+        steps.apply(steps.editor.replace_entry(switch, True), "fsdp")

@@ -1,0 +1,303 @@
+"""How transformers 5.23 reads each value of ``fsdp_config``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool import spelling
+from fsdptool.config.canonical import LEGACY_DEFAULTS, STRATEGIES, WRITTEN
+from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.accelerate import values
+from fsdptool.files.tree import Entry, Node, to_python
+
+
+def default(lint: LintContext, name: str, version: int) -> None:
+    """Record what transformers does when a key is not written."""
+    defaults: dict[str, Any] = {
+        "reshard_after_forward": True if version == 2 else None,
+        "wrap_policy": "transformer",
+        "wrap_classes": (),
+        "min_num_params": None,
+        "state_dict_type": "full",
+        "cpu_offload": False,
+        "cpu_ram_efficient_loading": False,
+        "activation_checkpointing": False,
+    }
+    if name == "reshard_after_forward" and version == 1:
+        if lint.get("sharding_strategy") is None:
+            strategy_under_1(lint, None)
+        return
+    if name == "cpu_offload" and lint.environment.get("FSDP_OFFLOAD_PARAMS") is not None:
+        # The plugin falls back to the variable when TrainingArguments pass nothing.
+        text = lint.environment["FSDP_OFFLOAD_PARAMS"]
+        lint.set(name, bool(values.word_of_truth(text)), origin="environment variable FSDP_OFFLOAD_PARAMS")
+        lint.report(
+            "FSD341", f"cpu_offload is not written; FSDP_OFFLOAD_PARAMS={text} in the environment decides"
+        )
+        return
+    if name == "min_num_params" and lint.get("wrap_policy") == "size":
+        # TrainingArguments pass nothing, and the plugin takes the variable or 0.
+        variable = lint.environment.get("FSDP_MIN_NUM_PARAMS")
+        number = 0 if variable is None else spelling.integer(variable)
+        origin = None if variable is None else "environment variable FSDP_MIN_NUM_PARAMS"
+        lint.set(name, number, origin=origin)
+        return
+    lint.set(name, defaults[name])
+
+
+def read_key(lint: LintContext, key: str, name: str, entry: Entry, block: Node | None, version: int) -> None:
+    """Read one known key."""
+    value = to_python(entry.node)
+    if name == "reshard_after_forward":
+        _reshard(lint, entry, value, version)
+    elif name == "cpu_offload":
+        _offload(lint, entry, value)
+    elif name in ("cpu_ram_efficient_loading", "activation_checkpointing"):
+        values.read_boolean(lint, key, name, entry)
+    elif name == "wrap_policy":
+        _policy(lint, entry, value)
+    elif name == "state_dict_type":
+        if value is None:
+            # The plugin is passed nothing and takes its own default, which depends on the version.
+            lint.set(name, "full" if version == 1 else "sharded", entry=entry)
+            return
+        values.read_choice(lint, key, name, entry, values.STATE_DICTS, version)
+    elif name == "wrap_classes":
+        _classes(lint, entry, value)
+    elif name == "min_num_params":
+        read_threshold(lint, entry, block, value)
+
+
+def strategy_under_1(lint: LintContext, written: str | None, entry: Entry | None = None) -> None:
+    """Record the strategy that runs under version 1, which is never the one TrainingArguments pass.
+
+    accelerate 1.15's plugin fills an unset ``sharding_strategy`` from FSDP_SHARDING_STRATEGY or with
+    FULL_SHARD, and ``Accelerator.prepare_model`` takes it before ``reshard_after_forward``, the only one
+    of the two that transformers 5.23 passes.
+
+    Args:
+        lint: The lint.
+        written: The strategy that the file asks for, or None.
+        entry: Where it does.
+    """
+    variable = lint.environment.get("FSDP_SHARDING_STRATEGY")
+    runs = spelling.choice(variable, spelling.STRATEGIES) if variable is not None else None
+    if runs is not None:
+        lint.set("sharding_strategy", runs, origin="environment variable FSDP_SHARDING_STRATEGY")
+    else:
+        runs = "full_shard"
+        lint.set("sharding_strategy", runs)
+    if entry is None or written is None:
+        return
+    lint.ignore(entry, "accelerate's plugin takes FSDP_SHARDING_STRATEGY or FULL_SHARD before it")
+    if written != runs:
+        decides = (
+            "unless FSDP_SHARDING_STRATEGY is set" if variable is None else "from FSDP_SHARDING_STRATEGY"
+        )
+        lint.report(
+            "FSD336",
+            f"{written.upper()} never runs: version 1 takes {runs.upper()} {decides}",
+            entry,
+            value=True,
+        )
+
+
+def _reshard(lint: LintContext, entry: Entry, value: Any, version: int) -> None:
+    if version == 1:
+        word = str(value).upper()
+        strategy = STRATEGIES.get(word)
+        strategy_under_1(lint, strategy, entry)
+        if strategy is None:
+            lint.report(
+                "FSD206",
+                f"under version 1 reshard_after_forward is a strategy name, not {value!r}",
+                entry,
+                value=True,
+            )
+        return
+    values.read_reshard(lint, entry, "reshard_after_forward")
+
+
+def _offload(lint: LintContext, entry: Entry, value: Any) -> None:
+    """transformers tests the value's truth without parsing it."""
+    lint.set("cpu_offload", bool(value), entry=entry)
+    if isinstance(value, bool):
+        return
+    meant = spelling.boolean(value)
+    if meant is None and isinstance(value, dict):
+        meant = True
+    if meant is None or meant != bool(value):
+        lint.report_value(
+            "FSD337",
+            f"cpu_offload is the text {value!r}, which counts as true",
+            entry,
+            meant,
+            safe=False,
+            changes={"cpu_offload": meant},
+        )
+    else:
+        lint.report_value("FSD207", f"cpu_offload {value!r} counts as {str(meant).lower()}", entry, meant)
+
+
+def _policy(lint: LintContext, entry: Entry, value: Any) -> None:
+    written = WRITTEN["wrap_policy"]
+    exact = {text: name for name, text in written.items()}
+    if value in exact if isinstance(value, str) else False:
+        lint.set("wrap_policy", exact[value], entry=entry)
+        return
+    meant = spelling.choice(value, spelling.WRAP_POLICIES)
+    lint.set("wrap_policy", meant or "transformer", entry=entry)
+    if meant is None and "." in str(value):
+        lint.report(
+            "FSD348", f"auto_wrap_policy {value!r} is a dotted path; no program imports it", entry, value=True
+        )
+        return
+    lint.report_value(
+        "FSD206",
+        f"auto_wrap_policy {value!r} is not one of {', '.join(exact)} (upper case only)",
+        entry,
+        written[meant] if meant else None,
+    )
+
+
+def _classes(lint: LintContext, entry: Entry, value: Any) -> None:
+    names = spelling.classes(value)
+    lint.set("wrap_classes", names or (), entry=entry)
+    if value is None:
+        return
+    pieces = (
+        ",".join(value).split(",")
+        if isinstance(value, list) and all(isinstance(item, str) for item in value)
+        else str(value).split(",")
+    )
+    if isinstance(value, str | list) and all(piece.isidentifier() for piece in pieces):
+        return
+    if not names:
+        lint.report("FSD214", f"{entry.key} {value!r} holds no class names", entry, value=True)
+        return
+    lint.report(
+        "FSD214",
+        f"{entry.key} {value!r} is not split into class names",
+        entry,
+        value=True,
+        edits=lint.editor.replace_entry(entry, ",".join(names)),
+        fix=f"write {','.join(names)}",
+    )
+
+
+def read_threshold(lint: LintContext, entry: Entry, block: Node | None, value: Any) -> None:
+    """Read the size threshold, which counts with SIZE_BASED_WRAP only."""
+    policy = lint.get("wrap_policy")
+    if policy != "size":
+        lint.set("min_num_params", None)
+        lint.ignore(entry, "read with SIZE_BASED_WRAP only")
+        if value not in (0, None):
+            lint.report_removable(
+                "FSD325", f"{entry.key} is not read: the policy is not SIZE_BASED_WRAP", entry, block
+            )
+        return
+    if isinstance(value, int) and not isinstance(value, bool):
+        lint.set("min_num_params", value, entry=entry)
+        return
+    meant = spelling.integer(value)
+    lint.set("min_num_params", meant or 0, entry=entry)
+    lint.report_value("FSD213", f"{entry.key} {value!r} is not a whole number", entry, meant)
+
+
+def read_fsdp1_key(
+    lint: LintContext, key: str, entry: Entry | None, block: Node | None, version: int
+) -> None:
+    """Read a key that only version 1 knows; None is its absence."""
+    if entry is None:
+        if version == 1 and key in LEGACY_DEFAULTS:
+            lint.set(key, LEGACY_DEFAULTS[key])
+        return
+    if version == 2:
+        lint.ignore(entry, "FSDP1 only; not read under version 2")
+        truth = spelling.boolean(entry.node.value)
+        if key == "forward_prefetch" and truth:
+            lint.report_removable(
+                "FSD303",
+                f"{entry.key}: true is lost: transformers drops it under version 2",
+                entry,
+                block,
+                severity="warning",
+                safe=True,
+                help="remove it",
+            )
+            return
+        lint.report_removable("FSD302", f"{entry.key} has no meaning under version 2", entry, block)
+        return
+    if key == "backward_prefetch":
+        text = str(entry.node.value).upper()
+        known = {"BACKWARD_PRE": "BACKWARD_PRE", "BACKWARD_POST": "BACKWARD_POST", "NO_PREFETCH": None}
+        lint.set(key, known.get(text), entry=entry)
+        if text not in known:
+            lint.report(
+                "FSD206",
+                f"{entry.key} {entry.node.value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
+                entry,
+                value=True,
+            )
+        return
+    values.read_boolean(lint, str(entry.key), key, entry)
+
+
+def read_strategy(
+    lint: LintContext, entry: Entry | None, chosen: dict[str, Entry], block: Node | None, version: int
+) -> None:
+    """``sharding_strategy`` is never read by TrainingArguments, under either version."""
+    if entry is None or block is None:
+        return
+    lint.ignore(entry, "TrainingArguments never read it; reshard_after_forward decides")
+    strategy = spelling.choice(entry.node.value, spelling.STRATEGIES)
+    remove = lint.editor.remove(block, entry)
+    if version == 1 or strategy == "full_shard" or (strategy is None and not entry.node.value):
+        lint.report(
+            "FSD302",
+            f"{entry.key} is not read by TrainingArguments",
+            entry,
+            edits=remove,
+            fix=f"remove {entry.key}",
+        )
+        return
+    if strategy == "shard_grad_op" and lint.get("reshard_after_forward") is not False:
+        edits = None
+        if "reshard_after_forward" not in chosen:
+            renamed = lint.editor.rename(entry, "reshard_after_forward")
+            replaced = lint.editor.replace(entry.node, False)
+            edits = (*renamed, *replaced) if renamed is not None and replaced is not None else None
+        lint.report(
+            "FSD303",
+            f"{entry.key} {entry.node.value!r} is ignored: parameters are freed after forward all the same",
+            entry,
+            value=True,
+            edits=edits,
+            safe=False,
+            fix="write reshard_after_forward: false",
+            changes={"reshard_after_forward": False},
+        )
+        return
+    if strategy == "no_shard":
+        lint.report(
+            "FSD332",
+            f"{entry.key} {entry.node.value!r} is ignored; NO_SHARD has no FSDP2 equivalent",
+            entry,
+            value=True,
+        )
+        return
+    if strategy in ("hybrid_shard", "hybrid_shard_zero2"):
+        lint.report(
+            "FSD334",
+            f"{entry.key} {entry.node.value!r} is ignored: the run shards over all ranks",
+            entry,
+            value=True,
+        )
+        return
+    lint.report(
+        "FSD302",
+        f"{entry.key} is not read by TrainingArguments",
+        entry,
+        edits=remove,
+        fix=f"remove {entry.key}",
+    )

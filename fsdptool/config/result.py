@@ -1,0 +1,269 @@
+"""What reading a configuration yields: settings, where each came from, and what was found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fsdptool.errors import ConfigError, ExitCode
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Document
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.document import envelope
+from fsdptool.records.settings import FsdpSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """The program that will read the file, at a version.
+
+    ``checked`` is False when the version is not one the rules were checked against by running it.
+    """
+
+    name: str
+    version: str
+    checked: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+    def before(self, *parts: int) -> bool:
+        """Whether the version is older than ``parts``."""
+        numbers = []
+        for piece in self.version.split(".")[: len(parts)]:
+            digits = "".join(character for character in piece if character.isdecimal())
+            numbers.append(int(digits[:9] or 0))
+        return tuple(numbers) < parts
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One effective setting. ``line`` is None for defaults and the environment."""
+
+    key: str
+    value: Any
+    origin: str
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Something that was written and that the consumer does not use."""
+
+    key: str
+    value: Any
+    line: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A configuration as its consumer will understand it.
+
+    Attributes:
+        settings: The settings in canonical form (an FSDP1 file as FSDP2 would express it), or None
+            when the text yields none. Best effort while there are errors: see :meth:`require`.
+        diagnostics: Findings, in the order of the file.
+        effective: Every setting that takes effect, with its origin.
+        ignored: What was written and does nothing.
+        dialect: Name of the dialect, or None when it was not recognised.
+        consumer: Who the file was judged for.
+        version: FSDP version the consumer would run, or None if it would not run FSDP.
+        changes: Per diagnostic (same index): settings its fix changes, by key.
+        suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
+    """
+
+    settings: FsdpSettings | None
+    diagnostics: tuple[Diagnostic, ...]
+    effective: tuple[Setting, ...]
+    ignored: tuple[Ignored, ...]
+    dialect: str | None
+    consumer: Consumer
+    version: int | None = None
+    path: str | None = None
+    source: SourceText | None = field(default=None, repr=False)
+    document: Document | None = field(default=None, repr=False)
+    changes: tuple[Mapping[str, Any], ...] = ()
+    suppressed: tuple[Diagnostic, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> tuple[Diagnostic, ...]:
+        """Findings of severity ``error``."""
+        return tuple(item for item in self.diagnostics if item.severity == "error")
+
+    @property
+    def status(self) -> str:
+        """``error`` (something no fix repairs), ``fixable`` or ``ok`` (contract ``validate``)."""
+        if any(item.fix is None for item in self.errors):
+            return "error"
+        if any(item.fix is not None and item.severity != "info" for item in self.diagnostics):
+            return "fixable"
+        return "ok"
+
+    def require(self) -> FsdpSettings:
+        """Return the settings of a file without errors.
+
+        Raises:
+            ConfigError: There are errors; the message is the first one, with its place.
+        """
+        if self.errors or self.settings is None:
+            first = self.errors[0] if self.errors else None
+            if first is None:
+                raise ConfigError(f"{self.path or 'the configuration'} holds no FSDP settings")
+            place = (
+                f"{first.path or 'configuration'}:{first.line}:{first.column}: "
+                if first.line
+                else (f"{first.path}: " if first.path else "")
+            )
+            raise ConfigError(f"{place}{first.code} {first.message}", help=first.help)
+        return self.settings
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All files of one call."""
+
+    readings: tuple[Reading, ...]
+
+    @property
+    def errors(self) -> int:
+        """Number of error findings."""
+        return sum(len(reading.errors) for reading in self.readings)
+
+    @property
+    def warnings(self) -> int:
+        """Number of warning findings."""
+        return sum(item.severity == "warning" for reading in self.readings for item in reading.diagnostics)
+
+    @property
+    def fixable(self) -> int:
+        """Number of errors and warnings that a fix removes."""
+        return sum(
+            item.fix is not None and item.severity != "info"
+            for reading in self.readings
+            for item in reading.diagnostics
+        )
+
+    def exit_code(self, *, strict: bool = False) -> int:
+        """Return 1 for an error (or a warning under ``strict``), else 0."""
+        return int(ExitCode.FINDINGS if self.errors or (strict and self.warnings) else ExitCode.CLEAN)
+
+    def document(self) -> dict[str, Any]:
+        """Return the document of schema ``validate``."""
+        first = self.readings[0].consumer if self.readings else None
+        digests = [reading.source.digest if reading.source else None for reading in self.readings]
+        body = {
+            "consumer": {"name": first.name, "version": first.version} if first else None,
+            "files": [file_document(reading) for reading in self.readings],
+            "summary": {"errors": self.errors, "warnings": self.warnings, "fixable": self.fixable},
+        }
+        return envelope("validate", digests, body)
+
+
+def file_document(reading: Reading) -> dict[str, Any]:
+    """Return one file's part of the document."""
+    return {
+        "path": reading.path,
+        "digest": f"sha256:{reading.source.digest}" if reading.source else None,
+        "dialect": reading.dialect,
+        "consumer": {"name": reading.consumer.name, "version": reading.consumer.version},
+        "fsdp_version": reading.version,
+        "status": reading.status,
+        "effective": [
+            {"key": item.key, "value": item.value, "origin": item.origin, "line": item.line}
+            for item in reading.effective
+        ],
+        "ignored": [
+            {"key": item.key, "value": _json(item.value), "line": item.line, "reason": item.reason}
+            for item in reading.ignored
+        ],
+        "findings": [finding(item) for item in reading.diagnostics],
+        "suppressed": [finding(item) for item in reading.suppressed],
+    }
+
+
+def finding(item: Diagnostic) -> dict[str, Any]:
+    """Return a finding as plain data."""
+    fix = None
+    if item.fix is not None:
+        fix = {
+            "safe": item.fix.safe,
+            "description": item.fix.description,
+            "edits": [{"start": edit.start, "end": edit.end, "text": edit.text} for edit in item.fix.edits],
+        }
+    return {
+        "code": item.code,
+        "severity": item.severity,
+        "line": item.line,
+        "column": item.column,
+        "end_line": item.end_line,
+        "end_column": item.end_column,
+        "message": item.message,
+        "help": item.help,
+        "fix": fix,
+    }
+
+
+def _json(value: Any) -> Any:
+    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
+
+
+def expand(paths: Iterable[Path]) -> dict[Path, bool]:
+    """Return the files to read, each once, and whether it was named itself (not found in a folder).
+
+    A folder stands for its YAML and JSON files; names that begin with a dot are passed over, as are
+    the folders of installed packages.
+
+    Raises:
+        ConfigError: A folder holds no such file.
+    """
+    files: dict[Path, bool] = {}
+    for path in paths:
+        if not path.is_dir():
+            files[path] = True
+            continue
+        found = sorted(_configurations(path))
+        if not found:
+            raise ConfigError(f"there is no YAML or JSON file in {path}", help="name the files")
+        for item in found:
+            files.setdefault(item, False)
+    return files
+
+
+def _configurations(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        # Not entered at all: a repository's .git holds many times more files than the project.
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
+        for name in names:
+            item = Path(place, name)
+            known = not name.startswith(".") and item.suffix.lower() in (".yaml", ".yml", ".json")
+            if known and item.is_file():
+                yield item
+
+
+_INSTALLED = ("node_modules", "site-packages")
+
+
+def found_by_chance(reading: Reading) -> Reading:
+    """Return the reading of a file that nobody named: what is no configuration of ours is a warning."""
+    if not any(item.code in _NOT_OURS for item in reading.diagnostics):
+        return reading
+    diagnostics = tuple(
+        replace(item, severity="warning") if item.code in _NOT_OURS else item for item in reading.diagnostics
+    )
+    return replace(reading, diagnostics=diagnostics)
+
+
+_NOT_OURS = ("FSD107", "FSD109", "FSD110")
+
+
+def explain_document(reading: Reading) -> Mapping[str, Any]:
+    """Return the document of schema ``explain``: one file's effective settings with their origins."""
+    digest = reading.source.digest if reading.source else None
+    return envelope("explain", digest, file_document(reading), diagnostics=reading.diagnostics)
