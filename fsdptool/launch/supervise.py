@@ -23,10 +23,9 @@ from typing import IO, Any
 
 from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.failure import Failure, running, told
-from fsdptool.runs.events import STDERR_MARK, Follower
+from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
 from fsdptool.runs.folder import LOGS
 from fsdptool.runs.signals import SIGNALS, signal_name
-from fsdptool.training.parts import SUPERVISOR
 
 POLL_SECONDS = 0.1
 FAILURE_GRACE_SECONDS = 5.0
@@ -195,7 +194,7 @@ class Supervisor:
             event = self._marked.popleft()
             self._note(event)
             self._show(event)
-        self._check_pulse()
+        self._check_alive()
         if self._signals and not self._asked:
             self._pass_on()
         if len(self._signals) > 1 and not self._killed:
@@ -243,7 +242,7 @@ class Supervisor:
         self._failed_since = None
         self._stepped = False
 
-    def _check_pulse(self) -> None:
+    def _check_alive(self) -> None:
         now = time.monotonic()
         for number, rank in self._ranks.items():
             if not rank.local or rank.state != "running" or running(rank.pid):

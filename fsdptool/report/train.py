@@ -63,10 +63,11 @@ class Progress:
     def _on_phase(self, event: Mapping[str, Any]) -> None:
         if event["rank"] != 0:
             return
+        name = f"{event['model']}: {event['name']}" if "model" in event else event["name"]
         if self._bar is not None:
-            self._bar.update(self._task, description=event["name"])
+            self._bar.update(self._task, description=name)
             return
-        self.say(f"{time.monotonic() - self._began:7.1f}s  {event['name']}")
+        self.say(f"{time.monotonic() - self._began:7.1f}s  {name}")
 
     def _on_proof(self, event: Mapping[str, Any]) -> None:
         self.say(f"sharding proven: {proof_text(event)}")

@@ -14,22 +14,57 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fsdptool.errors import StorageError
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import Metrics
-from fsdptool.runs.folder import EVENTS, METRICS, write_text
+from fsdptool.runs.folder import EVENTS, LOGS, METRICS, write_text
+from fsdptool.runs.signals import install_stack_dump
 
 if TYPE_CHECKING:
     from fsdptool.runs.trackers import Tracker
+
+SUPERVISOR = "FSDPTOOL_SUPERVISOR_PID"
+"""Environment variable with the process id of the fsdptool parent on this machine."""
 
 STDERR_MARK = "fsdptool-event "
 """Prefix of an event on standard error, used when the event file cannot be written (full disk)."""
 
 last_resort: TextIO = sys.stderr
 """Where marked events go; the guard points it at the parent when it redirects standard error."""
+
+
+class WorkerPhase(StrEnum):
+    """What the main thread of a worker is doing: ``phase`` events and the watchdog's message name it."""
+
+    STARTING = "starting"
+    IMPORTING = "importing"
+    BUILDING = "building"
+    SHARDING = "sharding"
+    LOADING = "loading"
+    INITIALISING = "initialising"
+    PROVING = "proving"
+    TRAINING = "training"
+    LOADING_DATA = "loading data"
+    RESTORING = "reading a checkpoint"
+    SAVING = "saving a checkpoint"
+    EVALUATING = "evaluating"
+    SAMPLING = "sampling"
+
+
+STARTUP = (
+    WorkerPhase.STARTING,
+    WorkerPhase.IMPORTING,
+    WorkerPhase.BUILDING,
+    WorkerPhase.SHARDING,
+    WorkerPhase.LOADING,
+    WorkerPhase.INITIALISING,
+    WorkerPhase.PROVING,
+)
+"""The phases before the first step."""
 
 
 def event_path(folder: Path, rank: int) -> Path:
@@ -161,6 +196,31 @@ class EventLog:
         self._file.close()
         if self._metrics is not None:
             self._metrics.close()
+
+
+def rank_and_attempt() -> tuple[int, int]:
+    """Return this process's rank and the number of its start, from torchrun's environment."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def open_events(folder: Path) -> EventLog:
+    """Open this rank's event file, announce the process and arrange for stack dumps.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    rank, attempt = rank_and_attempt()
+    events = EventLog(folder, rank, attempt)
+    logs = folder / LOGS
+    logs.mkdir(exist_ok=True)
+    install_stack_dump(str(logs / f"rank-{rank:05d}.stacks"))
+    events.emit(
+        "started",
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        node=os.uname().nodename,
+        supervisor=int(os.environ.get(SUPERVISOR, "0")),
+    )
+    return events
 
 
 def _finite(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -22,6 +22,8 @@ from fsdptool.modeling.methods.apply import prepare_model
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.methods.losses import Student, Task
 from fsdptool.modeling.objective import objective_for
+from fsdptool.runs.events import WorkerPhase
+from fsdptool.runs.watchdog import PhaseReport, no_report
 from fsdptool.training.optimizers.sharded import Update, base_rate, build_optimizer
 from fsdptool.training.state import Ema
 from fsdptool.training.step import LossScaler, MicroLoss, Stepper
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from fsdptool.records.units import UnitPlan
     from fsdptool.runs.folder import RunInputs
 
-Phase = Callable[[str], None]
 
 _SHOWN = 3
 """Names of missing parameters a note gives."""
@@ -68,13 +69,13 @@ class Assembled:
     notes: tuple[str, ...]
 
 
-def assemble(inputs: RunInputs, session: Session, *, phase: Phase = lambda name: None) -> Assembled:
+def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_report) -> Assembled:
     """Build, shard, fill and prove the model of a run, and make its optimizer.
 
     Args:
         inputs: The run's records.
         session: This rank.
-        phase: Called with the name of each phase as it begins.
+        phase: Called as each phase begins.
 
     Raises:
         FsdptoolError: The records do not suit the model or this machine.
@@ -86,7 +87,7 @@ def assemble(inputs: RunInputs, session: Session, *, phase: Phase = lambda name:
     made = build_sharded(
         spec, recipe.model, plan, inputs.settings, session, recipe=recipe, seed=recipe.seed, phase=phase
     )
-    phase("proving")
+    phase(WorkerPhase.PROVING)
     proof = prove(made.model, plan, session)
     notes = made.notes
     micro_loss: MicroLoss = Task(objective)
@@ -125,7 +126,7 @@ def build_sharded(
     *,
     recipe: Recipe | None,
     seed: int,
-    phase: Phase = lambda name: None,
+    phase: PhaseReport = no_report,
 ) -> _Made:
     """Build a model on meta, shard it and give each rank its rows.
 
@@ -137,9 +138,9 @@ def build_sharded(
         session: This rank.
         recipe: Method and recomputation; None freezes the model (a teacher).
         seed: Seed of random weights.
-        phase: Called with the name of each phase.
+        phase: Called as each phase begins.
     """
-    phase("building")
+    phase(WorkerPhase.BUILDING)
     model = build(spec, dtype=choice.dtype, attention=attention_of(choice, session.sizes.cp))
     _no_cache(model)
     weights = open_weights(spec, choice, model)
@@ -155,14 +156,14 @@ def build_sharded(
             adapters = adapter_blueprint(model)
         convert_layers(model, recipe, settings, session.device)
         model.train()
-    phase("sharding")
+    phase(WorkerPhase.SHARDING)
     store_masters(model, plan)
     checkpointing = recipe.sharding.checkpointing if recipe is not None else None
     checkpoint_units(model, plan, checkpointing, offload=settings.activation_checkpointing_offload)
     if recipe is not None and recipe.sharding.compile:
         _compile_units(model, plan)
     shard(model, plan, session)
-    phase("loading" if weights is not None else "initialising")
+    phase(WorkerPhase.LOADING if weights is not None else WorkerPhase.INITIALISING)
     blueprint = draw_blueprint(lambda: _build_here(spec, choice), seed=seed, library=spec.library)
     origins = Origins(blueprint, weights, adapters, seed)
     missing = materialize(model, origins, session, offload=plan.cpu_offload)
@@ -232,7 +233,7 @@ def _compile_units(model: nn.Module, plan: UnitPlan) -> None:
 
 
 def _student(
-    inputs: RunInputs, session: Session, objective: Objective, phase: Phase
+    inputs: RunInputs, session: Session, objective: Objective, phase: PhaseReport
 ) -> tuple[Student, tuple[str, ...]]:
     settings = inputs.recipe.method.distillation
     assert settings is not None and inputs.teacher_spec is not None and inputs.teacher_units is not None
@@ -245,7 +246,7 @@ def _student(
         session,
         recipe=None,
         seed=inputs.recipe.seed,
-        phase=lambda name: phase(f"teacher: {name}"),
+        phase=partial(phase, model="teacher"),
     )
     prove(made.model, inputs.teacher_units, session)
     student = Student(objective, made.model, settings, objective_for(inputs.recipe, inputs.teacher_spec))

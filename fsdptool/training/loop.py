@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.run import Metrics
-from fsdptool.runs import watchdog as pulse
+from fsdptool.runs import watchdog
+from fsdptool.runs.events import WorkerPhase
 from fsdptool.training.evaluate import Evaluated, evaluate
 from fsdptool.training.optimizers.sharded import rate
 from fsdptool.training.state import RunState
@@ -115,10 +116,10 @@ class Loop:
             StorageError: A checkpoint could not be written.
         """
         checkpointer = self.parts.checkpointer
-        pulse.doing(pulse.RESTORING)
+        watchdog.enter(WorkerPhase.RESTORING)
         checkpointer.load(self.state)
         # Every forward is a sign of life: of a long accumulation, an evaluation, a sample.
-        self.assembled.model.register_forward_pre_hook(pulse.beat)
+        self.assembled.model.register_forward_pre_hook(watchdog.beat)
         samples_per_step = self._samples_per_step()
         total = total_steps(self.recipe, self.batches, samples_per_step)
         # Not only what a signal while reading asks for: a run that ended inside the evaluation of its
@@ -136,7 +137,7 @@ class Loop:
             self._validate()
         if self._stop or self.recipe.checkpoints.at_end or checkpointer.due(self.state.step):
             self._save(wait=True)
-        pulse.doing(pulse.SAVING)
+        watchdog.enter(WorkerPhase.SAVING)
         checkpointer.close()
         status = "stopped" if self._stop else "completed"
         return Ended(status, self.state.step, self._stop, self._last_loss, self._evaluated)
@@ -149,7 +150,7 @@ class Loop:
     def _save(self, *, wait: bool = False) -> None:
         if self.state.step == 0:
             return  # a stop before the first step: there is nothing yet that a new start would not make
-        pulse.doing(pulse.SAVING)
+        watchdog.enter(WorkerPhase.SAVING)
         with self.parts.meter.moment("save"):
             self.parts.checkpointer.save(self.state, wait=wait)
 
@@ -182,7 +183,7 @@ class Loop:
         if self.sampler is None:
             return
         ema = self.assembled.ema
-        pulse.doing(pulse.SAMPLING)
+        watchdog.enter(WorkerPhase.SAMPLING)
         with (
             self.parts.meter.moment("sampling"),
             ema.swapped() if ema is not None else nullcontext(),
@@ -209,13 +210,13 @@ class Loop:
     def _fed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Pass validation data on until a stop is asked for, and say when a rank waits for it."""
         while not self._asked():
-            pulse.doing(pulse.LOADING)
+            watchdog.enter(WorkerPhase.LOADING_DATA)
             try:
                 step = next(batches)
             except StopIteration:
                 return
             finally:
-                pulse.doing(pulse.EVALUATING)
+                watchdog.enter(WorkerPhase.EVALUATING)
             yield step
 
     def _samples_per_step(self) -> int:
@@ -226,9 +227,9 @@ class Loop:
 
     def _step(self, total: int) -> Outcome:
         began = time.perf_counter()
-        pulse.doing(pulse.LOADING)
+        watchdog.enter(WorkerPhase.LOADING_DATA)
         micro_batches = next(self.batches)
-        pulse.doing(pulse.STEPPING)
+        watchdog.enter(WorkerPhase.TRAINING)
         loaded = time.perf_counter()
         state = self.state
         learning_rate = self.assembled.rate * rate(self.recipe.schedule, state.step, total)
@@ -274,7 +275,7 @@ class Loop:
     def _roll_back(self, step: int) -> None:
         """Return to the newest checkpoint and go on with the data that follows the bad batch."""
         position = self.batches.state_dict()
-        pulse.doing(pulse.RESTORING)
+        watchdog.enter(WorkerPhase.RESTORING)
         found = self.parts.checkpointer.rollback(self.state)
         times = self._rolled_back.get(step, 0) + 1
         self._rolled_back[step] = times

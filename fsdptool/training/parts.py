@@ -7,15 +7,14 @@ and calls :func:`open_parts` once the process group exists.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdptool.runs.events import EventLog
-from fsdptool.runs.folder import CHECKPOINTS, LOGS, read_start
-from fsdptool.runs.signals import SignalFlag, install_stack_dump
+from fsdptool.runs.folder import CHECKPOINTS, read_start
+from fsdptool.runs.signals import SignalFlag
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from fsdptool.records.settings import FsdpSettings
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
     from fsdptool.training.memory_meter import CpuMeter, CudaMeter
-
-SUPERVISOR = "FSDPTOOL_SUPERVISOR_PID"
-"""Environment variable with the process id of the fsdptool parent on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +33,6 @@ class Parts:
     stop: SignalFlag
     checkpointer: RunCheckpointer
     meter: CpuMeter | CudaMeter
-
-
-def open_flag() -> SignalFlag:
-    """Handle the stop signals from now on."""
-    flag = SignalFlag()
-    flag.install()
-    return flag
-
-
-def place() -> tuple[int, int]:
-    """Return this process's rank and the number of its start, from torchrun's environment."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def open_events(folder: Path) -> EventLog:
-    """Open this rank's event file, announce the process and arrange for stack dumps.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    rank, attempt = place()
-    events = EventLog(folder, rank, attempt)
-    logs = folder / LOGS
-    logs.mkdir(exist_ok=True)
-    install_stack_dump(str(logs / f"rank-{rank:05d}.stacks"))
-    events.emit(
-        "started",
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        node=os.uname().nodename,
-        supervisor=int(os.environ.get(SUPERVISOR, "0")),
-    )
-    return events
 
 
 def open_parts(

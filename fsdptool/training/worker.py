@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.runs.watchdog import beat, watched
+from fsdptool.runs.events import WorkerPhase
+from fsdptool.runs.watchdog import report_phase, watched
 from fsdptool.training.worker_entry import guard
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
 
 
 def _work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
-    events.emit("phase", name="importing")
+    report_phase(events, WorkerPhase.IMPORTING)
     import torch
 
     from fsdptool.distributed.session import close_session, open_session
@@ -52,12 +54,8 @@ def _work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]
     )
     torch.manual_seed(recipe.seed)
 
-    def phase(name: str) -> None:
-        beat()
-        events.emit("phase", name=name)
-
     with parts.meter.moment("load"):
-        assembled = assemble(inputs, session, phase=phase)
+        assembled = assemble(inputs, session, phase=partial(report_phase, events))
     if session.is_main:
         events.emit("proof", **assembled.proof)
         for note in assembled.notes:
@@ -79,7 +77,7 @@ def _work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]
         peak_flops=prediction.peak_flops if prediction is not None and pinned else None,
         sampler=sampler,
     )
-    phase("training")
+    report_phase(events, WorkerPhase.TRAINING)
     ended = loop.run()
     batches.close()
     if validation is not None:

@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 
 from fsdptool.errors import ExitCode, FsdptoolError, StorageError
 from fsdptool.runs import events as event_module
-from fsdptool.runs.events import EventLog
+from fsdptool.runs.events import SUPERVISOR, EventLog, open_events, rank_and_attempt
 from fsdptool.runs.folder import LOGS
 from fsdptool.runs.signals import SignalFlag
 from fsdptool.training.memory_snapshot import describe_out_of_memory, is_out_of_memory
-from fsdptool.training.parts import SUPERVISOR, open_events, open_flag, place
 
 _PEER_SYMPTOMS = (
     "Connection closed by peer",
@@ -54,7 +53,8 @@ def guard(folder: Path, body: Body) -> int:
     event: at least ``status`` (``completed`` or ``stopped``) and ``step``. A stop is a success for
     torchrun, which would restart any other status; the parent turns it into exit status 75.
     """
-    flag = open_flag()
+    flag = SignalFlag()
+    flag.install()
     try:
         events = open_events(folder)
         _redirect(folder, events.rank)
@@ -80,7 +80,7 @@ def guard(folder: Path, body: Body) -> int:
 def _refuse(error: FsdptoolError) -> NoReturn:
     """End without an event file."""
     fields = describe(error)
-    event_module.speak(event_module.make_record("failure", *place(), fields))
+    event_module.speak(event_module.make_record("failure", *rank_and_attempt(), fields))
     _leave(fields)
 
 

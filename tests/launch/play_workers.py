@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.runs.events import EventLog
+from fsdptool.runs.events import EventLog, WorkerPhase
 from fsdptool.runs.signals import SignalFlag
 from fsdptool.training.worker_entry import guard
 
 
 def act(name: str, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     """Play one rank."""
-    events.emit("phase", name="training")
+    events.emit("phase", name=WorkerPhase.TRAINING)
     if name == "die":
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)

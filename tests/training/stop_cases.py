@@ -12,11 +12,10 @@ from typing import Any
 
 import recipe_runs
 
-from fsdptool.runs.signals import SIGNALS
+from fsdptool.runs.signals import SIGNALS, SignalFlag
 from fsdptool.training import assemble, evaluate
 from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.parts import open_flag
 from fsdptool.training.sampling import Sampler
 
 Reached = Callable[[], None]
@@ -34,7 +33,8 @@ PHASES: dict[str, tuple[Any, str]] = {
 
 def stopped_in(folder: str, phase: str, rank: int, number: int) -> dict[str, Any]:
     """Work until ``rank`` gets the signal in ``phase``; returns the closing event."""
-    flag = open_flag()
+    flag = SignalFlag()
+    flag.install()
     sent = threading.Event()
 
     def reached() -> None:
