@@ -17,8 +17,9 @@ from typing import Any
 
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import tool_version
+from fsdptool.runs.trackers import TRACKERS
 
-_LIBRARIES = (
+LIBRARIES = (
     "torch",
     "accelerate",
     "transformers",
@@ -27,9 +28,7 @@ _LIBRARIES = (
     "datasets",
     "safetensors",
     "huggingface_hub",
-    "tensorboard",
-    "wandb",
-    "trackio",
+    *(tracker.package for tracker in TRACKERS.values()),
     "bitsandbytes",
     "torchao",
 )
@@ -85,7 +84,7 @@ def examine(*, with_probe: bool = True) -> Health:
 
 def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"fsdptool": tool_version(), "python": platform.python_version()}
-    for name in _LIBRARIES:
+    for name in LIBRARIES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -19,7 +19,7 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
 from fsdptool.runs.folder import ACCELERATE, RECIPE
-from fsdptool.runs.trackers import check_backends
+from fsdptool.runs.trackers import check_trackers
 
 Device = Literal["cpu", "cuda"]
 
@@ -87,7 +87,7 @@ def prepare(
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = with_places(read_recipe(recipe_path), recipe_path)
-    check_backends(recipe)
+    check_trackers(recipe)
     reading = read_settings(config_path, consumer="fsdptool")
     settings = reading.require()
     if cpu:

@@ -10,6 +10,7 @@ from fsdptool.records.settings import CheckpointingMode
 
 Layout = Literal["native", "accelerate"]
 MethodName = Literal["full", "lora", "distillation"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +205,9 @@ class Ema:
 
 @dataclass(frozen=True, slots=True)
 class Tracking:
-    """Besides ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
+    """Experiment services that receive every ``log_every``-th step besides ``metrics.jsonl``."""
 
-    backends: tuple[str, ...] = ()
+    backends: tuple[TrackerName, ...] = ()
     log_every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 

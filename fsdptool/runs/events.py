@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -137,10 +137,12 @@ class EventLog:
         self._file = LineFile(event_path(folder, rank))
         self._metrics = LineFile(folder / METRICS) if rank == 0 else None
         self._trackers: list[Tracker] = []
+        self._log_every = 1
 
-    def add_tracker(self, tracker: Tracker) -> None:
-        """Send every step to ``tracker`` as well (rank 0)."""
-        self._trackers.append(tracker)
+    def add_trackers(self, trackers: Iterable[Tracker], *, every: int = 1) -> None:
+        """Send every ``every``-th step to ``trackers`` as well (rank 0)."""
+        self._trackers += trackers
+        self._log_every = max(every, 1)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append one event."""
@@ -165,17 +167,21 @@ class EventLog:
             raise StorageError(
                 f"metrics.jsonl cannot be written: {error.strerror}", help="free space and resume the run"
             ) from error
-        self._track(lambda tracker: tracker.log(metrics))
+        if metrics.step % self._log_every == 0:
+            self._track(lambda tracker: tracker.log(metrics))
 
     def _track(self, act: Callable[[Tracker], None]) -> None:
-        """Let every tracker do something; one that fails is left out from then on, the run goes on."""
+        """Let every tracker do something; one that fails is disabled from then on, and the run continues."""
         for tracker in list(self._trackers):
             try:
                 act(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
-                what = str(error).strip().splitlines() or [type(error).__name__]
-                self.emit("warning", message=f"{tracker.name} gets no more of this run: {what[0]}")
+                what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                self.emit(
+                    "warning",
+                    message=f"{tracker.name}: tracking is disabled for the rest of the run: {what}",
+                )
 
     def rewind(self, step: int) -> None:
         """Forget the metrics of steps after ``step``: the run continues from there and writes them again.

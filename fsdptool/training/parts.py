@@ -62,7 +62,6 @@ def open_parts(
         mesh=mesh,
     )
     if events.rank == 0:
-        for tracker in open_trackers(folder, recipe):
-            events.add_tracker(tracker)
+        events.add_trackers(open_trackers(folder, recipe), every=recipe.tracking.log_every)
     meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
     return Parts(events, stop, checkpointer, meter)

@@ -56,14 +56,14 @@ class Failing:
 def test_a_tracker_that_fails_is_left_out(tmp_path: Path) -> None:
     log, tracker = EventLog(tmp_path, 0, 0), Failing()
     follower = Follower(tmp_path)
-    log.add_tracker(tracker)
+    log.add_trackers([tracker])
     for step in (1, 2):
         log.step(Metrics(step, 0.0, 0.0, 1.0, 1.0, 1e-3, 8, 2, 0.1, 0.0, None, None, None, {}))
     log.close()
     assert tracker.asked == 1
     assert [record["step"] for record in read_lines(tmp_path / METRICS)] == [1, 2]
     (warning,) = read_lines(event_path(tmp_path, 0))
-    assert warning["message"] == "wandb gets no more of this run: the service has ended"
+    assert warning["message"] == "wandb: tracking is disabled for the rest of the run: the service has ended"
     assert {event["kind"] for event in follower.news()} == {"warning", "step"}
 
 

@@ -1,0 +1,62 @@
+"""Trackers: one table that the recipe, the extras, ``doctor`` and the documentation agree with."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from fsdptool.errors import ConfigError
+from fsdptool.launch.doctor import LIBRARIES
+from fsdptool.records.recipe import ModelChoice, Recipe, TrackerName, Tracking
+from fsdptool.records.run import Metrics
+from fsdptool.runs.trackers import TRACKERS, check_trackers, open_trackers
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe_with(*names: Any, **options: Any) -> Recipe:
+    return Recipe(ModelChoice("llama3:tiny"), tracking=Tracking(names, options=options))
+
+
+def metrics(step: int, loss: float) -> Metrics:
+    return Metrics(step, 0.0, 0.0, loss, 1.0, 1e-3, 8, 2, 0.1, 0.0, None, None, None, {})
+
+
+def test_every_tracker_is_a_choice_an_extra_a_doctor_s_row_and_documented() -> None:
+    assert tuple(TRACKERS) == get_args(TrackerName)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    section = (
+        (ROOT / "docs" / "runs.md").read_text(encoding="utf-8").split("## Trackers")[1].split("\n## ")[0]
+    )
+    for name, tracker in TRACKERS.items():
+        assert tracker.name == name
+        assert tracker.package in LIBRARIES
+        assert f"`{name}`" in section
+        (requirement,) = project["optional-dependencies"][name]
+        assert re.match(r"[\w-]+", requirement)[0] == tracker.package  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = TRACKERS[name]
+    monkeypatch.setitem(sys.modules, tracker.module, None)
+    with pytest.raises(ConfigError, match=f"tracking backend {name}: .* is not installed") as caught:
+        check_trackers(recipe_with(name))
+    assert caught.value.help == f"pip install {tracker.package}"
+
+
+def test_tensorboard_has_every_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tracker,) = open_trackers(tmp_path, recipe_with("tensorboard"))
+    for step in (1, 2):
+        tracker.log(metrics(step, 0.5 / step))
+    tracker.close()
+    written = EventAccumulator(str(tmp_path / "tensorboard"))
+    written.Reload()
+    assert [(event.step, event.value) for event in written.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
