@@ -71,11 +71,10 @@ def preload() -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import fsdptool.training.assemble
     import fsdptool.training.checkpoint.checkpointer
     import fsdptool.training.data
-    import fsdptool.training.loop
-    import fsdptool.training.sampling  # noqa: F401
+    import fsdptool.training.sampling
+    import fsdptool.training.trainer  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -32,8 +32,8 @@ from fsdptool.modeling.methods.losses import Task
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.codec import to_json
 from fsdptool.records.document import library_versions
-from fsdptool.training.assemble import build_sharded
 from fsdptool.training.optimizers.sharded import build_optimizer
+from fsdptool.training.trainer import build_sharded
 
 TEXT = {"sequence_length": 2048, "micro_batch": 1}
 SETTINGS = [
@@ -105,7 +105,7 @@ def _measured(setting: Setting) -> dict[str, Any]:
 def _steps(made: Any, settings: Any) -> dict[str, Any]:
     session = open_session(settings)
     recipe, spec = made.recipe, made.spec
-    model = build_sharded(spec, recipe.model, made.units, settings, session, recipe=recipe, seed=0).model
+    model = build_sharded(spec, recipe.model, made.units, settings, session, recipe=recipe, seed=0)[0]
     named = list(model.named_parameters())
     optimizer = build_optimizer(recipe.optimizer, named, rate=1e-4)
     stepper = Undaunted(model, Task(objective_for(recipe, spec)), optimizer, session, clip=1.0)

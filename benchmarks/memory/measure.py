@@ -33,10 +33,10 @@ from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
 from fsdptool.modeling.methods.losses import Student, Task
 from fsdptool.modeling.objective import objective_for
-from fsdptool.training.assemble import build_sharded
 from fsdptool.training.memory_meter import settled_collectives
 from fsdptool.training.optimizers.sharded import build_optimizer
 from fsdptool.training.step import Stepper, _Agreed
+from fsdptool.training.trainer import build_sharded
 
 STEPS = 2
 
@@ -70,7 +70,7 @@ def _run(setting: Setting) -> None:
     session = open_session(made.settings)
     spec, recipe, plan = made.spec, made.recipe, made.units
     objective = objective_for(recipe, spec)
-    model = build_sharded(spec, recipe.model, plan, made.settings, session, recipe=recipe, seed=0).model
+    model = build_sharded(spec, recipe.model, plan, made.settings, session, recipe=recipe, seed=0)[0]
     _own_storage(model)
     micro_loss: Any = Task(objective)
     if made.teacher_spec is not None and made.teacher_units is not None:
@@ -84,7 +84,7 @@ def _run(setting: Setting) -> None:
             session,
             recipe=None,
             seed=0,
-        ).model
+        )[0]
         _own_storage(teacher)
         micro_loss = Student(objective, teacher, distillation, objective_for(recipe, made.teacher_spec))
     optimizer = build_optimizer(recipe.optimizer, list(model.named_parameters()), rate=1e-4)

@@ -65,7 +65,7 @@ def ours(folder: Path) -> Callable[[], Any]:
     from fsdptool.records.recipe import Batch, ModelChoice, Recipe
     from fsdptool.records.settings import FsdpSettings
     from fsdptool.source import resolve
-    from fsdptool.training.assemble import build_sharded
+    from fsdptool.training.trainer import build_sharded
 
     spec = resolve(str(folder))
     settings = FsdpSettings(wrap_classes=("LlamaDecoderLayer",), use_cpu=True, mixed_precision="no")
@@ -73,7 +73,7 @@ def ours(folder: Path) -> Callable[[], Any]:
     recipe = Recipe(model=choice, batch=Batch(micro_batch=1, sequence_length=16), steps=1)
     plan = plan_units(inspect(spec), recipe, settings)
     session = open_session(settings)
-    return lambda: build_sharded(spec, choice, plan, settings, session, recipe=recipe, seed=0).model
+    return lambda: build_sharded(spec, choice, plan, settings, session, recipe=recipe, seed=0)[0]
 
 
 def usual(folder: Path) -> Callable[[], Any]:

@@ -59,9 +59,9 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     from fsdptool.records.settings import FsdpSettings
     from fsdptool.runs.folder import RunInputs
     from fsdptool.source import resolve
-    from fsdptool.training.assemble import assemble
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
     from fsdptool.training.state import RunState
+    from fsdptool.training.trainer import assemble
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))

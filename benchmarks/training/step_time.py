@@ -41,7 +41,7 @@ def ours(folder: Path) -> tuple[Step, float]:
     from fsdptool.records.settings import FsdpSettings
     from fsdptool.runs.folder import RunInputs
     from fsdptool.source import resolve
-    from fsdptool.training.assemble import assemble
+    from fsdptool.training.trainer import assemble
 
     began = time.perf_counter()
     spec = resolve(str(folder))

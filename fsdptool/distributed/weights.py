@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdptool.errors import ModelError, StorageError
+from fsdptool.errors import ConfigError, ModelError, StorageError
 from fsdptool.runs.watchdog import beat
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.recipe import ModelChoice
+
+
+_SHOWN = 3
+"""Names of missing parameters a note gives."""
 
 
 @dataclass(slots=True)
@@ -155,3 +162,41 @@ def _match_renamed(
 def _natural(key: str) -> list[tuple[int, int | str]]:
     """Sort ``experts.10`` after ``experts.9``: fused experts are stacked in this order."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]
+
+
+def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weights | None:
+    """Open the pretrained weights a choice asks for, or return None for random ones.
+
+    Raises:
+        ConfigError: Pretrained weights are wanted and there are none.
+        ModelError: The files hold no parameter of this model.
+    """
+    if choice.weights == "random" or (choice.weights == "auto" and not spec.weights):
+        return None
+    if not spec.weights:
+        raise ConfigError(
+            f"{spec.reference.id} has no safetensors weights on this machine",
+            help="download it first, or set model.weights: random",
+        )
+    weights = Weights(spec.weights, model)
+    if not any(name in weights for name, _ in model.named_parameters(remove_duplicate=False)):
+        raise ModelError(
+            f"the weights of {spec.reference.id} hold no parameter of {spec.model_class}",
+            help="name another model class or other files, or set model.weights: random",
+        )
+    return weights
+
+
+def random_start_notes(
+    spec: ModelSpec, choice: ModelChoice, missing: list[str], *, pretrained: bool
+) -> tuple[str, ...]:
+    """Say which weights start at random although a person may expect trained ones."""
+    name = spec.reference.id
+    if missing:
+        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        return (
+            f"{len(missing)} parameters are missing from the weights of {name} and start at random: {shown}",
+        )
+    if not pretrained and choice.weights == "auto" and spec.reference.kind in ("hub", "folder"):
+        return (f"{name} has no safetensors weights on this machine: it starts at random",)
+    return ()

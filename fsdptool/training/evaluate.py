@@ -1,9 +1,10 @@
-"""Validation during training, under any reshard setting."""
+"""Validation and samples during training, under any reshard setting."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from torch import nn
 
 from fsdptool.distributed.shard import reshard_all
 from fsdptool.families.objectives.context import share
+from fsdptool.runs import watchdog
+from fsdptool.runs.events import WorkerPhase
 from fsdptool.training.step import per_item, to_device
 
 if TYPE_CHECKING:
@@ -19,6 +22,11 @@ if TYPE_CHECKING:
 
     from fsdptool.distributed.session import Session
     from fsdptool.families.protocol import Objective
+    from fsdptool.records.recipe import Recipe
+    from fsdptool.training.interfaces import Batches, RunParts
+    from fsdptool.training.sampling import Sampler
+    from fsdptool.training.state import Assembled, RunState
+    from fsdptool.training.step import StopAgreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +86,97 @@ def _measure(
     total[1] += objective.weight(batch)
     for name, value in objective.metrics(prediction, batch).items():
         sums[name] = sums[name] + value if name in sums else value.clone()
+
+
+class Validation:
+    """Evaluates and samples while a run trains, at the steps ``evaluation.every_steps`` names.
+
+    Args:
+        recipe: Says when.
+        assembled: The model and its average, which is evaluated where there is one.
+        data: Validation data of this rank, or None.
+        sampler: Generates at each evaluation, or None.
+        parts: Events and meter.
+        session: This rank.
+        stop: Asked before each batch and each sample.
+
+    Attributes:
+        latest: The last whole evaluation.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        assembled: Assembled,
+        data: Batches | None,
+        sampler: Sampler | None,
+        parts: RunParts,
+        session: Session,
+        stop: StopAgreement,
+    ) -> None:
+        self._every = recipe.evaluation.every_steps
+        self._assembled = assembled
+        self._data = data
+        self._sampler = sampler
+        self._parts = parts
+        self._session = session
+        self._stop = stop
+        self.latest: Evaluated | None = None
+
+    def run(self, state: RunState) -> None:
+        """Evaluate and sample after this step if that is due, was not done, and no stop comes between."""
+        if self._every is None or state.step % self._every or state.step == state.evaluated:
+            return
+        self.evaluate(state.step)
+        if not self._stop.signal:
+            self.sample(state.step)
+        if not self._stop.signal:
+            state.evaluated = state.step
+
+    def evaluate(self, step: int) -> Evaluated | None:
+        """Measure the validation loss and report it; a stop cuts it short, and nothing is reported."""
+        if self._data is None:
+            return None
+        with self._parts.meter.moment("evaluation"), self._averaged():
+            result = evaluate(
+                self._assembled.model,
+                self._assembled.objective,
+                self._until_stopped(iter(self._data)),
+                self._session,
+            )
+        if self._stop.signal:
+            return None
+        if self._session.is_main:
+            self._parts.events.emit("evaluation", step=step, loss=result.loss, metrics=dict(result.metrics))
+        self.latest = result
+        return result
+
+    def sample(self, step: int) -> None:
+        """Let all ranks generate and rank 0 write."""
+        if self._sampler is None:
+            return
+        watchdog.enter(WorkerPhase.SAMPLING)
+        with self._parts.meter.moment("sampling"), self._averaged():
+            samples = self._sampler.make(self._assembled.model, stop=self._stop.agree)
+        if self._stop.signal:
+            return
+        # Outside the moment: the plan does not include the VAE that decodes on rank 0's host.
+        files = self._sampler.write(samples, step)
+        if self._session.is_main:
+            self._parts.events.emit("samples", step=step, files=[str(file) for file in files])
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        ema = self._assembled.ema
+        return ema.swapped() if ema is not None else nullcontext()
+
+    def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Pass validation data on until a stop is asked for, and say when a rank waits for it."""
+        while not self._stop.agree():
+            watchdog.enter(WorkerPhase.LOADING_DATA)
+            try:
+                step = next(batches)
+            except StopIteration:
+                return
+            finally:
+                watchdog.enter(WorkerPhase.EVALUATING)
+            yield step

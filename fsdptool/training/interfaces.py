@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -184,17 +185,11 @@ class Meter(Protocol):
         ...
 
 
-class RunParts(Protocol):
-    """What the runs room hands the engine in one object (``fsdptool.training.parts.open_parts``)."""
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What surrounds the training loop of a rank."""
 
-    @property
-    def events(self) -> Events: ...
-
-    @property
-    def stop(self) -> StopFlag: ...
-
-    @property
-    def checkpointer(self) -> Checkpointer: ...
-
-    @property
-    def meter(self) -> Meter: ...
+    events: Events
+    stop: StopFlag
+    checkpointer: Checkpointer
+    meter: Meter

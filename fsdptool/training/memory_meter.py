@@ -194,6 +194,11 @@ def allocator_events() -> Iterator[Any]:
         profiler.stop_trace()
 
 
+def open_meter(device: torch.device) -> CpuMeter | CudaMeter:
+    """Return the meter of a device."""
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
 @contextmanager
 def settled_collectives() -> Iterator[None]:
     """Give gloo's threads time to let go of a collective's tensors before its waiter goes on.

@@ -1,7 +1,8 @@
-"""What a checkpoint holds, as live references (``interfaces.TrainState``)."""
+"""What a run is made of between two steps: the model and its average, and the state a checkpoint holds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,16 @@ from torch import nn
 
 from fsdptool.distributed.recording import derive_seed
 from fsdptool.distributed.shard import local, sharded_like
+from fsdptool.errors import WorkerError
+from fsdptool.runs import watchdog
+from fsdptool.runs.events import WorkerPhase
 
 if TYPE_CHECKING:
-    from fsdptool.training.interfaces import Batches
-    from fsdptool.training.optimizers.sharded import Update
-    from fsdptool.training.step import LossScaler
+    from fsdptool.distributed.session import Session
+    from fsdptool.families.protocol import Objective
+    from fsdptool.training.interfaces import Batches, RunParts
+    from fsdptool.training.optimizers.sharded import ShardedOptimizer
+    from fsdptool.training.step import LossScaler, Outcome, Stepper
 
 
 class Ema:
@@ -68,6 +74,33 @@ def _wide_copy(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True)
+class Assembled:
+    """Everything the loop steps with.
+
+    Attributes:
+        model: Sharded and materialised.
+        stepper: Takes optimizer steps.
+        optimizer: Over the trainable parameters.
+        scaler: For fp16, else None.
+        ema: Sharded average, or None.
+        objective: The task, for evaluation.
+        rate: Learning rate before the schedule.
+        proof: What was proven about the sharding (``summary.json``).
+        notes: What a person should know about the origin of the weights, a sentence each.
+    """
+
+    model: nn.Module
+    stepper: Stepper
+    optimizer: ShardedOptimizer
+    scaler: LossScaler | None
+    ema: Ema | None
+    objective: Objective
+    rate: float
+    proof: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+@dataclass(slots=True)
 class RunState:
     """Model, optimizer, data position and counters of a run (``evaluated``: after which step last).
 
@@ -76,7 +109,7 @@ class RunState:
     """
 
     model: nn.Module
-    optimizer: Update
+    optimizer: ShardedOptimizer
     batches: Batches
     seed: int
     rank: int
@@ -154,3 +187,65 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             seen.add(id(buffer))
             found[f"{path}.{name}" if path else name] = buffer
     return found
+
+
+_ROLLBACKS = 3
+"""Rolling back to one checkpoint this often without passing it means that it does not help."""
+
+
+class NonFinitePolicy:
+    """Decides about steps whose loss or gradients are not finite (``on_nonfinite``).
+
+    Every rank decides from the same reduced numbers.
+
+    Args:
+        policy: ``stop``, ``skip`` or ``rollback``.
+        state: The run.
+        parts: Events and checkpointer.
+        session: This rank.
+    """
+
+    def __init__(self, policy: str, state: RunState, parts: RunParts, session: Session) -> None:
+        self._policy = policy
+        self._state = state
+        self._parts = parts
+        self._is_main = session.is_main
+        self._rollbacks: dict[int, int] = {}
+
+    def counts(self, outcome: Outcome) -> bool:
+        """Return whether a non-finite step counts as a step; a rollback happens here.
+
+        An fp16 overflow with a finite loss is the scaler's business and always skipped.
+
+        Raises:
+            WorkerError: The policy is ``stop``, or rolling back does not help.
+        """
+        step = self._state.step + 1
+        if self._state.scaler is not None and math.isfinite(outcome.loss):
+            self._state.skipped += 1
+            return True
+        what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
+        if self._is_main:
+            self._parts.events.emit("nonfinite", step=step, what=what, policy=self._policy)
+        if self._policy == "skip":
+            self._state.skipped += 1
+            return True
+        if self._policy == "rollback":
+            self._roll_back(step)
+            return False
+        raise WorkerError(
+            f"step {step}: the {what} is not finite",
+            help="lower the learning rate, or set on_nonfinite to skip or rollback",
+        )
+
+    def _roll_back(self, step: int) -> None:
+        """Return to the newest checkpoint and go on with the data that follows the bad batch."""
+        position = self._state.batches.state_dict()
+        watchdog.enter(WorkerPhase.RESTORING)
+        restored = self._parts.checkpointer.rollback(self._state)
+        times = self._rollbacks.get(step, 0) + 1
+        self._rollbacks[step] = times
+        if restored is None or times > _ROLLBACKS:
+            why = "there is no checkpoint" if restored is None else f"{_ROLLBACKS} rollbacks did not help"
+            raise WorkerError(f"step {step} is not finite and {why}", help="lower the learning rate")
+        self._state.batches.load_state_dict(position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import local
 from fsdptool.families.objectives.context import share
+from fsdptool.records.run import Metrics
 from fsdptool.runs.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
     from fsdptool.distributed.session import Session
     from fsdptool.families.protocol import Objective
-    from fsdptool.training.optimizers.sharded import Update
+    from fsdptool.training.interfaces import StopFlag
+    from fsdptool.training.optimizers.sharded import ShardedOptimizer
+    from fsdptool.training.trainer import Trainer
 
 
 @dataclass(slots=True)
@@ -114,7 +118,7 @@ class Stepper:
         self,
         model: nn.Module,
         micro_loss: MicroLoss,
-        optimizer: Update,
+        optimizer: ShardedOptimizer,
         session: Session,
         *,
         clip: float | None = None,
@@ -240,6 +244,66 @@ class _Agreed:
     loss: float
     stop: int
     metrics: Mapping[str, Tensor]
+
+
+class StopAgreement:
+    """Agrees between steps whether some rank was asked to stop; a step asks in its own message.
+
+    Attributes:
+        signal: The signal number all ranks agreed to stop with, or 0.
+    """
+
+    def __init__(self, session: Session, flag: StopFlag) -> None:
+        self._session = session
+        self._flag = flag
+        self.signal = 0
+
+    def agree(self) -> int:
+        """Return the signal that some rank was asked to stop with, or 0. Collective."""
+        self.signal = self._session.most(self._flag.requested)
+        return self.signal
+
+
+def step_metrics(
+    trainer: Trainer, outcome: Outcome, learning_rate: float, seconds: float, data_seconds: float
+) -> Metrics:
+    """Return the metrics of the step that ``trainer`` has just taken.
+
+    Args:
+        trainer: After the step.
+        outcome: What the step came to.
+        learning_rate: Of this step.
+        seconds: The whole step took.
+        data_seconds: Of these, waited for data.
+    """
+    state, scaler, session = trainer.state, trainer.assembled.scaler, trainer.session
+    extra: dict[str, Any] = dict(outcome.metrics)
+    if state.skipped:
+        extra["skipped"] = state.skipped
+    if scaler is not None:
+        extra["loss_scale"] = scaler.scale
+    mfu = None
+    if trainer.step_flops is not None:
+        extra["flops_per_second"] = trainer.step_flops / seconds
+        if trainer.peak_flops is not None:
+            mfu = trainer.step_flops / (seconds * trainer.peak_flops * session.world_size)
+    allocated, reserved = trainer.parts.meter.last()
+    return Metrics(
+        step=state.step,
+        epoch=trainer.batches.epoch,
+        time=time.time(),
+        loss=outcome.loss,
+        grad_norm=outcome.grad_norm,
+        lr=learning_rate,
+        tokens=outcome.weight if trainer.assembled.objective.unit == "tokens" else None,
+        samples=trainer.samples_per_step,
+        step_seconds=seconds,
+        data_seconds=data_seconds,
+        memory_allocated_peak_bytes=allocated,
+        memory_reserved_peak_bytes=reserved,
+        mfu=mfu,
+        extra=extra,
+    )
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -1,21 +1,54 @@
-"""What every rank runs: ``python -m fsdptool.training.worker RUN_FOLDER`` under torchrun."""
+"""What every rank runs: ``python -m fsdptool.training.worker RUN_FOLDER`` under torchrun.
+
+Here is what surrounds the training: stop signals, logs, the parent's death, and a last word whatever
+happens. The training itself is ``training/trainer.py``, imported after the first event is written.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
-from functools import partial
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
-from fsdptool.runs.events import WorkerPhase
+from fsdptool.errors import ExitCode, FsdptoolError, StorageError
+from fsdptool.runs import events as event_module
+from fsdptool.runs.events import SUPERVISOR, EventLog, WorkerPhase, open_events, rank_and_attempt
+from fsdptool.runs.folder import LOGS
+from fsdptool.runs.signals import SignalFlag
 from fsdptool.runs.watchdog import report_phase, watched
-from fsdptool.training.worker_entry import guard
+from fsdptool.training.memory_snapshot import describe_out_of_memory, is_out_of_memory
 
-if TYPE_CHECKING:
-    from fsdptool.runs.events import EventLog
-    from fsdptool.runs.signals import SignalFlag
+_PEER_SYMPTOMS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "NCCL communicator was aborted",
+    "Socket closed",
+    "Failed to recv",
+    "connectFullMesh failed",
+    "Connection was likely closed",
+)
+"""What gloo, the TCP store and NCCL say when another rank has gone (torch 2.13)."""
+
+_PLACE = re.compile(r"^\[[^\]]*\.\w+:\d+\]\s*")
+"""Where in its own sources gloo raised, which it puts first."""
+
+_NO_ANSWER = (
+    "another rank or the network did not answer: read the stacks in logs/; continue with --resume auto"
+)
+
+_LINGER_SECONDS = 10.0
+"""How long a rank that no other start could help waits to be ended."""
+
+Body = Callable[[EventLog, SignalFlag], Mapping[str, Any]]
 
 
 def main(arguments: list[str]) -> int:
@@ -24,74 +57,148 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: python -m fsdptool.training.worker RUN_FOLDER\n")
         return 2
     folder = Path(arguments[0])
-    return guard(folder, lambda events, flag: work(folder, events, flag))
+    return run_guarded(folder, lambda events, flag: work(folder, events, flag))
 
 
 def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
     """Train what ``folder`` describes; returns the fields of the closing ``finished`` event."""
     with watched(events):
-        return _work(folder, events, flag)
+        # Before torch, whose import takes seconds.
+        report_phase(events, WorkerPhase.IMPORTING)
+        from fsdptool.training.trainer import train
+
+        return train(folder, events, flag)
 
 
-def _work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
-    report_phase(events, WorkerPhase.IMPORTING)
-    import torch
+def run_guarded(folder: Path, body: Body) -> int:
+    """Run one worker and return its exit status.
 
-    from fsdptool.distributed.session import close_session, open_session
-    from fsdptool.runs.folder import read_inputs, read_prediction
-    from fsdptool.training.assemble import assemble
-    from fsdptool.training.data import build_batches, build_evaluation
-    from fsdptool.training.loop import Loop
-    from fsdptool.training.parts import open_parts
-    from fsdptool.training.sampling import open_sampler
+    ``body`` gets the event log and the stop flag and returns the fields of the closing ``finished``
+    event: at least ``status`` (``completed`` or ``stopped``) and ``step``. A stop is a success for
+    torchrun, which would restart any other status; the parent turns it into exit status 75.
+    """
+    flag = SignalFlag()
+    flag.install()
+    try:
+        events = open_events(folder)
+        _redirect(folder, events.rank)
+    except OSError as error:
+        _refuse(StorageError(f"{folder} cannot be written: {error.strerror or error}"))
+    _watch_parents(flag)
+    try:
+        fields = body(events, flag)
+    except BaseException as error:
+        fields = describe(error)
+        if is_out_of_memory(error):
+            memory = _last_memory(error)
+            fields |= {"memory": memory, "message": f"out of memory in {memory['moment']}"}
+        events.emit("failure", **fields)
+        traceback.print_exc()
+        sys.stderr.flush()
+        _leave(fields)
+    events.emit("finished", **fields)
+    events.close()
+    return int(ExitCode.CLEAN)
 
-    inputs = read_inputs(folder)
-    recipe = inputs.recipe
-    session = open_session(inputs.settings)
-    mesh = {name: value for name, value in asdict(session.sizes).items() if value is not None}
-    parts = open_parts(
-        folder, recipe, inputs.settings, device=session.device, events=events, stop=flag, mesh=mesh
-    )
-    torch.manual_seed(recipe.seed)
 
-    with parts.meter.moment("load"):
-        assembled = assemble(inputs, session, phase=partial(report_phase, events))
-    if session.is_main:
-        events.emit("proof", **assembled.proof)
-        for note in assembled.notes:
-            events.emit("warning", message=note)
-    rank, world = session.data_rank, session.data_ranks
-    pinned = session.device.type == "cuda"
-    batches = build_batches(recipe, inputs.spec, rank=rank, world=world, pin_memory=pinned)
-    validation = build_evaluation(recipe, inputs.spec, rank=rank, world=world)
-    sampler = open_sampler(recipe, inputs.spec, assembled.objective, session, folder, validation or batches)
-    prediction = read_prediction(folder)
-    loop = Loop(
-        recipe,
-        assembled,
-        batches,
-        validation,
-        parts,
-        session,
-        step_flops=prediction.step_flops if prediction is not None else None,
-        peak_flops=prediction.peak_flops if prediction is not None and pinned else None,
-        sampler=sampler,
-    )
-    report_phase(events, WorkerPhase.TRAINING)
-    ended = loop.run()
-    batches.close()
-    if validation is not None:
-        validation.close()
-    close_session()
+def _refuse(error: FsdptoolError) -> NoReturn:
+    """End without an event file."""
+    fields = describe(error)
+    event_module.speak(event_module.make_record("failure", *rank_and_attempt(), fields))
+    _leave(fields)
+
+
+def _leave(fields: Mapping[str, Any]) -> NoReturn:
+    """End after a last word."""
+    if SUPERVISOR in os.environ and not fields["retryable"]:
+        # torchrun would start every rank again at once: the parent, which knows better, ends it first.
+        time.sleep(_LINGER_SECONDS)
+    # Not sys.exit: destructors of half-dead process groups can hang (gloo waits for its peers).
+    os._exit(int(fields["exit_code"]))
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return the fields of a ``failure`` event.
+
+    ``retryable`` says whether starting again could help; ``secondary`` marks what is only the
+    consequence of another rank's death.
+    """
+    text = _PLACE.sub("", str(error).strip()) or type(error).__name__
+    known = isinstance(error, FsdptoolError)
+    out_of_memory = is_out_of_memory(error)
+    timeout = not known and ("timed out" in text.lower() or "timeout" in text.lower())
     return {
-        "status": ended.status,
-        "step": ended.step,
-        "signal": ended.signal,
-        "loss": ended.last_loss,
-        "instrument": parts.meter.instrument,
-        "peaks": list(parts.meter.peaks()),
-        "moments": parts.meter.moments(),
+        "error": type(error).__name__,
+        "message": text.splitlines()[0][:500],
+        "help": getattr(error, "help", None) if known else _NO_ANSWER if timeout else None,
+        "exit_code": int(exit_code(error)),
+        "retryable": (not known or exit_code(error) is ExitCode.WORKER_FAILED)
+        and not is_out_of_memory(error),
+        "secondary": not known and any(symptom in text for symptom in _PEER_SYMPTOMS),
+        "timeout": timeout,
+        "out_of_memory": out_of_memory,
+        "traceback": _shortened(traceback.format_exception(error)),
     }
+
+
+def _last_memory(error: BaseException) -> dict[str, Any]:
+    """Describe the memory; with little of it left even that may fail."""
+    try:
+        return describe_out_of_memory(error)
+    except Exception as second:
+        return {"moment": f"unknown ({type(second).__name__} while looking)", "live": [], "largest": []}
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """Return the exit status of a worker that ends with ``error``."""
+    if isinstance(error, FsdptoolError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    return ExitCode.WORKER_FAILED
+
+
+def _redirect(folder: Path, rank: int) -> None:
+    """Under the parent, send what libraries print to a log of this rank; keep the way to the parent."""
+    if SUPERVISOR not in os.environ:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    event_module.last_resort = os.fdopen(os.dup(2), "w")
+    log = os.open(folder / LOGS / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _watch_parents(flag: SignalFlag) -> None:
+    """Ask for a stop when torchrun or the fsdptool parent dies: orphans save and leave."""
+    parent = os.getppid()
+    supervisor = int(os.environ.get(SUPERVISOR, "0"))
+
+    def watch() -> None:
+        while not flag.requested:
+            if os.getppid() != parent or (supervisor and not _alive(supervisor)):
+                flag.request(signal.SIGTERM)
+                return
+            time.sleep(1.0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _shortened(lines: list[str], *, ends: int = 12) -> list[str]:
+    """Keep where the worker was and what failed; the library frames between tell least."""
+    return lines if len(lines) <= 2 * ends else [*lines[:ends], "  ...\n", *lines[-ends:]]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 from fsdptool.errors import ConfigError
 from fsdptool.runs.events import EventLog, WorkerPhase
 from fsdptool.runs.signals import SignalFlag
-from fsdptool.training.worker_entry import guard
+from fsdptool.training.worker import run_guarded
 
 
 def act(name: str, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     """Play one rank if ``RANK`` is set, else start all of them and wait as torchrun does."""
     folder, acts = Path(arguments[0]), arguments[1:]
     if "RANK" in os.environ:
-        return guard(folder, lambda events, flag: act(acts[int(os.environ["RANK"])], events, flag))
+        return run_guarded(folder, lambda events, flag: act(acts[int(os.environ["RANK"])], events, flag))
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, *arguments],

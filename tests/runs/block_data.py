@@ -16,7 +16,7 @@ class Blocker(importlib.abc.MetaPathFinder):
     """Wraps ``Loader.__next__`` before the loop is first imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "fsdptool.training.loop":
+        if name != "fsdptool.training.trainer":
             return None
         sys.meta_path.remove(self)
         from fsdptool.training.data.loader import Loader

@@ -15,7 +15,7 @@ class Poisoner(importlib.abc.MetaPathFinder):
     """Wraps ``Task`` of ``fsdptool.modeling.methods.losses`` when it is first imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "fsdptool.training.loop":
+        if name != "fsdptool.training.trainer":
             return None
         sys.meta_path.remove(self)
         from fsdptool.training.step import Stepper

@@ -18,7 +18,7 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.records.recipe import Checkpoints
 from fsdptool.runs.events import EventLog
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.worker_entry import describe
+from fsdptool.training.worker import describe
 
 SHAPES = {
     "model/uneven": ((5, 3), torch.float32),

@@ -31,12 +31,12 @@ from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Object
 from fsdptool.records.settings import Mesh
 from fsdptool.runs.events import EventLog
 from fsdptool.source import resolve
-from fsdptool.training.assemble import assemble
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.evaluate import evaluate
 from fsdptool.training.memory_meter import CpuMeter, live_bytes
 from fsdptool.training.sampling import open_sampler
 from fsdptool.training.state import RunState
+from fsdptool.training.trainer import assemble
 
 
 def _opened(folder: Path, recipe: Recipe, mesh: Mesh, name: str) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdptool.distributed.session import Session
 from fsdptool.runs.folder import RunInputs
-from fsdptool.training.assemble import assemble
+from fsdptool.training.trainer import assemble
 
 
 def anonymous_bytes() -> int:

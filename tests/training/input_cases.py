@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdptool.distributed.session import open_session
 from fsdptool.records.recipe import Recipe
-from fsdptool.training.assemble import assemble
+from fsdptool.training.trainer import assemble
 
 
 def arrived(folder: Path, recipe: Recipe, mixed_precision: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from fsdptool.distributed.session import open_session
 from fsdptool.modeling.methods.quantised_layers import quantised_layers
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import Mesh
-from fsdptool.training.assemble import assemble
+from fsdptool.training.trainer import assemble
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 192}
 # Rows that neither two nor four ranks divide evenly (24, 6 and 130), and two layers nf4 has to leave.

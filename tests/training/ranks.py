@@ -15,7 +15,8 @@ from fsdptool.distributed.proof import content
 from fsdptool.distributed.session import Session, open_session
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import Mesh
-from fsdptool.training.assemble import Assembled, assemble
+from fsdptool.training.state import Assembled
+from fsdptool.training.trainer import assemble
 
 
 def replica_hash(tensors: list[torch.Tensor]) -> str:

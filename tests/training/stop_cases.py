@@ -13,7 +13,7 @@ from typing import Any
 import recipe_runs
 
 from fsdptool.runs.signals import SIGNALS, SignalFlag
-from fsdptool.training import assemble, evaluate
+from fsdptool.training import evaluate, trainer
 from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.sampling import Sampler
@@ -21,8 +21,8 @@ from fsdptool.training.sampling import Sampler
 Reached = Callable[[], None]
 
 PHASES: dict[str, tuple[Any, str]] = {
-    "loading": (assemble, "materialize"),
-    "proving": (assemble, "prove"),
+    "loading": (trainer, "materialize"),
+    "proving": (trainer, "prove"),
     "restoring": (loading, "load_into"),
     "evaluating": (evaluate, "_measure"),
     "sampling": (Sampler, "_one"),

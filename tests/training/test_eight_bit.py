@@ -17,7 +17,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Checkpoints, Optimizer, Recipe
 from fsdptool.runs.events import EventLog
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
-from fsdptool.training.loop import Loop
+from fsdptool.training.trainer import Trainer
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("bitsandbytes")
@@ -32,16 +32,16 @@ def run_eight_bit(folder: Path, recipe: Recipe, resume: str | None) -> Any:
     saver = RunCheckpointer(
         folder / "checkpoints", Checkpoints(), kind="sharded", events=events, resume=resume
     )
-    loop = Loop(recipe, assembled, Data(session), None, parts_of(Log()), session)
+    loop = Trainer(recipe, assembled, Data(session), None, parts_of(Log()), session)
     try:
         saver.load(loop.state)
     except ConfigError as error:
         return error.message
     if resume is None:
         for _ in range(2):
-            loop._step(10)
+            loop.step(10)
         saver.save(loop.state, wait=True)
-    losses = [loop._step(10).loss for _ in range(2)]
+    losses = [loop.step(10).loss for _ in range(2)]
     packed = [name for name, tensor in loop.state.rank_tensors().items() if tensor.dtype == torch.uint8]
     return {"losses": losses, "weights": weights_of(assembled), "packed": packed}
 

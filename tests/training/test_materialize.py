@@ -24,7 +24,7 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
-from fsdptool.training.assemble import assemble
+from fsdptool.training.trainer import assemble
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from ranks import replica_hash, share, weights_of
 
 from fsdptool.distributed.session import open_session
 from fsdptool.records.recipe import Optimizer, Recipe, Sharding
-from fsdptool.training.assemble import assemble
+from fsdptool.training.trainer import assemble
 
 pytestmark = pytest.mark.distributed
 

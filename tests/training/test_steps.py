@@ -21,11 +21,11 @@ from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.recipe import Ema as EmaChoice
 from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Recipe, Schedule, Sharding
 from fsdptool.records.settings import FsdpSettings, Mesh
-from fsdptool.training.assemble import Assembled, assemble
 from fsdptool.training.evaluate import evaluate
-from fsdptool.training.loop import Loop
 from fsdptool.training.optimizers.sharded import base_rate, rate
+from fsdptool.training.state import Assembled
 from fsdptool.training.step import LossScaler
+from fsdptool.training.trainer import Trainer, assemble
 
 ADAM = Optimizer(learning_rate=2e-3, epsilon=1e-6, weight_decay=0.0)
 
@@ -137,7 +137,7 @@ def opened(folder: Path, recipe: Recipe, **settings: Any) -> tuple[Assembled, Se
 
 def looped(
     folder: Path, recipe: Recipe, checkpointer: Memory, *, poison: int = -1, stop_at: int | None = None
-) -> tuple[Loop, Log]:
+) -> tuple[Trainer, Log]:
     """Assemble a loop; ``poison`` makes one step's loss NaN on the last rank alone."""
     assembled, session = opened(folder, recipe)
     log, data = Log(), Data(session)
@@ -159,7 +159,7 @@ def looped(
             return 15 if data.at - 1 == stop_at and session.rank == session.world_size - 1 else 0
 
     parts = SimpleNamespace(events=log, stop=Stop(), checkpointer=checkpointer, meter=Unmeasured())
-    return Loop(recipe, assembled, data, Data(session, steps=2), parts, session), log
+    return Trainer(recipe, assembled, data, Data(session, steps=2), parts, session), log
 
 
 def run_policy(folder: Path, recipe: Recipe, poison: int) -> dict[str, Any]:
@@ -222,12 +222,12 @@ def run_validation(folder: Path, recipe: Recipe, reshard: bool) -> dict[str, Any
     import torch.nn.functional as functional
 
     assembled, session = opened(folder, recipe, reshard_after_forward=reshard)
-    loop = Loop(recipe, assembled, Data(session), Data(session, steps=2), parts_of(Log()), session)
+    loop = Trainer(recipe, assembled, Data(session), Data(session, steps=2), parts_of(Log()), session)
     found = []
     for _ in range(2):
-        found.append(loop.evaluate().loss)
-        loop._step(10)
-    found.append(loop.evaluate().loss)
+        found.append(loop.validation.evaluate(loop.state.step).loss)
+        loop.step(10)
+    found.append(loop.validation.evaluate(loop.state.step).loss)
     weights = weights_of(assembled)
     from reference import load, plain_model
 
@@ -282,10 +282,10 @@ def test_nothing_to_predict_is_no_token_and_no_validation_loss(pool: Pool, tmp_p
 
 def run_average(folder: Path, recipe: Recipe) -> dict[str, Any]:
     assembled, session = opened(folder, recipe)
-    loop = Loop(recipe, assembled, Data(session), None, parts_of(Log()), session)
+    loop = Trainer(recipe, assembled, Data(session), None, parts_of(Log()), session)
     history = [weights_of(assembled)]
     for _ in range(3):
-        loop._step(10)
+        loop.step(10)
         history.append(weights_of(assembled))
     averages = {n: t.full_tensor().clone() for n, t in assembled.ema.tensors().items()}
     with assembled.ema.swapped():
@@ -308,10 +308,10 @@ def test_the_average_follows_its_formula_and_swaps_back(pool: Pool, tmp_path: Pa
 def run_utilisation(folder: Path, recipe: Recipe, peak: float | None) -> list[Any]:
     assembled, session = opened(folder, recipe)
     log = Log()
-    loop = Loop(
+    loop = Trainer(
         recipe, assembled, Data(session), None, parts_of(log), session, step_flops=6e9, peak_flops=peak
     )
-    loop._step(10)
+    loop.step(10)
     return log.steps
 
 
@@ -374,14 +374,14 @@ def run_states(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """Save after two steps, go on, go back, go on again: the same two steps must follow."""
     assembled, session = opened(folder, recipe)
     checkpointer = Memory()
-    loop = Loop(recipe, assembled, Data(session), None, parts_of(Log()), session)
+    loop = Trainer(recipe, assembled, Data(session), None, parts_of(Log()), session)
     for _ in range(2):
-        loop._step(10)
+        loop.step(10)
     checkpointer.save(loop.state)
-    first = [loop._step(10).loss for _ in range(2)]
+    first = [loop.step(10).loss for _ in range(2)]
     ended = weights_of(assembled)
     checkpointer.rollback(loop.state)
-    second = [loop._step(10).loss for _ in range(2)]
+    second = [loop.step(10).loss for _ in range(2)]
     again = weights_of(assembled)
     tensors = loop.state.tensors()
     return {

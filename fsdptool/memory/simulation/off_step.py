@@ -1,7 +1,7 @@
 """What a run does beside its steps: loading, averaging, evaluation, samples, checkpoints.
 
-Each is played in the order of the trainer's own code: ``training/assemble.py``,
-``training/loop.py`` and ``training/checkpoint``.
+Each is played in the order of the trainer's own code: ``training/trainer.py``,
+``training/trainer.py`` and ``training/checkpoint``.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import StorageError
 from fsdptool.files.safetensors_writer import Written
 from fsdptool.records.recipe import Checkpoints
+from fsdptool.runs.folder import CHECKPOINTS, read_start
 from fsdptool.runs.manifest import (
     FORMAT,
     Kind,
@@ -34,6 +35,9 @@ from fsdptool.training.checkpoint import loading
 from fsdptool.training.checkpoint.saving import Staged, save_full, save_sharded
 
 if TYPE_CHECKING:
+    from fsdptool.records.recipe import Recipe
+    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.runs.events import EventLog
     from fsdptool.training.interfaces import Events, TrainState
 
 
@@ -268,3 +272,20 @@ class RunCheckpointer:
             # As it is: a peer that has gone (RuntimeError) can be helped by another start, a full disk
             # (StorageError) cannot.
             raise flight.error
+
+
+def open_checkpointer(
+    folder: Path, recipe: Recipe, settings: FsdpSettings, *, events: EventLog, mesh: Mapping[str, int]
+) -> RunCheckpointer:
+    """Return the checkpointer of a run folder. Collective: checkpoints get process groups of their own."""
+    start = read_start(folder)
+    return RunCheckpointer(
+        folder / CHECKPOINTS,
+        recipe.checkpoints,
+        kind=settings.state_dict_type,
+        events=events,
+        resume="auto" if events.attempt > 0 else start.resume,
+        # A relaunch before the first checkpoint begins where this start did.
+        origin=start.resume if events.attempt > 0 and start.resume != "auto" else None,
+        mesh=mesh,
+    )

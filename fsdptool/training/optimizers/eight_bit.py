@@ -9,7 +9,7 @@ import torch
 
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.methods.quantised_formats import load_kernels
-from fsdptool.training.optimizers.sharded import Groups, Pairs, Update
+from fsdptool.training.optimizers.sharded import Groups, Pairs, ShardedOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,7 @@ _STATES = ("state1", "state2", "absmax1", "absmax2")
 """Codes and scales; small parameters have fp32 moments and no scales. The tables of codes are constants."""
 
 
-class EightBitUpdate(Update):
+class EightBitAdamW(ShardedOptimizer):
     """AdamW8bit over each rank's own rows.
 
     A scale belongs to 256 neighbouring elements of a rank's rows (bitsandbytes 0.50,

@@ -16,7 +16,8 @@ from fsdptool.records.recipe import Optimizer, Schedule
 from fsdptool.training.optimizers.adafactor import RowAdafactor, Whole
 
 if TYPE_CHECKING:
-    from fsdptool.records.recipe import Optimizer
+    from fsdptool.records.recipe import Optimizer, Recipe
+    from fsdptool.training.interfaces import Batches
 
 
 def rate(schedule: Schedule, step: int, total: int | None) -> float:
@@ -40,6 +41,19 @@ def rate(schedule: Schedule, step: int, total: int | None) -> float:
     return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * falling
 
 
+def total_steps(recipe: Recipe, batches: Batches, samples_per_step: int) -> int:
+    """Return the optimizer steps of the run.
+
+    Raises:
+        ConfigError: The recipe names neither ``steps`` nor ``epochs``.
+    """
+    if recipe.steps is not None:
+        return recipe.steps
+    if recipe.epochs is None:
+        raise ConfigError("the recipe sets neither steps nor epochs", help="set one of them")
+    return max(math.ceil(recipe.epochs * batches.samples_per_epoch / samples_per_step), 1)
+
+
 def base_rate(optimizer: Optimizer, data_ranks: int) -> float:
     """Return the learning rate before the schedule, scaled with the ranks if the recipe asks for it."""
     factor = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}
@@ -56,7 +70,7 @@ def decays(parameter: torch.Tensor) -> bool:
     return parameter.dim() >= 2
 
 
-class Update:
+class ShardedOptimizer:
     """An optimizer that works on each rank's own rows.
 
     AdamW and SGD change every element by itself, so a rank's rows are plain tensors to them: no
@@ -201,7 +215,7 @@ def _kernels(wanted: Optimizer) -> dict[str, bool]:
     return {"fused": chosen == "fused", "foreach": chosen == "foreach"}
 
 
-def build_optimizer(wanted: Optimizer, named: NamedParameters, *, rate: float) -> Update:
+def build_optimizer(wanted: Optimizer, named: NamedParameters, *, rate: float) -> ShardedOptimizer:
     """Return the optimizer of a run over its trainable parameters.
 
     Args:
@@ -213,7 +227,7 @@ def build_optimizer(wanted: Optimizer, named: NamedParameters, *, rate: float) -
         ConfigError: The optimizer needs a library that is not installed, or has no such kernel.
     """
     if wanted.name == "adamw8bit":
-        from fsdptool.training.optimizers.eight_bit import EightBitUpdate
+        from fsdptool.training.optimizers.eight_bit import EightBitAdamW
 
-        return EightBitUpdate(wanted, named, rate=rate)
-    return Update(wanted, named, rate=rate)
+        return EightBitAdamW(wanted, named, rate=rate)
+    return ShardedOptimizer(wanted, named, rate=rate)

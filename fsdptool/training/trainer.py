@@ -1,0 +1,395 @@
+"""The training loop: build, prepare, shard, load and prove a model, then step until the run ends.
+
+Read it from top to bottom. :func:`train` is a whole run on one rank; :func:`assemble` makes what the loop
+steps with; :func:`build_sharded` shows in which order a model is changed, and why in that order;
+:class:`Trainer` is the loop. One optimizer step is ``training/step.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdptool.distributed.initialisation import Blueprint, draw_blueprint
+from fsdptool.distributed.materialize import Origins, materialize
+from fsdptool.distributed.proof import prove
+from fsdptool.distributed.session import close_session, open_session
+from fsdptool.distributed.shard import shard, store_masters
+from fsdptool.distributed.weights import open_weights, random_start_notes
+from fsdptool.families.registry import family_of
+from fsdptool.inspection.build import build
+from fsdptool.modeling.activation_checkpointing import checkpoint_units
+from fsdptool.modeling.context_parallel import attention_of, check_context
+from fsdptool.modeling.methods.apply import prepare_model
+from fsdptool.modeling.methods.float8 import convert_layers
+from fsdptool.modeling.methods.losses import Student, Task
+from fsdptool.modeling.objective import objective_for
+from fsdptool.runs import watchdog
+from fsdptool.runs.events import WorkerPhase
+from fsdptool.runs.folder import read_inputs, read_prediction
+from fsdptool.runs.trackers import open_trackers
+from fsdptool.runs.watchdog import PhaseReport, no_report, report_phase
+from fsdptool.training.checkpoint.checkpointer import open_checkpointer
+from fsdptool.training.data import build_batches, build_evaluation
+from fsdptool.training.evaluate import Evaluated, Validation
+from fsdptool.training.interfaces import RunParts
+from fsdptool.training.memory_meter import open_meter
+from fsdptool.training.optimizers.sharded import base_rate, build_optimizer, rate, total_steps
+from fsdptool.training.sampling import Sampler, open_sampler
+from fsdptool.training.state import Assembled, Ema, NonFinitePolicy, RunState
+from fsdptool.training.step import LossScaler, MicroLoss, Outcome, Stepper, StopAgreement, step_metrics
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdptool.distributed.session import Session
+    from fsdptool.families.protocol import Objective
+    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.recipe import ModelChoice, Recipe
+    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.units import UnitPlan
+    from fsdptool.runs.events import EventLog
+    from fsdptool.runs.folder import RunInputs
+    from fsdptool.runs.signals import SignalFlag
+    from fsdptool.training.interfaces import Batches
+
+
+def train(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
+    """Train what the run folder describes; returns the fields of the closing ``finished`` event."""
+    inputs = read_inputs(folder)
+    recipe, spec = inputs.recipe, inputs.spec
+    # The process group first: everything below is collective.
+    session = open_session(inputs.settings)
+    mesh = {name: size for name, size in asdict(session.sizes).items() if size is not None}
+    checkpointer = open_checkpointer(folder, recipe, inputs.settings, events=events, mesh=mesh)
+    if session.is_main:
+        events.add_trackers(open_trackers(folder, recipe), every=recipe.tracking.log_every)
+    parts = RunParts(events, flag, checkpointer, open_meter(session.device))
+    torch.manual_seed(recipe.seed)
+
+    with parts.meter.moment("load"):
+        assembled = assemble(inputs, session, phase=partial(report_phase, events))
+    if session.is_main:
+        events.emit("proof", **assembled.proof)
+        for note in assembled.notes:
+            events.emit("warning", message=note)
+    # Data after the model: its position is restored with the checkpoint, which `Trainer.run` loads.
+    rank, world = session.data_rank, session.data_ranks
+    on_gpu = session.device.type == "cuda"
+    batches = build_batches(recipe, spec, rank=rank, world=world, pin_memory=on_gpu)
+    held_out = build_evaluation(recipe, spec, rank=rank, world=world)
+    sampler = open_sampler(recipe, spec, assembled.objective, session, folder, held_out or batches)
+    prediction = read_prediction(folder)
+    trainer = Trainer(
+        recipe,
+        assembled,
+        batches,
+        held_out,
+        parts,
+        session,
+        step_flops=prediction.step_flops if prediction is not None else None,
+        peak_flops=prediction.peak_flops if prediction is not None and on_gpu else None,
+        sampler=sampler,
+    )
+    report_phase(events, WorkerPhase.TRAINING)
+    ended = trainer.run()
+    batches.close()
+    if held_out is not None:
+        held_out.close()
+    close_session()
+    return {
+        "status": ended.status,
+        "step": ended.step,
+        "signal": ended.signal,
+        "loss": ended.last_loss,
+        "instrument": parts.meter.instrument,
+        "peaks": list(parts.meter.peaks()),
+        "moments": parts.meter.moments(),
+    }
+
+
+def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_report) -> Assembled:
+    """Build, shard, fill and prove the model of a run, and make its optimizer.
+
+    Args:
+        inputs: The run's records.
+        session: This rank.
+        phase: Called as each phase begins.
+
+    Raises:
+        FsdptoolError: The records do not suit the model or this machine.
+        WorkerError: The sharding is not what the unit plan lists.
+    """
+    recipe, spec, plan, settings = inputs.recipe, inputs.spec, inputs.units, inputs.settings
+    objective = objective_for(recipe, spec)
+    check_context(spec, recipe, settings)
+    model, notes = build_sharded(
+        spec, recipe.model, plan, settings, session, recipe=recipe, seed=recipe.seed, phase=phase
+    )
+    phase(WorkerPhase.PROVING)
+    # Before anything is computed from the parameters: a run whose sharding is wrong never starts.
+    proof = prove(model, plan, session)
+    micro_loss: MicroLoss = Task(objective)
+    if recipe.method.name == "distillation":
+        micro_loss, teacher_notes = _distil(inputs, session, objective, phase)
+        notes += teacher_notes
+    # The optimizer last: it keeps this rank's rows, which exist only now.
+    named = list(model.named_parameters())
+    learning_rate = base_rate(recipe.optimizer, session.data_ranks)
+    optimizer = build_optimizer(recipe.optimizer, named, rate=learning_rate)
+    scaler = LossScaler() if plan.param_dtype == "float16" else None
+    stepper = Stepper(
+        model,
+        micro_loss,
+        optimizer,
+        session,
+        clip=recipe.optimizer.clip_grad_norm,
+        unsharded=recipe.sharding.accumulation == "unsharded",
+        scaler=scaler,
+    )
+    ema = Ema(named, recipe.ema.decay) if recipe.ema.decay is not None else None
+    return Assembled(model, stepper, optimizer, scaler, ema, objective, learning_rate, proof, notes)
+
+
+def build_sharded(
+    spec: ModelSpec,
+    choice: ModelChoice,
+    plan: UnitPlan,
+    settings: FsdpSettings,
+    session: Session,
+    *,
+    recipe: Recipe | None,
+    seed: int,
+    phase: PhaseReport = no_report,
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Build a model on meta, shard it and give each rank its rows.
+
+    Args:
+        spec: The model.
+        choice: dtype, attention and where weights come from.
+        plan: Its units.
+        settings: Activation checkpointing offload.
+        session: This rank.
+        recipe: Method and recomputation; None freezes the model (a teacher).
+        seed: Seed of random weights.
+        phase: Called as each phase begins.
+
+    Returns:
+        The model, and notes about parameters that start at random.
+    """
+    phase(WorkerPhase.BUILDING)
+    # Build on meta: no rank ever holds the whole model.
+    model = build(spec, dtype=choice.dtype, attention=attention_of(choice, session.sizes.cp))
+    _disable_cache(model)
+    # The files are matched with the parameters' own names, so before adapters rename them.
+    weights = open_weights(spec, choice, model)
+    adapters: Blueprint | None = None
+    if recipe is None:
+        model.requires_grad_(False)
+        model.eval()
+    else:
+        # Method: it decides which parameters exist and which are trained; all that follows counts them.
+        model = prepare_model(model, recipe, family_of(spec), spec.config)
+        if recipe.method.name == "lora":
+            from fsdptool.modeling.methods.lora import adapter_blueprint
+
+            adapters = adapter_blueprint(model)
+        convert_layers(model, recipe, settings, session.device)
+        model.train()
+    phase(WorkerPhase.SHARDING)
+    # Master dtype before `fully_shard`, which fixes each parameter's storage.
+    store_masters(model, plan)
+    # Activation checkpointing inside FSDP's hooks: a unit is gathered before it is recomputed.
+    checkpointing = recipe.sharding.checkpointing if recipe is not None else None
+    checkpoint_units(model, plan, checkpointing, offload=settings.activation_checkpointing_offload)
+    # Compilation after it, so that the graph contains the recomputation, and before FSDP, whose hooks
+    # (gather, reduce) stay outside the graph. Block by block: equal blocks share one compilation.
+    if recipe is not None and recipe.sharding.compile:
+        for unit in plan.units:
+            for path in unit.modules if unit.kind == "block" else ():
+                model.get_submodule(path).compile()
+    shard(model, plan, session)
+    # Values last: every rank reads or draws its own rows only.
+    phase(WorkerPhase.LOADING if weights is not None else WorkerPhase.INITIALISING)
+    family = family_of(spec)
+    blueprint = draw_blueprint(
+        lambda: family.build(
+            spec.config,
+            model_class=spec.model_class,
+            dtype=choice.dtype,
+            attention=choice.attention,
+            folder=spec.folder,
+            trust_remote_code=spec.trust_remote_code,
+        ),
+        seed=seed,
+        library=spec.library,
+    )
+    missing = materialize(
+        model, Origins(blueprint, weights, adapters, seed), session, offload=plan.cpu_offload
+    )
+    if weights is not None:
+        weights.close()
+    return model, random_start_notes(spec, choice, missing, pretrained=weights is not None)
+
+
+def _disable_cache(model: nn.Module) -> None:
+    """Generation caches grow twice when a block is recomputed; training needs none."""
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config, "use_cache", False):
+        config.use_cache = False
+
+
+def _distil(
+    inputs: RunInputs, session: Session, objective: Objective, phase: PhaseReport
+) -> tuple[Student, tuple[str, ...]]:
+    """Build and shard the teacher; returns the loss that uses it and notes about its weights."""
+    settings = inputs.recipe.method.distillation
+    assert settings is not None and inputs.teacher_spec is not None and inputs.teacher_units is not None
+    check_context(inputs.teacher_spec, inputs.recipe, inputs.settings)
+    teacher, notes = build_sharded(
+        inputs.teacher_spec,
+        settings.teacher,
+        inputs.teacher_units,
+        inputs.settings,
+        session,
+        recipe=None,
+        seed=inputs.recipe.seed,
+        phase=partial(phase, model="teacher"),
+    )
+    prove(teacher, inputs.teacher_units, session)
+    student = Student(objective, teacher, settings, objective_for(inputs.recipe, inputs.teacher_spec))
+    return student, tuple(f"teacher: {note}" for note in notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended: ``completed`` or ``stopped`` (with the signal's number)."""
+
+    status: str
+    step: int
+    signal: int = 0
+    last_loss: float | None = None
+    evaluation: Evaluated | None = None
+
+
+class Trainer:
+    """Runs a recipe from wherever the checkpoint left it to its last step.
+
+    Args:
+        recipe: The run.
+        assembled: Model, optimizer, stepper.
+        batches: Training data of this rank.
+        held_out: Validation data of this rank, or None.
+        parts: Events, stop flag, checkpointer, meter.
+        session: This rank.
+        step_flops: The plan's model FLOPs of one step over all ranks, at the planned shapes, or None.
+        peak_flops: The device's peak FLOP/s in the run's dtype, or None.
+        sampler: Writes samples at each evaluation, or None.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        assembled: Assembled,
+        batches: Batches,
+        held_out: Batches | None,
+        parts: RunParts,
+        session: Session,
+        *,
+        step_flops: float | None = None,
+        peak_flops: float | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.recipe, self.assembled, self.batches = recipe, assembled, batches
+        self.parts, self.session = parts, session
+        self.step_flops, self.peak_flops = step_flops, peak_flops
+        batch = recipe.batch
+        per_step = batch.micro_batch * batch.accumulation * session.data_ranks
+        self.samples_per_step = per_step if batch.global_batch is None else batch.global_batch
+        self.state = RunState(
+            assembled.model,
+            assembled.optimizer,
+            batches,
+            recipe.seed,
+            session.rank,
+            assembled.scaler,
+            assembled.ema,
+        )
+        self.nonfinite = NonFinitePolicy(recipe.on_nonfinite, self.state, parts, session)
+        self.stop = StopAgreement(session, parts.stop)
+        self.validation = Validation(recipe, assembled, held_out, sampler, parts, session, self.stop)
+        assembled.stepper.moment = parts.meter.moment
+        self._last_loss: float | None = None
+
+    def run(self) -> Ended:
+        """Train to the end, or to a stop that all ranks agreed on.
+
+        Ranks agree once a step, once a batch of an evaluation and once a sample.
+
+        Raises:
+            WorkerError: Non-finite loss or gradients under ``on_nonfinite: stop``, or rollbacks that
+                do not help.
+            StorageError: A checkpoint could not be written.
+        """
+        checkpointer, state = self.parts.checkpointer, self.state
+        watchdog.enter(WorkerPhase.RESTORING)
+        checkpointer.load(state)
+        # Every forward is a sign of life: of a long accumulation, an evaluation, a sample.
+        self.assembled.model.register_forward_pre_hook(watchdog.beat)
+        total = total_steps(self.recipe, self.batches, self.samples_per_step)
+        # Not only what a signal while reading asks for: a run that ended inside the evaluation of its
+        # checkpoint's step makes that evaluation now.
+        if not self.stop.agree():
+            self.validation.run(state)
+        while state.step < total and not self.stop.signal:
+            before = state.step
+            self.stop.signal = self.step(total).stop
+            checkpointer.poll()
+            if self.stop.signal or state.step <= before:  # rolled back: what is due there was done before
+                continue
+            if checkpointer.due(state.step) and state.step < total:
+                self._save()
+            self.validation.run(state)
+        if self.stop.signal or self.recipe.checkpoints.at_end or checkpointer.due(state.step):
+            self._save(wait=True)
+        watchdog.enter(WorkerPhase.SAVING)
+        checkpointer.close()
+        status = "stopped" if self.stop.signal else "completed"
+        return Ended(status, state.step, self.stop.signal, self._last_loss, self.validation.latest)
+
+    def step(self, total: int) -> Outcome:
+        """Take one optimizer step of ``total``: data, forward and backward, update, average, report."""
+        began, state = time.perf_counter(), self.state
+        watchdog.enter(WorkerPhase.LOADING_DATA)
+        micro_batches = next(self.batches)
+        watchdog.enter(WorkerPhase.TRAINING)
+        loaded = time.perf_counter()
+        learning_rate = self.assembled.rate * rate(self.recipe.schedule, state.step, total)
+        with self.parts.meter.step(state.step + 1):
+            outcome = self.assembled.stepper.run(
+                micro_batches, rate=learning_rate, stop=self.parts.stop.requested
+            )
+        if not outcome.finite and not self.nonfinite.counts(outcome):
+            return outcome
+        state.step += 1
+        state.tokens += outcome.weight
+        self._last_loss = outcome.loss
+        if self.assembled.ema is not None and outcome.finite:
+            with self.parts.meter.moment("average"):
+                self.assembled.ema.update()
+        seconds, waited = time.perf_counter() - began, loaded - began
+        self.parts.events.step(step_metrics(self, outcome, learning_rate, seconds, waited))
+        return outcome
+
+    def _save(self, *, wait: bool = False) -> None:
+        if self.state.step == 0:
+            return  # a stop before the first step: there is nothing yet that a new start would not make
+        watchdog.enter(WorkerPhase.SAVING)
+        with self.parts.meter.moment("save"):
+            self.parts.checkpointer.save(self.state, wait=wait)
