@@ -26,11 +26,13 @@ def probe(device_type: str) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
+    from fsdptool.distributed.rendezvous import join
+
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    join("nccl" if device_type == "cuda" else "gloo")
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     plain, sharded = _model().to(device), _model().to(device)
     for block in sharded:

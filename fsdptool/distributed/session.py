@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdptool.distributed.rendezvous import join
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
 from fsdptool.records.settings import FsdpSettings, Mesh
@@ -116,7 +117,7 @@ def open_session(settings: FsdpSettings) -> Session:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join(rank, world_size, device)
+        _join(device)
     mesh = init_device_mesh(
         device.type,
         (sizes.dp_replicate, sizes.dp_shard or 1, sizes.cp),
@@ -128,15 +129,10 @@ def open_session(settings: FsdpSettings) -> Session:
     return session
 
 
-def _join(rank: int, world_size: int, device: torch.device) -> None:
+def _join(device: torch.device) -> None:
     timeout = timedelta(seconds=float(os.environ.get(TIMEOUT, "600")))
     # Gloo beside NCCL: asynchronous checkpoints and offloaded shards talk between CPUs.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    store = dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    join("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
 
 
 def _parameter_mesh(mesh: DeviceMesh, sizes: Mesh) -> DeviceMesh:

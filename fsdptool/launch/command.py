@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from fsdptool.distributed.rendezvous import LISTEN, LOCAL, NODES
 from fsdptool.records.settings import FsdpSettings
 
 Launcher = Literal["torchrun", "accelerate"]
 
 WORKER = "fsdptool.training.worker"
+
+_PYTHON = (sys.executable, "-P", "-m")
+"""Python without the working directory on its path: a ``torch.py`` that lies there is not imported."""
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -74,35 +78,31 @@ def build_command(
     # own (dynamic_rendezvous.py:_bootstrap_store_info, rendezvous.py:_create_c10d_store): they read
     # the addresses of the dead and hang in connectFullMesh. With this, rank 0 hosts a fresh store.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    argv = [*_PYTHON, "fsdptool.distributed.rendezvous", launcher, *_rendezvous(nodes, launcher)]
     if launcher == "accelerate":
-        argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        argv += ["--num_processes", str(processes * nodes.count), "--module", WORKER, str(folder)]
-        return LaunchCommand(tuple(argv), environment)
-    argv = [sys.executable, "-m", "torch.distributed.run", *_rendezvous(settings, nodes)]
-    argv += ["--nproc-per-node", str(processes), "--max-restarts", str(max_restarts)]
-    argv += ["--signals-to-handle", _SIGNALS, "--module", WORKER, str(folder)]
+        argv += ["--config_file", str(config), "--num_processes", str(processes * nodes.count)]
+    else:
+        argv += ["--nproc-per-node", str(processes), "--max-restarts", str(max_restarts)]
+        argv += ["--signals-to-handle", _SIGNALS]
+    argv += ["--module", WORKER, str(folder)]
     return LaunchCommand(tuple(argv), environment)
 
 
-def _rendezvous(settings: FsdpSettings, nodes: Nodes) -> list[str]:
+def _rendezvous(nodes: Nodes, launcher: Launcher) -> list[str]:
+    if launcher == "accelerate":
+        # Port 0: accelerate would look whether its default port is taken, and fall back to c10d if it is.
+        return ["--rdzv_backend", LOCAL, "--main_process_port", "0"] if nodes.count == 1 else []
     if nodes.count == 1:
-        port = settings.main_process_port or 0
-        # An explicit loopback: --standalone asks the resolver for this host's name, which fails or
-        # stalls on machines whose own name does not resolve.
-        return [
-            *("--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-            *("--local-addr", "127.0.0.1"),
-        ]
-    found = ["--nnodes", str(nodes.count), "--rdzv-backend", "c10d", "--rdzv-endpoint", str(nodes.endpoint)]
+        return ["--nnodes", "1", "--rdzv-backend", LOCAL]
+    found = ["--nnodes", str(nodes.count), "--rdzv-backend", NODES, "--rdzv-endpoint", str(nodes.endpoint)]
     if nodes.id is not None:
         found += ["--rdzv-id", nodes.id]
-    if nodes.rank is not None:
-        # torchrun would guess both from this host's name, which Debian resolves to a loopback address:
-        # then nobody hosts the rendezvous, or rank 0 gives the others a name they cannot use (torch 2.13,
-        # rendezvous/utils.py:_matches_machine_hostname, dynamic_rendezvous.py:_NodeDescGenerator).
-        found += ["--rdzv-conf", f"is_host={int(nodes.rank == 0)}"]
-        if (name := name_for_others(nodes)) is not None:
-            found += ["--local-addr", name]
+    # torchrun would guess both from this host's name, which Debian resolves to a loopback address:
+    # then nobody hosts the rendezvous, or rank 0 gives the others a name they cannot use (torch 2.13,
+    # rendezvous/utils.py:_matches_machine_hostname, dynamic_rendezvous.py:_NodeDescGenerator).
+    found += ["--rdzv-conf", f"is_host={int(nodes.rank in (0, None))}"]
+    if nodes.rank is not None and (name := name_for_others(nodes)) is not None:
+        found += ["--local-addr", name]
     return found
 
 
@@ -118,13 +118,19 @@ def _environment(
     chosen["FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"] = f"{timeout_seconds:g}"
     # torchrun would set 1 and warn; a rank may use its share of the cores.
     chosen["OMP_NUM_THREADS"] = str(max(available_cores() // processes, 1))
+    # For the processes those of this command start.
+    chosen["PYTHONSAFEPATH"] = "1"
     if nodes.count > 1:
         interface = interface_towards(nodes)
+        if (address := listen_address(nodes)) is not None:
+            chosen[LISTEN] = address
     else:
         interface = "lo" if sys.platform == "linux" else None
     if interface is not None:
         chosen["GLOO_SOCKET_IFNAME"] = interface
     if device == "cuda":
+        if nodes.count == 1 and interface is not None:
+            chosen["NCCL_SOCKET_IFNAME"] = interface
         if settings.gpu_ids and settings.gpu_ids != "all":
             chosen["CUDA_VISIBLE_DEVICES"] = settings.gpu_ids
         # A collective that times out leaves every rank's last collectives behind.
@@ -132,7 +138,7 @@ def _environment(
         chosen["TORCH_FR_BUFFER_SIZE"] = "2000"
     else:
         chosen["CUDA_VISIBLE_DEVICES"] = ""
-    kept = {"CUDA_VISIBLE_DEVICES", "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"}
+    kept = {"CUDA_VISIBLE_DEVICES", "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS", "PYTHONSAFEPATH", LISTEN}
     return {name: value for name, value in chosen.items() if name in kept or name not in os.environ}
 
 
@@ -187,12 +193,18 @@ def interface_towards(nodes: Nodes) -> str | None:
     """
     import psutil
 
+    own = listen_address(nodes)
+    found = psutil.net_if_addrs().items()
+    return next((name for name, parts in found if any(part.address == own for part in parts)), None)
+
+
+def listen_address(nodes: Nodes) -> str | None:
+    """Return the address of this machine that the others reach, or None if it is unknown."""
     own = _own_address(nodes.host)
     if own is not None and _loopback(own) and not _is_loopback_name(nodes.host):
         # Node 0's own name, which means the loopback interface on node 0 alone.
         own = _own_address(_ANYWHERE) or _only_address()
-    found = psutil.net_if_addrs().items()
-    return next((name for name, parts in found if any(part.address == own for part in parts)), None)
+    return own
 
 
 def _own_address(target: str) -> str | None:

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import tool_version
 from fsdptool.runs.trackers import TRACKERS
@@ -178,15 +179,16 @@ def _cache(diagnostics: list[Diagnostic]) -> dict[str, Any]:
 
 
 def _probe(device: str) -> dict[str, Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
-        if sys.platform == "linux":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="fsdptool-probe-") as folder:
-        argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
-        argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-        argv += ["--module", _PROBE, folder, device]
+        environment[FOLDER] = folder
+        argv = [sys.executable, "-P", "-m", "fsdptool.distributed.rendezvous", "torchrun", "--nnodes", "1"]
+        argv += ["--nproc-per-node", "2", "--rdzv-backend", LOCAL, "--module", _PROBE, folder, device]
         try:
             done = subprocess.run(
                 argv,

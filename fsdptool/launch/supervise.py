@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.failure import Failure, running, told
 from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
@@ -107,7 +109,13 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Start the workers and return when the last process has gone."""
-        environment = {**os.environ, **self._command.environment, SUPERVISOR: str(os.getpid())}
+        # Here, not in the launcher: what is killed cannot tidy up.
+        with tempfile.TemporaryDirectory(prefix="fsdptool-rendezvous-") as meeting:
+            place = {FOLDER: meeting} if LOCAL in self._command.argv else {}
+            return self._run({**os.environ, **place, **self._command.environment})
+
+    def _run(self, environment: dict[str, str]) -> Outcome:
+        environment[SUPERVISOR] = str(os.getpid())
         # A session of its own: Ctrl-C in the terminal must reach the parent alone, which asks the
         # workers to save; torchrun would otherwise forward it as their second signal.
         process = subprocess.Popen(

@@ -50,8 +50,8 @@ def test_torchrun_parses_what_we_give_it(tmp_path: Path) -> None:
         nodes=Nodes(2, 1, "head:29500", "job"),
         max_restarts=3,
     )
-    assert made.argv[1:3] == ("-m", "torch.distributed.run")
-    parsed = get_args_parser().parse_args(made.argv[3:])
+    assert made.argv[1:5] == ("-P", "-m", "fsdptool.distributed.rendezvous", "torchrun")
+    parsed = get_args_parser().parse_args(made.argv[5:])
     assert (parsed.nnodes, parsed.nproc_per_node) == ("2", "4")
     assert parsed.rdzv_conf == "is_host=0", "node 0 hosts the rendezvous, whatever its name resolves to"
     assert (parsed.max_restarts, parsed.rdzv_endpoint, parsed.rdzv_id) == (3, "head:29500", "job")
@@ -85,7 +85,8 @@ def test_accelerate_parses_what_we_give_it(tmp_path: Path) -> None:
     made = build_command(
         tmp_path, FsdpSettings(), processes=2, device="cuda", launcher="accelerate", config=config
     )
-    parsed = launch_command_parser().parse_args(made.argv[3:])
+    assert made.argv[1:5] == ("-P", "-m", "fsdptool.distributed.rendezvous", "accelerate")
+    parsed = launch_command_parser().parse_args(made.argv[5:])
     assert (parsed.config_file, parsed.num_processes, parsed.module) == (str(config), 2, True)
     assert parsed.training_script == "fsdptool.training.worker"
 

@@ -112,7 +112,7 @@ def test_dry_run_prints_what_would_run_and_writes_nothing(
     document = json.loads(capsys.readouterr().out)
     Draft202012Validator(load_schema("launch")).validate(document)
     node = document["nodes"][0]
-    assert node["argv"][1:3] == ["-m", "torch.distributed.run"]
+    assert node["argv"][1:5] == ["-P", "-m", "fsdptool.distributed.rendezvous", "torchrun"]
     assert node["argv"][-2:] == ["fsdptool.training.worker", str(work.folder / "dry")]
     assert node["environment"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert not (work.folder / "dry").exists()
