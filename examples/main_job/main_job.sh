@@ -9,8 +9,8 @@ work=${1:-runs/main_job}
 export HF_HUB_OFFLINE=1
 
 if [ -e "$work" ]; then
-    echo "error: $work exists already" >&2
-    echo "help: remove it, or give another folder as the first argument" >&2
+    echo "error: $work already exists" >&2
+    echo "help: remove it, or pass another folder as the first argument" >&2
     exit 2
 fi
 mkdir -p "$work"

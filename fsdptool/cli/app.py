@@ -19,13 +19,13 @@ import typer
 from fsdptool.errors import ExitCode, FsdptoolError
 
 COMMANDS = {
-    "detect": "The model: wrap classes, totals and hazards, from its configuration alone.",
-    "plan": "The memory: per-rank peak before a GPU is rented, and the fastest settings that fit.",
-    "emit-config": "The file: accelerate YAML for a plan or a model, or merged into yours.",
-    "validate": "The proof: what a configuration really means to the program that reads it.",
-    "train": "The run: the bundled FSDP2 trainer on the result.",
+    "detect": "Find a model's wrap classes, totals and hazards from its configuration.",
+    "plan": "Predict the memory of every rank, and find the fastest settings that fit.",
+    "emit-config": "Write the accelerate YAML for a plan or a model, or merge it into yours.",
+    "validate": "Check how the consuming program will interpret a configuration.",
+    "train": "Run the FSDP2 trainer with the result.",
 }
-"""The five verbs, in the order a newcomer types them."""
+"""The five main commands, in the order in which a new user runs them."""
 
 _MODULES: dict[str, str] = {
     "detect": "detect",
@@ -62,7 +62,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     """
     app = typer.Typer(
         name="fsdptool",
-        help="Detect, plan, write, prove and run PyTorch FSDP2 configurations.",
+        help="Plan, write, check and run PyTorch FSDP2 configurations.",
         no_args_is_help=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
@@ -72,7 +72,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     @app.callback(invoke_without_command=True)
     def overview(
         context: typer.Context,
-        version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+        version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     ) -> None:
         if version:
             from fsdptool.records.document import tool_version
@@ -91,16 +91,16 @@ def build_app(only: str | None = None) -> typer.Typer:
 
 
 def _overview_text() -> str:
-    """What a person sees who types ``fsdptool`` alone: the five verbs and what to type next."""
+    """Return the output of ``fsdptool`` without arguments: the main commands and where to start."""
     verbs = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
     return (
-        f"fsdptool: five verbs, in this order\n\n{verbs}\n\n"
-        "Start with a model you know:\n"
-        "  fsdptool families                         what ships\n"
+        f"The main commands, in the order in which you use them:\n\n{verbs}\n\n"
+        "Start with a model that you know:\n"
+        "  fsdptool families                         the models that ship\n"
         "  fsdptool detect llama3:8b\n"
         "  fsdptool plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --seq-len 4096 -o plan.json\n"
         "  fsdptool emit-config --plan plan.json -o fsdp.yaml\n\n"
-        "fsdptool --help lists every command; fsdptool COMMAND --help explains one.\n"
+        "fsdptool --help lists every command; fsdptool COMMAND --help explains a command.\n"
     )
 
 
@@ -108,17 +108,17 @@ def main() -> None:
     """Run the command line and exit with a documented status (docs/exit-codes.md)."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        # A bar in a chart or a file's name that the terminal's encoding lacks is no reason to fail.
+        # Do not fail on a character (of a chart, of a file name) that the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 
 def _open_closed_streams() -> None:
-    """Stand in for standard streams the caller closed (``>&-``, some daemons): Python has None for them.
+    """Open replacements for standard streams that the caller closed (``>&-``, some daemons).
 
-    The lowest free descriptor is the one that is missing, so no file of ours can take its number and get
-    what a library or a worker prints.
+    Python has None for them. The lowest free descriptor is the missing one, so no other file can take its
+    number and receive what a library or a worker prints.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -159,12 +159,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _drop_output() -> None:
-    """Keep the interpreter's own flush quiet where standard output takes nothing more."""
+    """Redirect standard output, so that the interpreter's final flush cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(error: FsdptoolError) -> None:
-    """Write an error as one line, and what to do next as a second."""
+    """Write an error as one line, and what to do next as a second line."""
     from fsdptool.report.tables import printable
 
     sys.stderr.write(f"error: {printable(error.message)}\n")
@@ -173,9 +173,9 @@ def complain(error: FsdptoolError) -> None:
 
 
 def _usage_error(error: Any) -> FsdptoolError:
-    """Return what typer says about a command line (four lines and more, 0.29) in the form of our errors.
+    """Return typer's usage error (four lines or more, typer 0.29) as one of our errors.
 
-    Its exceptions are known by what they offer: some versions raise click's, others their own.
+    The exceptions are recognised by their attributes: some versions raise click's, others their own.
     """
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "fsdptool"
@@ -185,11 +185,11 @@ def _usage_error(error: Any) -> FsdptoolError:
     text = f"{text[:1].lower()}{text[1:]}".replace("Value error, ", "").replace("Input should", "should")
     near = ", ".join(sorted(options)) if options else near.strip("'")
     guess = f"did you mean {near}? " if near else ""
-    return FsdptoolError(f"{command}: {text}", help=f"{guess}`{command} --help` explains")
+    return FsdptoolError(f"{command}: {text}", help=f"{guess}see `{command} --help`")
 
 
 def _other(error: Exception) -> int:
-    """Tell usage errors, which are the person's, from anything else, which is a bug of ours."""
+    """Report a usage error as such, and anything else as an internal error."""
     if callable(getattr(error, "format_message", None)):
         complain(_usage_error(error))
         return int(ExitCode.USAGE)
@@ -200,5 +200,5 @@ def _other(error: Exception) -> int:
         traceback.print_exc()
     last = traceback.extract_tb(error.__traceback__)[-1]
     sys.stderr.write(f"internal error: {type(error).__name__}: {error} ({last.filename}:{last.lineno})\n")
-    sys.stderr.write("help: set FSDPTOOL_TRACEBACK=1 for the whole traceback, and report it\n")
+    sys.stderr.write("help: set FSDPTOOL_TRACEBACK=1 to see the full traceback, and report the error\n")
     return int(ExitCode.INTERNAL)

@@ -1,4 +1,4 @@
-"""``fsdptool cache``: look at, check and empty the store of derived answers."""
+"""``fsdptool cache``: inspect, verify and clear the cache of results."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.output import print_document
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from fsdptool.cache import Cleared, Store
 
-group = typer.Typer(help="The cache of derived answers: where it is, what it holds, is it sound.")
+group = typer.Typer(help="Inspect, verify and clear the cache of results.")
 
 
 @group.command("dir")
 def folder() -> int:
-    """Print the cache folder."""
+    """Print the path of the cache folder."""
     from fsdptool.cache import cache_folder
 
     sys.stdout.write(f"{cache_folder()}\n")
@@ -28,9 +29,9 @@ def folder() -> int:
 
 @group.command("ls")
 def listing(
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """List the entries, the newest first."""
+    """List the entries, newest first."""
     from fsdptool.cache import Store
     from fsdptool.formatting import amount
     from fsdptool.records.document import envelope
@@ -53,7 +54,7 @@ def listing(
         print_document(envelope("cache", str(store.folder), _body(store.folder, entries=rows)))
         return int(ExitCode.CLEAN)
     if not entries:
-        print_line(f"{store.folder} holds no entries")
+        print_line(f"no entries in {store.folder}")
         return int(ExitCode.CLEAN)
     print_table(
         ("kind", "about", "size", "age", "key"),
@@ -65,9 +66,9 @@ def listing(
 
 @group.command("verify")
 def verify(
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Check every entry against its checksum; exit with 1 if one is bad."""
+    """Check every entry against its checksum; exit with 1 if one is corrupt."""
     from fsdptool.cache import Store
     from fsdptool.records.document import envelope
     from fsdptool.report.tables import print_line
@@ -90,11 +91,11 @@ def prune(
         float | None, typer.Option("--older-than", min=0, help="Remove entries older than this many days.")
     ] = None,
     max_mib: Annotated[
-        float | None, typer.Option("--max-mib", min=0, help="Keep the newest up to this many MiB.")
+        float | None, typer.Option("--max-mib", min=0, help="Keep the newest entries, up to this many MiB.")
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Remove leftovers and entries set aside, and what the options name."""
+    """Remove temporary files, corrupt entries, and the entries that the options select."""
     from fsdptool.cache import Store
 
     store = Store()
@@ -104,9 +105,9 @@ def prune(
 
 @group.command("clear")
 def clear(
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Remove every entry; exit with 1 and say which if some could not be deleted."""
+    """Remove every entry; exit with 1 and list any that could not be deleted."""
     from fsdptool.cache import Store
 
     store = Store()

@@ -1,4 +1,4 @@
-"""``fsdptool calibrate``: measured runs into the machine's table."""
+"""``fsdptool calibrate``: fit the machine table to measured runs."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document, write_file
+from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.output import print_document, write_file
 from fsdptool.errors import ExitCode
 
 
 def command(
-    gpu: Annotated[str, typer.Option(help="GPU they were made on.")],
+    gpu: Annotated[str, typer.Option(help="GPU on which the runs were measured.")],
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders of fsdptool train.")] = None,
     context: Annotated[
-        str | None, typer.Option(help="Memory of a process before its first tensor: '480 MiB'.")
+        str | None, typer.Option(help="Memory of a process before its first tensor, for example '480 MiB'.")
     ] = None,
     communicator: Annotated[
-        str | None, typer.Option(help="What the first communicator added: '600 MiB'.")
+        str | None, typer.Option(help="Memory that the first communicator adds, for example '600 MiB'.")
     ] = None,
-    gpus_file: Annotated[Path | None, typer.Option(help="Further GPUs, as data.")] = None,
-    machine: Annotated[Path | None, typer.Option(help="A table to start from.")] = None,
+    gpus_file: Annotated[
+        Path | None, typer.Option(help="JSON or YAML file with extra GPU definitions.")
+    ] = None,
+    machine: Annotated[Path | None, typer.Option(help="Existing machine table to extend.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Table to write; it is read by plan --machine.")
+        Path | None, typer.Option("--output", "-o", help="Machine table to write, for plan --machine.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Turn measured runs into the table that plan --machine reads.
+    """Fit the machine table of plan --machine to measured runs.
 
-    Without -o the table is printed. Rows of a table named by --machine are kept.
+    Without -o, the table is printed. Rows of the table given with --machine are kept.
     """
     import json
 

@@ -7,42 +7,41 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.output import print_document
 from fsdptool.errors import ExitCode, PlanError
 
 
 def command(
-    left: Annotated[Path, typer.Argument(help="A plan (plan.json), or a run folder.")],
-    right: Annotated[Path, typer.Argument(help="Another plan, or a run folder.")],
+    left: Annotated[Path, typer.Argument(help="A plan (plan.json) or a run folder.")],
+    right: Annotated[Path, typer.Argument(help="Another plan or run folder.")],
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Exit 1 if the predicted peak is off by more than this many percent, 5 if it is unknown."
+            help="Exit with 1 if the predicted peak is off by more than this percentage, with 5 if unknown."
         ),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Compare two plans, or a plan's prediction with what a run measured.
+    """Compare two plans, or a plan with the measurements of a run.
 
-    A run folder given twice compares the run with its own prediction.
+    A run folder that is given twice is compared with its own prediction.
     """
     from fsdptool.planning.compare import compare
     from fsdptool.records.codec import to_json
     from fsdptool.records.document import envelope
     from fsdptool.report.compare import print_comparison
 
-    found = compare(left, right)
-    if tolerance is not None and found.kind == "plans":
-        raise PlanError(
-            "--tolerance is for a plan and a run", help="two plans have nothing that was measured"
-        )
-    document = envelope("compare", [str(left), str(right)], to_json(found))
+    comparison = compare(left, right)
+    if tolerance is not None and comparison.kind == "plans":
+        raise PlanError("--tolerance requires a plan and a run", help="two plans do not contain measurements")
+    document = envelope("compare", [str(left), str(right)], to_json(comparison))
     if format is Format.JSON:
         print_document(document)
     else:
         print_comparison(document)
     if tolerance is None:
         return int(ExitCode.CLEAN)
-    if found.error_percent is None:
+    if comparison.error_percent is None:
         return int(ExitCode.INCOMPLETE)
-    return int(ExitCode.FINDINGS if abs(found.error_percent) > tolerance else ExitCode.CLEAN)
+    return int(ExitCode.FINDINGS if abs(comparison.error_percent) > tolerance else ExitCode.CLEAN)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
-from fsdptool.cli.values import override_values
+from fsdptool.cli.options import Format, FormatOption, OverrideOption, TrustOption, override_values
+from fsdptool.cli.output import print_document
 from fsdptool.errors import ConfigError, ExitCode
 
 
@@ -16,39 +16,38 @@ def command(
     reference: Annotated[
         str, typer.Argument(help="family:flavour, Hugging Face id, folder, config.json or pipeline folder.")
     ],
-    wrap: Annotated[list[str] | None, typer.Option("--wrap", help="Wrap these classes instead: A,B.")] = None,
+    wrap: Annotated[
+        list[str] | None, typer.Option("--wrap", help="Wrap these classes instead, for example A,B.")
+    ] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", help="Never wrap these classes.")] = None,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, help="Show what this many ranks shard unevenly.")
+        int | None,
+        typer.Option("--world-size", min=1, help="List parameters that shard unevenly across N ranks."),
     ] = None,
-    layout: Annotated[str, typer.Option("--layout", help="Whose units: native or accelerate.")] = "native",
+    layout: Annotated[
+        str, typer.Option("--layout", help="List the FSDP units of this layout: native or accelerate.")
+    ] = "native",
     leaves: Annotated[bool, typer.Option("--leaves", help="List leaf layers instead of blocks.")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="Draw the module tree.")] = False,
-    where: Annotated[bool, typer.Option("--where", help="Say where the classes are defined.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show the module tree.")] = False,
+    where: Annotated[bool, typer.Option("--where", help="Show where the classes are defined.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Revision of a Hugging Face id.")] = None,
     component: Annotated[
-        str | None, typer.Option("--component", help="Pipeline component instead of the denoiser.")
+        str | None, typer.Option("--component", help="Component of a pipeline, instead of the denoiser.")
     ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--override", help="Replace a configuration value: KEY=JSON.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the reference.")
+    override: OverrideOption = None,
+    trust_remote_code: TrustOption = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Ignore and overwrite the cached result.")
     ] = False,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Derive afresh and renew the cache.")] = False,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the cache.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings, too.")] = False,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not read or write the cache.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Also exit with 1 on warnings.")] = False,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Show a model's wrap classes with reasons, exact totals and hazards, without its weights."""
+    """Show a model's wrap classes with reasons, exact totals and hazards, without loading its weights."""
     if layout not in ("native", "accelerate"):
-        raise ConfigError(
-            f"--layout {layout!r} is neither native nor accelerate", help="choose one of the two"
-        )
+        raise ConfigError(f"--layout {layout!r} is not supported", help="choose native or accelerate")
     if refresh and no_cache:
-        raise ConfigError(
-            "--refresh renews the cache and --no-cache leaves it alone", help="give one of them"
-        )
+        raise ConfigError("--refresh and --no-cache cannot be combined", help="use only one of them")
     from fsdptool.families.registry import load_registry
     from fsdptool.inspection import examine
     from fsdptool.inspection.document import View, detect_document
@@ -61,13 +60,15 @@ def command(
         trust_remote_code=trust_remote_code,
         overrides=override_values(override or ()),
     )
-    found = examine(spec, wrap=_names(wrap), exclude=_names(exclude), use_cache=not no_cache, refresh=refresh)
-    asked: tuple[tuple[View, bool], ...] = (("leaves", leaves), ("tree", tree), ("where", where))
+    anatomy = examine(
+        spec, wrap=_names(wrap), exclude=_names(exclude), use_cache=not no_cache, refresh=refresh
+    )
+    views: tuple[tuple[View, bool], ...] = (("leaves", leaves), ("tree", tree), ("where", where))
     document = detect_document(
-        found,
+        anatomy,
         world_size=world_size,
         layout="accelerate" if layout == "accelerate" else "native",
-        views=[name for name, wanted in asked if wanted],
+        views=[name for name, requested in views if requested],
         diagnostics=load_registry().diagnostics,
     )
     if format is Format.JSON:

@@ -1,4 +1,4 @@
-"""``fsdptool doctor``: what this machine offers, and whether FSDP2 really shards on it."""
+"""``fsdptool doctor``: what this machine supports, and whether FSDP2 shards on it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.output import print_document
 from fsdptool.errors import ExitCode
 
 
 def command(
     probe: Annotated[
-        bool, typer.Option("--probe/--no-probe", help="Start two processes and really shard.")
+        bool, typer.Option("--probe/--no-probe", help="Start two processes and test that FSDP2 shards.")
     ] = True,
-    format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Report versions, devices, plugins, the cache and a two-process FSDP2 probe."""
+    """Report versions, devices, plugins and the cache, and test FSDP2 on two processes."""
     from fsdptool.launch.doctor import examine
     from fsdptool.records.document import envelope
 

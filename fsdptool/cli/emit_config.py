@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, check_free, print_document, write_file
+from fsdptool.cli.options import Format, FormatOption, RevisionOption, TrustOption
+from fsdptool.cli.output import check_free, print_document, write_file
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -18,11 +19,9 @@ if TYPE_CHECKING:
 
 def command(
     reference: Annotated[str | None, typer.Argument(help="Model: family:flavour, hub id, folder.")] = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", help="Plan document written by `fsdptool plan -o`.")
-    ] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Plan written by `fsdptool plan -o`.")] = None,
     candidate: Annotated[
-        str | None, typer.Option(help="Candidate of the plan; default: the chosen one.")
+        str | None, typer.Option(help="Candidate of the plan; default: the selected one.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
@@ -37,22 +36,26 @@ def command(
         bool, typer.Option("--force", help="Replace an existing file; merge without asking.")
     ] = False,
     preset: Annotated[str | None, typer.Option("--preset", "--from", help="Start from a preset.")] = None,
-    list_presets: Annotated[bool, typer.Option("--list-presets", help="List the presets and leave.")] = False,
+    list_presets: Annotated[bool, typer.Option("--list-presets", help="List the presets and exit.")] = False,
     wrap: Annotated[list[str] | None, typer.Option("--wrap", help="Wrap this class (repeatable).")] = None,
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", help="Never wrap this class (repeatable).")
     ] = None,
-    processes: Annotated[int | None, typer.Option("--processes", "--gpus", help="Processes in all.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Machines.")] = None,
-    precision: Annotated[str | None, typer.Option("--precision", help="no, fp16, bf16 or fp8.")] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Train on CPU over gloo.")] = False,
-    layout: Annotated[str, typer.Option("--layout", help="native or accelerate.")] = "native",
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub reference.")] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", "--gpus", help="Total number of processes.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="Mixed precision: no, fp16, bf16 or fp8.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU (gloo).")] = False,
+    layout: Annotated[
+        str, typer.Option("--layout", help="FSDP unit layout: native or accelerate.")
+    ] = "native",
+    revision: RevisionOption = None,
     component: Annotated[str | None, typer.Option(help="Component of a pipeline.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the reference's code.")
-    ] = False,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    trust_remote_code: TrustOption = False,
+    format: FormatOption = Format.TEXT,
 ) -> int:
     """Write the accelerate YAML for a plan or a model, or merge it into an existing file."""
     from fsdptool.api import emit_config as emission
@@ -60,7 +63,7 @@ def command(
     if list_presets:
         return _list_presets(format)
     if into is not None and output is not None:
-        raise ConfigError("--into changes a file and --output writes another", help="give one of them")
+        raise ConfigError("--into and --output cannot be combined", help="use only one of them")
     made = emission.start(
         reference,
         plan=plan,
@@ -76,7 +79,9 @@ def command(
     settings = emission.adjust(made.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
     made = replace(made, settings=settings)
     if recipe_output is not None and made.recipe is None:
-        raise ConfigError("--recipe-output needs --plan", help="a plan carries the recipe it was made for")
+        raise ConfigError(
+            "--recipe-output requires --plan", help="a plan contains the recipe that it was made for"
+        )
     for path in (output, recipe_output):
         if path is not None:
             check_free(path, force=force)
@@ -91,7 +96,9 @@ def command(
         write_file(recipe_output, dump_recipe(made.recipe), force=force)
         sys.stderr.write(f"wrote {recipe_output}\n")
         if made.recipe.data.source == "synthetic":
-            sys.stderr.write(f"note: {recipe_output} trains on made-up samples until data: names yours\n")
+            sys.stderr.write(
+                f"note: {recipe_output} trains on synthetic samples until you name yours under data:\n"
+            )
     return 0
 
 
@@ -135,11 +142,11 @@ def _merge(made: Emission, into: Path, force: bool, format: Format) -> bool:
     if format is Format.JSON:
         print_document(made.document(merged.after, into))
     else:
-        sys.stdout.write(difference or f"{into} says all of this already\n")
+        sys.stdout.write(difference or f"{into} already contains all of these settings\n")
     if not difference:
         return True
-    if not force and not (sys.stdin.isatty() and typer.confirm(f"write {into}?", err=True)):
-        sys.stderr.write("nothing written; --force writes it\n")
+    if not force and not (sys.stdin.isatty() and typer.confirm(f"Write {into}?", err=True)):
+        sys.stderr.write("nothing was written; use --force to write it\n")
         return False
     replace_file(into, merged.before.encode(merged.after), before=merged.before.encode())
     sys.stderr.write(f"wrote {into}\n")

@@ -9,25 +9,26 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import DialectOption, Format, FormatOption, TargetOption
+from fsdptool.cli.output import print_document
 from fsdptool.errors import ExitCode
 
 _VARIABLES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The configuration; - reads standard input.")],
+    file: Annotated[Path, typer.Argument(help="The configuration file; - reads standard input.")],
     consumer: Annotated[
-        str | None, typer.Option(help="Who reads it: accelerate, fsdptool, trainer, ...")
+        str | None, typer.Option(help="Program that reads the file: accelerate, fsdptool, trainer, ...")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Version to judge for: accelerate==1.15.")] = None,
-    dialect: Annotated[str | None, typer.Option(help="Force the dialect instead of detecting it.")] = None,
+    target: TargetOption = None,
+    dialect: DialectOption = None,
     no_environment: Annotated[
-        bool, typer.Option("--no-environment", help="Leave this shell's variables out.")
+        bool, typer.Option("--no-environment", help="Ignore the variables of this shell.")
     ] = False,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Print every effective setting, its value, where it came from, and what was ignored."""
+    """Show every effective setting with its value and origin, and the settings that are ignored."""
     from fsdptool.cli.validate import read_input
     from fsdptool.config import read_settings
     from fsdptool.config.result import explain_document

@@ -1,4 +1,4 @@
-"""``fsdptool export``: a run's checkpoint as a folder other libraries load."""
+"""``fsdptool export``: write a run's checkpoint in a format that other libraries load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.output import print_document
 
 
 def command(
@@ -17,18 +18,19 @@ def command(
         Path | None, typer.Option("--output", "-o", help="Folder to write; default: RUN/export.")
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", help="Checkpoint folder; default: the newest good one.")
+        str | None, typer.Option("--checkpoint", help="Checkpoint folder; default: the newest valid one.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into the base.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="Export the moving average of the weights.")] = False,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")
+        str | None,
+        typer.Option("--dtype", help="dtype of the weights: float32, bfloat16, float16 or float64."),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", help="Largest file, as 5GB or 500MB.")
+        str, typer.Option("--max-shard-size", help="Maximum size of a file, for example 5GB or 500MB.")
     ] = "5GB",
-    force: Annotated[bool, typer.Option("--force", help="Replace the folder.")] = False,
-    format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
+    format: FormatOption = Format.TEXT,
 ) -> int:
     """Write the trained model of RUN for transformers, diffusers or peft."""
     from fsdptool.errors import ConfigError
@@ -37,10 +39,12 @@ def command(
     from fsdptool.training.export.api import export_run
 
     if not (run / RUN).exists():
-        raise ConfigError(f"{run} is no run folder", help="give the folder that fsdptool train wrote")
+        raise ConfigError(f"{run} is not a run folder", help="give the folder that fsdptool train wrote")
     if dtype not in (None, "float32", "bfloat16", "float16", "float64"):
-        raise ConfigError(f"there is no dtype {dtype!r}", help="choose float32, bfloat16, float16 or float64")
-    with take_stops("the export was whole", "run the same command again; nothing is left of it"):
+        raise ConfigError(
+            f"--dtype {dtype!r} is not supported", help="choose float32, bfloat16, float16 or float64"
+        )
+    with take_stops("the export was complete", "run the same command again; the partial export was removed"):
         exported = export_run(
             run,
             output,
@@ -75,7 +79,7 @@ def parse_size(text: str) -> int:
     """Return bytes from ``5GB``, ``500MB``, ``2GiB`` or a plain number.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: It is not a size.
     """
     import re
 
@@ -83,7 +87,7 @@ def parse_size(text: str) -> int:
 
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"--max-shard-size {text!r} is no size", help="write it as 5GB or 500MB")
+        raise ConfigError(f"--max-shard-size {text!r} is not a size", help="write it as 5GB or 500MB")
     power = " kmgt".index(match[2].lower() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

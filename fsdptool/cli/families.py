@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.output import print_document
 from fsdptool.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(help="Family, or family:flavour, to show in full.")] = None,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    name: Annotated[str | None, typer.Argument(help="Family, or family:flavour, to show in detail.")] = None,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """List the families, or show one family's flavours and facts."""
+    """List the model families, or show the flavours and facts of one family."""
     from fsdptool.families.registry import load_registry
     from fsdptool.records.document import envelope
 

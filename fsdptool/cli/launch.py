@@ -8,48 +8,53 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptool.cli.cli_params import refuse
-from fsdptool.cli.output import Format, print_document, write_file
+from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument, refuse
+from fsdptool.cli.output import print_document, write_file
 
 _SLURM = ("script", "name", "time", "partition", "account", "cpus_per_task", "setup")
-"""Options that mean something in a batch script alone."""
+"""Options that only affect a batch script."""
 
 
 def command(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")],
-    config: Annotated[Path, typer.Option("--config", help="The accelerate YAML (or another dialect).")],
+    recipe: RecipeArgument,
+    config: ConfigOption,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Run folder, seen by every node; default: runs/RECIPE."),
+        typer.Option("--output", "-o", help="Run folder, accessible from every node; default: runs/RECIPE."),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", help="Cluster description: nodes, NCCL settings.")
+        Path | None, typer.Option("--cluster", help="Cluster file: nodes, NCCL settings.")
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="Node 0, as the other nodes reach it.")] = "node0",
+    host: Annotated[
+        str, typer.Option("--host", help="Host name or address at which the other nodes reach node 0.")
+    ] = "node0",
     launch_id: Annotated[
-        str, typer.Option("--launch-id", help="The same on every node, new for every launch.")
+        str, typer.Option("--launch-id", help="Launch ID, identical on all nodes, unique per launch.")
     ] = "launch-1",
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a Slurm batch script.")] = False,
-    script: Annotated[Path | None, typer.Option("--script", help="Write the script here.")] = None,
+    script: Annotated[
+        Path | None, typer.Option("--script", help="File to write the batch script to.")
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Slurm job name; default: RECIPE.")] = None,
     time: Annotated[str | None, typer.Option("--time", help="Slurm time limit.")] = None,
     partition: Annotated[str | None, typer.Option("--partition", help="Slurm partition.")] = None,
     account: Annotated[str | None, typer.Option("--account", help="Slurm account.")] = None,
-    cpus_per_task: Annotated[int | None, typer.Option("--cpus-per-task", help="Cores per node.")] = None,
+    cpus_per_task: Annotated[int | None, typer.Option("--cpus-per-task", help="CPU cores per node.")] = None,
     setup: Annotated[
-        list[str] | None, typer.Option("--setup", help="Line to run first, for example 'module load cuda'.")
+        list[str] | None,
+        typer.Option("--setup", help="Command to run first, for example 'module load cuda' (repeatable)."),
     ] = None,
-    max_restarts: Annotated[int, typer.Option("--max-restarts", help="Relaunches within one launch.")] = 0,
+    max_restarts: Annotated[int, typer.Option("--max-restarts", help="Restarts within one launch.")] = 0,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", help="Seconds a collective may take, as for train.")
+        float | None, typer.Option("--timeout", help="Timeout of a collective, in seconds.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the script file.")] = False,
-    format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing script.")] = False,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Print what to run on every node for RECIPE; nothing is started."""
+    """Print the command line of every node for RECIPE, or a Slurm script; does not start anything."""
     if not slurm:
-        refuse(context, _SLURM, "only a Slurm script has this", "add --slurm, or leave it out")
+        refuse(context, _SLURM, "requires --slurm", "add --slurm, or remove the option")
     from fsdptool.launch.prepare import absolute_job
     from fsdptool.launch.slurm import node_lines, slurm_script
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document, write_file
+from fsdptool.cli.options import DialectOption, Format, FormatOption
+from fsdptool.cli.output import print_document, write_file
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
@@ -21,17 +22,19 @@ def command(
         str | None, typer.Option(help="Write another dialect: accelerate, trainer, axolotl, flags, env, ...")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write instead of the one read.")
+        Path | None, typer.Option("--output", "-o", help="File to write, instead of changing the input.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; fail if a file would change.")
+        bool, typer.Option("--check", help="Do not write anything; fail if a file would change.")
     ] = False,
-    diff: Annotated[bool, typer.Option("--diff", help="Write nothing; show what would change.")] = False,
-    dialect: Annotated[str | None, typer.Option(help="Force the dialect instead of detecting it.")] = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Show what would change, without writing anything.")
+    ] = False,
+    dialect: DialectOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output file.")] = False,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Turn FSDP1 files into FSDP2 (in place, comments kept), or one dialect into another."""
+    """Convert FSDP1 files to FSDP2 (in place, keeping comments), or to another dialect."""
     from fsdptool.config.dialects import DIALECTS
     from fsdptool.config.migrate import migration_document
 
@@ -39,7 +42,7 @@ def command(
         raise ConfigError(f"unknown dialect {to!r}", help=f"choose one of: {', '.join(DIALECTS)}")
     results = _migrate(files, to, dialect)
     if output is not None and len(results) > 1:
-        raise ConfigError("--output takes one file", help="migrate the files one by one")
+        raise ConfigError("--output accepts only one input file", help="migrate the files one by one")
     if format is Format.JSON:
         print_document(migration_document(results))
     refused = [result for result in results if result.refusal is not None]
@@ -68,7 +71,7 @@ def _migrate(files: list[Path], to: str | None, dialect: str | None) -> list[Mig
         if named or result.dialect is not None:
             results.append(result)
         else:
-            sys.stderr.write(f"note: {path} is passed over: {result.refusal}\n")
+            sys.stderr.write(f"note: {path} was skipped: {result.refusal}\n")
     return results
 
 
@@ -113,5 +116,5 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
             return False
         sys.stderr.write(f"migrated {result.path}\n")
     else:
-        sys.stderr.write(f"{result.path} needs nothing\n")
+        sys.stderr.write(f"{result.path} is already up to date\n")
     return True

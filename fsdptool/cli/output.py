@@ -1,4 +1,4 @@
-"""Where answers go: documents and tables to standard output, progress and complaints to standard error."""
+"""Write answers: documents to standard output, files whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,36 +6,28 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import StorageError
 
 
-class Format(StrEnum):
-    """How an answer is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 def print_document(document: Mapping[str, Any]) -> None:
-    """Print a JSON document to standard output, in ASCII where that cannot take every character."""
+    """Print a JSON document to standard output, escaped to ASCII if the encoding of the terminal needs it."""
     narrow = not (sys.stdout.encoding or "").lower().startswith("utf")
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=narrow) + "\n")
 
 
 def check_free(path: Path, *, force: bool) -> None:
-    """Refuse to replace a file unless that is wanted: asked before anything is written.
+    """Refuse to replace a file without ``force``; called before any work is done.
 
     Raises:
         StorageError: The file exists and ``force`` is not set.
     """
     if path.is_dir():
-        raise StorageError(f"{path} is a folder", help="name the file to write")
+        raise StorageError(f"{path} is a folder", help="give the path of a file")
     if path.exists() and not force:
-        raise StorageError(f"{path} exists already", help="give --force to replace it, or another path")
+        raise StorageError(f"{path} already exists", help="use --force to replace it, or give another path")
 
 
 def write_file(path: Path, text: str, *, force: bool = False) -> None:

@@ -7,10 +7,15 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.cli_params import given, refuse
-from fsdptool.cli.output import Format
+from fsdptool.cli.options import (
+    Format,
+    command_line_options,
+    hsdp_shape,
+    override_values,
+    refuse,
+    reshard_value,
+)
 from fsdptool.cli.plan_answer import answer, check_output, check_saved, exit_code, progress
-from fsdptool.cli.values import hsdp_shape, override_values, reshard_value
 
 _HARDWARE, _MODEL, _RECIPE, _BATCH, _SHARDING, _ANSWER = (
     "Hardware",
@@ -215,7 +220,7 @@ def command(
       fsdptool plan --check plan.json
     """
     if check is not None:
-        others = (name for name in given(context) if name not in ("check", "format"))
+        others = (name for name in command_line_options(context) if name not in ("check", "format"))
         refuse(
             context, others, "not beside --check, which derives a plan from its own inputs", "leave it out"
         )

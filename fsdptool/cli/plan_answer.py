@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdptool.cli.output import Format, check_free, print_document, write_file
+from fsdptool.cli.options import Format
+from fsdptool.cli.output import check_free, print_document, write_file
 from fsdptool.errors import ExitCode, PlanError, StorageError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""``fsdptool precompute``: latents and text embeddings of a diffusion recipe, made once."""
+"""``fsdptool precompute``: compute the latents and text embeddings of a diffusion recipe once."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.output import print_document
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML), data.source images.", metavar="RECIPE")],
+    recipe: Annotated[
+        Path, typer.Argument(help="The recipe (YAML), with data.source: images.", metavar="RECIPE")
+    ],
     processes: Annotated[
-        int, typer.Option("--processes", help="Processes on this machine; torchrun's and Slurm's are seen.")
+        int,
+        typer.Option(
+            "--processes", help="Processes on this machine; those of torchrun and Slurm are detected."
+        ),
     ] = 1,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="cpu, cuda or cuda:N; default: a GPU per process, else cpu."),
+        typer.Option(
+            "--device", help="cpu, cuda or cuda:N; default: one GPU per process, or the CPU without GPUs."
+        ),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Encode the pictures and captions of RECIPE with the pipeline's VAE and text encoders.
+    """Encode the images and captions of RECIPE with the pipeline's VAE and text encoders.
 
-    Goes on where it stopped. Training finds the result by itself.
+    Continues where an earlier call stopped. Training finds the result automatically.
     """
     from fsdptool.config.recipe import read_recipe
     from fsdptool.runs.signals import take_stops
@@ -34,7 +42,7 @@ def command(
     from fsdptool.training.precompute import done_json, plan_work
     from fsdptool.training.precompute.processes import run_processes
 
-    with take_stops("all was made", "run the command again: it continues with what is missing"):
+    with take_stops("all shards were encoded", "run the command again: it continues with the missing shards"):
         read = with_places(read_recipe(recipe), recipe)
         work = plan_work(read, resolve_choice(read.model, recipe.parent), data_cache())
         done = run_processes(
@@ -49,10 +57,10 @@ def command(
 
         print_document(envelope("precompute", {"key": work.key}, body))
         return 0
-    sys.stdout.write(f"{done.pictures} pictures in {done.shards} shards, {done.made} made now\n")
+    sys.stdout.write(f"{done.pictures} pictures in {done.shards} shards, {done.made} encoded now\n")
     for bucket, count in done.buckets:
         frames = f" x {bucket.frames} frames" if bucket.frames > 1 else ""
         sys.stdout.write(f"  {bucket.height} x {bucket.width}{frames}: {count}\n")
-    state = "finished" if done.finished else "not finished: other processes have shards to make"
+    state = "complete" if done.finished else "incomplete: other processes are still encoding shards"
     sys.stdout.write(f"{state}: {done.folder}\n")
     return 0

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.output import print_document
 from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ def all_rules() -> dict[str, Rule]:
 
 def command(
     code: Annotated[
-        str | None, typer.Argument(help="A code such as FSD301; without one, all are listed.")
+        str | None, typer.Argument(help="A code such as FSD301; without a code, all codes are listed.")
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Explain a finding's code: what was found, why it matters, what to do, and whether a fix is safe."""
+    """Explain the code of a finding: what it means, why it matters, what to do, and whether a fix is safe."""
     from fsdptool.records.document import envelope
     from fsdptool.report.rules import render_list, render_rule, rule_data
     from fsdptool.spelling import nearest
@@ -50,7 +51,7 @@ def command(
     if wanted not in table:
         near = nearest(wanted, table, cutoff=0.6)
         raise ConfigError(
-            f"there is no rule {code!r}", help=f"did you mean {near}?" if near else "see `fsdptool rule`"
+            f"unknown code {code!r}", help=f"did you mean {near}?" if near else "see `fsdptool rule`"
         )
     if format is Format.JSON:
         print_document(envelope("rules", {"code": wanted}, {"rules": [rule_data(table[wanted])]}))

@@ -9,9 +9,11 @@ import typer
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(help="Name of a schema; without one, all are listed.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of a schema; without a name, all schemas are listed.")
+    ] = None,
 ) -> int:
-    """Print a JSON Schema (2020-12) for editors and generic checkers, or list their names."""
+    """Print a JSON Schema (2020-12) for editors and validators, or list the schemas."""
     import json
 
     from fsdptool.files.schemas import load_schema, schema_names

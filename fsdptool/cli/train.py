@@ -1,4 +1,4 @@
-"""``fsdptool train``: prepare, write the run folder, launch, render, sum up."""
+"""``fsdptool train``: prepare, write the run folder, launch, show progress, summarise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdptool.cli.output import Format, print_document
+from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument
+from fsdptool.cli.output import print_document
 
 if TYPE_CHECKING:
     from fsdptool.launch.command import LaunchCommand
@@ -20,49 +21,51 @@ if TYPE_CHECKING:
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")],
-    config: Annotated[Path, typer.Option("--config", help="The accelerate YAML (or another dialect).")],
+    recipe: RecipeArgument,
+    config: ConfigOption,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Run folder; default: runs/RECIPE.")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option("--resume", help="auto (newest good checkpoint) or a checkpoint folder.")
+        str | None,
+        typer.Option("--resume", help="auto (the newest valid checkpoint) or a checkpoint folder."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the run in the folder.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing run in the folder.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print argv and environment; start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print the command line and environment, without starting anything."),
     ] = False,
     processes: Annotated[
-        int | None, typer.Option("--processes", help="Processes in all; must agree with the configuration.")
+        int | None,
+        typer.Option("--processes", help="Total number of processes; must agree with the configuration."),
     ] = None,
     cpu: Annotated[
-        bool, typer.Option("--cpu", help="Train on the CPU whatever the configuration says.")
+        bool, typer.Option("--cpu", help="Train on the CPU, whatever the configuration says.")
     ] = False,
-    launcher: Annotated[str, typer.Option("--launcher", help="torchrun or accelerate.")] = "torchrun",
+    launcher: Annotated[
+        str, typer.Option("--launcher", help="Launcher: torchrun or accelerate.")
+    ] = "torchrun",
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", help="Relaunch from the newest good checkpoint this often.")
+        int,
+        typer.Option("--max-restarts", help="Restarts from the newest valid checkpoint before giving up."),
     ] = 0,
-    timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds a collective may take before ranks give up.")
-    ] = 600.0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Timeout of a collective, in seconds.")] = 600.0,
     grace: Annotated[
-        int, typer.Option("--grace", help="Seconds workers may take to save after a signal.")
+        int, typer.Option("--grace", help="Time that workers have to save after a signal, in seconds.")
     ] = 600,
-    node_rank: Annotated[
-        int | None, typer.Option("--node-rank", help="This machine's number among several.")
-    ] = None,
+    node_rank: Annotated[int | None, typer.Option("--node-rank", help="Rank of this node.")] = None,
     rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, for several machines.")
+        str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, for several nodes.")
     ] = None,
     launch_id: Annotated[
-        str | None, typer.Option("--launch-id", help="The same on every machine, new for every launch.")
+        str | None, typer.Option("--launch-id", help="Launch ID, identical on all nodes, unique per launch.")
     ] = None,
     predict: Annotated[
-        bool, typer.Option("--predict/--no-predict", help="Predict the memory before the run.")
+        bool, typer.Option("--predict/--no-predict", help="Predict memory before the run starts.")
     ] = True,
-    format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.TEXT,
+    format: FormatOption = Format.TEXT,
 ) -> int:
-    """Train RECIPE on the processes, mesh and wrapping the configuration says."""
+    """Train RECIPE with the processes, mesh and wrapping of the configuration."""
     from dataclasses import replace
 
     from fsdptool.errors import ConfigError
@@ -74,7 +77,7 @@ def command(
     from fsdptool.runs.signals import take_stops
 
     if launcher not in ("torchrun", "accelerate"):
-        raise ConfigError(f"there is no launcher {launcher!r}", help="choose torchrun or accelerate")
+        raise ConfigError(f"--launcher {launcher!r} is not supported", help="choose torchrun or accelerate")
     folder = (output or Path("runs") / recipe.stem).absolute()
     first = not node_rank
     with take_stops("the run was started", "start it again with --resume auto") as stops:
@@ -90,9 +93,9 @@ def command(
         )
         nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
         if rendezvous is not None:
-            # Where they meet was said here instead of in the file.
-            said = tuple(item for item in prepared.diagnostics if item.code != "FSD329")
-            prepared = replace(prepared, diagnostics=said)
+            # The command line gives the rendezvous, so the finding about the file does not apply.
+            remaining = tuple(item for item in prepared.diagnostics if item.code != "FSD329")
+            prepared = replace(prepared, diagnostics=remaining)
         command_line = build_command(
             folder,
             prepared.settings,

@@ -1,4 +1,4 @@
-"""``fsdptool validate``: what configurations really mean to the program that reads them."""
+"""``fsdptool validate``: how the consuming program interprets configurations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fsdptool.cli.options import DialectOption, TargetOption, TrustOption
 from fsdptool.cli.output import print_document
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class FindingFormat(StrEnum):
-    """How findings are printed."""
+    """Output format of findings."""
 
     TEXT = "text"
     CONCISE = "concise"
@@ -32,29 +33,29 @@ class FindingFormat(StrEnum):
 def command(
     files: Annotated[list[Path], typer.Argument(help="Files or folders; - reads standard input.")],
     consumer: Annotated[
-        str | None, typer.Option(help="Who reads the files: accelerate, fsdptool, trainer, ...")
+        str | None, typer.Option(help="Program that reads the files: accelerate, fsdptool, trainer, ...")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Version to judge for: accelerate==1.15.")] = None,
-    dialect: Annotated[str | None, typer.Option(help="Force the dialect instead of detecting it.")] = None,
-    model: Annotated[str | None, typer.Option(help="Judge against this model, too.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Judge against this GPU, too.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs in all.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Host memory per node: 512GiB.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail, too.")] = False,
+    target: TargetOption = None,
+    dialect: DialectOption = None,
+    model: Annotated[str | None, typer.Option(help="Also check against this model.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Also check against this GPU.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Total number of GPUs.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory per node, for example '512 GiB'.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Also fail on warnings.")] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Apply safe fixes: the run stays the same.")] = False,
-    unsafe_fixes: Annotated[bool, typer.Option("--unsafe-fixes", help="Apply all fixes.")] = False,
+    unsafe_fixes: Annotated[
+        bool, typer.Option("--unsafe-fixes", help="Apply all fixes, including those that change the run.")
+    ] = False,
     diff: Annotated[
-        bool, typer.Option("--diff", help="Show what fixing would change, write nothing.")
+        bool, typer.Option("--diff", help="Show what the fixes would change, without writing anything.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out notes (severity info).")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own code.")
-    ] = False,
-    format: Annotated[
-        FindingFormat, typer.Option("--format", help="How findings are printed.")
-    ] = FindingFormat.TEXT,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Omit notes (severity info).")] = False,
+    trust_remote_code: TrustOption = False,
+    format: Annotated[FindingFormat, typer.Option("--format", help="Output format.")] = FindingFormat.TEXT,
 ) -> int:
-    """Judge configurations as the program that reads them will: errors, silent drops, defaults, fixes."""
+    """Check how the consuming program will interpret a configuration: errors, dropped settings, fixes."""
     from fsdptool.api.validate import conditions
     from fsdptool.config.result import Verdict, expand, found_by_chance
     from fsdptool.report import findings

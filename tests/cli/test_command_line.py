@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from fsdptool.cli.app import COMMANDS, build_app, run
-from fsdptool.cli.values import override_values
+from fsdptool.cli.options import override_values
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,10 +30,10 @@ LLAMA = {
     [
         ("plna llama3:8b", "fsdptool: no such command 'plna'", "did you mean plan?"),
         ("cache lst", "fsdptool cache: no such command 'lst'", "did you mean ls?"),
-        ("cache", "fsdptool cache: missing command", "`fsdptool cache --help` explains"),
-        ("detect", "fsdptool detect: missing argument", "`fsdptool detect --help` explains"),
+        ("cache", "fsdptool cache: missing command", "see `fsdptool cache --help`"),
+        ("detect", "fsdptool detect: missing argument", "see `fsdptool detect --help`"),
         ("detect a:b --laout x", "fsdptool detect: no such option: --laout", "did you mean --layout"),
-        ("plan a:b --gpus x", "fsdptool plan: invalid value for '--gpus'", "`fsdptool plan --help` explains"),
+        ("plan a:b --gpus x", "fsdptool plan: invalid value for '--gpus'", "see `fsdptool plan --help`"),
         ("detect a:b --format yaml", "'yaml' is not one of 'text', 'json'", "`fsdptool detect --help`"),
     ],
 )
@@ -116,7 +116,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert run(["plan", "no:model", "--gpu", "H100", "-o", str(tmp_path / "file" / "plan.json")]) == 2
     assert "takes no files" in capsys.readouterr().err
     assert run(["export", str(tmp_path)]) == 2
-    assert f"{tmp_path} is no run folder" in capsys.readouterr().err
+    assert f"{tmp_path} is not a run folder" in capsys.readouterr().err
     assert run(["emit-config", "--preset", "cpu", "-o", str(tmp_path), "--force"]) == 2
     assert f"{tmp_path} is a folder" in capsys.readouterr().err
 

@@ -176,7 +176,7 @@ def test_a_folder_is_migrated_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["migrate", ".", "--check"]) == 1
     out, err = capsys.readouterr()
     assert "v1.yaml would change" in out and "good.yaml" not in out
-    assert "other.json is passed over" in err
+    assert "other.json was skipped" in err
     assert run(["migrate", "."]) == 0 and "migrated v1.yaml" in capsys.readouterr().err
     assert run(["migrate", ".", "--check"]) == 0
     assert run(["migrate", "other.json"]) == 1

@@ -127,7 +127,7 @@ def test_presets_are_clean_and_run_as_written(
     assert reading.consumer.name == ("fsdptool" if name == "cpu" else "accelerate")
     assert check_explained(path) is None
     assert run(["emit-config", "--preset", name, "-o", str(path)]) == 2, "an existing file is not replaced"
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def _tiny(folder: Path, **changes: object) -> Path:

@@ -88,7 +88,7 @@ def test_the_export_is_the_checkpoint_and_loads(
     text = "The 3th sentence"
     assert AutoTokenizer.from_pretrained(target)(text)["input_ids"] == list(text.encode())
     assert fsdptool(arguments) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
     with monkeypatch.context() as during:
         plain = adapters.write_shards
@@ -99,7 +99,7 @@ def test_the_export_is_the_checkpoint_and_loads(
 
         during.setattr(adapters, "write_shards", stopped)
         assert fsdptool([*arguments, "--force"]) == 75
-        assert "SIGTERM came before the export was whole" in capsys.readouterr().err
+        assert "SIGTERM came before the export was complete" in capsys.readouterr().err
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
     assert list(tmp_path.iterdir()) == [target], "nothing half-written stays"
     assert fsdptool([*arguments, "--force"]) == 0, "an export may be replaced"
