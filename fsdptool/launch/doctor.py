@@ -16,22 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
+from fsdptool.launch.versions import TESTED, untested_versions
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import tool_version
 from fsdptool.runs.trackers import TRACKERS
 
 LIBRARIES = (
-    "torch",
-    "accelerate",
-    "transformers",
-    "diffusers",
-    "peft",
+    *(library.package for library in TESTED),
     "datasets",
     "safetensors",
     "huggingface_hub",
     *(tracker.package for tracker in TRACKERS.values()),
-    "bitsandbytes",
-    "torchao",
 )
 _PROBE = "fsdptool.distributed.probe"
 PROBE_SECONDS = 180.0
@@ -56,7 +51,7 @@ def examine(*, with_probe: bool = True) -> Health:
     Args:
         with_probe: Start two processes per device type and really shard (several seconds).
     """
-    diagnostics: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = [*untested_versions()]
     devices = _devices(diagnostics)
     probes: list[dict[str, Any]] = []
     if with_probe:

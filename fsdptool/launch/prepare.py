@@ -11,6 +11,7 @@ from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.launch.command import Nodes
 from fsdptool.launch.devices import count_gpus, local_cluster, visible_gpus
 from fsdptool.launch.slurm import PORT, Job
+from fsdptool.launch.versions import untested_versions
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
@@ -127,7 +128,7 @@ def prepare(
         per_machine=per_machine,
         prediction=prediction,
         diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
-        notes=notes,
+        notes=(*(finding.message for finding in untested_versions()), *notes),
         files=files,
     )
 
