@@ -1,13 +1,13 @@
-"""``fsdptool migrate`` against ``accelerate to-fsdp2`` on the same FSDP1 files.
+"""Compare ``fsdptool migrate`` with ``accelerate to-fsdp2`` on the same FSDP1 files.
 
     python benchmarks/config/against_to_fsdp2.py --folder FOLDER [-o RESULT.json]
 
-Both get every accelerate file of the folder that describes FSDP1. What comes out is run through accelerate's
-own loader, launch environment and plugin, and compared with what the original file runs:
+Both tools migrate every accelerate file of the folder that describes FSDP1. The results run through accelerate's
+own loader, launch environment and plugin, and are compared with what the original file runs:
 
-- ``works``: accelerate accepts it and starts FSDP2;
+- ``works``: accelerate accepts the file and starts FSDP2;
 - ``means_the_same``: reshard, wrapping, state dict, offload, loading, checkpointing, precision, processes
-  and (for hybrid sharding over machines) the mesh are those of the original, which must itself run;
+  and (for hybrid sharding across machines) the mesh equal those of the original, which must itself run;
 - ``clean``: no key is left that accelerate does not read.
 """
 
@@ -86,7 +86,7 @@ def judge(path: Path, made: Path, flags: tuple[str, ...]) -> Counter[str]:
 
 
 def means_the_same(before: Any, after: Any) -> bool:
-    """Whether FSDP2's settings are those the FSDP1 run had."""
+    """Return whether the FSDP2 settings are those of the FSDP1 run."""
     strategy = before["sharding_strategy"]
     if strategy not in RESHARD_OF_STRATEGY or after["reshard_after_forward"] != RESHARD_OF_STRATEGY[strategy]:
         return False
@@ -98,7 +98,7 @@ def means_the_same(before: Any, after: Any) -> bool:
 
 
 def main() -> int:
-    """Run both on every FSDP1 file of a folder and print the counts."""
+    """Run both tools on every FSDP1 file of a folder and print the counts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("-o", "--output", type=Path)

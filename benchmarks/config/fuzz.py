@@ -1,10 +1,10 @@
-"""Mutate configuration files and read them: no traceback, no hang, no fix that says less than it does.
+"""Mutate configuration files and read them: no traceback, no hang, no fix with unannounced changes.
 
     python benchmarks/config/fuzz.py --folder FOLDER --count 20000 [--seed 0] [-o RESULT.json]
 
 Mutations: bytes, keys, values, lines, indentation, encodings, deep nesting, anchors and alias bombs, sizes.
-Every reading is timed in CPU seconds (a busy machine is no hang); every fix is applied and checked by
-reading the result again, and so is the migration in place and to one other dialect.
+Every reading is timed in CPU seconds, so that a busy machine does not look like a hang. Every fix is applied
+and checked by reading the result again. So is the migration, in place and to one other dialect.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ VALUES = [
 
 @dataclass
 class Report:
-    """What a run of the fuzzer found."""
+    """The failures of a fuzzer run."""
 
     readings: int = 0
     refused: int = 0
@@ -211,7 +211,7 @@ MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [
 
 
 def examine(data: bytes, name: str, report: Report) -> Reading | None:
-    """Read one mutated file, judge it, fix it, and note what went wrong."""
+    """Read, judge and fix one mutated file, and record failures."""
     started = time.process_time()
     try:
         source = decode(data, name)
@@ -278,8 +278,8 @@ def fuzz(files: list[tuple[str, bytes]], count: int, seed: int) -> Report:
 
     Args:
         files: Names and contents to start from.
-        count: How many mutations to make.
-        seed: The same seed makes the same mutations.
+        count: Number of mutations.
+        seed: Seed of the mutations.
     """
     report = Report()
     for number in range(count):

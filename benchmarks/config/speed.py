@@ -1,10 +1,10 @@
-"""Speed of ``validate``, as ratios measured in one run.
+"""Measure the speed of ``validate`` as ratios within one run.
 
     python benchmarks/config/speed.py [--repeat 15] [--files 1000] [-o RESULT.json]
 
-1. One file: ``fsdptool validate FILE`` against a minimal program that parses its arguments with typer,
-   composes the YAML and runs jsonschema on it. CPU seconds of the process, the median of alternating runs.
-2. Many files in one call, against check-jsonschema with the same schema on the same files.
+1. One file: ``fsdptool validate FILE`` compared with a minimal program that parses its arguments with typer,
+   composes the YAML and runs jsonschema on it. The figure is the median CPU time over alternating runs.
+2. Many files in one call, compared with check-jsonschema with the same schema on the same files.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def alternate(commands: dict[str, list[str]], folder: Path, repeat: int) -> dict
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure and print the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--files", type=int, default=1000)

@@ -1,14 +1,13 @@
-"""What detection costs, as ratios measured in one run.
+"""Measure the cost of detection as ratios within one run.
 
 - ``floor``: a bare script that imports what is needed and builds the model on meta.
 - ``cold``: the whole ``fsdptool detect`` command with an empty cache.
 - ``hit``: the same command when the cache has the answer.
-- ``real``: the method of instantiating the model for real (fp32, CPU) and walking its leaves, as tools
-  that know no meta device do; written here with plain diffusers. It is compared with what detect does
-  after the same imports.
+- ``real``: instantiate the model with real tensors (fp32, CPU) and walk its leaves, as tools that do not use
+  the meta device do; written here with plain diffusers. It is compared with detect after the same imports.
 
-Every figure is of a fresh process; CPU seconds are the smallest of the repetitions, which are
-interleaved. CPU time is the steadier column on a shared machine.
+Every figure is measured in a fresh process. CPU time is the minimum over the repetitions, which are
+interleaved; on a shared machine it is more stable than wall time.
 
     python benchmarks/detect/cost.py -o benchmarks/results/detect_cost.json
 """
@@ -92,13 +91,13 @@ def floor_script(reference: str) -> list[str]:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """Return a configuration without the library's own marks."""
+    """Return a configuration without the entries that the library adds."""
     marks = ("architectures", "model_type")
     return {key: value for key, value in config.items() if not key.startswith("_") and key not in marks}
 
 
 def run(command: list[str], environment: dict[str, str]) -> tuple[dict[str, float], str]:
-    """Run a command; return its CPU and wall seconds and peak memory, and what it printed."""
+    """Run a command; return its CPU and wall seconds peak memory and output."""
     with tempfile.TemporaryFile() as stream:
         started = time.perf_counter()
         child = os.posix_spawn(
@@ -118,7 +117,7 @@ def run(command: list[str], environment: dict[str, str]) -> tuple[dict[str, floa
 
 
 def best(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Return the smallest of each figure."""
+    """Return the minimum of each figure."""
     return {key: round(min(sample[key] for sample in samples), 4) for key in samples[0]}
 
 

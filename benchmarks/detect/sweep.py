@@ -1,13 +1,14 @@
-"""Every causal-LM, masked-LM, seq2seq, image-text, vision and audio class of the installed transformers
-with its default configuration, and every transformer and UNet class of the installed diffusers.
+"""Inspect every model class of the installed transformers and diffusers with its default configuration.
 
-For each: the wrap choice, the share of the largest unit, and, where that is 35 % or more, the reason
-from the closed list (``fsdptool.records.anatomy.WrapConcern``). Classes whose defaults cannot be built
-are listed with the library's own words. Anything else that raises is counted as a failure of ours.
+The classes are the causal-LM, masked-LM, seq2seq, image-text, vision and audio classes of transformers and
+the transformer and UNet classes of diffusers. For each, the result has the wrap choice, the share of the
+largest unit, and, if that is 35 % or more, the reason (``fsdptool.records.anatomy.WrapConcern``). Classes
+whose defaults cannot be built are listed with the library's own message. Any other exception counts as a
+failure of fsdptool.
 
     python benchmarks/detect/sweep.py -o benchmarks/results/detect-sweep.json
 
-Takes about three minutes of one core; the table beside the JSON is written with it.
+Takes about three minutes on one core. A Markdown table is written next to the JSON file.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CONCERNS: dict[WrapConcern, str] = {
     "shared_parameters": "parameters shared between blocks must be one unit",
     "many_parts": "parameters outside the blocks add up although no single one is large",
 }
-"""What each code says, for the table."""
+"""Meaning of each code, for the table."""
 
 GROUPS = {
     "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
@@ -174,7 +175,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Run the sweep and write both files; 1 if something of ours failed."""
+    """Run the sweep and write both files; return 1 if fsdptool failed on a class."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--only", default="", help="substring of class names")

@@ -1,16 +1,15 @@
-"""Kills a run over and over, lets it recover, and compares its end with an undisturbed run, bit for bit.
+"""Kill a run repeatedly, let it recover, and compare its final state with an undisturbed run, bit for bit.
 
     python benchmarks/faults/soak.py --output benchmarks/results/faults-soak.json
 
-Two gloo ranks run the real worker (``fsdptool.training.worker``): a random rank gets SIGKILL at a
-random step, or every rank gets it while a checkpoint is being written. Afterwards the final
-checkpoint's files (parameters, optimizer states, random generators) must have the digests of the
-undisturbed run's, and ``metrics.jsonl`` the same losses.
+Two gloo ranks run the real worker (``fsdptool.training.worker``). A random rank receives SIGKILL at a random
+step, or every rank receives it while a checkpoint is being written. Afterwards the files of the final
+checkpoint (parameters, optimizer states, random generators) must have the digests of the undisturbed run's,
+and ``metrics.jsonl`` the same losses.
 
-Ranks are forked from a process that has imported torch and transformers, and started anew here as
-torchrun would (SIGTERM to the survivor, then SIGKILL, the attempt counted in its variable), so that
-forty recoveries cost minutes on two cores. Under torchrun itself the same faults are in
-``tests/runs/test_faults.py``.
+Ranks are forked from a process that has imported torch and transformers. This script restarts them as torchrun
+would (SIGTERM to the survivor, then SIGKILL, with the attempt counted in its variable), so that forty
+recoveries take minutes on two cores. ``tests/runs/test_faults.py`` tests the same faults under torchrun.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from fsdptool.runs.manifest import list_checkpoints, read_manifest
 
 RANKS = 2
 GRACE_SECONDS = 5.0
-"""How long a survivor may take to notice that the other has gone, as the supervisor gives it."""
+"""Seconds in which a survivor must notice that the other rank died, as in the supervisor."""
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="utf-8")
@@ -67,7 +66,7 @@ tracking: {{log_every: 1000}}
 
 
 def preload() -> None:
-    """Import what every rank needs, once, before the first fork; starts no thread."""
+    """Import what every rank needs, once, before the first fork, without starting a thread."""
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -105,14 +104,14 @@ def write_folder(work: Path, folder: Path) -> int:
 
 
 def free_port() -> int:
-    """Return a port nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Run:
-    """One run, its ranks relaunched whenever one of them dies."""
+    """A run whose ranks are restarted whenever one of them dies."""
 
     def __init__(self, work: Path, name: str, *, restarts: int = 0) -> None:
         self.folder = work / name
@@ -136,7 +135,7 @@ class Run:
             self.alive[forked(lambda rank=rank: self.work(rank, port), self.log)] = rank  # type: ignore[misc]
 
     def work(self, rank: int, port: int) -> int:
-        """Be a rank."""
+        """Run one rank."""
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
@@ -151,7 +150,7 @@ class Run:
         return worker([str(self.folder)])
 
     def tend(self) -> bool:
-        """Bury the dead and relaunch the ranks; returns whether the run goes on."""
+        """Collect dead ranks and restart all; return whether the run continues."""
         if self.status is not None:
             return False
         while self.alive:
@@ -177,7 +176,7 @@ class Run:
         return False
 
     def finish(self) -> int:
-        """Let the run end."""
+        """Wait until the run ends."""
         while self.tend():
             time.sleep(0.05)
         assert self.status is not None
@@ -190,7 +189,7 @@ class Run:
         return [event for path in paths for event in read_lines(path) if event["kind"] == kind]
 
     def attempt(self) -> int:
-        """Return how often the workers were relaunched."""
+        """Return how many times the workers were restarted."""
         return max((event["attempt"] for event in self.events("started")), default=-1)
 
     def pids(self) -> dict[int, int]:
@@ -204,22 +203,22 @@ class Run:
         return int(lines[-1]["step"]) if lines else 0
 
     def reached(self, goal: int) -> bool:
-        """Say whether a step is recorded."""
+        """Return whether a step is recorded."""
         return self.step() >= goal
 
     def recovered(self, before: int) -> bool:
-        """Say whether the workers were relaunched since and have taken a step."""
+        """Return whether the workers were restarted since then and have taken a step."""
         return self.attempt() > before and self.stepping()
 
     def stepping(self) -> bool:
-        """Say whether the current workers have taken a step since they were started."""
+        """Return whether the current workers have taken a step since they were started."""
         current = self.attempt()
         started = [event["time"] for event in self.events("started") if event["attempt"] == current]
         lines = list(read_lines(self.folder / "metrics.jsonl"))
         return len(started) == RANKS and bool(lines) and lines[-1]["time"] > max(started)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 240.0) -> bool:
-        """Wait for a condition; returns whether it came true while the run was alive."""
+        """Wait for a condition; return whether it became true while the run was alive."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.tend():
             if condition():
@@ -229,7 +228,7 @@ class Run:
 
 
 def kill(pids: list[int]) -> None:
-    """Send SIGKILL to processes that may have gone already."""
+    """Send SIGKILL to processes that may already have exited."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -238,7 +237,7 @@ def kill(pids: list[int]) -> None:
 
 
 def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int) -> list[dict[str, Any]]:
-    """Kill the run's ranks as often as asked, each time after it has recovered.
+    """Kill the run's ranks the requested number of times, each time after the run has recovered.
 
     A kill during a checkpoint counts only if the checkpoint was still unfinished afterwards.
     """
@@ -282,7 +281,7 @@ def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int
 
 
 def add_losses(run: Run, kills: list[dict[str, Any]]) -> None:
-    """Say of every kill where the run went on and how many steps it did again."""
+    """Add to every kill the step at which the run continued and the number of repeated steps."""
     began_at = {event["attempt"]: int(event["step"]) for event in run.events("resumed", 0)}
     for item in kills:
         item["resumed_from_step"] = began_at.get(item["attempt"], 0)
@@ -304,7 +303,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def main() -> int:
-    """Run the soak; exit status 0 only if every kill was survived and the ends are equal."""
+    """Run the soak; return 0 only if the run survived every kill and the final states are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--checkpoint-kills", type=int, default=20)

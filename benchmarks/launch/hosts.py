@@ -1,13 +1,14 @@
-"""Two hosts with a network between them: the lines ``fsdptool launch`` prints, and a cable that is cut.
+"""Run the lines that ``fsdptool launch`` prints on two hosts, and cut the connection between them.
 
     python benchmarks/launch/hosts.py --output benchmarks/results/launch-hosts.json
 
-Two network namespaces joined by a pair of virtual interfaces are two hosts: each has addresses, a name
-and a loopback interface of its own, and, as Debian sets it up, resolves its own name to a loopback
-address. They share this machine's file system. Needs Linux, root, and Debian's iproute2 and util-linux.
+Two network namespaces joined by a pair of virtual interfaces act as two hosts. Each has its own addresses, name
+and loopback interface and, as in Debian's default, resolves its own name to a loopback address. They share this
+machine's file system. Requires Linux, root, and Debian's iproute2 and util-linux.
 
-Three runs: node 0 is given by address, then by name, and each trains to its end; then the second host's
-link is taken down in the middle, and both hosts must end by themselves, with a line that names a rank.
+There are three runs. In the first two, node 0 is given by address and by name, and the run trains to its end. In
+the third, the second host's link is taken down during training, and both hosts must end by themselves with a
+line that names a rank.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def ip(*arguments: str) -> None:
 
 
 def join_hosts() -> None:
-    """Make the hosts and the cable between them."""
+    """Create the hosts and the link between them."""
     for host in HOSTS:
         ip("netns", "add", host)
         names = [
@@ -104,7 +105,7 @@ def join_hosts() -> None:
 
 
 def part_hosts() -> None:
-    """Take everything down again."""
+    """Remove the hosts."""
     for host in HOSTS:
         subprocess.run(["ip", "netns", "delete", host], capture_output=True, check=False)
         (Path("/etc/netns") / host / "hosts").unlink(missing_ok=True)
@@ -112,7 +113,7 @@ def part_hosts() -> None:
 
 
 def start(host: str, line: str, log: Path) -> subprocess.Popen[str]:
-    """Run a line on a host."""
+    """Start a command line on a host."""
     inner = f"hostname {host}; exec {line}"
     with log.open("w") as stream:
         return subprocess.Popen(
@@ -148,7 +149,7 @@ def steps(folder: Path) -> int:
 
 
 def run(work: Path, name: str, host: str, *, cut_at: int | None = None, bound: float = 0.0) -> dict[str, Any]:
-    """Start the lines on both hosts, cut the cable if asked, and say how both ended."""
+    """Start the lines on both hosts, cut the link if requested, and return how both ended."""
     lines = printed_lines(work, name, host)
     logs = [work / f"{name}-{number}.log" for number in range(len(HOSTS))]
     nodes = [start(at, line, log) for at, line, log in zip(HOSTS, lines, logs, strict=True)]
@@ -192,7 +193,7 @@ def run(work: Path, name: str, host: str, *, cut_at: int | None = None, bound: f
 
 
 def main() -> int:
-    """Run all three; exit status 0 only if two ended well and the third within its bound."""
+    """Run all three; return 0 only if two succeeded and the third ended within its time limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", help="Names of runs.")
     parser.add_argument("--output", type=Path)

@@ -1,14 +1,14 @@
-"""A real Slurm of two nodes: what ``fsdptool launch --slurm`` writes is stopped, requeued and resumed.
+"""Stop, requeue and resume the script of ``fsdptool launch --slurm`` on a Slurm cluster of two nodes.
 
     python benchmarks/launch/slurm.py --output benchmarks/results/launch-slurm.json
 
-Needs root and Debian's slurm-wlm, munge, iproute2 and util-linux. The nodes are the two network namespaces
-of ``hosts.py``, each with its own slurmd; slurmctld runs on the first. No cgroups, no accounting.
+Requires root and Debian's slurm-wlm, munge, iproute2 and util-linux. The nodes are the two network namespaces
+of ``hosts.py``, each with its own slurmd; slurmctld runs on the first. There are no cgroups and no accounting.
 
-1. The job trains until Slurm sends SIGUSR1 ahead of its time limit, all ranks save, the script puts the job
-   back into the queue, and it goes on from the step it stopped at. The recipe is then shortened, so that
-   the second start ends by itself.
-2. ``scancel`` ends another start: what Slurm does then must leave a checkpoint of the last step.
+1. The job trains until Slurm sends SIGUSR1 ahead of its time limit. All ranks save, the script requeues the job,
+   and it continues from the step at which it stopped. The recipe is then shortened, so that the second start
+   ends by itself.
+2. ``scancel`` ends another start, which must leave a checkpoint of the last step.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ checkpoints: {every_steps: 20}
 
 
 class Cluster:
-    """The daemons of a Slurm, and its commands."""
+    """The daemons and commands of a Slurm cluster."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
@@ -135,7 +135,7 @@ class Cluster:
                 daemon.wait()
 
     def ask(self, *argv: str) -> str:
-        """Run a Slurm command on the first node; returns what it says."""
+        """Run a Slurm command on the first node and return its output."""
         done = subprocess.run(
             self.on(HOSTS[0], *argv),
             env=self.environment(),
@@ -153,11 +153,11 @@ class Cluster:
         return self.ask("sbatch", "--parsable", str(script)).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what Slurm knows of a job."""
+        """Return Slurm's record of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.ask("scontrol", "show", "job", number)))
 
     def over(self, number: str) -> bool:
-        """Say whether a job has ended for good."""
+        """Return whether a job has ended and is not in the queue."""
         return self.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -172,7 +172,7 @@ def wait_until(met: Callable[[], bool], seconds: float, what: str) -> None:
 
 @contextmanager
 def running_cluster(work: Path) -> Iterator[Cluster]:
-    """Two hosts with a Slurm, taken down afterwards."""
+    """Run Slurm on two hosts, and remove both afterwards."""
     part_hosts()
     cluster = Cluster(work)
     try:
@@ -227,7 +227,7 @@ def newest_step(folder: Path) -> int | None:
 
 
 def stop_and_resume(cluster: Cluster, work: Path) -> dict[str, Any]:
-    """Let Slurm stop a job ahead of its time limit, and see it go on."""
+    """Let Slurm stop a job ahead of its time limit, and check that it continues."""
     folder = work / "limited"
     (work / "recipe.yaml").write_text(RECIPE.replace("STEPS", "1000000"))
     script = write_script(work, "limited", MINUTES)
@@ -277,10 +277,10 @@ def cancel(cluster: Cluster, work: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all; exit status 0 only if nothing was lost."""
+    """Run both parts; return 0 only if no step was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", choices=("limit", "cancel"))
-    parser.add_argument("--keep", action="store_true", help="Leave the folder, to be looked at.")
+    parser.add_argument("--keep", action="store_true", help="Keep the folder for inspection.")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     wanted = options.only or ["limit", "cancel"]

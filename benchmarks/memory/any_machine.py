@@ -1,10 +1,11 @@
-"""Plans that are the same documents wherever they are made: builds of torch, environments, cores.
+"""Check that plans are equal on different builds of torch, environments and numbers of cores.
 
     python benchmarks/memory/any_machine.py --python /path/to/another/environment/bin/python
 
-Every reference is planned in a process of its own with a cache of its own: by this interpreter, by it again
-under another locale, time zone, number of threads and allocator setting, and by every interpreter named
-(one with a CUDA build of torch, say). The documents must be equal in all but the versions they record.
+Every reference is planned in a separate process with a separate cache: by this interpreter, by the same
+interpreter under another locale, time zone, number of threads and allocator setting, and by every interpreter
+given with ``--python`` (for example one with a CUDA build of torch). The documents must be equal except for
+the versions that they record.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ VERSIONS = ("libraries", "versions", "tool", "tool_version", "fsdptool")
 
 
 def plan(python: str, arguments: tuple[str, ...], environment: dict[str, str]) -> dict[str, Any]:
-    """Return the document of one plan, made with nothing remembered."""
+    """Return the document of one plan, computed with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [python, "-m", "fsdptool", "plan", *arguments, "--format", "json"],
@@ -71,7 +72,7 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
 
 
 def build(python: str) -> dict[str, str]:
-    """Return what an interpreter's torch is."""
+    """Return the torch build of an interpreter."""
     code = (
         "import torch, json; print(json.dumps({'torch': torch.__version__, 'cuda': str(torch.version.cuda)}))"
     )

@@ -1,10 +1,10 @@
-"""Measures on a CUDA machine: one process plays rank 0 of N over ``fake``, with real kernels.
+"""Measure on a CUDA machine: one process acts as rank 0 of N over ``fake``, with real kernels.
 
 ``python benchmarks/memory/gpu.py OUT_JSON [--only TEXT]``
 
 Per setting: ``max_memory_allocated``, ``max_memory_reserved`` and the driver's own figure for this
-process's device, of step 2, beside the prediction. NCCL, context parallelism and HSDP across GPUs
-cannot be seen by one process. Nothing here was run where it was written: there was no GPU.
+process's device, in step 2, next to the prediction. One process cannot show NCCL, context parallelism or
+HSDP across GPUs. This script has not been run yet, because no GPU was available.
 """
 
 from __future__ import annotations

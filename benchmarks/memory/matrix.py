@@ -1,7 +1,8 @@
 """The matrix: families, methods, precisions, checkpointing, resharding, ranks, accumulation, optimizers.
 
-Every family meets a spread of the knobs, rotated so that each pair of values occurs somewhere, plus
-one-knob-at-a-time rows on a small llama. Every fifth row was kept aside while the model was tuned.
+Every family is measured with a selection of settings, rotated so that each pair of values occurs somewhere.
+Further rows change one setting at a time on a small llama. Every fifth row was held out while the model was
+tuned.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ _PER_FAMILY = 4
 
 
 def rows() -> Iterator[Setting]:
-    """Yield every setting over ``fake``, then over ``gloo``, then quantised bases and shared sequences."""
+    """Yield every setting over ``fake``, then over ``gloo``, then quantised bases and context parallelism."""
     fake = list(_fake())
     for index, row in enumerate(fake):
         yield replace(row, kept_aside=index % 5 == 3)
@@ -272,7 +273,7 @@ def _quantised() -> Iterator[Setting]:
 
 
 def _context() -> Iterator[Setting]:
-    """Sequences shared by ranks: two and four, grouped heads, experts, windows, every method."""
+    """Yield context parallelism: two and four ranks, grouped heads, experts, windows, every method."""
     for name, change in (
         ("llama", {"context": 2}),
         ("llama", {"context": 4, "checkpointing": "full", "precision": "fp32"}),
@@ -299,7 +300,7 @@ def _context() -> Iterator[Setting]:
 
 
 def _divisor(reshard: bool | int, ranks: int) -> bool | int:
-    """A smaller group must be smaller, and divide the ranks."""
+    """Return a group size that is smaller than the number of ranks and divides it."""
     return True if not isinstance(reshard, bool) and ranks <= reshard else reshard
 
 

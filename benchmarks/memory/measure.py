@@ -1,10 +1,10 @@
-"""Measures what one setting really allocates on the CPU: one process, or one rank of several.
+"""Measure what one setting allocates on the CPU: one process, or one rank of several.
 
 Instrument: torch's own allocator events. The CPU allocator reports every allocation and free to
 the profiler (``[memory]`` events with bytes, ``torch.profiler`` with ``profile_memory=True``); their
-running sum, begun before the model exists, is the bytes alive. The peak is taken over step 2.
+running sum, started before the model exists, is the number of bytes alive. The peak is taken over step 2.
 
-``fake``: one process plays rank 0 of N over torch's ``fake`` process group: collectives do nothing,
+``fake``: one process acts as rank 0 of N over torch's ``fake`` process group: collectives do nothing,
 everything else is real. ``gloo``: real ranks.
 
 Run as ``python benchmarks/memory/measure.py SETTING_JSON OUT_JSON``; under gloo once per rank, with
@@ -42,7 +42,7 @@ STEPS = 2
 
 
 class Undaunted(Stepper):
-    """Takes every step: over ``fake`` ranks gathered values are whatever memory held."""
+    """Takes every step: over ``fake`` ranks, gathered values are whatever memory contained."""
 
     def _agree(self, total: Any, sums: Any, stop: int) -> _Agreed:
         super()._agree(total, sums, stop)
@@ -108,7 +108,7 @@ def _run(setting: Setting) -> None:
 
 
 def _own_storage(model: torch.nn.Module) -> None:
-    """Give every shard memory of its own.
+    """Give every shard its own memory.
 
     On the CPU a shard cut from a whole initial value is a view of it until a first checkpoint is
     loaded; on a GPU the copy to the device cuts it. The figures are to stand for training, not for that.

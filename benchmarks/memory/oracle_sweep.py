@@ -1,11 +1,11 @@
-"""Holds the simulation against torch's own ``fully_shard`` on fake tensors, over families and knobs.
+"""Compare the simulation with torch's own ``fully_shard`` on fake tensors, over families and settings.
 
 ``python benchmarks/memory/oracle_sweep.py [--only TEXT] [--ranks 2 8 64 512]``
 
-Every family of the matrix meets every knob at every number of ranks. What is compared is the peak of
-allocated bytes in step 2, the optimizer's states apart (its step is slow on fake tensors and is held
-against measurement elsewhere), with CUDA's attention kernels. Results are kept as they come, so that
-a sweep that was interrupted goes on: ``benchmarks/results/memory_oracle.json``.
+Every family of the matrix is combined with every setting at every number of ranks. The comparison covers the peak
+of allocated bytes in step 2 without the optimizer's states (its step is slow on fake tensors and is compared with
+measurement elsewhere), with CUDA's attention kernels. Results are saved row by row in
+``benchmarks/results/memory_oracle.json``, so that an interrupted sweep continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "memory_oracle.json"
 TOLERANCE = 0.5
 """Per cent."""
 
-KNOBS: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "bf16, fp32 reduction": {},
     "fp32": {"precision": "fp32"},
     "bf16 reduction": {"precision": "bf16r"},
@@ -56,17 +56,17 @@ KNOBS: dict[str, dict[str, Any]] = {
     "LoRA": {"method": "lora"},
     "LoRA, replicated adapters": {"method": "lora-replicated"},
 }
-"""One knob at a time, around bf16 with sharding after forward."""
+"""One setting at a time, starting from bf16 with resharding after forward."""
 
 
 def rows(ranks: list[int]) -> Iterator[tuple[str, Setting]]:
     """Yield every row with its name; a smaller group than the ranks must exist."""
     for family, (_, reference, overrides, batch) in FAMILIES.items():
-        for knob, change in KNOBS.items():
+        for label, change in CHANGES.items():
             for count in ranks:
                 if count <= max(int(change.get("reshard", 1)), change.get("replicate", 1)):
                     continue
-                name = f"{family}: {knob}, {count} ranks"
+                name = f"{family}: {label}, {count} ranks"
                 row = Setting(name, family, reference, overrides, ranks=count, batch=batch)
                 yield name, replace(row, **change)
 
@@ -102,11 +102,11 @@ def compare(setting: Setting) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare what was not compared yet, and say how far they agree."""
+    """Compare the missing rows, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="text the row's name must contain")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
-    parser.add_argument("--again", action="store_true", help="compare everything anew")
+    parser.add_argument("--again", action="store_true", help="compare every row again")
     options = parser.parse_args()
     kept: dict[str, Any] = {"rows": {}}
     if RESULTS.exists() and not options.again:
@@ -132,15 +132,15 @@ def main() -> None:
     print(json.dumps(summary(kept["rows"]), indent=1))
 
 
-def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return how many agree, and by how much the others do not."""
-    errors = {name: abs(row["error_percent"]) for name, row in found.items() if "error_percent" in row}
+def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the number of rows that agree, and the largest difference."""
+    errors = {name: abs(row["error_percent"]) for name, row in rows.items() if "error_percent" in row}
     return {
-        "rows": len(found),
+        "rows": len(rows),
         "within_tolerance": sum(error <= TOLERANCE for error in errors.values()),
         "median_percent": round(statistics.median(errors.values()), 4) if errors else None,
         "worst": sorted(((error, name) for name, error in errors.items()), reverse=True)[:8],
-        "not_compared": {name: row["error"] for name, row in found.items() if "error" in row},
+        "not_compared": {name: row["error"] for name, row in rows.items() if "error" in row},
     }
 
 

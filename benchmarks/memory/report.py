@@ -1,6 +1,6 @@
-"""Holds predictions against the measured figures and writes the accuracy tables.
+"""Compare predictions with the measured figures and write the accuracy tables.
 
-``python benchmarks/memory/report.py [--only TEXT]`` predicts every measured setting anew, writes
+``python benchmarks/memory/report.py [--only TEXT]`` predicts every measured setting again and writes
 ``benchmarks/results/memory_accuracy.json`` and the tables between the marks in ``docs/memory.md``.
 """
 
@@ -44,9 +44,11 @@ def predict(setting: Setting) -> Footprint:
 
 
 def main() -> None:
-    """Predict, compare, write."""
+    """Predict, compare and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="text the setting's name must contain (writes nothing)")
+    parser.add_argument(
+        "--only", default="", help="text the setting's name must contain (without writing files)"
+    )
     options = parser.parse_args()
     kept = json.loads(MEASURED.read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = []
@@ -98,8 +100,8 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for label, part in (
         ("all", rows),
-        ("tuned on", [r for r in rows if not r["kept_aside"]]),
-        ("kept aside", [r for r in rows if r["kept_aside"]]),
+        ("used for tuning", [r for r in rows if not r["kept_aside"]]),
+        ("held out", [r for r in rows if r["kept_aside"]]),
     ):
         errors = [abs(r["error_percent"]) for r in part if "error_percent" in r]
         if errors:
@@ -148,7 +150,7 @@ def _tables(rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
         ]
         for row in misses:
             if "error_percent" in row:
-                aside = " (kept aside)" if row["kept_aside"] else ""
+                aside = " (held out)" if row["kept_aside"] else ""
                 lines.append(
                     f"| {row['name']}{aside} | {row['measured_bytes']:,} | {row['predicted_bytes']:,} |"
                     f" {row['error_percent']:+.2f} % |"

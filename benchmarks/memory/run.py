@@ -1,4 +1,4 @@
-"""Measures every setting of the matrix that has no measurement yet, and keeps the figures.
+"""Measure every setting of the matrix that has not been measured yet, and save the figures.
 
 ``python benchmarks/memory/run.py [--backend fake|gloo] [--only TEXT] [--again]``
 
@@ -32,12 +32,12 @@ RESULTS = Path(__file__).parent.parent / "results" / "memory_measured.json"
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing settings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=("fake", "gloo"))
     parser.add_argument("--only", default="", help="text the setting's name must contain")
-    parser.add_argument("--again", action="store_true", help="measure anew")
-    parser.add_argument("--part", default="0/1", help="of several processes at once: which one, of how many")
+    parser.add_argument("--again", action="store_true", help="measure every setting again")
+    parser.add_argument("--part", default="0/1", help="share of this process among several, as INDEX/COUNT")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     import measure  # noqa: F401 - warms this process up before the first fork

@@ -1,4 +1,4 @@
-"""One measured setting, and the records it stands for."""
+"""One measured setting, and the records that describe it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Setting:
     Attributes:
         name: Unique.
         family: What the row counts as in the tables.
-        reference, overrides: The model, cut to what fits a small machine.
+        reference, overrides: The model, reduced to fit a small machine.
         backend: ``fake`` or ``gloo``.
         ranks: World size; ``replicate`` of them hold copies (HSDP), ``context`` of them share a sequence
             and ``exchange`` its keys and values.
@@ -47,9 +47,9 @@ class Setting:
         accumulation, held: Micro-batches per step; gradients held ``sharded`` or ``unsharded``.
         optimizer, implementation: As in a recipe.
         layout: ``native`` or ``accelerate``.
-        prefetch: Units gathered ahead.
-        packed: Whether batches hold packed documents under a mask.
-        kept_aside: Not looked at while the model was tuned.
+        prefetch: FSDP units to prefetch.
+        packed: Whether batches contain packed documents under a mask.
+        kept_aside: Held out while the model was tuned.
     """
 
     name: str

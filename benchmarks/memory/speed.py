@@ -1,4 +1,4 @@
-"""How fast traces and footprints are, imports excluded, and what they weigh.
+"""Measure the time of traces and footprints, without imports, and their memory.
 
 ``python benchmarks/memory/speed.py`` writes ``benchmarks/results/memory_speed.json``.
 """
@@ -31,7 +31,7 @@ CANDIDATES = 500
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure and write the result."""
     import fsdptool.memory.tracing.make_trace  # noqa: F401 - imports are excluded
 
     _warm("llama3:8b")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _warm(reference: str) -> None:
-    """Trace something small once, so that lazily imported modules are there."""
+    """Trace a small model once, so that lazily imported modules are loaded."""
     recipe = Recipe(ModelChoice(reference), batch=Batch(sequence_length=128))
     trace(resolve(reference), recipe, FsdpSettings(num_processes=8), use_cache=False)
     moe = "qwen3-moe:30b-a3b"

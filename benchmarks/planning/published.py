@@ -1,9 +1,9 @@
-"""The time model beside a throughput that somebody else measured and published.
+"""Compare the time model with a published throughput.
 
     python benchmarks/planning/published.py [-o benchmarks/results/planning_published.json]
 
-torchtitan's Llama-3-8B on 8 H100 (its ``benchmarks/llama3_h100``): another implementation of the model, on
-cards of 500 W. This is no measurement of ours; it says whether the model is of the right size.
+The reference is torchtitan's Llama-3-8B on 8 H100 (its ``benchmarks/llama3_h100``): another implementation of the
+model, on 500 W cards. fsdptool did not measure it; it shows whether the time model has the right magnitude.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS = Options(
 
 
 def main() -> None:
-    """Predict, print and keep the figure."""
+    """Predict, print and save the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()

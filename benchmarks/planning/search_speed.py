@@ -1,11 +1,10 @@
-"""How fast a search is with warm traces, and what it holds in memory.
+"""Measure the time of a search with warm traces, and its memory.
 
     python benchmarks/planning/search_speed.py [-o benchmarks/results/planning_search.json]
 
-Each case runs in a process of its own. The first plan there traces what the cache lacks; then the same
-search runs again in the same process, imports and traces warm. Seconds are of that second run, by the
-process's own clock (what two idle cores would need) and by the wall. Resident memory is the process's
-highest, its first run included.
+Each case runs in a separate process. The first plan traces what the cache lacks; then the same search runs again
+in the same process, with warm imports and traces. Seconds are those of the second run, in CPU time (what two
+idle cores would need) and wall time. Resident memory is the peak of the process, including the first run.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def measure(name: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run every case and print (and keep) the results."""
+    """Run every case and print (and save) the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--case", choices=list(CASES))

@@ -1,9 +1,9 @@
-"""Put what the commands really print into README.md, between its capture marks.
+"""Write the output of real commands into README.md, between its capture marks.
 
     python benchmarks/readme/capture.py [NAME ...]      default: every block
 
-A block begins with ``<!-- capture: NAME -->`` and ends with ``<!-- end -->``. The main job's step
-lines are shortened to a few, which is said in the block; nothing else is changed.
+A block begins with ``<!-- capture: NAME -->`` and ends with ``<!-- end -->``. Of the main job's step lines only a
+few are kept, with ``...`` for the others; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ KEPT_STEPS = (1, 2, 3, 20, 40, 60)
 
 
 def run(*command: str) -> str:
-    """Return what a command prints on a terminal of 110 columns, without colour.
+    """Return the output of a command on a terminal of 110 columns, without colour.
 
-    Answers go to the terminal, so tables are drawn; progress goes to a pipe, so it comes in lines.
+    Standard output is a terminal, so that tables are drawn; standard error is a pipe, so that progress comes
+    in lines.
     """
     environment = {**os.environ, "COLUMNS": "110", "LINES": "50", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
     screen, terminal = pty.openpty()
@@ -70,7 +71,7 @@ def plan() -> str:
 
 
 def job() -> str:
-    """Capture the main job, its folder named as a reader would name it."""
+    """Capture the main job, with its folder named as a reader would name it."""
     with tempfile.TemporaryDirectory() as folder:
         work = str(Path(folder, "main_job"))
         text = run("sh", "examples/main_job/main_job.sh", work).replace(work, "runs/main_job")

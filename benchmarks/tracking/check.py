@@ -1,10 +1,10 @@
-"""Trains with Weights & Biases (offline) and trackio as trackers, and reads back what each of them wrote.
+"""Train with Weights & Biases (offline) and trackio as trackers, and read back what each of them wrote.
 
     python benchmarks/tracking/check.py --output benchmarks/results/tracking.json
 
-Both are too large to be test dependencies, so this is run by hand when a tracker's interface may have
-changed. Every step's loss must be in the tracker's own files, read with wandb's own message types and
-from trackio's SQLite file, and equal ``metrics.jsonl``.
+Both are too large to be test dependencies, so run this script by hand when a tracker's interface may have changed.
+Every step's loss must be in the tracker's own files (read with wandb's own message types and from trackio's
+SQLite file) and equal ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="u
 
 
 def train(folder: Path, backend: str) -> Path:
-    """Run ``fsdptool train`` with one tracker; returns the run folder."""
+    """Run ``fsdptool train`` with one tracker and return the run folder."""
     folder.mkdir()
     (folder / "recipe.yaml").write_text(RECIPE.replace("BACKEND", backend))
     (folder / "accelerate.yaml").write_text(CONFIG)
@@ -59,7 +59,7 @@ def train(folder: Path, backend: str) -> Path:
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
-    """Yield the records of an offline run: LevelDB's log format behind a head of seven bytes.
+    """Yield the records of an offline run: LevelDB's log format after a header of seven bytes.
 
     Blocks of 32 KiB hold chunks of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle,
     4: last) and data; the end of a block that is too short for a chunk's head is padding.
@@ -104,7 +104,7 @@ def from_trackio(folder: Path) -> dict[int, float]:
 
 
 def check(backend: str) -> dict[str, Any]:
-    """Train with a tracker and compare."""
+    """Train with a tracker and compare the losses."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, backend)
         run = train(folder, backend)
@@ -114,7 +114,7 @@ def check(backend: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Check the trackers asked for; 1 if one lost something."""
+    """Check the requested trackers; return 1 if one lost a value."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""What rounding a denoiser's time to bfloat16 costs: the error of its prediction, with and without.
+"""Measure the error of a denoiser's prediction when its time is rounded to bfloat16.
 
-Each family's small model, random weights, predicts at one noise level in fp32, and twice in bfloat16: with
-every floating input cast, as FSDP2's root does (``cast_forward_inputs``) and with it accelerate, and with
-times left in fp32, as the trainer does (``Family.exact_inputs``). The error is the norm of the difference
-from the fp32 prediction over that prediction's norm.
+Each family's small model, with random weights, predicts at one noise level in fp32 and twice in bfloat16: with
+every floating-point input cast, as FSDP2's root (``cast_forward_inputs``) and therefore accelerate do, and with
+times left in fp32, as the trainer does (``Family.exact_inputs``). The error is the norm of the difference from
+the fp32 prediction, divided by the norm of that prediction.
 
     python benchmarks/training/exact_times.py
 """
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def compare(family: Family) -> dict[str, float] | None:
-    """Return both errors of a family's first flavour, or None where nothing can be compared."""
+    """Return both errors of a family's first flavour, or None if they cannot be compared."""
     flavour = next(iter(family.flavours().values()), None)
     small = small_model(family, flavour) if flavour is not None else None
     if small is None or "sigma" not in small.batch:
@@ -68,7 +68,7 @@ def compare(family: Family) -> dict[str, float] | None:
 
 
 def lowered(model: nn.Module, kept: Collection[str]) -> nn.Module:
-    """Return a copy with bf16 parameters, buffers as they are, that casts its inputs but for ``kept``."""
+    """Return a copy with bf16 parameters, unchanged buffers, that casts its inputs except ``kept``."""
     made = copy.deepcopy(model)
     for parameter in made.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,11 +1,11 @@
-"""Host memory of each rank while pretrained weights are loaded: ours against ``from_pretrained``.
+"""Measure each rank's host memory while pretrained weights are loaded, relative to ``from_pretrained``.
 
-Two gloo ranks load one model from a folder of sharded safetensors, in processes of their own: the trainer
+Two gloo ranks load one model from a folder of sharded safetensors, each way in separate processes: the trainer
 (meta build, ``fully_shard``, slices of the files into this rank's rows), and the usual way (every rank calls
-transformers' ``from_pretrained``, then ``fully_shard``). Files are bf16, as most are published, and the model
-is loaded in fp32, as it is trained. The figure is the peak of the process's anonymous memory above what it
-had before the load, from ``/proc/self/status`` a thousand times a second: pages of mapped files, which the
-kernel can drop, are not in it. ``shard_bytes`` is what a rank must hold at least.
+transformers' ``from_pretrained``, then ``fully_shard``). Files are bf16, as most are published, and the model is
+loaded in fp32, as it is trained. The figure is the peak of the process's anonymous memory above its level before
+the load, read from ``/proc/self/status`` a thousand times a second. Pages of mapped files are excluded, because
+the kernel can drop them. ``shard_bytes`` is the minimum that a rank must hold.
 
     python benchmarks/training/loading_host_memory.py --rounds 3
 """
@@ -58,7 +58,7 @@ def peak_of(act: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def ours(folder: Path) -> Callable[[], Any]:
-    """Return what loads through the trainer; everything before the weights is done already."""
+    """Return a function that loads through the trainer, with everything before the weights done."""
     from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_units
@@ -77,7 +77,7 @@ def ours(folder: Path) -> Callable[[], Any]:
 
 
 def usual(folder: Path) -> Callable[[], Any]:
-    """Return what loads through ``from_pretrained`` and shards afterwards."""
+    """Return a function that loads through ``from_pretrained`` and shards afterwards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaForCausalLM
@@ -95,7 +95,7 @@ def usual(folder: Path) -> Callable[[], Any]:
 
 
 def rank_main(rank: int, folder: str, rival: str) -> None:
-    """Load once on one rank and write what it took."""
+    """Load once on one rank and write its peak."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), TQDM_DISABLE="1")
     store = dist.FileStore(f"{folder}/store-{rival}-{os.getppid()}", RANKS)
@@ -125,7 +125,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--width", type=int, default=768, help="hidden size; 768 makes 327 MB in fp32")
+    parser.add_argument("--width", type=int, default=768, help="hidden size; 768 gives 327 MB in fp32")
     parser.add_argument(
         "--output", type=Path, default=Path("benchmarks/results/training_loading_memory.json")
     )

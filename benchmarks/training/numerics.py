@@ -1,12 +1,12 @@
-"""Fifty steps of every objective, method and way to shard, against a plain loop in one process.
+"""Compare fifty steps of every objective, method and way to shard with a plain loop in one process.
 
 The plain loop shares no code with the engine (``tests/training/reference.py``). Targets are spread unevenly
 over ranks throughout. Four groups of rows, each with its relative errors:
 
 - ``objectives``: every objective under every method on two and on four ranks, fp32, AdamW: losses, and the
   norm of all weights' differences over the norm of the weights;
-- ``tensors``: the same in fp64 (a mixture of experts under SGD: torch 2.13's grouped products take no
-  fp64): also the worst single tensor;
+- ``tensors``: the same in fp64, with the worst single tensor (torch 2.13's grouped products do not support
+  fp64, so a mixture of experts trains with SGD);
 - ``ways``: one decoder under every accumulation, mesh, resharding, checkpointing, offload and optimizer
   kernel, with clipping;
 - ``adapters``: LoRA kept whole on every rank, and on fused experts.
@@ -46,7 +46,7 @@ GROUPS = ("objectives", "tensors", "ways", "adapters")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One run and what it is called."""
+    """One run and its name."""
 
     group: str
     case: str
@@ -60,7 +60,7 @@ class Row:
 
 
 def rows(names: list[str]) -> Iterator[Row]:
-    """Yield every run, those of one plain loop in succession."""
+    """Yield every run; those with the same plain loop are consecutive."""
     for name in names:
         for method in METHODS:
             for ranks in (2, 4):
@@ -80,13 +80,13 @@ def rows(names: list[str]) -> Iterator[Row]:
 
 
 class Plain:
-    """Runs plain loops, and remembers the last one: the next row is often held against it, too."""
+    """Runs plain loops and keeps the last one, because the next row is often compared with it as well."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, dict[str, Any]] | None = None
 
     def run(self, row: Row, recipe: Recipe, found: dict[str, Any]) -> dict[str, Any]:
-        """Return what the plain loop comes to from the weights the ranks began with."""
+        """Return the result of the plain loop, started from the ranks' initial weights."""
         optimizer = dataclasses.replace(recipe.optimizer, implementation="auto")
         key = (row.case, row.method, row.count, recipe.model.dtype, optimizer)
         if self._known is None or self._known[0] != key:
@@ -121,7 +121,7 @@ def measure(row: Row, pool: Pool, plain: Plain) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the rows and write the result; returns 1 if one of them is outside its bound."""
+    """Run the rows and write the result; return 1 if one of them exceeds its bound."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

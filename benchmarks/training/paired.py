@@ -1,4 +1,4 @@
-"""What benchmarks of paired ratios share: bounds, the head of a result, a tiny run's files."""
+"""Shared by benchmarks of paired ratios: bounds, the header of a result, the files of a tiny run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def llama(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
 
 
 def write_run(folder: Path, config: dict[str, Any], *, ranks: int, steps: int, length: int) -> list[str]:
-    """Write a model, a recipe and a YAML; returns the arguments of ``fsdptool train`` but its output."""
+    """Write a model, a recipe and a YAML; return the arguments of ``fsdptool train`` without its output."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
     (folder / "accelerate.yaml").write_text(ACCELERATE.replace("RANKS", str(ranks)))
@@ -66,7 +66,7 @@ def bounds(ratios: list[float], rounds: int = 4000) -> dict[str, float]:
 
 
 def head(benchmark: str, **settings: Any) -> dict[str, Any]:
-    """Return the head of a result: what it is, where and with what it was taken."""
+    """Return the header of a result: its name, the machine and the library versions."""
     from fsdptool.records.document import library_versions
 
     return {

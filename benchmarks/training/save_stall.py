@@ -1,9 +1,9 @@
-"""How long training stands still for a checkpoint: asynchronous saves against synchronous ones.
+"""Measure how long a checkpoint pauses training: asynchronous saves relative to synchronous ones.
 
-Two gloo ranks train one model and save it by both ways in turn (A B B A ...), each time followed by
-the same number of steps. ``stall`` is the time until training goes on; ``window`` is save and steps
-together, so that what the writing thread takes from the steps beside it is not hidden. Figures are
-medians of paired ratios, with bootstrap bounds.
+Two gloo ranks train one model and save it in both ways in turn (A B B A ...), each time followed by the same
+number of steps. ``stall`` is the time until training continues; ``window`` is the time of save and steps
+together, which includes what the writing thread takes from concurrent steps. Figures are medians of paired
+ratios, with bootstrap bounds.
 
     python benchmarks/training/save_stall.py --pairs 20
 """
@@ -30,10 +30,10 @@ CONFIG = llama(384, 4, 4096)
 
 
 class Quiet:
-    """An event log nobody reads."""
+    """An event log that discards events."""
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Drop an event."""
+        """Discard an event."""
 
     def rewind(self, step: int) -> None:
         """Nothing was logged."""
@@ -51,7 +51,7 @@ class Position:
 
 
 def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
-    """Save both ways in turn on one rank; rank 0 writes the times."""
+    """Save in both ways in turn on one rank; rank 0 writes the times."""
     from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_units

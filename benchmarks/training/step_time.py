@@ -1,8 +1,7 @@
-"""Step time of the trainer against a bare torch FSDP2 loop with the same settings, and against accelerate.
+"""Measure the trainer's step time relative to a bare torch FSDP2 loop and to accelerate, with equal settings.
 
-Rivals run in the same processes on models of the same shape, step by step in turn (A B B A ...), so
-that whatever else the machine does meets them all alike. The figure is the median of the paired
-ratios, with bootstrap bounds.
+All of them run in the same processes on models of the same shape, step by step in turn (A B B A ...), so that other
+load on the machine affects them equally. The figure is the median of the paired ratios, with bootstrap bounds.
 
     python benchmarks/training/step_time.py --ranks 2 --pairs 40
 """
@@ -59,11 +58,11 @@ def ours(folder: Path) -> tuple[Step, float]:
 
 
 def void(_: Any) -> None:
-    """Drop a result."""
+    """Discard a result."""
 
 
 def model_for_bare() -> torch.nn.Module:
-    """Build the model for real, as a bare script does."""
+    """Build the model with real tensors, as a bare script does."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = {k: v for k, v in CONFIG.items() if k not in ("model_type", "architectures")}
@@ -99,10 +98,10 @@ def bare() -> tuple[Step, float]:
 
 
 def with_accelerate() -> tuple[Step, float]:
-    """Return the step of an accelerate script whose FSDP2 really shards on the CPU.
+    """Return the step of an accelerate script whose FSDP2 shards on the CPU.
 
-    accelerate 1.15 refuses FSDP there, so its plugin is attached to the state by hand; model,
-    optimizer and clipping then go through accelerate's own code.
+    accelerate 1.15 refuses FSDP there, so its plugin is attached to the state by hand. Model, optimizer and
+    clipping then go through accelerate's own code.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -144,7 +143,7 @@ RIVALS = {"bare": bare, "accelerate": with_accelerate}
 
 
 def rank_main(rank: int, world: int, folder: str, rivals: list[str], pairs: int, out: str) -> None:
-    """Time the rivals in turn on one rank; rank 0 writes."""
+    """Time all candidates in turn on one rank; rank 0 writes the result."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -1,15 +1,15 @@
-"""Step time against Hugging Face's Trainer, where it shards and where it does not.
+"""Measure the step time relative to Hugging Face's Trainer, with and without sharding.
 
-Asked for FSDP2 on two gloo ranks, the Trainer shards nothing on the CPU: every rank holds every parameter
-(``as_asked``). So it is compared twice, each time with the same model, batch, AdamW, clipping and fp32:
+When FSDP2 is requested on two gloo ranks, the Trainer does not shard on the CPU: every rank holds every parameter
+(``as_asked``). It is therefore compared twice, each time with the same model, batch, AdamW, clipping and fp32:
 
-- ``sharded``: two gloo ranks, with accelerate's FSDP2 plugin attached to the Trainer's accelerator by hand;
-  what a rank holds then is written down, too;
-- ``whole``: one process, where the Trainer shards nothing and ours shards over the one rank there is, which
-  is a copy of every unit's parameters in forward and in backward and one of its gradients.
+- ``sharded``: two gloo ranks, with accelerate's FSDP2 plugin attached to the Trainer's accelerator by hand. The
+  parameters that a rank then holds are recorded, too.
+- ``whole``: one process, in which the Trainer does not shard. fsdptool shards over the single rank, which copies
+  every unit's parameters in forward and in backward, and its gradients once.
 
-Whole programs run in turn (A B, B A, ...); a program's figure is the median of its step times without the
-first ones, the result the median of paired ratios with bootstrap bounds.
+Whole programs run in turn (A B, B A, ...). A program's figure is the median of its step times without the first
+ones; the result is the median of paired ratios, with bootstrap bounds.
 
     python benchmarks/training/versus_trainer.py --pairs 12
 """
@@ -121,7 +121,7 @@ def _start(argv: list[str], folder: Path) -> None:
 
 
 def as_asked(folder: Path) -> dict[str, Any]:
-    """Ask the Trainer for FSDP2 on two ranks and say what a rank held, or why it refused."""
+    """Request FSDP2 of the Trainer on two ranks; return what a rank held, or why it refused."""
     try:
         held = trainer(folder, ranks=2, steps=1, way="as_asked")["held"]
     except RuntimeError as error:
@@ -130,7 +130,7 @@ def as_asked(folder: Path) -> dict[str, Any]:
 
 
 def compare(ranks: int, way: str, pairs: int) -> dict[str, Any]:
-    """Run both in turn; returns medians, ratios and what a rank of the Trainer held."""
+    """Run both in turn; return medians, ratios and what a rank of the Trainer held."""
     times: dict[str, list[float]] = {"fsdptool": [], "trainer": []}
     held = 0
     with tempfile.TemporaryDirectory() as name:
@@ -153,13 +153,13 @@ def compare(ranks: int, way: str, pairs: int) -> dict[str, Any]:
 
 
 def prepare(folder: Path, ranks: int) -> list[str]:
-    """Write what both need; returns the arguments of ``fsdptool train``."""
+    """Write what both need; return the arguments of ``fsdptool train``."""
     (folder / "rival.py").write_text(RIVAL.replace("LENGTH", str(LENGTH)))
     return write_run(folder, CONFIG, ranks=ranks, steps=STEPS, length=LENGTH)
 
 
 def parameters() -> int:
-    """Return how many parameters the model has."""
+    """Return the number of parameters of the model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -174,7 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=12, help="of ranks that shard; a third of them of one")
+    parser.add_argument(
+        "--pairs", type=int, default=12, help="pairs of sharded runs; a third as many of whole ones"
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("benchmarks/results/training_versus_trainer.json")
     )

@@ -1,4 +1,4 @@
-"""Load an exported model with transformers alone, and let it go on writing."""
+"""Load an exported model with transformers alone, and let it continue a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(folder: str) -> None:
     prompt = tokenizer("The following ", return_tensors="pt")
     with torch.no_grad():
         written = model.generate(**prompt, max_new_tokens=40, do_sample=False)
-    print(f"it writes: {tokenizer.decode(written[0], skip_special_tokens=True)!r}")
+    print(f"continuation: {tokenizer.decode(written[0], skip_special_tokens=True)!r}")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def read_input(path: Path) -> SourceText | None:
     """Return standard input where the path is ``-``, else None.
 
     Raises:
-        ConfigError: It is no text, or too long.
+        ConfigError: The input is not text, or is too long.
     """
     from fsdptool.files.text import UnreadableError, decode
 
