@@ -2,8 +2,8 @@
 
     python benchmarks/config/against_to_fsdp2.py --folder FOLDER [-o RESULT.json]
 
-Both tools migrate every accelerate file of the folder that describes FSDP1. The results run through accelerate's
-own loader, launch environment and plugin, and are compared with what the original file runs:
+Both tools migrate every accelerate file of the folder that describes FSDP1. The results run through
+accelerate's own loader, launch environment and plugin, and are compared with what the original file runs:
 
 - ``works``: accelerate accepts the file and starts FSDP2;
 - ``means_the_same``: reshard, wrapping, state dict, offload, loading, checkpointing, precision, processes

@@ -7,9 +7,10 @@ step, or every rank receives it while a checkpoint is being written. Afterwards 
 checkpoint (parameters, optimizer states, random generators) must have the digests of the undisturbed run's,
 and ``metrics.jsonl`` the same losses.
 
-Ranks are forked from a process that has imported torch and transformers. This script restarts them as torchrun
-would (SIGTERM to the survivor, then SIGKILL, with the attempt counted in its variable), so that forty
-recoveries take minutes on two cores. ``tests/runs/test_faults.py`` tests the same faults under torchrun.
+Ranks are forked from a process that has imported torch and transformers. This script restarts them as
+torchrun would (SIGTERM to the survivor, then SIGKILL, with the attempt counted in its variable), so that
+forty recoveries take minutes on two cores. ``tests/runs/test_faults.py`` tests the same faults under
+torchrun.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     python benchmarks/launch/hosts.py --output benchmarks/results/launch-hosts.json
 
-Two network namespaces joined by a pair of virtual interfaces act as two hosts. Each has its own addresses, name
-and loopback interface and, as in Debian's default, resolves its own name to a loopback address. They share this
-machine's file system. Requires Linux, root, and Debian's iproute2 and util-linux.
+Two network namespaces joined by a pair of virtual interfaces act as two hosts. Each has its own addresses,
+name and loopback interface and, as in Debian's default, resolves its own name to a loopback address. They
+share this machine's file system. Requires Linux, root, and Debian's iproute2 and util-linux.
 
-There are three runs. In the first two, node 0 is given by address and by name, and the run trains to its end. In
-the third, the second host's link is taken down during training, and both hosts must end by themselves with a
-line that names a rank.
+There are three runs. In the first two, node 0 is given by address and by name, and the run trains to its
+end. In the third, the second host's link is taken down during training, and both hosts must end by
+themselves with a line that names a rank.
 """
 
 from __future__ import annotations

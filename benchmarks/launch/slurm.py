@@ -2,12 +2,13 @@
 
     python benchmarks/launch/slurm.py --output benchmarks/results/launch-slurm.json
 
-Requires root and Debian's slurm-wlm, munge, iproute2 and util-linux. The nodes are the two network namespaces
-of ``hosts.py``, each with its own slurmd; slurmctld runs on the first. There are no cgroups and no accounting.
+Requires root and Debian's slurm-wlm, munge, iproute2 and util-linux. The nodes are the two network
+namespaces of ``hosts.py``, each with its own slurmd; slurmctld runs on the first. There are no cgroups and
+no accounting.
 
-1. The job trains until Slurm sends SIGUSR1 ahead of its time limit. All ranks save, the script requeues the job,
-   and it continues from the step at which it stopped. The recipe is then shortened, so that the second start
-   ends by itself.
+1. The job trains until Slurm sends SIGUSR1 ahead of its time limit. All ranks save, the script requeues the
+   job, and it continues from the step at which it stopped. The recipe is then shortened, so that the second
+   start ends by itself.
 2. ``scancel`` ends another start, which must leave a checkpoint of the last step.
 """
 

@@ -2,9 +2,9 @@
 
 ``python benchmarks/memory/oracle_sweep.py [--only TEXT] [--ranks 2 8 64 512]``
 
-Every family of the matrix is combined with every setting at every number of ranks. The comparison covers the peak
-of allocated bytes in step 2 without the optimizer's states (its step is slow on fake tensors and is compared with
-measurement elsewhere), with CUDA's attention kernels. Results are saved row by row in
+Every family of the matrix is combined with every setting at every number of ranks. The comparison covers
+the peak of allocated bytes in step 2 without the optimizer's states (its step is slow on fake tensors and
+is compared with measurement elsewhere), with CUDA's attention kernels. Results are saved row by row in
 ``benchmarks/results/memory_oracle.json``, so that an interrupted sweep continues.
 """
 

@@ -2,8 +2,9 @@
 
     python benchmarks/planning/published.py [-o benchmarks/results/planning_published.json]
 
-The reference is torchtitan's Llama-3-8B on 8 H100 (its ``benchmarks/llama3_h100``): another implementation of the
-model, on 500 W cards. fsdptool did not measure it; it shows whether the time model has the right magnitude.
+The reference is torchtitan's Llama-3-8B on 8 H100 (its ``benchmarks/llama3_h100``): another implementation
+of the model, on 500 W cards. It is not our own measurement; it shows whether the time model has the right
+magnitude.
 """
 
 from __future__ import annotations

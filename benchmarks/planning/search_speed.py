@@ -2,9 +2,10 @@
 
     python benchmarks/planning/search_speed.py [-o benchmarks/results/planning_search.json]
 
-Each case runs in a separate process. The first plan traces what the cache lacks; then the same search runs again
-in the same process, with warm imports and traces. Seconds are those of the second run, in CPU time (what two
-idle cores would need) and wall time. Resident memory is the peak of the process, including the first run.
+Each case runs in a separate process. The first plan traces what the cache lacks; then the same search runs
+again in the same process, with warm imports and traces. Seconds are those of the second run, in CPU time
+(what two idle cores would need) and wall time. Resident memory is the peak of the process, including the
+first run.
 """
 
 from __future__ import annotations

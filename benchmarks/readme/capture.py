@@ -2,8 +2,8 @@
 
     python benchmarks/readme/capture.py [NAME ...]      default: every block
 
-A block begins with ``<!-- capture: NAME -->`` and ends with ``<!-- end -->``. Of the main job's step lines only a
-few are kept, with ``...`` for the others; nothing else is changed.
+A block begins with ``<!-- capture: NAME -->`` and ends with ``<!-- end -->``. Of the main job's step lines
+only a few are kept, with ``...`` for the others; nothing else is changed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/tracking/check.py --output benchmarks/results/tracking.json
 
-Both are too large to be test dependencies, so run this script by hand when a tracker's interface may have changed.
-Every step's loss must be in the tracker's own files (read with wandb's own message types and from trackio's
-SQLite file) and equal ``metrics.jsonl``.
+Both are too large to be test dependencies, so run this script by hand when a tracker's interface may have
+changed. Every step's loss must be in the tracker's own files (read with wandb's own message types and from
+trackio's SQLite file) and equal ``metrics.jsonl``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measure the error of a denoiser's prediction when its time is rounded to bfloat16.
 
-Each family's small model, with random weights, predicts at one noise level in fp32 and twice in bfloat16: with
-every floating-point input cast, as FSDP2's root (``cast_forward_inputs``) and therefore accelerate do, and with
-times left in fp32, as the trainer does (``Family.exact_inputs``). The error is the norm of the difference from
-the fp32 prediction, divided by the norm of that prediction.
+Each family's small model, with random weights, predicts at one noise level in fp32 and twice in bfloat16:
+with every floating-point input cast, as FSDP2's root (``cast_forward_inputs``) and therefore accelerate do,
+and with times left in fp32, as the trainer does (``Family.exact_inputs``). The error is the norm of the
+difference from the fp32 prediction, divided by the norm of that prediction.
 
     python benchmarks/training/exact_times.py
 """

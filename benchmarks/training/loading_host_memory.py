@@ -1,11 +1,11 @@
 """Measure each rank's host memory while pretrained weights are loaded, relative to ``from_pretrained``.
 
-Two gloo ranks load one model from a folder of sharded safetensors, each way in separate processes: the trainer
-(meta build, ``fully_shard``, slices of the files into this rank's rows), and the usual way (every rank calls
-transformers' ``from_pretrained``, then ``fully_shard``). Files are bf16, as most are published, and the model is
-loaded in fp32, as it is trained. The figure is the peak of the process's anonymous memory above its level before
-the load, read from ``/proc/self/status`` a thousand times a second. Pages of mapped files are excluded, because
-the kernel can drop them. ``shard_bytes`` is the minimum that a rank must hold.
+Two gloo ranks load one model from a folder of sharded safetensors, each way in separate processes: the
+trainer (meta build, ``fully_shard``, slices of the files into this rank's rows), and the usual way (every
+rank calls transformers' ``from_pretrained``, then ``fully_shard``). Files are bf16, as most are published,
+and the model is loaded in fp32, as it is trained. The figure is the peak of the process's anonymous memory
+above its level before the load, read from ``/proc/self/status`` a thousand times a second. Pages of mapped
+files are excluded, because the kernel can drop them. ``shard_bytes`` is the minimum that a rank must hold.
 
     python benchmarks/training/loading_host_memory.py --rounds 3
 """

@@ -1,10 +1,10 @@
 """Measure the time to the end of the first step: ``fsdptool train`` relative to an accelerate script.
 
-Both start two gloo ranks under torchrun on the same model. The time runs from the start of the process to the end of
-the first step. It includes imports, rendezvous, building and, for fsdptool only, the memory prediction, sharding
-and its proof. accelerate 1.15 does not shard on the CPU. The first pair is discarded: it fills the page cache and
-fsdptool's cache of the model and its trace. Starts alternate (A B, B A, ...); the figure is the median of paired
-ratios, with bootstrap bounds.
+Both start two gloo ranks under torchrun on the same model. The time runs from the start of the process to
+the end of the first step. It includes imports, rendezvous, building and, for fsdptool only, the memory
+prediction, sharding and its proof. accelerate 1.15 does not shard on the CPU. The first pair is discarded:
+it fills the page cache and fsdptool's cache of the model and its trace. Starts alternate (A B, B A, ...);
+the figure is the median of paired ratios, with bootstrap bounds.
 
     python benchmarks/training/start_up.py --pairs 5
 """

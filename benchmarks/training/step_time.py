@@ -1,7 +1,8 @@
 """Measure the trainer's step time relative to a bare torch FSDP2 loop and to accelerate, with equal settings.
 
-All of them run in the same processes on models of the same shape, step by step in turn (A B B A ...), so that other
-load on the machine affects them equally. The figure is the median of the paired ratios, with bootstrap bounds.
+All of them run in the same processes on models of the same shape, step by step in turn (A B B A ...), so
+that other load on the machine affects them equally. The figure is the median of the paired ratios, with
+bootstrap bounds.
 
     python benchmarks/training/step_time.py --ranks 2 --pairs 40
 """

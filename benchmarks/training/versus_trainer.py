@@ -1,15 +1,16 @@
 """Measure the step time relative to Hugging Face's Trainer, with and without sharding.
 
-When FSDP2 is requested on two gloo ranks, the Trainer does not shard on the CPU: every rank holds every parameter
-(``as_asked``). It is therefore compared twice, each time with the same model, batch, AdamW, clipping and fp32:
+When FSDP2 is requested on two gloo ranks, the Trainer does not shard on the CPU: every rank holds every
+parameter (``as_asked``). It is therefore compared twice, each time with the same model, batch, AdamW,
+clipping and fp32:
 
-- ``sharded``: two gloo ranks, with accelerate's FSDP2 plugin attached to the Trainer's accelerator by hand. The
-  parameters that a rank then holds are recorded, too.
-- ``whole``: one process, in which the Trainer does not shard. fsdptool shards over the single rank, which copies
-  every unit's parameters in forward and in backward, and its gradients once.
+- ``sharded``: two gloo ranks, with accelerate's FSDP2 plugin attached to the Trainer's accelerator by hand.
+  The parameters that a rank then holds are recorded, too.
+- ``whole``: one process, in which the Trainer does not shard. fsdptool shards over the single rank, which
+  copies every unit's parameters in forward and in backward, and its gradients once.
 
-Whole programs run in turn (A B, B A, ...). A program's figure is the median of its step times without the first
-ones; the result is the median of paired ratios, with bootstrap bounds.
+Whole programs run in turn (A B, B A, ...). A program's figure is the median of its step times without the
+first ones; the result is the median of paired ratios, with bootstrap bounds.
 
     python benchmarks/training/versus_trainer.py --pairs 12
 """
