@@ -28,8 +28,7 @@ from fsdptool.distributed.session import open_session
 from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
 from fsdptool.memory import footprint, trace
-from fsdptool.modeling.methods.losses import Task
-from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.objective import Task, objective_for
 from fsdptool.records.codec import to_json
 from fsdptool.records.document import library_versions
 from fsdptool.training.optimizers.sharded import build_optimizer

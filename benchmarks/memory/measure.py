@@ -29,9 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptool.distributed.session import open_session
+from fsdptool.distributed.shard import reshard_all
 from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
-from fsdptool.modeling.methods.losses import Student, Task
+from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.objective import objective_for
 from fsdptool.training.memory_meter import settled_collectives
 from fsdptool.training.optimizers.sharded import build_optimizer
@@ -72,11 +73,11 @@ def _run(setting: Setting) -> None:
     objective = objective_for(recipe, spec)
     model = build_sharded(spec, recipe.model, plan, made.settings, session, recipe=recipe, seed=0)[0]
     _own_storage(model)
-    micro_loss: Any = Task(objective)
+    teacher: Teacher | None = None
     if made.teacher_spec is not None and made.teacher_units is not None:
         distillation = recipe.method.distillation
         assert distillation is not None
-        teacher = build_sharded(
+        frozen = build_sharded(
             made.teacher_spec,
             distillation.teacher,
             made.teacher_units,
@@ -85,12 +86,12 @@ def _run(setting: Setting) -> None:
             recipe=None,
             seed=0,
         )[0]
-        _own_storage(teacher)
-        micro_loss = Student(objective, teacher, distillation, objective_for(recipe, made.teacher_spec))
+        _own_storage(frozen)
+        teacher = Teacher(frozen, objective_for(recipe, made.teacher_spec), reshard_all)
     optimizer = build_optimizer(recipe.optimizer, list(model.named_parameters()), rate=1e-4)
     stepper = Undaunted(
         model,
-        micro_loss,
+        method_of(recipe).micro_loss(recipe, objective, teacher),
         optimizer,
         session,
         clip=recipe.optimizer.clip_grad_norm,

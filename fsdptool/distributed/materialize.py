@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from fsdptool.distributed.initialisation import Blueprint, loose_tensors, replay
 from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import ModelError
+from fsdptool.modeling.methods.lora import base_name
 from fsdptool.modeling.methods.quantised_formats import empty_parts, encode
 from fsdptool.modeling.methods.quantised_layers import QuantisedLinear, quantised_layers
 
@@ -37,11 +38,6 @@ class Origins:
     weights: Weights | None
     adapters: Blueprint | None
     seed: int
-
-
-def base_name(name: str) -> str:
-    """Return the name a parameter had before adapters were injected (peft nests ``base_layer``)."""
-    return name.replace(".base_layer", "")
 
 
 def materialize(model: nn.Module, origins: Origins, session: Session, *, offload: bool = False) -> list[str]:

@@ -81,7 +81,8 @@ def prepare(
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
     from fsdptool.modeling.context_parallel import check_context
-    from fsdptool.modeling.objective import check_teacher, objective_for
+    from fsdptool.modeling.methods import method_of
+    from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
     from fsdptool.source import resolve_choice
     from fsdptool.training.data.sources import with_places
@@ -106,7 +107,7 @@ def prepare(
     units = plan_units(anatomy, recipe, settings)
     teacher_spec, teacher_units = _teacher(recipe, settings, recipe_path)
     if teacher_spec is not None:
-        check_teacher(spec, teacher_spec)
+        method_of(recipe).check_teacher(spec, teacher_spec)
     made_up = recipe.data.source == "synthetic" and recipe.evaluation.data is None
     if with_data:
         _check_share(recipe, settings)
@@ -197,13 +198,15 @@ def _read(path: Path) -> str:
 def _teacher(
     recipe: Recipe, settings: FsdpSettings, recipe_path: Path
 ) -> tuple[ModelSpec | None, UnitPlan | None]:
-    if recipe.method.name != "distillation" or recipe.method.distillation is None:
-        return None, None
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.units import plan_teacher
     from fsdptool.source import resolve_choice
 
-    spec = resolve_choice(recipe.method.distillation.teacher, recipe_path.parent)
+    choice = method_of(recipe).teacher_choice(recipe)
+    if choice is None:
+        return None, None
+    spec = resolve_choice(choice, recipe_path.parent)
     return spec, plan_teacher(inspect(spec), recipe, settings)
 
 

@@ -1,15 +1,23 @@
-"""Which objective a recipe means, and whether a teacher's is the same."""
+"""Which objective a recipe means, and how a micro-batch's loss, backward and validation run.
+
+Trainer and memory tracer run the same code here: what a trace holds is what a step does.
+"""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_of
 from fsdptool.spelling import nearest
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from fsdptool.families.protocol import Objective
     from fsdptool.records.model import ModelSpec
     from fsdptool.records.recipe import Recipe
@@ -23,7 +31,7 @@ def objective_for(recipe: Recipe, spec: ModelSpec) -> Objective:
     """
     family = family_of(spec)
     known = family.objectives()
-    name = recipe.objective.name or _default(spec)
+    name = recipe.objective.name or default_objective(spec)
     if name not in known:
         near = nearest(name, list(known))
         raise ConfigError(
@@ -54,21 +62,133 @@ def _unknown(name: str, option: str, offered: list[str]) -> ConfigError:
     )
 
 
-def check_teacher(student: ModelSpec, teacher: ModelSpec) -> None:
-    """Refuse a teacher that was made for something else than its student.
-
-    An encoder sees the token that a decoder is to predict, and their logits may well have one shape.
-
-    Raises:
-        ConfigError: Their families train them under different objectives.
-    """
-    wanted, found = _default(student), _default(teacher)
-    if wanted != found:
-        raise ConfigError(
-            f"the teacher {teacher.reference.id} is a model for {found}, the student one for {wanted}",
-            help="choose a teacher of the student's kind",
-        )
-
-
-def _default(spec: ModelSpec) -> str:
+def default_objective(spec: ModelSpec) -> str:
+    """Return the objective a family trains a model under unless the recipe names another."""
     return spec.objective or family_of(spec).objective_for(spec.config)
+
+
+class Observer(Protocol):
+    """Follows a micro-batch from inside, as the memory tracer does. The trainer passes none."""
+
+    def predicted(self, prediction: Mapping[str, Any], *, distilled: bool = False) -> Mapping[str, Any]:
+        """Take note of the model's prediction, from which the loss is computed next.
+
+        Returns:
+            With ``distilled``, what a teacher predicts there, in place of a real one; else nothing.
+        """
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of ``loss``."""
+
+
+class MicroLoss(Protocol):
+    """Computes the loss of a micro-batch: :class:`Task`, or a method's own."""
+
+    objective: Objective
+
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Tensor], observer: Observer | None = None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the summed loss and summed metrics; the prediction dies with this call."""
+
+
+class Task:
+    """Computes the objective's own loss of a micro-batch, as a sum."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Tensor], observer: Observer | None = None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the summed loss and summed metrics."""
+        prediction = self.objective.predict(model, batch)
+        if observer is not None:
+            observer.predicted(prediction)
+        return self.objective.loss(prediction, batch), self.objective.metrics(prediction, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSync:
+    """What FSDP does with the gradients of one micro-batch.
+
+    Attributes:
+        last: Whether it is the step's last: only then does FSDP finish its reductions, and HSDP all-reduce.
+        reduce: Whether its gradients are reduce-scattered; False keeps them unsharded.
+    """
+
+    last: bool
+    reduce: bool
+
+
+def gradient_syncs(count: int, *, unsharded: bool) -> Iterator[GradientSync]:
+    """Yield what happens to the gradients of each of a step's micro-batches.
+
+    Args:
+        count: Micro-batches.
+        unsharded: Whether gradients are accumulated unsharded (``sharding.accumulation``).
+    """
+    for index in range(count):
+        last = index == count - 1
+        yield GradientSync(last, reduce=last or not unsharded)
+
+
+def run_micro_batch(
+    model: nn.Module,
+    micro_loss: MicroLoss,
+    batch: Mapping[str, Tensor],
+    *,
+    scale: float,
+    divisor: Tensor,
+    moment: Callable[[str], AbstractContextManager[None]],
+    observer: Observer | None = None,
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Run forward and backward of one micro-batch; gradients add up in the parameters.
+
+    Args:
+        model: In training mode.
+        micro_loss: The method's loss.
+        batch: On the model's device.
+        scale: Loss scale (fp16); else 1.
+        divisor: What the whole step's loss is divided by.
+        moment: Entered around forward and backward with their names; what measures memory is there.
+        observer: Follows from inside; None in a run.
+
+    Returns:
+        The summed loss, detached, and the summed metrics.
+    """
+    with moment("forward"):
+        loss, metrics = micro_loss(model, batch, observer)
+    with moment("backward"):
+        if observer is None:
+            (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
+        else:
+            observer.backward(loss * (scale / divisor))
+    return loss.detach(), metrics
+
+
+def add_validation_loss(
+    model: nn.Module,
+    objective: Objective,
+    batch: Mapping[str, Tensor],
+    total: Tensor,
+    sums: dict[str, Tensor],
+    observer: Observer | None = None,
+) -> None:
+    """Add one micro-batch of validation; its prediction dies here, before the next one's forward.
+
+    Args:
+        model: In evaluation mode; gradients are switched off by the caller.
+        objective: The task.
+        batch: On the model's device.
+        total: Summed loss and summed weight so far, fp64; added to.
+        sums: Summed metrics so far; added to.
+        observer: Follows from inside; None in a run.
+    """
+    prediction = objective.predict(model, batch)
+    if observer is not None:
+        observer.predicted(prediction)
+    total[0] += objective.loss(prediction, batch)
+    total[1] += objective.weight(batch)
+    for name, value in objective.metrics(prediction, batch).items():
+        sums[name] = sums[name] + value if name in sums else value.clone()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdptool.layout import group
+from fsdptool.modeling.methods import method_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,35 +18,57 @@ if TYPE_CHECKING:
     from fsdptool.records.units import UnitPlan
 
 
-def plan_units(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
-    """Return the units of a run. Only LoRA and dtypes other than the anatomy's need torch.
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model as it will be trained: what its method makes of the published one.
+
+    Attributes:
+        anatomy: Parameters that the method adds included.
+        replicated: Names of parameters the method keeps whole on every rank.
+    """
+
+    anatomy: Anatomy
+    replicated: tuple[str, ...] = ()
+
+
+def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
+    """Return the anatomy of the model as the recipe trains it. Only methods that add parameters need torch.
 
     Args:
         anatomy: Of the model as published (``inspection.inspect``).
+        recipe: Method and dtype.
+
+    Raises:
+        ConfigError: The method does not suit the model.
+    """
+    method = method_of(recipe)
+    if not method.adds_parameters:
+        return TrainedModel(_as_built(anatomy, recipe.model))
+    from fsdptool.families.registry import family_of
+    from fsdptool.inspection.build import build
+
+    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
+    method.prepare(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
+    return TrainedModel(_anatomy_of_live(model, anatomy), method.replicated(model, recipe))
+
+
+def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
+    """Return the units of a run.
+
+    Args:
+        anatomy: Of the model as published, or what :func:`as_trained` made of it.
         recipe: Method, dtype and sharding extras.
         settings: What the accelerate YAML says.
 
     Raises:
         ConfigError: The settings or the method do not suit the model.
     """
-    if recipe.method.name != "lora":
-        return group(_as_built(anatomy, recipe.model), settings, recipe.sharding)
-    from fsdptool.families.registry import family_of
-    from fsdptool.inspection.build import build
-    from fsdptool.modeling.methods.apply import prepare_model, replicated_names
-
-    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
-    model = prepare_model(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
-    return group(
-        anatomy_of_live(model, anatomy),
-        settings,
-        recipe.sharding,
-        replicated=replicated_names(model, recipe),
-    )
+    trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
+    return group(trained.anatomy, settings, recipe.sharding, replicated=trained.replicated)
 
 
 def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
-    """Return the units of a distillation's teacher: frozen, never recomputed, freed after forward.
+    """Return the units of a method's teacher: frozen, never recomputed, resharded after forward.
 
     Every unit is resharded, whatever the settings say of the student's: a teacher has no backward that
     would use it again, and is freed after each forward anyway (``shard.reshard_all``).
@@ -52,13 +76,12 @@ def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Un
     Raises:
         ConfigError: The settings do not suit the teacher.
     """
-    distillation = recipe.method.distillation
-    assert distillation is not None
+    choice = method_of(recipe).teacher_choice(recipe)
+    assert choice is not None
     frozen = dataclasses.replace(
-        _as_built(anatomy, distillation.teacher),
+        _as_built(anatomy, choice),
         parameters=tuple(
-            dataclasses.replace(p, trainable=False, dtype=distillation.teacher.dtype)
-            for p in anatomy.parameters
+            dataclasses.replace(p, trainable=False, dtype=choice.dtype) for p in anatomy.parameters
         ),
     )
     # The wrap classes of the file are the student's; a teacher of another architecture has its own.
@@ -70,7 +93,7 @@ def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Un
     return dataclasses.replace(plan, units=units)
 
 
-def anatomy_of_live(model: nn.Module, published: Anatomy) -> Anatomy:
+def _anatomy_of_live(model: nn.Module, published: Anatomy) -> Anatomy:
     """Return the anatomy of a changed model: its structure, and the wrap choice made before."""
     from fsdptool.inspection.walk import walk
 

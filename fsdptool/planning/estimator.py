@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdptool.layout import group
 from fsdptool.planning.compute_time import (
     Cost,
     exchanged_bytes,
@@ -36,6 +35,7 @@ from fsdptool.records.units import UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import Prepared
+    from fsdptool.modeling.units import TrainedModel
     from fsdptool.records.trace import Trace
 
 Profile = Literal["cuda", "cpu-fake", "cpu-gloo"]
@@ -107,7 +107,7 @@ class Estimator:
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
     _ranks: dict[Any, _Held] = field(default_factory=dict)
     _teacher: Anatomy | None = None
-    _adapted: tuple[Anatomy, tuple[str, ...]] | None = None
+    _trained: TrainedModel | None = None
     notes: dict[str, None] = field(default_factory=dict)
     unknowns: dict[str, None] = field(default_factory=dict)
     confidence: Literal["verified", "unverified"] = "verified"
@@ -263,39 +263,27 @@ class Estimator:
         return self._ranks[key]
 
     def _plan_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
-        if recipe.method.name != "lora":
-            from fsdptool.modeling.units import plan_units
+        from fsdptool.modeling.units import as_trained, plan_units
 
-            return plan_units(self.anatomy, recipe, settings)
-        if self._adapted is None:
-            self._adapted = _adapt(self.anatomy, recipe)
-        anatomy, replicated = self._adapted
-        return group(anatomy, settings, recipe.sharding, replicated=replicated)
+        if self._trained is None:
+            self._trained = as_trained(self.anatomy, recipe)
+        return plan_units(self._trained, recipe, settings)
 
     def _teach(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan | None:
         """Return the units of a distillation's teacher; its anatomy is inspected once."""
-        if recipe.method.distillation is None:
-            return None
+        from fsdptool.modeling.methods import method_of
         from fsdptool.modeling.units import plan_teacher
+
+        choice = method_of(recipe).teacher_choice(recipe)
+        if choice is None:
+            return None
 
         if self._teacher is None:
             from fsdptool.inspection import inspect
             from fsdptool.source import resolve_choice
 
-            self._teacher = inspect(resolve_choice(recipe.method.distillation.teacher))
+            self._teacher = inspect(resolve_choice(choice))
         return plan_teacher(self._teacher, recipe, settings)
-
-
-def _adapt(anatomy: Anatomy, recipe: Recipe) -> tuple[Anatomy, tuple[str, ...]]:
-    """Return the anatomy with adapters, and the names of parameters kept whole: once per search."""
-    from fsdptool.families.registry import family_of
-    from fsdptool.inspection.build import build
-    from fsdptool.modeling.methods.apply import prepare_model, replicated_names
-    from fsdptool.modeling.units import anatomy_of_live
-
-    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
-    model = prepare_model(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
-    return anatomy_of_live(model, anatomy), tuple(replicated_names(model, recipe))
 
 
 def _trace_key(point: SearchPoint) -> Key:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptool.errors import ConfigError, StorageError
+from fsdptool.modeling.methods import method_of
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import envelope, library_versions, tool_version
 from fsdptool.records.model import ModelSpec
@@ -203,7 +204,7 @@ def read_inputs(folder: Path) -> RunInputs:
             continue
         found[name] = _read(folder / f"{name}.json", record)
     inputs = RunInputs(folder, **found)
-    if inputs.recipe.method.name == "distillation" and inputs.teacher_units is None:
+    if method_of(inputs.recipe).teacher_choice(inputs.recipe) is not None and inputs.teacher_units is None:
         raise ConfigError(f"{folder} has no teacher_units.json", help="start the run with fsdptool train")
     return inputs
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdptool.distributed.shard import reshard_all
 from fsdptool.families.objectives.context import share
+from fsdptool.modeling.objective import add_validation_loss
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
 from fsdptool.training.step import per_item, to_device
@@ -58,7 +59,7 @@ def evaluate(
             for micro_batches in data:
                 for batch in micro_batches:
                     moved = share(to_device(batch, session.device))
-                    _measure(model, objective, moved, total, sums)
+                    add_validation_loss(model, objective, moved, total, sums)
     finally:
         reshard_all(model)
         model.train(was_training)
@@ -71,21 +72,6 @@ def evaluate(
         at += value.numel()
     loss = float(found[0]) / items if found[1] else math.nan
     return Evaluated(loss, int(found[1]), metrics)
-
-
-def _measure(
-    model: nn.Module,
-    objective: Objective,
-    batch: Mapping[str, Tensor],
-    total: Tensor,
-    sums: dict[str, Tensor],
-) -> None:
-    """Add one micro-batch; its prediction dies here, before the next one's forward."""
-    prediction = objective.predict(model, batch)
-    total[0] += objective.loss(prediction, batch)
-    total[1] += objective.weight(batch)
-    for name, value in objective.metrics(prediction, batch).items():
-        sums[name] = sums[name] + value if name in sums else value.clone()
 
 
 class Validation:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import local
 from fsdptool.families.objectives.context import share
+from fsdptool.modeling.objective import GradientSync, MicroLoss, gradient_syncs, run_micro_batch
 from fsdptool.records.run import Metrics
 from fsdptool.runs.signals import SIGNALS
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fsdptool.distributed.session import Session
-    from fsdptool.families.protocol import Objective
     from fsdptool.training.interfaces import StopFlag
     from fsdptool.training.optimizers.sharded import ShardedOptimizer
     from fsdptool.training.trainer import Trainer
@@ -59,16 +59,6 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with a saved scale."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
-
-
-class MicroLoss(Protocol):
-    """Computes the loss of a micro-batch: :class:`methods.losses.Task` or ``Student``."""
-
-    objective: Objective
-
-    def __call__(
-        self, model: nn.Module, batch: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +142,13 @@ class Stepper:
         scale = self.scaler.scale if self.scaler is not None else 1.0
         total = torch.zeros((), dtype=torch.float64, device=device)
         sums: dict[str, Tensor] = {}
-        for index, batch in enumerate(batches):
-            self._announce(last=index == len(batches) - 1)
-            with self.moment("forward"):
-                loss, extra = self.micro_loss(self.model, batch)
-            with self.moment("backward"):
-                (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        syncs = gradient_syncs(len(batches), unsharded=self.unsharded)
+        for batch, sync in zip(batches, syncs, strict=True):
+            self._announce(sync)
+            loss, extra = run_micro_batch(
+                self.model, self.micro_loss, batch, scale=scale, divisor=divisor, moment=self.moment
+            )
+            total += loss
             for name, value in extra.items():
                 sums[name] = sums[name] + value if name in sums else value.detach()
         with self.moment("optimizer"):
@@ -181,15 +171,15 @@ class Stepper:
         weight = torch.stack([count.to(self.session.device, torch.float64) for count in counts]).sum()
         return self.session.sum(weight)
 
-    def _announce(self, *, last: bool) -> None:
+    def _announce(self, sync: GradientSync) -> None:
         model = self.model
         assert isinstance(model, FSDPModule)
-        model.set_is_last_backward(last)
+        model.set_is_last_backward(sync.last)
         if self.unsharded:
-            model.set_requires_gradient_sync(last)
+            model.set_requires_gradient_sync(sync.reduce)
         elif self.session.sizes.dp_replicate > 1:
             # HSDP keeps its partial sums between micro-batches and all-reduces once.
-            model.set_requires_all_reduce(last)
+            model.set_requires_all_reduce(sync.last)
 
     def _reduce_replicated(self) -> None:
         """Sum the gradients of parameters FSDP does not manage, in one message per dtype."""

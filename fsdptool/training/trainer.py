@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdptool.distributed.initialisation import Blueprint, draw_blueprint
+from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, note_initialisation
 from fsdptool.distributed.materialize import Origins, materialize
 from fsdptool.distributed.proof import prove
 from fsdptool.distributed.session import close_session, open_session
-from fsdptool.distributed.shard import shard, store_masters
+from fsdptool.distributed.shard import reshard_all, shard, store_masters
 from fsdptool.distributed.weights import open_weights, random_start_notes
 from fsdptool.families.registry import family_of
-from fsdptool.inspection.build import build
+from fsdptool.modeling import build_model
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
-from fsdptool.modeling.context_parallel import attention_of, check_context
-from fsdptool.modeling.methods.apply import prepare_model
+from fsdptool.modeling.context_parallel import check_context
+from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.methods.float8 import convert_layers
-from fsdptool.modeling.methods.losses import Student, Task
 from fsdptool.modeling.objective import objective_for
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
@@ -43,13 +42,12 @@ from fsdptool.training.memory_meter import open_meter
 from fsdptool.training.optimizers.sharded import base_rate, build_optimizer, rate, total_steps
 from fsdptool.training.sampling import Sampler, open_sampler
 from fsdptool.training.state import Assembled, Ema, NonFinitePolicy, RunState
-from fsdptool.training.step import LossScaler, MicroLoss, Outcome, Stepper, StopAgreement, step_metrics
+from fsdptool.training.step import LossScaler, Outcome, Stepper, StopAgreement, step_metrics
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.distributed.session import Session
-    from fsdptool.families.protocol import Objective
     from fsdptool.records.model import ModelSpec
     from fsdptool.records.recipe import ModelChoice, Recipe
     from fsdptool.records.settings import FsdpSettings
@@ -135,10 +133,8 @@ def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_rep
     phase(WorkerPhase.PROVING)
     # Before anything is computed from the parameters: a run whose sharding is wrong never starts.
     proof = prove(model, plan, session)
-    micro_loss: MicroLoss = Task(objective)
-    if recipe.method.name == "distillation":
-        micro_loss, teacher_notes = _distil(inputs, session, objective, phase)
-        notes += teacher_notes
+    teacher, teacher_notes = _build_teacher(inputs, session, phase)
+    notes += teacher_notes
     # The optimizer last: it keeps this rank's rows, which exist only now.
     named = list(model.named_parameters())
     learning_rate = base_rate(recipe.optimizer, session.data_ranks)
@@ -146,7 +142,7 @@ def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_rep
     scaler = LossScaler() if plan.param_dtype == "float16" else None
     stepper = Stepper(
         model,
-        micro_loss,
+        method_of(recipe).micro_loss(recipe, objective, teacher),
         optimizer,
         session,
         clip=recipe.optimizer.clip_grad_norm,
@@ -185,8 +181,7 @@ def build_sharded(
     """
     phase(WorkerPhase.BUILDING)
     # Build on meta: no rank ever holds the whole model.
-    model = build(spec, dtype=choice.dtype, attention=attention_of(choice, session.sizes.cp))
-    _disable_cache(model)
+    model = build_model(spec, choice, cp=session.sizes.cp)
     # The files are matched with the parameters' own names, so before adapters rename them.
     weights = open_weights(spec, choice, model)
     adapters: Blueprint | None = None
@@ -195,11 +190,11 @@ def build_sharded(
         model.eval()
     else:
         # Method: it decides which parameters exist and which are trained; all that follows counts them.
-        model = prepare_model(model, recipe, family_of(spec), spec.config)
-        if recipe.method.name == "lora":
-            from fsdptool.modeling.methods.lora import adapter_blueprint
-
-            adapters = adapter_blueprint(model)
+        method = method_of(recipe)
+        method.prepare(model, recipe, family_of(spec), spec.config)
+        added = method.initialisation(model)
+        if added is not None:
+            adapters = note_initialisation(added.reset, added.parameters)
         convert_layers(model, recipe, settings, session.device)
         model.train()
     phase(WorkerPhase.SHARDING)
@@ -238,23 +233,18 @@ def build_sharded(
     return model, random_start_notes(spec, choice, missing, pretrained=weights is not None)
 
 
-def _disable_cache(model: nn.Module) -> None:
-    """Generation caches grow twice when a block is recomputed; training needs none."""
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False
-
-
-def _distil(
-    inputs: RunInputs, session: Session, objective: Objective, phase: PhaseReport
-) -> tuple[Student, tuple[str, ...]]:
-    """Build and shard the teacher; returns the loss that uses it and notes about its weights."""
-    settings = inputs.recipe.method.distillation
-    assert settings is not None and inputs.teacher_spec is not None and inputs.teacher_units is not None
+def _build_teacher(
+    inputs: RunInputs, session: Session, phase: PhaseReport
+) -> tuple[Teacher | None, tuple[str, ...]]:
+    """Build, shard and prove the method's teacher, if it has one; returns it and notes about its weights."""
+    choice = method_of(inputs.recipe).teacher_choice(inputs.recipe)
+    if choice is None:
+        return None, ()
+    assert inputs.teacher_spec is not None and inputs.teacher_units is not None
     check_context(inputs.teacher_spec, inputs.recipe, inputs.settings)
-    teacher, notes = build_sharded(
+    model, notes = build_sharded(
         inputs.teacher_spec,
-        settings.teacher,
+        choice,
         inputs.teacher_units,
         inputs.settings,
         session,
@@ -262,9 +252,9 @@ def _distil(
         seed=inputs.recipe.seed,
         phase=partial(phase, model="teacher"),
     )
-    prove(teacher, inputs.teacher_units, session)
-    student = Student(objective, teacher, settings, objective_for(inputs.recipe, inputs.teacher_spec))
-    return student, tuple(f"teacher: {note}" for note in notes)
+    prove(model, inputs.teacher_units, session)
+    teacher = Teacher(model, objective_for(inputs.recipe, inputs.teacher_spec), reshard_all)
+    return teacher, tuple(f"teacher: {note}" for note in notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.kernels import kernels_of
+from fsdptool.modeling.objective import GradientSync, Task, gradient_syncs, run_micro_batch
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile
@@ -214,14 +215,18 @@ class _Runner:
         seen = Observation(counter.level, 0)
         batches = [dict(fake_batch(self.specs, self.mode)) for _ in range(count)]
         counter.count(tensor for batch in batches for tensor in batch.values())
-        for index, batch in enumerate(batches):
-            counter.peak = counter.level
-            self._announce(last=index == count - 1)
-            loss = self._loss(batch)
-            seen.phases[f"forward {index}"] = counter.peak
-            counter.peak = counter.level
-            (loss * (1.0 / torch.ones((), dtype=torch.float64))).backward()  # type: ignore[no-untyped-call]
-            seen.phases[f"backward {index}"] = counter.peak
+        divisor = torch.ones((), dtype=torch.float64)
+        syncs = gradient_syncs(count, unsharded=self.recipe.sharding.accumulation == "unsharded")
+        for index, (batch, sync) in enumerate(zip(batches, syncs, strict=True)):
+            self._announce(sync)
+            run_micro_batch(
+                self.model,
+                Task(self.objective),
+                batch,
+                scale=1.0,
+                divisor=divisor,
+                moment=lambda name, index=index: self._moment(seen, f"{name} {index}"),
+            )
         counter.peak = counter.level
         if self.optimizer is not None:
             self.optimizer.step(1e-4)
@@ -231,17 +236,19 @@ class _Runner:
         seen.peak = max(seen.phases.values())
         return seen
 
-    def _loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        prediction = self.objective.predict(self.model, batch)
-        return self.objective.loss(prediction, batch)
+    @contextmanager
+    def _moment(self, seen: Observation, name: str) -> Iterator[None]:
+        self.counter.peak = self.counter.level
+        yield
+        seen.phases[name] = self.counter.peak
 
-    def _announce(self, *, last: bool) -> None:
+    def _announce(self, sync: GradientSync) -> None:
         model: Any = self.model
-        model.set_is_last_backward(last)
+        model.set_is_last_backward(sync.last)
         if self.recipe.sharding.accumulation == "unsharded":
-            model.set_requires_gradient_sync(last)
+            model.set_requires_gradient_sync(sync.reduce)
         elif self.session.sizes.dp_replicate > 1:
-            model.set_requires_all_reduce(last)
+            model.set_requires_all_reduce(sync.last)
 
 
 def _fill(model: nn.Module, mode: Any, counter: LiveBytes) -> None:

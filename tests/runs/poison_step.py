@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Poisoner(importlib.abc.MetaPathFinder):
-    """Wraps ``Task`` of ``fsdptool.modeling.methods.losses`` when it is first imported."""
+    """Patches ``Stepper.run`` when the training loop is first imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "fsdptool.training.trainer":

@@ -27,6 +27,7 @@ from fsdptool.memory.simulation.ledger import ALL_REDUCE, REDUCE, STAGING, Block
 from fsdptool.memory.simulation.program import Piece
 from fsdptool.memory.simulation.sizes import rounded
 from fsdptool.memory.simulation.unshard import Gathering
+from fsdptool.modeling.objective import GradientSync
 from fsdptool.records.trace import Trace
 
 
@@ -60,23 +61,21 @@ class Schedule(Gathering):
     def micro_batch(
         self,
         pieces: Sequence[Piece],
+        sync: GradientSync | None = None,
         *,
-        reduce: bool = True,
-        last: bool = True,
-        backward: bool = True,
         answer: Block | None = None,
     ) -> None:
         """Play one forward and backward.
 
         Args:
             pieces: The trace's program.
-            reduce: Whether gradients are reduced (False: kept unsharded, ``set_requires_gradient_sync``).
-            last: Whether it is the step's last (``set_is_last_backward``): only then are buffers in
-                flight given back, and only then does HSDP all-reduce.
-            backward: False for a forward without gradients; :meth:`reshard` ends such a pass.
+            sync: What happens to its gradients (``set_requires_gradient_sync``,
+                ``set_is_last_backward``): only in a step's last micro-batch are buffers in flight given
+                back. None for a forward without gradients; :meth:`reshard` ends such a pass.
             answer: A teacher's prediction, which the loss takes over.
         """
-        self._last, self._backward = last, backward
+        self._last, self._backward = sync is None or sync.last, sync is not None
+        reduce = sync is None or sync.reduce
         self._chain(pieces)
         ledger = self.ledger
         ledger.source = self.trace
@@ -87,7 +86,7 @@ class Schedule(Gathering):
             ledger.run(piece.body, piece.copy)
             for name, size in piece.gradients:
                 self._own_gradient(name, size)
-        if not backward:
+        if sync is None:
             self._visited.clear()
             for group in self.groups:
                 group.order.clear()

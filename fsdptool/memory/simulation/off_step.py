@@ -169,7 +169,7 @@ def _forwards(run: Beside, name: str, trace: Trace | None, *, count: int) -> Non
     ledger.add(block)
     pieces = program(trace, before.rank.modules, before.grain)
     for _ in range(count):
-        schedule.micro_batch(pieces, backward=False)
+        schedule.micro_batch(pieces)
     schedule.reshard()
     ledger.drop(block)
     schedule.forget()

@@ -22,6 +22,7 @@ from fsdptool.memory.simulation.off_step import Beside, loading, play_beside
 from fsdptool.memory.simulation.program import Piece, program
 from fsdptool.memory.simulation.sizes import WIDTH, rounded_sum, stored_dtype
 from fsdptool.memory.simulation.states import States, states
+from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import Mesh, StateDictType
@@ -180,11 +181,10 @@ def _step(
     ledger.begin("forward")
     ledger.add(inputs)
     pieces = program(trace, schedule.rank.modules, grain)
-    passes = _passes(recipe)
-    for index, reduce in enumerate(passes):
+    for sync in _distinct_syncs(recipe):
         ledger.begin("forward")
         answer = taught.forward() if taught is not None else None
-        schedule.micro_batch(pieces, reduce=reduce, last=index == len(passes) - 1, answer=answer)
+        schedule.micro_batch(pieces, sync, answer=answer)
     ledger.note("optimizer step")
     ledger.begin("optimizer")
     _reduce_replicated(schedule)
@@ -235,7 +235,7 @@ class _Taught:
 
     def forward(self) -> Block:
         """Run it; returns its prediction, which is alive."""
-        self.schedule.micro_batch(self.pieces, backward=False)
+        self.schedule.micro_batch(self.pieces)
         self.schedule.reshard()
         return self.answer
 
@@ -258,15 +258,14 @@ def _teacher(
     return _Taught(schedule, pieces, Block(TEACHER, kept, (kept,)))
 
 
-def _passes(recipe: Recipe) -> list[bool]:
-    """Return the micro-batches worth simulating: whether each reduces its gradients.
+def _distinct_syncs(recipe: Recipe) -> list[GradientSync]:
+    """Return the micro-batches worth simulating: further ones between them only repeat the one before.
 
-    From the second on they are alike, but for the last when gradients stay unsharded till then.
+    Gradients that stay unsharded are widened by the first micro-batch and added to by the second.
     """
-    count = recipe.batch.accumulation
-    if recipe.sharding.accumulation == "unsharded":
-        return [False] * min(count - 1, 2) + [True]
-    return [True] * min(count, 2)
+    unsharded = recipe.sharding.accumulation == "unsharded"
+    *earlier, last = gradient_syncs(recipe.batch.accumulation, unsharded=unsharded)
+    return [*earlier[: 2 if unsharded else 1], last]
 
 
 def _buffers(buffers: tuple[Buffer, ...], grain: int) -> Block:

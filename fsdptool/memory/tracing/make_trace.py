@@ -12,23 +12,22 @@ from torch import nn
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.inspection.build import build
 from fsdptool.memory.tracing.fake_tensors import Conditions
 from fsdptool.memory.tracing.known_values import BY_VALUE
 from fsdptool.memory.tracing.layer_extrapolation import Shortened, lengthened, shorten, verified
 from fsdptool.memory.tracing.micro_batch import run_trace
+from fsdptool.modeling import build_model
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
-from fsdptool.modeling.context_parallel import attention_of, check_context
-from fsdptool.modeling.methods.apply import prepare_model
+from fsdptool.modeling.context_parallel import check_context
+from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
-from fsdptool.modeling.methods.float8 import check_method
 from fsdptool.modeling.methods.quantised_layers import describe_base
-from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.objective import MicroLoss, Task, objective_for
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.document import library_versions
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 from fsdptool.records.units import UnitPlan
@@ -36,7 +35,7 @@ from fsdptool.records.units import UnitPlan
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fsdptool.families.protocol import Objective, TensorSpec
+    from fsdptool.families.protocol import TensorSpec
 
 
 _COMPILED = (
@@ -68,7 +67,8 @@ def make_trace(
     gloo: bool = False,
 ) -> Trace:
     """Trace afresh. See :func:`fsdptool.memory.trace`."""
-    check_method(recipe, settings)
+    method = method_of(recipe)
+    method.check(recipe, settings)
     check_context(spec, recipe, settings)
     anatomy = inspect(spec)
     plan = plan_units(anatomy, recipe, settings)
@@ -92,13 +92,12 @@ def make_trace(
         exact=plan.exact_inputs,
         uncast=frozenset(p.fqn for p in plan.ignored),
         master=_dtype(plan.master_dtype),
-        distillation=recipe.method.distillation,
         sharing=settings.mesh.cp,
         staged=gloo,
         ring=settings.cp_comm_strategy == "alltoall",
     )
     try:
-        made = _traced(make, objective, specs, conditions)
+        made = _traced(make, method.micro_loss(recipe, objective), specs, conditions)
     except FsdptoolError:
         raise
     except Exception as error:
@@ -142,7 +141,10 @@ def _beside(
     specs = family_of(spec).batch_spec(spec.config, told)
     try:
         return _traced(
-            lambda: make().eval(), objective_for(recipe, spec), specs, replace(conditions, beside=name)
+            lambda: make().eval(),
+            Task(objective_for(recipe, spec)),
+            specs,
+            replace(conditions, off_step=name),
         )
     except FsdptoolError:
         raise
@@ -184,19 +186,12 @@ def _why(error: Exception, spec: ModelSpec) -> str:
 
 
 def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
-    model = _built(spec, recipe.model, settings.mesh.cp)
-    model = prepare_model(model, recipe, family_of(spec), spec.config).train()
+    model = build_model(spec, recipe.model, cp=settings.mesh.cp)
+    method_of(recipe).prepare(model, recipe, family_of(spec), spec.config)
+    model.train()
     checkpoint_units(
         model, plan, recipe.sharding.checkpointing, offload=settings.activation_checkpointing_offload
     )
-    return model
-
-
-def _built(spec: ModelSpec, choice: ModelChoice, sharing: int) -> nn.Module:
-    model = build(spec, dtype=choice.dtype, attention=attention_of(choice, sharing))
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False
     return model
 
 
@@ -208,15 +203,15 @@ def _teacher(
     specs: Sequence[TensorSpec],
     gloo: bool,
 ) -> Trace:
-    assert recipe.method.distillation is not None
-    choice = recipe.method.distillation.teacher
+    choice = method_of(recipe).teacher_choice(recipe)
+    assert choice is not None
     check_context(spec, recipe, settings)
     anatomy = inspect(spec)
     plan = plan_teacher(anatomy, recipe, settings)
     objective = objective_for(recipe, spec)
 
     def make() -> nn.Module:
-        model = _built(spec, choice, settings.mesh.cp)
+        model = build_model(spec, choice, cp=settings.mesh.cp)
         model.requires_grad_(False)
         return model.eval()
 
@@ -232,7 +227,7 @@ def _teacher(
         ring=settings.cp_comm_strategy == "alltoall",
     )
     try:
-        made = _traced(make, objective, specs, conditions)
+        made = _traced(make, Task(objective), specs, conditions)
     except FsdptoolError:
         raise
     except Exception as error:
@@ -248,20 +243,20 @@ class _Attempt:
 
 def _traced(
     make: Callable[[], nn.Module],
-    objective: Objective,
+    micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
     conditions: Conditions,
 ) -> Trace:
     """Trace without values; with those the specs fix if the model decides shapes by value."""
     try:
-        return _extrapolated(make, objective, specs, conditions, values=False)
+        return _extrapolated(make, micro_loss, specs, conditions, values=False)
     except BY_VALUE:
-        return _extrapolated(make, objective, specs, conditions, values=True)
+        return _extrapolated(make, micro_loss, specs, conditions, values=True)
 
 
 def _extrapolated(
     make: Callable[[], nn.Module],
-    objective: Objective,
+    micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
     conditions: Conditions,
     *,
@@ -273,7 +268,7 @@ def _extrapolated(
         model = make()
         shortened = shorten(model, periods) if periods is not None else ()
         try:
-            return _Attempt(run_trace(model, objective, specs, conditions, values=values), shortened)
+            return _Attempt(run_trace(model, micro_loss, specs, conditions, values=values), shortened)
         except RuntimeError as error:
             if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
                 raise
@@ -281,7 +276,7 @@ def _extrapolated(
             model = make()
             shortened = shorten(model, periods) if periods is not None else ()
             return _Attempt(
-                run_trace(model, objective, specs, conditions, fine=False, values=values), shortened
+                run_trace(model, micro_loss, specs, conditions, fine=False, values=values), shortened
             )
 
     probe = make()

@@ -1,14 +1,14 @@
 """Runs the real forward, loss and backward on fake tensors and writes down what happens.
 
-The order of operations is the trainer's own: ``training/step.py`` (one micro-batch) and
-``modeling/methods/losses.py`` (the method's loss).
+What runs is the trainer's own code: ``modeling/objective.py`` (one micro-batch of a step or of
+validation) and ``modeling/methods`` (the method's loss).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,10 @@ from torch import nn
 from fsdptool.families.objectives.context import Context, share, using
 from fsdptool.memory.tracing.fake_tensors import Conditions, fake_batch, materialise
 from fsdptool.memory.tracing.known_values import KnownValues
-from fsdptool.memory.tracing.module_hooks import Borders
+from fsdptool.memory.tracing.module_hooks import ModuleHooks
 from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.modeling.methods.distillation import predict_frozen
+from fsdptool.modeling.objective import MicroLoss, add_validation_loss, run_micro_batch
 from fsdptool.records.trace import Trace
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 def run_trace(
     model: nn.Module,
-    objective: Objective,
+    micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
     conditions: Conditions,
     *,
@@ -38,7 +40,7 @@ def run_trace(
 
     Args:
         model: On meta, as it will be trained (adapters injected, blocks checkpointed).
-        objective: What ``train`` runs.
+        micro_loss: The method's loss, as ``train`` computes it.
         specs: The micro-batch.
         conditions: Precision, kernels, method.
         fine: Whether to mark borders inside blocks, too.
@@ -51,15 +53,16 @@ def run_trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     materialise(model, mode, conditions)
     # Samples are generated from whole sequences.
-    split = conditions.sharing > 1 and conditions.beside != "sampling"
+    split = conditions.sharing > 1 and conditions.off_step != "sampling"
     context = (
         Context(conditions.sharing, 0, staged=conditions.staged, ring=conditions.ring) if split else None
     )
     with mode, using(context):
         batch: dict[str, Any] = dict(share(fake_batch(specs, mode)))
     recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()])
-    borders = Borders(recorder, conditions)
-    borders.attach(model, fine=fine)
+    hooks = ModuleHooks(recorder, conditions)
+    hooks.attach(model, fine=fine)
+    observer = _Observer(recorder, hooks)
     _watch_gradients(model, recorder)
     # A collection in the middle would free cycles at a point no real run shares.
     collecting = gc.isenabled()
@@ -74,12 +77,15 @@ def run_trace(
             if values:
                 stack.enter_context(KnownValues(batch, specs))
             stack.enter_context(recorder)
+            objective = micro_loss.objective
             if conditions.teacher:
-                _forward(model, objective, batch, recorder)
-            elif conditions.beside is not None:
-                _beside(model, objective, batch, recorder, loss=conditions.beside == "evaluation")
+                _predict_teacher(model, objective, batch, recorder)
+            elif conditions.off_step == "evaluation":
+                _validate(model, objective, batch, recorder, observer)
+            elif conditions.off_step == "sampling":
+                _sample(model, objective, batch, recorder)
             else:
-                _step(model, objective, batch, recorder, borders, conditions)
+                _step(model, micro_loss, batch, recorder, observer)
     finally:
         if collecting:
             gc.enable()
@@ -93,83 +99,98 @@ def run_trace(
     return made
 
 
-def _forward(model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder) -> None:
-    recorder.phase("teacher")
-    with torch.no_grad():
-        wanted = {name: value.detach() for name, value in objective.predict(model, batch).items()}
-    recorder.mark("end", "")
-    recorder.keep(wanted.values(), "teacher")
+class _Observer:
+    """Marks where the trainer's own loss and backward begin, and answers for a teacher.
+
+    Args:
+        recorder: Where to mark.
+        hooks: Told when backward begins.
+    """
+
+    def __init__(self, recorder: Recorder, hooks: ModuleHooks) -> None:
+        self._recorder = recorder
+        self._hooks = hooks
+
+    def predicted(self, prediction: Mapping[str, Any], *, distilled: bool = False) -> Mapping[str, Any]:
+        """Begin the loss; a teacher's prediction is memory as its own trace left it."""
+        recorder = self._recorder
+        for value in prediction.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                recorder.relabel(value, "output")
+        recorder.mark("loss", "")
+        recorder.phase("loss")
+        if not distilled:
+            return {}
+        target = {name: _like(value) for name, value in prediction.items()}
+        for value in target.values():
+            if isinstance(value, torch.Tensor):
+                recorder.relabel(value, "teacher")
+        return target
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward without grad mode, as the engine itself does: what has it is recomputed."""
+        self._recorder.phase("temporary")
+        self._hooks.in_backward = True
+        with torch.no_grad():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """Begin a part of the step."""
+        if name == "backward":
+            self._recorder.mark("backward", "")
+        yield
 
 
-def _beside(
-    model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder, *, loss: bool
+def _like(value: Any) -> Any:
+    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+
+
+def _predict_teacher(
+    model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder
 ) -> None:
-    """Predict, and measure the loss as ``training/evaluate.py`` does; everything dies at the end."""
+    recorder.phase("teacher")
+    prediction = predict_frozen(model, objective, batch)
+    recorder.mark("end", "")
+    recorder.keep(prediction.values(), "teacher")
+
+
+def _validate(
+    model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder, observer: _Observer
+) -> None:
+    """Run a micro-batch of validation; everything dies at the end but the sums."""
+    recorder.phase("temporary")
+    total = torch.zeros(2, dtype=torch.float64)
+    sums: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        add_validation_loss(model, objective, batch, total, sums, observer)
+    recorder.mark("end", "")
+
+
+def _sample(model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder) -> None:
+    """Run one forward of sampling; everything dies at the end."""
     recorder.phase("temporary")
     with torch.no_grad():
-        prediction = objective.predict(model, batch)
-        _name_outputs(recorder, prediction)
-        if loss:
-            recorder.mark("loss", "")
-            recorder.phase("loss")
-            found = objective.loss(prediction, batch), objective.metrics(prediction, batch)
-            del found
-        del prediction
+        objective.predict(model, batch)
     recorder.mark("end", "")
 
 
 def _step(
     model: nn.Module,
-    objective: Objective,
+    micro_loss: MicroLoss,
     batch: dict[str, Any],
     recorder: Recorder,
-    borders: Borders,
-    conditions: Conditions,
+    observer: _Observer,
 ) -> None:
+    recorder.phase("loss")
+    divisor = torch.ones((), dtype=torch.float64)
     recorder.phase("activation")
-    loss = _loss(model, objective, batch, recorder, conditions)
-    recorder.mark("backward", "")
-    weight = torch.ones((), dtype=torch.float64)
-    scaled = loss * (1.0 / weight)
-    recorder.phase("temporary")
-    borders.in_backward = True
-    # Without grad mode, as the engine itself runs: what has it is recomputed.
-    with torch.no_grad():
-        scaled.backward()  # type: ignore[no-untyped-call]
-    del scaled
+    outcome = run_micro_batch(
+        model, micro_loss, batch, scale=1.0, divisor=divisor, moment=observer.moment, observer=observer
+    )
     recorder.mark("end", "")
     recorder.release_gradients()
-
-
-def _loss(
-    model: nn.Module,
-    objective: Objective,
-    batch: dict[str, Any],
-    recorder: Recorder,
-    conditions: Conditions,
-) -> torch.Tensor:
-    """Return the micro-batch's loss; the prediction dies with this frame, as in ``Task`` and ``Student``."""
-    prediction = objective.predict(model, batch)
-    _name_outputs(recorder, prediction)
-    recorder.mark("loss", "")
-    recorder.phase("loss")
-    loss = objective.loss(prediction, batch)
-    distillation = conditions.distillation
-    if distillation is not None:
-        wanted = {
-            name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
-            for name, value in prediction.items()
-        }
-        for value in wanted.values():
-            if isinstance(value, torch.Tensor):
-                recorder.relabel(value, "teacher")
-        distance = objective.distance(prediction, wanted, batch, distillation.temperature)
-        metrics = dict(objective.metrics(prediction, batch))
-        del wanted, metrics
-        return (1.0 - distillation.alpha) * loss + distillation.alpha * distance
-    extra = objective.metrics(prediction, batch)
-    del extra
-    return loss
+    del outcome
 
 
 def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
@@ -183,12 +204,6 @@ def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
     for fqn, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(watch(fqn))  # type: ignore[no-untyped-call]
-
-
-def _name_outputs(recorder: Recorder, prediction: Mapping[str, Any]) -> None:
-    for value in prediction.values():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            recorder.relabel(value, "output")
 
 
 def _widest(model: nn.Module) -> torch.dtype:

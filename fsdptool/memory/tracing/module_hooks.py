@@ -28,20 +28,20 @@ class _Complete(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(borders: Any, path: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(hooks: Any, path: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.borders, ctx.path = inputs[0], inputs[1]
+        ctx.hooks, ctx.path = inputs[0], inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.borders.complete(ctx.path)
+        ctx.hooks.complete(ctx.path)
         return (None, None, *gradients)
 
 
-class Borders:
+class ModuleHooks:
     """Hooks on every module that can be (part of) an FSDP unit.
 
     Args:

@@ -9,6 +9,7 @@ from fsdptool.cache import Store
 from fsdptool.cache.source_digest import source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_digest
+from fsdptool.modeling.methods import method_of
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import library_versions, tool_version
 from fsdptool.records.model import ModelSpec
@@ -48,10 +49,11 @@ def trace(
             ``unknowns`` say why.
     """
     assumed: Profile = profile or ("cpu" if settings.use_cpu else "cuda")
-    if recipe.method.distillation is not None and teacher is None:
+    choice = method_of(recipe).teacher_choice(recipe)
+    if choice is not None and teacher is None:
         from fsdptool.source import resolve_choice
 
-        teacher = resolve_choice(recipe.method.distillation.teacher)
+        teacher = resolve_choice(choice)
     store = Store() if use_cache or refresh else None
     key = store.key(_parts(spec, recipe, settings, assumed, teacher, gloo)) if store is not None else ""
     if store is not None and not refresh:

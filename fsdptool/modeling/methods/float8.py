@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases.failures import quiet
+from fsdptool.modeling.methods import method_of
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ def convert_layers(model: nn.Module, recipe: Recipe, settings: FsdpSettings, dev
     """
     if settings.mixed_precision != "fp8":
         return 0
-    check_method(recipe, settings)
+    method_of(recipe).check(recipe, settings)
     emulate = os.environ.get(EMULATE) == "1"
     _check_device(device, emulate)
     chosen = _layers(model)
@@ -70,19 +71,6 @@ def convert_layers(model: nn.Module, recipe: Recipe, settings: FsdpSettings, dev
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=lambda module, path: path in chosen, config=config)
     return len(chosen)
-
-
-def check_method(recipe: Recipe, settings: FsdpSettings) -> None:
-    """Refuse fp8 for a method that trains no whole weights.
-
-    Raises:
-        ConfigError: The method is LoRA.
-    """
-    if settings.mixed_precision == "fp8" and recipe.method.name == "lora":
-        raise ConfigError(
-            "mixed_precision fp8 is for training whole weights, which LoRA keeps frozen",
-            help="use bf16, and method.lora.base: float8 to hold the base in 8 bits",
-        )
 
 
 def _check_device(device: torch.device, emulate: bool) -> None:

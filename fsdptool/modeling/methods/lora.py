@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdptool.errors import ConfigError
+from fsdptool.modeling.methods import Initialisation, TrainingMethod
 from fsdptool.records.recipe import Lora
 
 if TYPE_CHECKING:
@@ -13,11 +14,65 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fsdptool.distributed.initialisation import Blueprint
     from fsdptool.families.protocol import Family
-    from fsdptool.records.recipe import Recipe
+    from fsdptool.modeling.methods.quantised_formats import Format
+    from fsdptool.records.recipe import MethodName, Recipe
+    from fsdptool.records.settings import FsdpSettings
 
 ADAPTER = "default"
+
+
+class LoraMethod(TrainingMethod):
+    """Trains adapters beside a frozen base, which may be stored quantised (Hu et al. 2021)."""
+
+    name: ClassVar[MethodName] = "lora"
+    adds_parameters: ClassVar[bool] = True
+
+    def check(self, recipe: Recipe, settings: FsdpSettings) -> None:
+        """Refuse float8 training, which is for trained weights."""
+        if settings.mixed_precision == "fp8":
+            raise ConfigError(
+                "mixed_precision fp8 is for training whole weights, which LoRA keeps frozen",
+                help="use bf16, and method.lora.base: float8 to hold the base in 8 bits",
+            )
+
+    def prepare(self, model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
+        """Freeze the model, inject adapters and quantise the base."""
+        inject(model, recipe, family, config)
+
+    def replicated(self, model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
+        """Return the adapters' parameters if the recipe replicates them."""
+        lora = recipe.method.lora
+        if lora is None or lora.adapters != "replicated":
+            return ()
+        return tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+    def initialisation(self, model: nn.Module) -> Initialisation | None:
+        """Return peft's own initialisation of adapters (A Kaiming uniform, B zero)."""
+        from peft.tuners.lora import LoraLayer
+
+        def reset() -> None:
+            for module in model.modules():
+                if isinstance(module, LoraLayer):
+                    module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+
+        return Initialisation(reset, {n: p for n, p in model.named_parameters() if is_adapter(n)})
+
+    def unquantised(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the base as it was published."""
+        lora = recipe.method.lora
+        if lora is None or lora.base == "unchanged":
+            return recipe
+        return replace(recipe, method=replace(recipe.method, lora=replace(lora, base="unchanged")))
+
+    def quantised_weights(self, model: nn.Module, recipe: Recipe) -> dict[str, Format]:
+        """Return the weights of the layers that the base's format was chosen for."""
+        lora = recipe.method.lora
+        if lora is None or lora.base == "unchanged":
+            return {}
+        from fsdptool.modeling.methods.quantised_layers import choose_layers
+
+        return {f"{base_name(path)}.weight": lora.base for path in choose_layers(model, lora.base).layers}
 
 
 def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) -> Any:
@@ -83,19 +138,9 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in f".{name}"
 
 
-def adapter_blueprint(model: nn.Module) -> Blueprint:
-    """Return how adapters start: peft's own initialisation, recorded (A Kaiming uniform, B zero)."""
-    from peft.tuners.lora import LoraLayer
-
-    from fsdptool.distributed.initialisation import note_initialisation
-
-    def reset() -> None:
-        for module in model.modules():
-            if isinstance(module, LoraLayer):
-                module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-
-    named = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    return note_initialisation(reset, named)
+def base_name(name: str) -> str:
+    """Return the name a parameter had before adapters were injected (peft nests ``base_layer``)."""
+    return name.replace(".base_layer", "")
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.files.safetensors_writer import Entry, write_stream
-from fsdptool.modeling.methods.lora import ADAPTER, adapter_config, is_adapter
+from fsdptool.modeling.methods.lora import ADAPTER, adapter_config, base_name, is_adapter
 from fsdptool.runs.folder import write_json
 
 if TYPE_CHECKING:
@@ -144,8 +144,6 @@ def merged_fetch(model: nn.Module, fetch: Callable[[str], torch.Tensor]) -> Call
         model: With adapters injected, on meta.
         fetch: Returns a tensor's value by its name in ``model``.
     """
-    from fsdptool.distributed.materialize import base_name
-
     names = {base_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {base_name(name): name for name, _ in model.named_buffers(remove_duplicate=False)}
     owners = _owners(model)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.modeling.methods import method_of
 from fsdptool.records.document import tool_version
 from fsdptool.runs.folder import EXPORT, write_json
 from fsdptool.runs.manifest import publish
@@ -83,7 +84,7 @@ def export_run(
     target = output or run / EXPORT
     _check_target(target, force=force)
     inputs = read_inputs(run)
-    adapters = inputs.recipe.method.name == "lora"
+    adapters = method_of(inputs.recipe).adds_parameters
     if merge and not adapters:
         raise ConfigError("--merge is for LoRA runs, and this run trained the weights themselves")
     saved, manifest, path = open_saved(run, checkpoint)
@@ -142,17 +143,17 @@ class _Export:
     ) -> None:
         from fsdptool.families.registry import family_of
         from fsdptool.inspection.build import build
-        from fsdptool.modeling.methods.apply import plain_base, prepare_model, quantised_weights
         from fsdptool.training.export.values import Values
 
         choice = inputs.recipe.model
         self.inputs = inputs
         self.family = family_of(inputs.spec)
         self.base = build(inputs.spec, dtype=choice.dtype, attention=choice.attention)
-        trained = build(inputs.spec, dtype=choice.dtype, attention=choice.attention)
-        recipe = plain_base(inputs.recipe)
-        self.trained = prepare_model(trained, recipe, self.family, inputs.spec.config)
-        held = quantised_weights(self.trained, inputs.recipe)
+        self.trained = build(inputs.spec, dtype=choice.dtype, attention=choice.attention)
+        method = method_of(inputs.recipe)
+        recipe = method.unquantised(inputs.recipe)
+        method.prepare(self.trained, recipe, self.family, inputs.spec.config)
+        held = method.quantised_weights(self.trained, inputs.recipe)
         self.values = Values(inputs, self.trained, self.base, saved, average=average, held=held)
         self.dtype = dtype
         self.shard_bytes = shard_bytes
@@ -182,7 +183,7 @@ class _Export:
         return getattr(torch, self.dtype) if self.dtype else None
 
     def base_fetch(self) -> Any:
-        if self.inputs.recipe.method.name != "lora":
+        if not method_of(self.inputs.recipe).adds_parameters:
             return self.fetch
         from fsdptool.training.export.adapters import merged_fetch
 

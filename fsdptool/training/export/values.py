@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, replay
-from fsdptool.distributed.materialize import base_name
 from fsdptool.distributed.weights import open_weights
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.safetensors_writer import Entry
+from fsdptool.modeling.methods.lora import base_name
 from fsdptool.modeling.methods.quantised_formats import Format, decode, encode
 from fsdptool.runs.folder import CHECKPOINTS
 from fsdptool.runs.manifest import Manifest, check_file, newest_good, read_manifest
