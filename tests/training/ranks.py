@@ -65,7 +65,9 @@ def train(
     before = weights_of(assembled)
     teacher = getattr(assembled.stepper.micro_loss, "teacher", None)
     taught = (
-        {} if teacher is None else {n: whole(p) for n, p in teacher.named_parameters(remove_duplicate=False)}
+        {}
+        if teacher is None
+        else {n: whole(p) for n, p in teacher.model.named_parameters(remove_duplicate=False)}
     )
     dtype = torch.float64 if recipe.model.dtype == "float64" else torch.float32
     losses, norms = [], []
