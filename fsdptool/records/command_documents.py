@@ -1,0 +1,309 @@
+"""What the commands answer beside plans, detections and verdicts on configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fsdptool.records.schema import Count, Keywords, Positive
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One stored answer, by its header alone. ``created`` is in seconds since 1970."""
+
+    kind: str
+    key: str
+    about: str
+    created: float
+    bytes: Count
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class PathProblem:
+    """A file and what is wrong with it."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What `fsdptool cache ls|verify|prune|clear --format json` prints. What a command does not report is null.
+
+    Attributes:
+        folder: The cache folder.
+        entries: Every readable entry, newest first (``ls``).
+        good: Number of entries whose checksum agrees (``verify``).
+        bad: Corrupt entries (``verify``).
+        removed: Number of files removed (``prune``, ``clear``).
+        bytes: Size of the removed files.
+        failed: Files that could not be removed.
+    """
+
+    folder: str
+    entries: tuple[CacheEntry, ...] | None = None
+    good: Count | None = None
+    bad: tuple[PathProblem, ...] | None = None
+    removed: Count | None = None
+    bytes: Count | None = None
+    failed: tuple[PathProblem, ...] | None = None
+
+
+Figure = str | float | int | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedFigure:
+    """One figure on both sides.
+
+    Attributes:
+        what: What is compared.
+        left: The figure on the left side.
+        right: The figure on the right side.
+        unit: What the figures are.
+        percent: How far the right side lies above the left one (a run: how far the measurement lies above the
+            prediction), or null where that means nothing.
+    """
+
+    what: str
+    left: Figure
+    right: Figure
+    unit: Literal["bytes", "seconds", "rate", "text"]
+    percent: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two plans side by side, or a plan's prediction against a run (`fsdptool compare --format json`).
+
+    Attributes:
+        kind: Whether the right side is another plan or a run.
+        left, right: What the sides are called.
+        rows: Figures of the whole.
+        moments: Allocated bytes moment by moment (plans); phase by phase, rank by rank, and at every step
+            that held more than those before it (a run).
+        error_percent: For a run: predicted over measured allocated peak, in percent.
+        notes: What could not be compared, one sentence each.
+    """
+
+    kind: Literal["plans", "run"]
+    left: str
+    right: str
+    rows: tuple[ComparedFigure, ...]
+    moments: tuple[ComparedFigure, ...]
+    error_percent: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The machine the command ran on."""
+
+    platform: str
+    cores: Count
+    memory_bytes: Count
+    memory_available_bytes: Count
+    shared_memory_free_bytes: Count | None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU. ``run`` is the run folder that claims it, or null."""
+
+    id: str
+    name: str
+    memory_bytes: Count
+    memory_free_bytes: Count
+    capability: str
+    run: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledFamily:
+    """A model family and the package it comes from."""
+
+    family: str
+    library: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """The cache folder, whether it can be written, and what it holds."""
+
+    folder: str
+    writable: bool
+    entries: Count
+    bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A run of FSDP2 on two processes.
+
+    Attributes:
+        device: Device type of the processes.
+        backend: The communication backend, or null if the processes did not report one.
+        processes: Number of processes.
+        sharded: Whether every process held its own rows only.
+        equal: Whether the weights after three steps equal those of a plain loop.
+        difference: Largest difference between the two, or null.
+        ok: Whether the probe passed.
+        reason: Why it did not pass, or null.
+    """
+
+    device: Literal["cpu", "cuda"]
+    backend: str | None
+    processes: Count
+    sharded: bool
+    equal: bool
+    difference: float | None
+    ok: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What `fsdptool doctor --format json` prints. Findings of severity `error` mean that runs will fail.
+
+    Attributes:
+        versions: Package to version; null is not installed.
+        machine: The machine the command ran on.
+        devices: GPUs; empty if there are none.
+        plugins: Installed model families.
+        cache: The cache folder.
+        probes: Two-process FSDP2 probes; empty with ``--no-probe``.
+    """
+
+    versions: Mapping[str, str | None]
+    machine: Host
+    devices: tuple[Device, ...]
+    plugins: tuple[InstalledFamily, ...]
+    cache: CacheState
+    probes: tuple[Probe, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What `fsdptool export --format json` prints.
+
+    Attributes:
+        folder: The exported folder.
+        kind: ``transformers``, ``diffusers``, ``adapter``, or a library's name.
+        step: Step of the checkpoint.
+        checkpoint: Folder of the checkpoint.
+        files: Exported files, relative to the folder.
+        bytes: Total size.
+    """
+
+    folder: str
+    kind: str
+    step: Count
+    checkpoint: str
+    files: tuple[str, ...]
+    bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class FamilySummary:
+    """A model family, its flavours and the distribution that brings it."""
+
+    name: str
+    title: str
+    library: str
+    objective: str
+    flavours: tuple[str, ...]
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class HintedClasses:
+    """Wrap classes that a family names, and why."""
+
+    classes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlavourDetail:
+    """A flavour of a family: the class it builds, its configuration, and facts about it."""
+
+    name: str
+    class_: str
+    component: str | None
+    hub_id: str | None
+    parameters: Count | None
+    objective: str
+    lora_targets: tuple[str, ...]
+    lora_parameters: tuple[str, ...]
+    wrap_hint: HintedClasses | None
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyList:
+    """What `fsdptool families --format json` prints; `flavours` is null in the list of all families."""
+
+    families: tuple[FamilySummary, ...]
+    flavours: tuple[FlavourDetail, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCommand:
+    """What one node runs: the command line and the environment variables to set for it."""
+
+    argv: Annotated[tuple[str, ...], Keywords(minItems=1)]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchLines:
+    """What `fsdptool train --dry-run` and `fsdptool launch` print with `--format json`.
+
+    Attributes:
+        nodes: One entry for each node.
+        folder: The run folder.
+        script: Slurm batch script, or null.
+    """
+
+    nodes: Annotated[tuple[NodeCommand, ...], Keywords(minItems=1)]
+    folder: str
+    script: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCount:
+    """Samples of one size, in pixels and frames."""
+
+    height: Positive
+    width: Positive
+    frames: Positive
+    pictures: Count
+
+
+@dataclass(frozen=True, slots=True)
+class PrecomputeReport:
+    """What `fsdptool precompute --format json` prints.
+
+    Attributes:
+        folder: Where the latents are.
+        pictures: Samples of the data set.
+        buckets: Samples by size.
+        shards: Files the latents are divided into.
+        made: Shards that this call computed.
+        finished: Whether every shard is complete.
+        device: Device type that encoded the samples.
+    """
+
+    folder: str
+    pictures: Positive
+    buckets: tuple[BucketCount, ...]
+    shards: Positive
+    made: Count
+    finished: bool
+    device: str

@@ -1,0 +1,214 @@
+"""What the commands about configurations answer: verdicts, explanations, migrations, files and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fsdptool.records.diagnostic import Fix, Safety, Severity
+from fsdptool.records.recipe import Layout
+from fsdptool.records.schema import Count, Digest, Keywords, Positive
+from fsdptool.records.settings import FsdpSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerVersion:
+    """The program that reads the file, at a version."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveSetting:
+    """A setting that takes effect, and where its value comes from; `line` is null for defaults."""
+
+    key: str
+    value: str | float | int | bool | None | tuple[str, ...]
+    origin: str
+    line: Positive | None
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredKey:
+    """Something that is written in the file and that the consumer does not use."""
+
+    key: str
+    value: str | float | int | bool | None
+    line: Positive | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A diagnostic of the file it is listed under. Lines and columns are 1-based."""
+
+    code: Annotated[str, Keywords(pattern="^FSD[1-5][0-9]{2}$")]
+    severity: Severity
+    line: Positive | None
+    column: Positive | None
+    end_line: Positive | None
+    end_column: Positive | None
+    message: str
+    help: str | None
+    fix: Fix | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileVerdict:
+    """One file as its consumer will understand it.
+
+    Attributes:
+        path: The file, or null for text from elsewhere.
+        digest: SHA-256 of the file's bytes; null if it cannot be read.
+        dialect: Name of the dialect, or null when it was not recognised.
+        consumer: The program the file was checked for.
+        fsdp_version: FSDP version the consumer would run; null if it would not run FSDP.
+        status: ``error`` with an error finding, ``fixable`` if fixes remove all of them, else ``ok``.
+        effective: Every setting that takes effect, with its origin.
+        ignored: What is written and does nothing.
+        findings: Findings, in the order of the file.
+        suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
+    """
+
+    path: str | None
+    digest: Digest | None
+    dialect: str | None
+    consumer: ConsumerVersion
+    fsdp_version: Literal[1, 2] | None
+    status: Literal["ok", "fixable", "error"]
+    effective: tuple[EffectiveSetting, ...]
+    ignored: tuple[IgnoredKey, ...]
+    findings: tuple[Finding, ...]
+    suppressed: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation(FileVerdict):
+    """What `fsdptool explain --format json` prints: effective settings with origins, and what was ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindingCounts:
+    """Number of errors, of warnings, and of those of them that a fix removes."""
+
+    errors: Count
+    warnings: Count
+    fixable: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `fsdptool validate --format json` prints. Edits replace characters [start, end) of the decoded text.
+
+    Attributes:
+        consumer: The program the first file was checked for; null if there are no files.
+        files: One verdict for each file.
+        summary: Counts over all files.
+    """
+
+    consumer: ConsumerVersion | None
+    files: tuple[FileVerdict, ...]
+    summary: FindingCounts
+
+
+@dataclass(frozen=True, slots=True)
+class MigratedFile:
+    """One file's new text, or why it was refused.
+
+    Attributes:
+        path: The file.
+        dialect: Name of the dialect, or null when it was not recognised.
+        changed: Whether the new text differs.
+        refusal: Why nothing was done, or null.
+        help: What to do about a refusal, or null.
+        notes: What else to know, such as settings that must be given at launch now.
+        text: The new text, or null when it was refused.
+    """
+
+    path: str
+    dialect: str | None
+    changed: bool
+    refusal: str | None
+    help: str | None
+    notes: tuple[str, ...]
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """What `fsdptool migrate --format json` prints: per file the new text, or why it was refused."""
+
+    files: tuple[MigratedFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedConfig:
+    """What `fsdptool emit-config --format json` prints.
+
+    Attributes:
+        path: The file that was written, or null.
+        layout: Which program groups the parameters.
+        reference: The model, or null for a preset without one.
+        plan_digest: Digest of the plan the settings come from, or null.
+        settings: The settings in the file.
+        differences: What a plain accelerate script will do differently from what was planned.
+        text: The file's text.
+    """
+
+    path: str | None
+    layout: Layout
+    reference: str | None
+    plan_digest: str | None
+    settings: FsdpSettings
+    differences: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Settings with a name and the situation they are for."""
+
+    name: str
+    purpose: str
+    settings: FsdpSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PresetList:
+    """What `fsdptool emit-config --list-presets --format json` prints."""
+
+    presets: tuple[Preset, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RuleText:
+    """What a finding's code means.
+
+    Attributes:
+        code: Stable code.
+        family: Group of codes it belongs to.
+        severity: Severity unless the finding says otherwise.
+        title: The problem in a few words.
+        why: What really happens, with the version it was seen in.
+        fix: What to do, and what ``--fix`` does if it can.
+        safety: Whether ``--fix`` or ``--unsafe-fixes`` applies a fix.
+    """
+
+    code: Annotated[str, Keywords(pattern="^[A-Z]{3,5}[0-9]{3}$")]
+    family: Literal[
+        *("parse", "schema", "meaning", "model", "hardware"),
+        *("plugins", "configuration", "sharding", "plan", "doctor", "cache"),
+    ]
+    severity: Severity
+    title: str
+    why: str
+    fix: str
+    safety: Safety
+
+
+@dataclass(frozen=True, slots=True)
+class RuleList:
+    """What `fsdptool rule --format json` prints."""
+
+    rules: tuple[RuleText, ...]

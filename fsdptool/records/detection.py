@@ -1,0 +1,280 @@
+"""What ``fsdptool detect`` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from fsdptool.records.anatomy import NoSplitEntry, WrapConcern, WrapOrigin, WrapReason
+from fsdptool.records.model import Reference
+from fsdptool.records.recipe import Layout
+from fsdptool.records.schema import Count, Keywords, Positive, Share
+from fsdptool.records.units import UnitKind
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What the reference resolved to.
+
+    Attributes:
+        class_: Class that is built.
+        library: ``transformers``, ``diffusers``, or the family's own name.
+        family: Registered family name, or ``generic``.
+        flavour: Flavour within the family, or null.
+        component: Component of a pipeline, or null.
+        objective: Default training objective, or null if unknown.
+        checkpoint_dtype: dtype the configuration says its weights were saved in, or null.
+        adapter: Whether the reference is a PEFT adapter.
+    """
+
+    class_: str
+    library: str
+    family: str
+    flavour: str | None
+    component: str | None
+    objective: str | None
+    checkpoint_dtype: str | None
+    adapter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """Exact numbers of parameters.
+
+    Attributes:
+        total: Unique parameters.
+        trainable, frozen: Those with and without ``requires_grad``.
+        tied_saved: Parameters that ties save.
+        by_dtype: Unique parameters by dtype.
+        frozen_fqns: Names of the frozen ones.
+    """
+
+    total: Count
+    trainable: Count
+    frozen: Count
+    tied_saved: Count
+    by_dtype: Mapping[str, Count]
+    frozen_fqns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WrapSummary:
+    """The wrap classes and the number of units they make.
+
+    Attributes:
+        classes: Wrap classes.
+        units: Number of FSDP units, the root included.
+        origin: Whether the structure, the family or the user chose them.
+        layout: Which program groups the parameters.
+        concern_code: Why one unit keeps 35 % or more of the parameters; null if none does.
+        concern: The same in a sentence.
+    """
+
+    classes: tuple[str, ...]
+    units: Positive
+    origin: WrapOrigin
+    layout: Layout
+    concern_code: WrapConcern | None
+    concern: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConsideredClass:
+    """A class that was considered as a wrap class, and why it was chosen or left out.
+
+    Attributes:
+        name: Class name.
+        instances: Modules of the class.
+        parameters_each: Parameters of one instance, smallest and largest.
+        parameters_total: Unique parameters under all instances.
+        share: ``parameters_total`` over the model's total.
+        paths: Up to five example paths.
+        chosen: Whether it is a wrap class.
+        reason_code: Why it was chosen or left out.
+        reason: The same in a sentence that names numbers.
+        holds_embedding: Whether an instance holds an embedding.
+    """
+
+    name: str
+    instances: Count
+    parameters_each: tuple[Count, Count]
+    parameters_total: Count
+    share: Share
+    paths: tuple[str, ...]
+    chosen: bool
+    reason_code: WrapReason
+    reason: str
+    holds_embedding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSummary:
+    """One FSDP unit and the parameters it owns."""
+
+    id: str
+    kind: UnitKind
+    class_: str
+    fqns: tuple[str, ...]
+    parameters: Count
+
+
+@dataclass(frozen=True, slots=True)
+class LargestUnit:
+    """The unit that owns most parameters; `bytes_16bit` is its size in a 16-bit dtype."""
+
+    id: str
+    kind: UnitKind
+    parameters: Count
+    share: Share
+    bytes_16bit: Count
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingPaths:
+    """Paths of the embeddings and of the last norm, or null."""
+
+    input: str | None
+    output: str | None
+    final_norm: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A language model, a vision tower, a projector or a head: each parameter is in one part."""
+
+    path: str
+    class_name: str
+    parameters: Count
+    trainable: Count
+    share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """Parameters that hold all experts of a layer in one tensor.
+
+    Attributes:
+        tensors: Number of such parameters.
+        parameters: Their elements.
+        share: ``parameters`` over the model's total.
+        counts: The numbers of experts that occur.
+        largest: Elements of the largest one.
+    """
+
+    tensors: Count
+    parameters: Count
+    share: Share
+    counts: tuple[Count, ...]
+    largest: Count
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSize:
+    """One buffer. Persistent buffers are part of the state dict."""
+
+    fqn: str
+    persistent: bool
+    bytes: Count
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """A parameter whose first dimension is not a multiple of the number of ranks.
+
+    Attributes:
+        fqn: Its name.
+        dim0: Size of the sharded dimension.
+        padding_bytes: Padding over all ranks, in the parameter's own dtype.
+        empty_ranks: Ranks that hold no row of it.
+    """
+
+    fqn: str
+    dim0: Count
+    padding_bytes: Count
+    empty_ranks: Count
+
+
+@dataclass(frozen=True, slots=True)
+class LeafClass:
+    """A class that owns parameters directly, with what all its instances own themselves."""
+
+    name: str
+    instances: Count
+    parameters_total: Count
+    share: Share
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One module of the tree; `count` equal siblings are folded into the first."""
+
+    name: str
+    class_name: str
+    count: Positive
+    parameters_each: Count
+    wrapped: bool
+    children: tuple[Branch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a class is defined. `file` and `line` are null if its source is not available."""
+
+    name: str
+    module: str
+    file: str | None
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """What `fsdptool detect --format json` prints. Counts are parameters, bytes are bytes.
+
+    Attributes:
+        reference: How the model was named.
+        model: What the reference resolved to.
+        parameters: Exact numbers of parameters.
+        wrap: The wrap classes.
+        classes: Every class that was considered as a wrap class.
+        no_split_modules: The entries of the model's ``_no_split_modules``, checked.
+        repeated_blocks: diffusers' ``_repeated_blocks``.
+        fsdp_plan_unmatched: Rules of transformers' own FSDP plan that match nothing in this model.
+        units: Every FSDP unit; the root is last.
+        largest_unit: The unit that owns most parameters.
+        embeddings: Embeddings and the last norm.
+        parts: The subtrees the model consists of.
+        experts: Experts in fused tensors, or null.
+        ties: Groups of names that share one tensor.
+        buffers: Every buffer.
+        world_size: Ranks that ``uneven`` is worked out for, or null.
+        uneven: Parameters that shard unevenly across the ranks.
+        cached: Whether the answer comes from the cache.
+        leaves: Classes that own parameters directly (``--leaves``).
+        tree: The module tree (``--tree``).
+        where: Where the classes are defined (``--where``).
+    """
+
+    reference: Reference
+    model: ModelSummary
+    parameters: ParameterCounts
+    wrap: WrapSummary
+    classes: tuple[ConsideredClass, ...]
+    no_split_modules: tuple[NoSplitEntry, ...]
+    repeated_blocks: tuple[str, ...]
+    fsdp_plan_unmatched: tuple[str, ...]
+    units: tuple[UnitSummary, ...]
+    largest_unit: LargestUnit
+    embeddings: EmbeddingPaths
+    parts: tuple[Part, ...]
+    experts: FusedExperts | None
+    ties: tuple[Annotated[tuple[str, ...], Keywords(minItems=2)], ...]
+    buffers: tuple[BufferSize, ...]
+    world_size: Positive | None
+    uneven: tuple[Uneven, ...]
+    cached: bool
+    leaves: tuple[LeafClass, ...] | None
+    tree: Branch | None
+    where: tuple[Place, ...] | None

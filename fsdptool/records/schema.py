@@ -1,0 +1,229 @@
+"""JSON Schemas (2020-12) of every document, generated from the records.
+
+A field's type, its ``Keywords`` and its documentation make its schema, so a document is described once.
+``fsdptool schema --write schemas`` renews the committed files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fsdptool.records.codec import key_of, to_json
+
+
+class Keywords:
+    """What a type cannot say, in JSON Schema's own words: ``Annotated[int, Keywords(minimum=1)]``."""
+
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
+
+
+Count = Annotated[int, Keywords(minimum=0)]
+Positive = Annotated[int, Keywords(minimum=1)]
+Share = Annotated[float, Keywords(minimum=0, maximum=1.0000001)]
+"""A fraction of a total; sums of rounded terms may exceed 1 by their last digit."""
+Digest = Annotated[str, Keywords(pattern="^sha256:[0-9a-f]{64}$")]
+Text = Annotated[str, Keywords(minLength=1)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DocumentFormat:
+    """How one kind of document is described.
+
+    Attributes:
+        record: The record's module within this package and its name.
+        title: Title of the schema.
+        kind: ``output`` documents always hold every field. ``saved`` ones are read back, perhaps from an
+            earlier version, and ``input`` ones are written by hand: fields with a default may be absent.
+        envelope: Whether the document begins with :class:`fsdptool.records.document.Envelope`.
+        closed: Whether unknown keys are refused.
+    """
+
+    record: str
+    title: str
+    kind: Literal["output", "saved", "input"] = "output"
+    envelope: bool = True
+    closed: bool = True
+
+
+FORMATS: Mapping[str, DocumentFormat] = {
+    "cache": DocumentFormat("command_documents.CacheReport", "Cache"),
+    "cluster": DocumentFormat("cluster.ClusterFile", "Cluster", "input", envelope=False),
+    "compare": DocumentFormat("command_documents.Comparison", "Comparison"),
+    "detect": DocumentFormat("detection.Detection", "Detection"),
+    "doctor": DocumentFormat("command_documents.Health", "Doctor"),
+    "emit-config": DocumentFormat("config_documents.EmittedConfig", "Emitted configuration"),
+    "explain": DocumentFormat("config_documents.Explanation", "Explanation"),
+    "export": DocumentFormat("command_documents.ExportReport", "Export"),
+    "families": DocumentFormat("command_documents.FamilyList", "Families"),
+    "gpus": DocumentFormat("cluster.GpuFile", "GPU catalogue", "input", envelope=False),
+    "launch": DocumentFormat("command_documents.LaunchLines", "Launch"),
+    "machine": DocumentFormat("cluster.MachineFile", "Machine table", "input", envelope=False),
+    "metrics": DocumentFormat("run.Metrics", "Metrics", envelope=False),
+    "migrate": DocumentFormat("config_documents.Migration", "Migration"),
+    "plan": DocumentFormat("plan.Plan", "Plan", "saved", closed=False),
+    "precompute": DocumentFormat("command_documents.PrecomputeReport", "Precompute"),
+    "presets": DocumentFormat("config_documents.PresetList", "Presets"),
+    "recipe": DocumentFormat("recipe.Recipe", "fsdptool recipe", "input", envelope=False),
+    "rules": DocumentFormat("config_documents.RuleList", "Rules"),
+    "run": DocumentFormat("run.Start", "Run"),
+    "summary": DocumentFormat("run.Summary", "Run summary", "saved"),
+    "validate": DocumentFormat("config_documents.Verdict", "Verdict"),
+}
+"""Every document that a record describes. The accelerate YAML's schema comes from its dialect's keys."""
+
+
+def generate(name: str) -> dict[str, Any]:
+    """Return the JSON Schema of the document called ``name`` (a key of :data:`FORMATS`)."""
+    from importlib import import_module
+
+    from fsdptool.records.document import SCHEMA_VERSION, Envelope
+
+    form = FORMATS[name]
+    module, _, record_name = form.record.rpartition(".")
+    record: type = getattr(import_module(f"fsdptool.records.{module}"), record_name)
+    generator = _Generator(form)
+    body = generator.object(record)
+    if form.envelope:
+        head = generator.object(Envelope)
+        constants = {"schema": {"const": name}, "schema_version": {"const": SCHEMA_VERSION}}
+        body["required"] = [*head["required"], *(key for key in body["required"] if key not in head["required"])]
+        body["properties"] = {**head["properties"], **constants, **body["properties"]}
+    return compose(name, form.title, body, generator.definitions)
+
+
+def compose(name: str, title: str, body: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole schema: the head every one of them has, its body, and the records it refers to."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:fsdptool:schema:{name}",
+        "title": title,
+        **body,
+        **({"$defs": dict(sorted(definitions.items()))} if definitions else {}),
+    }
+
+
+class _Generator:
+    def __init__(self, form: DocumentFormat) -> None:
+        self._form = form
+        self.definitions: dict[str, Any] = {}
+
+    def object(self, record: type) -> dict[str, Any]:
+        """Return the schema of a record, without a reference to it."""
+        hints = get_type_hints(record, include_extras=True)
+        documented = field_documentation(record)
+        required, properties = [], {}
+        for field in dataclasses.fields(record):
+            key = key_of(field)
+            defaulted = (
+                field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+            )
+            if self._form.kind == "output" or not defaulted:
+                required.append(key)
+            entry = self._type(hints[field.name])
+            if field.name in documented:
+                entry = {**entry, "description": documented[field.name]}
+            default = field.default
+            if self._form.kind == "input" and default is not dataclasses.MISSING:
+                entry |= {} if dataclasses.is_dataclass(default) else {"default": to_json(default)}
+            properties[key] = entry
+        summary = _plain((record.__doc__ or "").split("\n\n", maxsplit=1)[0])
+        return {
+            "description": summary,
+            "type": "object",
+            **({"required": required} if required else {}),
+            **({"additionalProperties": False} if self._form.closed else {}),
+            "properties": properties,
+        }
+
+    def _type(self, hint: Any) -> dict[str, Any]:
+        origin = get_origin(hint)
+        if origin is Annotated:
+            base, *marks = get_args(hint)
+            keywords = {key: value for mark in marks for key, value in mark.keywords.items()}
+            return {**self._type(base), **keywords}
+        if origin in (Union, types.UnionType):
+            return _merged([self._type(option) for option in get_args(hint)])
+        if origin is Literal:
+            return {"enum": list(get_args(hint))}
+        if origin in (tuple, list):
+            return self._array(get_args(hint))
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            return self._reference(hint)
+        if origin is not None:
+            values = self._type(get_args(hint)[1])
+            return {"type": "object", **({"additionalProperties": values} if values else {})}
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            return {"enum": [member.value for member in hint]}
+        return {} if hint is Any else {"type": _SCALARS[hint]}
+
+    def _array(self, items: tuple[Any, ...]) -> dict[str, Any]:
+        if len(items) == 1 or items[-1] is Ellipsis:
+            return {"type": "array", "items": self._type(items[0])}
+        each = [self._type(item) for item in items]
+        return {"type": "array", "prefixItems": each, "minItems": len(each), "maxItems": len(each)}
+
+    def _reference(self, record: type) -> dict[str, Any]:
+        if record.__name__ not in self.definitions:
+            self.definitions[record.__name__] = {}  # A record may hold others of its own kind.
+            self.definitions[record.__name__] = self.object(record)
+        return {"$ref": f"#/$defs/{record.__name__}"}
+
+
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+
+
+def _merged(options: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the union of schemas: one list of types, or of values, where that says the same."""
+    if all(list(option) == ["enum"] or option == {"type": "null"} for option in options):
+        return {"enum": [value for option in options for value in option.get("enum", [None])]}
+    keywords = [key for option in options for key in option if key != "type"]
+    if all("type" in option for option in options) and len(keywords) == len(set(keywords)):
+        # Each keyword speaks of one type only (minimum of numbers, pattern of text).
+        merged = {key: value for option in options for key, value in option.items()}
+        return {**merged, "type": [name for option in options for name in _names(option["type"])]}
+    return {"anyOf": options}
+
+
+def _names(types: str | list[str]) -> list[str]:
+    return [types] if isinstance(types, str) else types
+
+
+def field_documentation(record: type) -> dict[str, str]:
+    """Return what a record says of its fields: under ``Attributes:`` or in the text that follows one."""
+    documented: dict[str, str] = {}
+    for base in reversed(record.__mro__):
+        if dataclasses.is_dataclass(base):
+            documented |= dict(_attributes(base.__doc__ or "")) | dict(_field_texts(base))
+    return documented
+
+
+def _attributes(doc: str) -> Iterator[tuple[str, str]]:
+    import inspect
+    import re
+
+    section = inspect.cleandoc(doc).partition("\nAttributes:\n")[2].split("\n\n", maxsplit=1)[0]
+    for names, text in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
+        for name in names.split(","):
+            yield name.strip(), _plain(text)
+
+
+def _field_texts(record: type) -> Iterator[tuple[str, str]]:
+    import ast
+    import inspect
+    import textwrap
+
+    body = ast.parse(textwrap.dedent(inspect.getsource(record))).body[0].body  # type: ignore[attr-defined]
+    for field, following in zip(body, body[1:], strict=False):
+        named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            yield field.target.id, _plain(str(following.value.value))
+
+
+def _plain(text: str) -> str:
+    """Return documentation on one line, with the backticks of Markdown."""
+    return " ".join(text.replace("``", "`").split())
