@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,18 +11,39 @@ import typer
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(help="Name of a schema; without a name, all schemas are listed.")
+        str | None, typer.Argument(help="Name of a schema. Without one, all names are listed.")
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", help="Generate every schema from the records and write them to this folder."),
     ] = None,
 ) -> int:
-    """Print a JSON Schema (2020-12) for editors and validators, or list the schemas."""
-    import json
-
+    """Print a JSON Schema (2020-12) for editors and generic checkers, or list their names."""
     from fsdptool.files.schemas import load_schema, schema_names
 
-    if name is None:
+    if write is not None:
+        write_schemas(write)
+    elif name is None:
         sys.stdout.write("".join(f"{item}\n" for item in schema_names()))
     else:
-        sys.stdout.write(
-            json.dumps(load_schema(name.removesuffix(".schema.json")), indent=2, ensure_ascii=False) + "\n"
-        )
+        sys.stdout.write(_text(load_schema(name.removesuffix(".schema.json"))))
     return 0
+
+
+def write_schemas(folder: Path) -> None:
+    """Generate every schema and write it to a folder.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    from fsdptool.cli.output import write_file
+    from fsdptool.records.schema import FORMATS, generate
+
+    for name in FORMATS:
+        write_file(folder / f"{name}.schema.json", _text(generate(name)), force=True)
+
+
+def _text(schema: dict[str, object]) -> str:
+    import json
+
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"

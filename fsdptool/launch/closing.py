@@ -10,9 +10,8 @@ from typing import Any
 from fsdptool.errors import ExitCode
 from fsdptool.launch.create import newest_step
 from fsdptool.launch.supervise import Outcome
-from fsdptool.records.codec import to_json
 from fsdptool.records.document import envelope
-from fsdptool.records.run import Summary
+from fsdptool.records.run import RunFailure, Summary
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.folder import (
     CHECKPOINTS,
@@ -61,13 +60,14 @@ def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, 
         export=None,
         restarts=outcome.restarts,
         failure=_failure(outcome),
+        memory_report=None,
         measured_moments=_moments(outcome, world_size),
     )
 
 
 def write_summary(folder: Path, summary: Summary) -> dict[str, Any]:
     """Write ``summary.json`` and return the document (raises ``OSError``)."""
-    document = envelope("summary", to_json(summary), to_json(summary))
+    document = envelope("summary", summary, summary)
     write_json(folder / SUMMARY, document)
     return document
 
@@ -117,11 +117,11 @@ def throughput(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
     return result
 
 
-def _failure(outcome: Outcome) -> dict[str, Any] | None:
-    found = outcome.failure
-    if found is None:
+def _failure(outcome: Outcome) -> RunFailure | None:
+    failure = outcome.failure
+    if failure is None:
         return None
-    return {"rank": found.rank, "message": found.message, "help": found.help, "exit_code": found.exit_code}
+    return RunFailure(failure.rank, failure.message, failure.help, failure.exit_code)
 
 
 def _peak(event: Mapping[str, Any] | None) -> int | None:

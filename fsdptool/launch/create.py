@@ -12,6 +12,7 @@ from pathlib import Path
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.launch.prepare import Prepared
 from fsdptool.records.codec import to_json
+from fsdptool.records.run import Start
 from fsdptool.runs.folder import (
     CHECKPOINTS,
     ENVIRONMENT,
@@ -24,7 +25,6 @@ from fsdptool.runs.folder import (
     RUN,
     SUMMARY,
     RunInputs,
-    Start,
     environment,
     read_start,
     write_inputs,

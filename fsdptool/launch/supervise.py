@@ -25,6 +25,7 @@ from typing import IO, Any
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.failure import Failure, running, told
+from fsdptool.records.run import RunStatus
 from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
 from fsdptool.runs.folder import LOGS
 from fsdptool.runs.signals import SIGNALS, signal_name
@@ -56,13 +57,13 @@ class Outcome:
     """How the run ended.
 
     Attributes:
-        status: ``completed``, ``stopped``, ``failed`` or ``interrupted``.
+        status: How the run ended.
         failure: Why it failed.
         restarts: How often torchrun relaunched the workers.
         finished: The ``finished`` event of every rank that sent one, by rank.
     """
 
-    status: str
+    status: RunStatus
     failure: Failure | None
     restarts: int
     finished: Mapping[int, Mapping[str, Any]]
@@ -341,7 +342,7 @@ class Supervisor:
         unheard = self._silent_elsewhere() if returncode == 0 else []
         complete = bool(self._finished) and len(self._finished) + len(unheard) == len(self._ranks)
         if complete and not self._failures and not self._deaths:
-            status = "stopped" if "stopped" in statuses else "completed"
+            status: RunStatus = "stopped" if "stopped" in statuses else "completed"
             return Outcome(status, None, self._attempt, self._finished)
         asked = self._signals or any(-code in SIGNALS for code in self._exit_codes.values())
         if asked and not self._stepped and all(event.get("secondary") for event in self._failures):

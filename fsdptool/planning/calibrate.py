@@ -11,7 +11,8 @@ from typing import Any
 from fsdptool.errors import PlanError
 from fsdptool.planning.compare import read_json, read_prediction
 from fsdptool.planning.gpu_catalogue import find_gpu
-from fsdptool.planning.machine import Machine, machine_for
+from fsdptool.planning.machine import machine_for
+from fsdptool.records.cluster import Machine
 from fsdptool.records.plan import Candidate
 
 _FRACTIONS = ("matmul_efficiency", "memory_efficiency")

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdptool.memory.simulation.program import traced_path
-from fsdptool.planning.machine import Machine
-from fsdptool.records.cluster import Gpu
+from fsdptool.records.cluster import Gpu, Machine
 from fsdptool.records.trace import Repeat, Segment, Trace
 from fsdptool.records.units import UnitPlan
 

@@ -13,7 +13,7 @@ from fsdptool.planning.compute_time import (
     peak_flops,
     unit_costs,
 )
-from fsdptool.planning.machine import Machine, expands, machine_for, workspaces
+from fsdptool.planning.machine import expands, machine_for, workspaces
 from fsdptool.planning.overlap import Stage
 from fsdptool.planning.search_point import SearchPoint, apply_search_point, read_search_point, resolve_mesh
 from fsdptool.planning.step_time import (
@@ -26,7 +26,7 @@ from fsdptool.planning.step_time import (
 )
 from fsdptool.planning.verdict import FitCheck, check_fit
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.cluster import Cluster, Gpu
+from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate, Footprint
 from fsdptool.records.recipe import Recipe

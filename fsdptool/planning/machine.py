@@ -13,47 +13,10 @@ from functools import cache
 from pathlib import Path
 
 from fsdptool.errors import PlanError
-from fsdptool.records.cluster import Cluster, Gpu
+from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.codec import from_json, to_json
 
 _DATA = Path(__file__).parent / "data" / "machines.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Figures a measurement replaces. Bytes, seconds, and fractions of the datasheet's rates.
-
-    Attributes:
-        name: What the table calls it.
-        match: A catalogue name, a link kind (``pcie``) or ``*``.
-        context_bytes: CUDA context and loaded kernels of one process.
-        communicator_bytes: NCCL's buffers for the first communicator.
-        further_communicator_bytes: The same for each further one.
-        matmul_efficiency: Of the dtype's peak, for matrix products and attention.
-        memory_efficiency: Of the memory bandwidth, for everything elementwise.
-        link_efficiency, network_efficiency: Of the link's rate, for large collectives.
-        link_latency, network_latency: Seconds per hop of a ring.
-        kernel_latency: Seconds per launched operator.
-        reserved_ratio: Reserved over allocated, where no replay was made; None: the simulation's own.
-        measured: Whether the figures come from ``fsdptool calibrate``.
-        source: Where they come from.
-    """
-
-    name: str
-    match: str
-    context_bytes: int
-    communicator_bytes: int
-    further_communicator_bytes: int
-    matmul_efficiency: float
-    memory_efficiency: float
-    link_efficiency: float
-    network_efficiency: float
-    link_latency: float
-    network_latency: float
-    kernel_latency: float
-    reserved_ratio: float | None = None
-    measured: bool = False
-    source: str = ""
 
 
 def machine_for(gpu: Gpu | None, *, table: Path | None = None) -> Machine:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdptool.planning.machine import Machine
-from fsdptool.records.cluster import Cluster
+from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fsdptool.planning.machine import Machine
-from fsdptool.records.cluster import Cluster
+from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.settings import Mesh
 
 ASSUMED_NETWORK = {"nvlink": 50e9, "xgmi": 50e9, "pcie": 12.5e9}

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from fsdptool.memory.simulation.groups import Rank, Share
 from fsdptool.memory.simulation.sizes import WIDTH, stored_dtype
 from fsdptool.planning.compute_time import Cost
-from fsdptool.planning.machine import Machine
 from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
-from fsdptool.records.cluster import Cluster
+from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.recipe import Optimizer, Recipe
 from fsdptool.records.settings import Mesh
 from fsdptool.records.units import UnitPlan

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdptool.formatting import amount
-from fsdptool.planning.machine import Machine, Overhead, overhead
+from fsdptool.planning.machine import Overhead, overhead
 from fsdptool.planning.search_point import SearchPoint
-from fsdptool.records.cluster import Cluster
+from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.plan import Component, Footprint
 
 HEADROOM = 0.05

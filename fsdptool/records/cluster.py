@@ -1,9 +1,14 @@
-"""What a run is trained on: GPUs, links, hosts."""
+"""What a run is trained on: GPUs, links, hosts, and the files that describe them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from fsdptool.records.schema import Count, Keywords, Positive, Text
+
+Link = Literal["nvlink", "pcie", "xgmi"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class Gpu:
         link: ``nvlink``, ``pcie`` or ``xgmi``.
         native_bf16, native_fp8: Whether the tensor cores compute in the dtype.
         source: Where the figures come from.
-        marketing_bytes: The size it is sold under, for telling people the difference; or None.
+        marketing_bytes: The size it is sold under, or None.
         workspace_bytes: What matrix products keep on the device for each thread (torch's
             ``CublasHandlePool.cpp``: 32 MiB from Hopper on, 8,519,680 bytes before; on AMD's the
             workspaces of hipBLAS and hipBLASLt together).
@@ -56,5 +61,131 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """GPUs in all."""
+        """Total number of GPUs."""
         return self.gpus_per_node * self.nodes
+
+
+FlopsType = Literal["float32", "tf32", "float16", "bfloat16", "float8"]
+Rate = Annotated[float, Keywords(exclusiveMinimum=0)]
+Fraction = Annotated[float, Keywords(exclusiveMinimum=0, maximum=1)]
+Seconds = Annotated[float, Keywords(minimum=0)]
+RateText = Annotated[str, Keywords(pattern=r"^\s*[0-9.]+\s*([KMGT]i?)?(B|bit|b)(/s|ps)\s*$")]
+SizeText = Annotated[str, Keywords(pattern=r"^\s*[0-9.]+\s*([KMGT]i?)?B\s*$")]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEntry:
+    """One entry of a GPU catalogue.
+
+    Attributes:
+        name: Catalogue name.
+        memory_bytes: What torch reports as total_memory, in bytes.
+        flops: Peak FLOP/s of dense matrix products by dtype.
+        memory_bandwidth: Bytes per second.
+        link_bandwidth: Bytes per second and direction to peers in the node.
+        source: Where the figures come from.
+        aliases: Further names people use.
+        marketing_gb: The size it is sold under, in GB.
+        memory_source: Where ``memory_bytes`` comes from, if it is another place.
+        link: How GPUs of one node are connected.
+        native_bf16, native_fp8: Whether the tensor cores compute in the dtype; by default, whether ``flops``
+            has a rate for it.
+        cublas_workspace_bytes: What matrix products keep on the device for each thread.
+    """
+
+    name: Text
+    memory_bytes: Annotated[int, Keywords(minimum=1 << 20)]
+    flops: Annotated[Mapping[FlopsType, Rate], Keywords(required=["float32"])]
+    memory_bandwidth: Rate
+    link_bandwidth: Rate
+    source: Text
+    aliases: tuple[Text, ...] = ()
+    marketing_gb: Rate | None = None
+    memory_source: Annotated[str | None, Keywords(type="string")] = None
+    link: Link = "pcie"
+    native_bf16: Annotated[bool | None, Keywords(type="boolean")] = None
+    native_fp8: Annotated[bool | None, Keywords(type="boolean")] = None
+    cublas_workspace_bytes: Count = 8_519_680
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFile:
+    """GPUs by data: what the driver reports as memory, peak rates of the datasheet (dense), and where the
+    figures come from. Entries of a file given by --gpus-file come before the shipped ones.
+    """
+
+    gpus: Annotated[tuple[GpuEntry, ...], Keywords(minItems=1)]
+    version: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFile:
+    """Nodes of equal GPUs a run could be trained on: an offer that plan --cluster compares with others.
+
+    Attributes:
+        gpus_per_node: GPUs (CPU clusters: processes) in each node.
+        gpu: A catalogue name, or a GPU described in place; leave it out (or null) for a CPU cluster.
+        nodes: Number of nodes.
+        name: What you call this offer.
+        inter_node_bandwidth: Per GPU and direction between nodes: bytes per second, or text such as 50 GB/s
+            or 400 Gbit/s.
+        host_memory: Host memory of one node: bytes, or text such as 2 TiB.
+        price_per_gpu_hour: In the currency you compare by.
+        environment: NCCL settings to export on launch.
+    """
+
+    gpus_per_node: Positive
+    gpu: Text | GpuEntry | None = None
+    nodes: Positive = 1
+    name: Annotated[str | None, Keywords(type="string", minLength=1)] = None
+    inter_node_bandwidth: Rate | RateText | None = None
+    host_memory: Positive | SizeText | None = None
+    price_per_gpu_hour: Annotated[float, Keywords(minimum=0)] | None = None
+    environment: Mapping[str, str | float | bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Figures a measurement replaces. Bytes, seconds, and fractions of the datasheet's rates.
+
+    Attributes:
+        name: What the table calls it.
+        match: A catalogue name, a link kind (nvlink, pcie, xgmi), cpu, or `*`.
+        context_bytes: CUDA context and loaded kernels of one process.
+        communicator_bytes: NCCL's buffers for the first communicator.
+        further_communicator_bytes: NCCL's buffers for each further communicator.
+        matmul_efficiency: Fraction of the dtype's peak rate in matrix products and attention.
+        memory_efficiency: Fraction of the memory bandwidth in elementwise operations.
+        link_efficiency, network_efficiency: Fraction of the link's rate in large collectives.
+        link_latency, network_latency: Seconds per hop of a ring.
+        kernel_latency: Seconds per launched operator.
+        reserved_ratio: Reserved over allocated bytes, where no replay was made; null: the simulation's own.
+        measured: Whether the figures come from ``fsdptool calibrate``.
+        source: Where the figures come from.
+    """
+
+    name: str
+    match: str
+    context_bytes: Count
+    communicator_bytes: Count
+    further_communicator_bytes: Count
+    matmul_efficiency: Fraction
+    memory_efficiency: Fraction
+    link_efficiency: Fraction
+    network_efficiency: Fraction
+    link_latency: Seconds
+    network_latency: Seconds
+    kernel_latency: Seconds
+    reserved_ratio: Annotated[float, Keywords(minimum=1)] | None = None
+    measured: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFile:
+    """What no trace can see: context, communicators and achieved efficiencies; written by fsdptool calibrate,
+    read by plan --machine.
+    """
+
+    machines: Annotated[tuple[Machine, ...], Keywords(minItems=1)]
+    version: Literal[1] = 1

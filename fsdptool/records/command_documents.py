@@ -31,7 +31,7 @@ class PathProblem:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What `fsdptool cache ls|verify|prune|clear --format json` prints. What a command does not report is null.
+    """What `fsdptool cache ls|verify|prune|clear --format json` print.
 
     Attributes:
         folder: The cache folder.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fsdptool.records.diagnostic import Fix, Safety, Severity
+from fsdptool.records.diagnostic import Fix, RuleFamily, Safety, Severity
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Digest, Keywords, Positive
 from fsdptool.records.settings import FsdpSettings
@@ -24,7 +24,7 @@ class EffectiveSetting:
     """A setting that takes effect, and where its value comes from; `line` is null for defaults."""
 
     key: str
-    value: str | float | int | bool | None | tuple[str, ...]
+    value: str | float | int | bool | tuple[str, ...] | None
     origin: str
     line: Positive | None
 
@@ -98,8 +98,8 @@ class FindingCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What `fsdptool validate --format json` prints. Edits replace characters [start, end) of the decoded text.
+class ValidationReport:
+    """What `fsdptool validate --format json` prints: a verdict on each file.
 
     Attributes:
         consumer: The program the first file was checked for; null if there are no files.
@@ -196,10 +196,7 @@ class RuleText:
     """
 
     code: Annotated[str, Keywords(pattern="^[A-Z]{3,5}[0-9]{3}$")]
-    family: Literal[
-        *("parse", "schema", "meaning", "model", "hardware"),
-        *("plugins", "configuration", "sharding", "plan", "doctor", "cache"),
-    ]
+    family: RuleFamily
     severity: Severity
     title: str
     why: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdptool.records.schema import Count, Positive
+
 Severity = Literal["error", "warning", "info"]
 Safety = Literal["safe", "unsafe", "none"]
 
@@ -13,8 +15,8 @@ Safety = Literal["safe", "unsafe", "none"]
 class Edit:
     """Replace the characters ``[start, end)`` of a file's decoded text by ``text``."""
 
-    start: int
-    end: int
+    start: Count
+    end: Count
     text: str
 
 
@@ -46,14 +48,28 @@ class Diagnostic:
     message: str
     help: str | None = None
     path: str | None = None
-    line: int | None = None
-    column: int | None = None
-    end_line: int | None = None
-    end_column: int | None = None
+    line: Positive | None = None
+    column: Positive | None = None
+    end_line: Positive | None = None
+    end_column: Positive | None = None
     fix: Fix | None = None
 
 
-_FAMILIES = {
+RuleFamily = Literal[
+    "parse",
+    "schema",
+    "meaning",
+    "model",
+    "hardware",
+    "plugins",
+    "configuration",
+    "sharding",
+    "plan",
+    "doctor",
+    "cache",
+]
+
+_FAMILIES: dict[str, RuleFamily] = {
     "FSD1": "parse",
     "FSD2": "schema",
     "FSD3": "meaning",
@@ -89,6 +105,6 @@ class Rule:
     safety: Safety = "none"
 
     @property
-    def family(self) -> str:
+    def family(self) -> RuleFamily:
         """The family, from the code."""
         return _FAMILIES[self.code[:-2]]

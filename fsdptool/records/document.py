@@ -5,14 +5,39 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.schema import Digest
 
 SCHEMA_VERSION = 1
 _LIBRARIES = ("torch", "accelerate", "transformers", "diffusers", "peft")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every document begins with.
+
+    Attributes:
+        schema: Name of the schema the document follows.
+        schema_version: Version of the schema.
+        tool_version: Version of fsdptool.
+        libraries: Versions of the libraries the answer depends on.
+        inputs_digest: Digest of what the document was derived from.
+        diagnostics: Findings that belong to the document.
+        unknowns: What could not be derived, one sentence each.
+    """
+
+    schema: str
+    schema_version: int
+    tool_version: str
+    libraries: Mapping[str, str]
+    inputs_digest: Digest
+    diagnostics: tuple[Diagnostic, ...]
+    unknowns: tuple[str, ...]
 
 
 def tool_version() -> str:
@@ -40,7 +65,7 @@ def digest(value: Any) -> str:
 def envelope(
     schema: str,
     inputs: Any,
-    body: Mapping[str, Any],
+    body: object,
     *,
     diagnostics: Iterable[Diagnostic] = (),
     unknowns: Iterable[str] = (),
@@ -50,17 +75,17 @@ def envelope(
     Args:
         schema: Name of the schema in ``schemas/`` the document validates against.
         inputs: What the document was derived from; only its digest is kept.
-        body: The document's own fields.
+        body: The document's own fields: the record of its format, or plain data in the record's form.
         diagnostics: Findings that belong to the document.
         unknowns: What could not be derived, one sentence each.
     """
-    return {
-        "schema": schema,
-        "schema_version": SCHEMA_VERSION,
-        "tool_version": tool_version(),
-        "libraries": library_versions(),
-        "inputs_digest": digest(inputs),
-        "diagnostics": [to_json(item) for item in diagnostics],
-        "unknowns": list(unknowns),
-        **to_json(body),
-    }
+    head = Envelope(
+        schema=schema,
+        schema_version=SCHEMA_VERSION,
+        tool_version=tool_version(),
+        libraries=library_versions(),
+        inputs_digest=digest(inputs),
+        diagnostics=tuple(diagnostics),
+        unknowns=tuple(unknowns),
+    )
+    return {**to_json(head), **to_json(body)}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fsdptool.records.schema import Keywords
 from fsdptool.records.settings import CheckpointingMode
 
 Layout = Literal["native", "accelerate"]
@@ -76,6 +77,7 @@ DATA_OPTIONS = (
     *("prompts", "sample_steps", "sample_tokens", "temperature"),
 )
 """Every name ``data.options`` may hold (docs/data.md says what reads which)."""
+DataOptions = Annotated[Mapping[str, Any], Keywords(propertyNames={"enum": list(DATA_OPTIONS)})]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Data:
     assistant_only_loss: bool = False
     workers: int = 0
     shuffle: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: DataOptions = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,55 +1,138 @@
-"""What a training run leaves behind: metrics line by line, and a closing summary."""
+"""What a training run leaves behind: its start, metrics line by line, and a closing summary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from fsdptool.records.schema import Count, Keywords, Positive
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """`run.json` of a run folder: one start of a run, written last and whole.
+
+    Attributes:
+        world_size: Total number of processes.
+        device: Device type of the processes.
+        resume: Checkpoint folder to continue from, ``auto`` for the newest good one, or null for none.
+        number: How often the run was started before.
+        argv: The command line.
+        launch_id: Launch ID, identical on all nodes and unique per launch; null on a single node.
+    """
+
+    world_size: Positive
+    device: Literal["cpu", "cuda"]
+    resume: str | None = None
+    number: Count = 0
+    argv: tuple[str, ...] = ()
+    launch_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """One optimizer step, as a line of ``metrics.jsonl``. Seconds and bytes; None is unknown."""
+    """One line of `metrics.jsonl`: one optimizer step. Seconds and bytes; null is unknown.
 
-    step: int
+    Attributes:
+        step: Optimizer step, from 1.
+        epoch: Epochs consumed, as a fraction.
+        time: Seconds since 1970.
+        loss: Mean loss over the global batch; null if it was not finite.
+        grad_norm: Norm of the gradients before clipping; null if unknown or not finite.
+        lr: Learning rate of the step.
+        tokens: Valid tokens of the global batch; null for families without tokens.
+        samples: Samples of the global batch.
+        step_seconds: Wall time of the step, data included.
+        data_seconds: Time spent waiting for data.
+        memory_allocated_peak_bytes: Rank 0's peak over the step; null where not measured.
+        memory_reserved_peak_bytes: Peak of the caching allocator's segments; null on the CPU.
+        mfu: Model FLOPs utilisation, 0 to 1; null where the peak is not known.
+        extra: The objective's own metrics (expert load, ...), loss scale, skipped steps, flops_per_second
+            (the plan's model FLOPs of a step over its wall time, all ranks).
+    """
+
+    step: Positive
     epoch: float
     time: float
-    loss: float
+    loss: float | None
     grad_norm: float | None
     lr: float
-    tokens: int | None
-    samples: int
+    tokens: Count | None
+    samples: Count
     step_seconds: float
     data_seconds: float
-    memory_allocated_peak_bytes: int | None
-    memory_reserved_peak_bytes: int | None
+    memory_allocated_peak_bytes: Count | None
+    memory_reserved_peak_bytes: Count | None
     mfu: float | None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+RunStatus = Literal["completed", "stopped", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailure:
+    """Why a run failed.
+
+    Attributes:
+        rank: The rank that failed first, or null if it is not known.
+        message: What happened.
+        help: What to do about it, or null.
+        exit_code: Exit status of the command.
+    """
+
+    rank: Count | None
+    message: str
+    help: str | None
+    exit_code: Count
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """``summary.json`` of a run folder (contract ``run folder``)."""
+    """`summary.json` of a run folder, and what `fsdptool train --format json` prints.
 
-    status: str
-    exit_code: int
+    Attributes:
+        status: How the run ended.
+        exit_code: Exit status of the command (docs/exit-codes.md).
+        resumable: Whether ``--resume auto`` has a checkpoint to continue from.
+        steps: Optimizer steps recorded in metrics.jsonl.
+        world_size: Number of processes.
+        mesh: Sizes of the device mesh.
+        units: FSDP units of the plan.
+        sharding_proof: What rank 0 proved before step 1; empty if the run ended earlier.
+        predicted_peak_bytes: Allocated peak per rank that the plan predicts.
+        measured_peak_bytes: Allocated peak of every rank; null where unknown.
+        instrument: What measured the peaks.
+        error_percent: Predicted over the largest measured peak, minus one, in percent.
+        throughput: Rates and step times; null where unknown.
+        last_checkpoint: Newest complete checkpoint, relative to the run folder.
+        last_good_step: The checkpoint's step.
+        export: Exported folder, relative to the run folder.
+        restarts: How often the workers were relaunched.
+        failure: Why the run failed, or null.
+        memory_report: Report on running out of memory, relative to the run folder.
+        measured_moments: Allocated peak of every rank at each moment of the run that was measured (load,
+            forward, backward, optimizer, evaluation, save, ...); null where a rank did not measure it.
+    """
+
+    status: RunStatus
+    exit_code: Count
     resumable: bool
-    steps: int
-    world_size: int
-    mesh: Mapping[str, int]
-    units: int
+    steps: Count
+    world_size: Positive
+    mesh: Annotated[Mapping[str, Positive], Keywords(required=["dp_replicate", "dp_shard"])]
+    units: Count
     sharding_proof: Mapping[str, Any]
-    predicted_peak_bytes: int | None
-    measured_peak_bytes: tuple[int | None, ...]
+    predicted_peak_bytes: Count | None
+    measured_peak_bytes: tuple[Count | None, ...]
     instrument: str
     error_percent: float | None
     throughput: Mapping[str, float | None]
     last_checkpoint: str | None
-    last_good_step: int | None
+    last_good_step: Count | None
     export: str | None
-    restarts: int = 0
-    failure: Mapping[str, Any] | None = None
-    memory_report: str | None = None
-    measured_moments: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
-    """Allocated peak of every rank at each moment of the run that was measured: load, forward,
-    backward, optimizer, evaluation, save, ..."""
+    restarts: Count
+    failure: RunFailure | None
+    memory_report: str | None
+    measured_moments: Mapping[str, tuple[Count | None, ...]] = field(default_factory=dict)

@@ -65,14 +65,13 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "machine": DocumentFormat("cluster.MachineFile", "Machine table", "input", envelope=False),
     "metrics": DocumentFormat("run.Metrics", "Metrics", envelope=False),
     "migrate": DocumentFormat("config_documents.Migration", "Migration"),
-    "plan": DocumentFormat("plan.Plan", "Plan", "saved", closed=False),
     "precompute": DocumentFormat("command_documents.PrecomputeReport", "Precompute"),
     "presets": DocumentFormat("config_documents.PresetList", "Presets"),
     "recipe": DocumentFormat("recipe.Recipe", "fsdptool recipe", "input", envelope=False),
     "rules": DocumentFormat("config_documents.RuleList", "Rules"),
     "run": DocumentFormat("run.Start", "Run"),
     "summary": DocumentFormat("run.Summary", "Run summary", "saved"),
-    "validate": DocumentFormat("config_documents.Verdict", "Verdict"),
+    "validate": DocumentFormat("config_documents.ValidationReport", "Verdict"),
 }
 """Every document that a record describes. The accelerate YAML's schema comes from its dialect's keys."""
 
@@ -91,7 +90,7 @@ def generate(name: str) -> dict[str, Any]:
     if form.envelope:
         head = generator.object(Envelope)
         constants = {"schema": {"const": name}, "schema_version": {"const": SCHEMA_VERSION}}
-        body["required"] = [*head["required"], *(key for key in body["required"] if key not in head["required"])]
+        body["required"] = list(dict.fromkeys([*head["required"], *body["required"]]))
         body["properties"] = {**head["properties"], **constants, **body["properties"]}
     return compose(name, form.title, body, generator.definitions)
 
@@ -127,9 +126,8 @@ class _Generator:
             entry = self._type(hints[field.name])
             if field.name in documented:
                 entry = {**entry, "description": documented[field.name]}
-            default = field.default
-            if self._form.kind == "input" and default is not dataclasses.MISSING:
-                entry |= {} if dataclasses.is_dataclass(default) else {"default": to_json(default)}
+            if self._form.kind == "input" and _shown(field.default, entry):
+                entry |= {"default": to_json(field.default)}
             properties[key] = entry
         summary = _plain((record.__doc__ or "").split("\n\n", maxsplit=1)[0])
         return {
@@ -155,11 +153,15 @@ class _Generator:
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             return self._reference(hint)
         if origin is not None:
-            values = self._type(get_args(hint)[1])
-            return {"type": "object", **({"additionalProperties": values} if values else {})}
+            return self._mapping(*get_args(hint))
         if isinstance(hint, type) and issubclass(hint, Enum):
             return {"enum": [member.value for member in hint]}
         return {} if hint is Any else {"type": _SCALARS[hint]}
+
+    def _mapping(self, key: Any, value: Any) -> dict[str, Any]:
+        values = self._type(value)
+        names = {"propertyNames": self._type(key)} if get_origin(key) is Literal else {}
+        return {"type": "object", **names, **({"additionalProperties": values} if values else {})}
 
     def _array(self, items: tuple[Any, ...]) -> dict[str, Any]:
         if len(items) == 1 or items[-1] is Ellipsis:
@@ -172,6 +174,13 @@ class _Generator:
             self.definitions[record.__name__] = {}  # A record may hold others of its own kind.
             self.definitions[record.__name__] = self.object(record)
         return {"$ref": f"#/$defs/{record.__name__}"}
+
+
+def _shown(default: object, entry: Mapping[str, Any]) -> bool:
+    """Whether a default is worth telling: nested records have their own, and None may stand for absent."""
+    if default is None:
+        return "null" in _names(entry.get("type", ["null"]))
+    return default is not dataclasses.MISSING and not dataclasses.is_dataclass(default)
 
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
@@ -216,9 +225,10 @@ def _field_texts(record: type) -> Iterator[tuple[str, str]]:
     import ast
     import inspect
     import textwrap
+    from itertools import pairwise
 
     body = ast.parse(textwrap.dedent(inspect.getsource(record))).body[0].body  # type: ignore[attr-defined]
-    for field, following in zip(body, body[1:], strict=False):
+    for field, following in pairwise(body):
         named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             yield field.target.id, _plain(str(following.value.value))

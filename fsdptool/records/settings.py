@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdptool.records.schema import Count, Positive
+
 WrapPolicy = Literal["transformer", "size", "none"]
 StateDictType = Literal["sharded", "full"]
 Precision = Literal["no", "fp16", "bf16", "fp8"]
@@ -18,11 +20,11 @@ class Mesh:
     Under accelerate 1.15 the parameters shard over ``dp_shard`` x ``cp``.
     """
 
-    dp_replicate: int = 1
-    dp_shard: int | None = None
-    cp: int = 1
-    tp: int = 1
-    sp: int = 1
+    dp_replicate: Positive = 1
+    dp_shard: Positive | None = None
+    cp: Positive = 1
+    tp: Positive = 1
+    sp: Positive = 1
 
     def resolve(self, world_size: int) -> Mesh:
         """Return the mesh with ``dp_shard`` filled in.
@@ -85,9 +87,9 @@ class FsdpSettings:
     mixed_precision: Precision = "bf16"
     mesh: Mesh = Mesh()
     cp_comm_strategy: Literal["allgather", "alltoall"] = "allgather"
-    num_processes: int | None = None
-    num_machines: int = 1
-    machine_rank: int = 0
+    num_processes: Positive | None = None
+    num_machines: Positive = 1
+    machine_rank: Count = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
     rdzv_backend: str = "static"

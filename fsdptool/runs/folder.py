@@ -27,6 +27,7 @@ from fsdptool.records.document import envelope, library_versions, tool_version
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.run import Start
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
 
@@ -62,30 +63,9 @@ _ENVIRONMENT_NAMES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """One start of a run, as ``run.json`` records it.
-
-    Attributes:
-        world_size: Processes in all.
-        device: ``cpu`` or ``cuda``.
-        resume: Checkpoint folder to continue from, ``auto`` for the newest good one, or None.
-        number: How often the run was started before.
-        argv: The command line.
-        launch_id: What the machines of one launch have in common.
-    """
-
-    world_size: int
-    device: str
-    resume: str | None = None
-    number: int = 0
-    argv: tuple[str, ...] = ()
-    launch_id: str | None = None
-
-
 def write_start(folder: Path, start: Start, inputs: Any) -> None:
     """Write ``run.json`` last: a folder that has one is complete (raises ``OSError``)."""
-    write_json(folder / RUN, envelope("run", inputs, to_json(start)))
+    write_json(folder / RUN, envelope("run", inputs, start))
 
 
 def read_start(folder: Path) -> Start:

@@ -119,7 +119,7 @@ def test_a_bad_cluster_file_is_one_line(tmp_path: Path, text: str, message: str)
 
 
 def test_the_cluster_schema_repeats_the_gpu_schema() -> None:
-    assert load_schema("cluster")["$defs"]["gpu"] == load_schema("gpus")["$defs"]["gpu"]
+    assert load_schema("cluster")["$defs"]["GpuEntry"] == load_schema("gpus")["$defs"]["GpuEntry"]
 
 
 def test_sizes_and_rates_are_read_as_written() -> None:
