@@ -1,8 +1,8 @@
 #!/bin/sh
-# From a name to a trained checkpoint, on two CPU processes and without a network:
-# detect, plan, emit-config, validate, train, export, and the export loaded by transformers.
+# From a model name to a trained checkpoint, on two CPU processes and without network access:
+# detect, plan, emit-config, validate, train, export, and loading the export with transformers.
 #
-#   sh examples/main_job/main_job.sh [FOLDER]      default: runs/main_job in the working folder
+#   sh examples/main_job/main_job.sh [FOLDER]      default: runs/main_job in the working directory
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 work=${1:-runs/main_job}

@@ -1,4 +1,4 @@
-"""What a plugin's author runs: fsdptool's own conformance test on this family."""
+"""The conformance test that a plugin's author runs on a family."""
 
 from fsdptool_gatedconv import GatedConvFamily
 

@@ -1,4 +1,4 @@
-"""The family: everything fsdptool asks of it. Importing this module imports no torch."""
+"""The family: everything that fsdptool needs from it. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class GatedConvFamily(Family):
         return {flavour.name: flavour for flavour in sizes}
 
     def match(self, config: Mapping[str, Any]) -> Match | None:
-        """Claim configurations of our model type."""
+        """Match configurations of our model type."""
         if config.get("model_type") != "gatedconv":
             return None
         return Match(1.0, "model_type is 'gatedconv'")
 
     def model_class(self, config: Mapping[str, Any]) -> str:
-        """Return the only class there is."""
+        """Return the only model class."""
         return "GatedConvLM"
 
     def build(
@@ -98,5 +98,5 @@ class GatedConvFamily(Family):
         return LoraTargets(("out",))
 
     def small(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return sizes for the conformance test's shrunk copy."""
+        """Return the sizes of the shrunk copy in the conformance test."""
         return {"width": 16, "blocks": 2}
