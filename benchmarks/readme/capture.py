@@ -65,8 +65,8 @@ def _both(screen: int, piped: int) -> str:
 
 def plan() -> str:
     """Capture the plan of an 8 B model on eight GPUs, down to the timeline."""
-    answer, _, rest = run(sys.executable, "-m", "fsdptool", *PLAN.split()).partition("\n\nthe front of")
-    more = "\n\n... every candidate weighed, and why not" if rest else ""
+    answer, _, rest = run(sys.executable, "-m", "fsdptool", *PLAN.split()).partition("\n\nPareto front of")
+    more = "\n\n... the Pareto front of the candidates, with reasons for each rejection" if rest else ""
     return f"$ fsdptool {PLAN}\n{answer}{more}"
 
 

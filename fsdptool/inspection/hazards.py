@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.census import Census
 from fsdptool.layout import group
+from fsdptool.layout.accelerate import NoForwardError
 from fsdptool.records.anatomy import Anatomy, Parameter, WrapChoice
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.settings import FsdpSettings
@@ -113,9 +114,10 @@ def _refused(anatomy: Anatomy) -> Iterator[Diagnostic]:
 def _by_size(anatomy: Anatomy) -> Iterator[Diagnostic]:
     try:
         group(anatomy, FsdpSettings(wrap_policy="size"), layout="accelerate")
-    except ConfigError as error:
-        if "SIZE_BASED_WRAP" in error.message:
-            yield _info(SIZE_REFUSED, error.message, error.help or "wrap by class instead")
+    except NoForwardError as error:
+        yield _info(SIZE_REFUSED, error.message, error.help or "wrap by class instead")
+    except ConfigError:
+        return
 
 
 def _names(anatomy: Anatomy, census: Census) -> Iterator[Diagnostic]:

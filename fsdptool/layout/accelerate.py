@@ -17,6 +17,10 @@ DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """What ``accelerate launch`` exports when the file names no size (``FSDP_MIN_NUM_PARAMS``)."""
 
 
+class NoForwardError(ConfigError):
+    """Size-based wrapping reaches a module without a forward, which ``fully_shard`` refuses."""
+
+
 def accelerate_units(anatomy: Anatomy, settings: FsdpSettings, ignored: set[str]) -> tuple[Unit, ...]:
     """Return the units accelerate 1.15 makes of this model, in call order, the root last.
 
@@ -93,7 +97,7 @@ def _by_size(tree: ModuleTree, minimum: int) -> list[str]:
         if path and sum(parameter.numel for parameter in tree.subtree(path)) > minimum:
             module = tree.modules[path]
             if not module.forwards:
-                raise ConfigError(
+                raise NoForwardError(
                     f"SIZE_BASED_WRAP reaches {path}, a {module.class_name} without a forward,"
                     " which fully_shard refuses",
                     help="wrap by class (TRANSFORMER_BASED_WRAP) instead",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdptool.memory.simulation.ledger import COMPONENTS, OF_TRACE, OFFLOADED, Ledger
+from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import host_bytes
 from fsdptool.memory.simulation.simulate import MemoryProfile, Prepared, Simulated, play, prepare
-from fsdptool.records.plan import Basis, Component, Footprint, Holding, Moment, Peak, Phase
+from fsdptool.records.component import Basis, Component
+from fsdptool.records.plan import ComponentBytes, Footprint, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import Mesh, StateDictType
 from fsdptool.records.trace import Trace
@@ -17,15 +18,7 @@ VERIFIED_TORCH = ("2.13",)
 """Minor versions of torch whose FSDP2 the schedule was held against (``tests/memory/fsdp_oracle.py``)."""
 
 _GRAIN = {"cuda": 512, "cpu-fake": 1, "cpu-gloo": 1}
-_EXACT = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "ema",
-    "replicated parameters",
-    "buffers",
-    "checkpoint staging",
-)
+_BY_INDEX = tuple(Component)
 PHASES = (
     "load",
     "first step",
@@ -161,8 +154,8 @@ def _phases(made: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
         if top is None:
             found.append(Phase(name, None, every, first, "unknown"))
             continue
-        lines = {name for name, _ in _lines(top.live)}
-        basis: Basis = "exact" if lines <= set(_EXACT) else "estimated"
+        exact = all(component.basis == "exact" for component, _ in _lines(top.live))
+        basis: Basis = "exact" if exact else "estimated"
         found.append(Phase(name, top.total, every, first, basis, top.moment))
     if made.beside.saving:
         found.append(Phase("export", 0, 0, made.beside.exporting, "estimated"))
@@ -170,9 +163,9 @@ def _phases(made: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
 
 
 def _states_only(ledger: Ledger, trace: Trace, host: int, phases: tuple[Phase, ...]) -> Footprint:
-    components = [c for c in _components(ledger.live) if c.name in _EXACT]
+    components = [c for c in _components(ledger.live) if c.basis == "exact"]
     components += [
-        Component(COMPONENTS[kind], None, "unknown") for kind in sorted(set(OF_TRACE) - {OFFLOADED})
+        ComponentBytes(_BY_INDEX[kind], None, "unknown") for kind in sorted(set(OF_TRACE) - {OFFLOADED})
     ]
     return Footprint(
         allocated_peak_bytes=None,
@@ -187,21 +180,17 @@ def _states_only(ledger: Ledger, trace: Trace, host: int, phases: tuple[Phase, .
     )
 
 
-def _components(live: list[int]) -> tuple[Component, ...]:
-    return tuple(Component(name, size, _basis(name)) for name, size in _lines(live))
+def _components(live: list[int]) -> tuple[ComponentBytes, ...]:
+    return tuple(ComponentBytes(component, size, component.basis) for component, size in _lines(live))
 
 
-def _lines(live: Sequence[int]) -> list[tuple[str, int]]:
-    """Return what is alive on the device, by name."""
-    return [(COMPONENTS[kind], size) for kind, size in enumerate(live) if size and kind != OFFLOADED]
-
-
-def _basis(name: str) -> Basis:
-    return "exact" if name in _EXACT else "estimated"
+def _lines(live: Sequence[int]) -> list[tuple[Component, int]]:
+    """Return what is alive on the device, by component."""
+    return [(_BY_INDEX[kind], size) for kind, size in enumerate(live) if size and kind != OFFLOADED]
 
 
 def _holdings(live: list[int]) -> tuple[Holding, ...]:
-    held = [Holding(name, size) for name, size in _lines(live)]
+    held = [Holding(component, size) for component, size in _lines(live)]
     return tuple(sorted(held, key=lambda holding: -holding.bytes))
 
 

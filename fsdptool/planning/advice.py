@@ -1,9 +1,9 @@
-"""When FSDP is not what this run needs, and other advice that costs one more simulation."""
+"""Diagnostics of a plan: precision, headroom, assumed sizes, and whether the run needs FSDP at all."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,12 @@ from fsdptool.families.registry import family_of
 from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.search_point import SearchPoint
+from fsdptool.planning.search import roomy
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.plan import Candidate
+from fsdptool.records.plan import Candidate, SearchPoint
 from fsdptool.records.recipe import Recipe
 
 
@@ -30,10 +30,64 @@ def advise(
 ) -> list[Diagnostic]:
     """Return what was assumed, what the trainer would refuse, and whether sharding is needed at all."""
     return [
+        *_precision(inputs),
+        *_choice(requested, chosen),
+        *_network(inputs),
         *_sizes(estimator.spec, inputs.recipe),
         *_packing(estimator.spec, inputs.recipe),
         *_needless(estimator, inputs, point, requested, chosen),
     ]
+
+
+def does_not_fit(candidate: Candidate) -> bool:
+    """Return whether a candidate needs more memory than there is; False where that is unknown."""
+    return candidate.rejected_by is not None and candidate.rejected_by.kind.does_not_fit
+
+
+def _precision(inputs: PlanInputs) -> Iterator[Diagnostic]:
+    precision = inputs.settings.mixed_precision
+    for gpu in {c.gpu.name: c.gpu for c in inputs.clusters if c.gpu is not None}.values():
+        if not gpu.native_bf16 and precision == "bf16":
+            yield Diagnostic(
+                "PLN002",
+                "warning",
+                f"{gpu.name} has no bfloat16 units: bf16 runs at fp32 speed or slower",
+                help="use --precision fp16 (with loss scaling) or a newer GPU",
+            )
+        if not gpu.native_fp8 and precision == "fp8":
+            yield Diagnostic("PLN002", "warning", f"{gpu.name} has no fp8 units", help="use --precision bf16")
+
+
+def _choice(requested: Candidate, chosen: Candidate | None) -> Iterator[Diagnostic]:
+    """Say where the choice is tight, and where it had to differ from what was requested."""
+    if chosen is None:
+        return
+    if not roomy(chosen):
+        yield Diagnostic(
+            "PLN003",
+            "warning",
+            f"only {amount(chosen.slack_bytes)} of {amount(chosen.usable_bytes)} stay free, which is within"
+            " the error of the estimate",
+            help="use --search to find a configuration with more headroom, or run one step before renting"
+            " more GPUs",
+        )
+    if requested.rejected_by is not None and requested.id != chosen.id and does_not_fit(requested):
+        yield Diagnostic(
+            "PLN004",
+            "info",
+            f"the requested configuration does not fit ({requested.rejected_by.detail}); {chosen.id} does",
+            help="--no-search evaluates only the requested configuration",
+        )
+
+
+def _network(inputs: PlanInputs) -> Iterator[Diagnostic]:
+    if any(c.nodes > 1 and c.inter_node_bandwidth is None and c.gpu is not None for c in inputs.clusters):
+        yield Diagnostic(
+            "PLN005",
+            "info",
+            "the bandwidth between nodes is assumed (docs/plan.md); step times depend on it",
+            help="give --network '400 Gbit/s' (per GPU), or set inter_node_bandwidth in the cluster file",
+        )
 
 
 def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:

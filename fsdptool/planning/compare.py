@@ -11,6 +11,7 @@ from typing import Any
 from fsdptool.errors import PlanError
 from fsdptool.planning.plan import chosen_candidate
 from fsdptool.planning.plan_document import read_plan
+from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.plan import Candidate, Moment, Plan
 
 _SUMMARY, _METRICS, _PREDICTION = "summary.json", "metrics.jsonl", "prediction.json"
@@ -78,7 +79,7 @@ def _plans(a: Plan, b: Plan, left: str, right: str) -> Comparison:
     rows += [
         Row(f"{where}{key}", x, y, "text")
         for where, x_data, y_data in (
-            ("", first.settings, second.settings),
+            ("", to_json(first.settings), to_json(second.settings)),
             ("recipe.", _flat(a.inputs.get("recipe", {})), _flat(b.inputs.get("recipe", {}))),
             ("settings.", _flat(a.inputs.get("settings", {})), _flat(b.inputs.get("settings", {}))),
         )
@@ -100,6 +101,9 @@ def _figures(a: Candidate, b: Candidate) -> Iterator[Row]:
         yield _row(name.removesuffix("_bytes").replace("_", " "), getattr(a, name), getattr(b, name), "bytes")
     yield _row("step", a.step_seconds, b.step_seconds, "seconds")
     yield _row("samples per second", a.samples_per_second, b.samples_per_second, "rate")
+    first, second = (item.rejected_by.kind.value if item.rejected_by else None for item in (a, b))
+    if first != second:
+        yield Row("rejected by", first, second, "text")
     x = {component.name: component.bytes for component in a.components}
     y = {component.name: component.bytes for component in b.components}
     for name in dict.fromkeys([*x, *y]):
@@ -187,8 +191,7 @@ def _rising(expected: int | None, metrics: Sequence[Mapping[str, Any]]) -> Itera
 
 
 def _ranks(candidate: Candidate) -> int:
-    settings = candidate.settings
-    return int(settings["dp_replicate"] * settings["dp_shard"] * settings["cp"])
+    return candidate.settings.data_parallel * candidate.settings.cp
 
 
 def read_prediction(folder: Path) -> Candidate:
@@ -197,8 +200,6 @@ def read_prediction(folder: Path) -> Candidate:
     Raises:
         PlanError: The run was started without one.
     """
-    from fsdptool.records.codec import from_json
-
     data = read_json(folder / _PREDICTION)
     if data is None:
         raise PlanError(f"{folder} holds no prediction", help="give the plan it was started from")

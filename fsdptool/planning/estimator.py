@@ -15,7 +15,7 @@ from fsdptool.planning.compute_time import (
 )
 from fsdptool.planning.machine import expands, machine_for, workspaces
 from fsdptool.planning.overlap import Stage
-from fsdptool.planning.search_point import SearchPoint, apply_search_point, read_search_point, resolve_mesh
+from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_mesh
 from fsdptool.planning.step_time import (
     Timing,
     Traffic,
@@ -28,7 +28,7 @@ from fsdptool.planning.verdict import FitCheck, check_fit
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.plan import Candidate, Footprint
+from fsdptool.records.plan import Candidate, Footprint, SearchPoint
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings, Mesh
 from fsdptool.records.units import UnitPlan
@@ -307,7 +307,7 @@ def _assemble(
     step = timing.step if timing is not None else None
     return Candidate(
         id=id,
-        settings=point.to_json(),
+        settings=point,
         allocated_peak_bytes=footprint.allocated_peak_bytes,
         reserved_peak_bytes=footprint.reserved_peak_bytes,
         device_total_bytes=verdict.device_total_bytes,
@@ -319,7 +319,7 @@ def _assemble(
         timeline=footprint.timeline,
         step_seconds=step.seconds if step is not None else None,
         tokens_per_second=timing.tokens_per_second if timing is not None else None,
-        rejected_by=verdict.reason,
+        rejected_by=verdict.rejection,
         samples_per_second=timing.samples_per_second if timing is not None else None,
         price_per_million_samples=price,
         seconds=step.parts() if step is not None else {},

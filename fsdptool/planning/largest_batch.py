@@ -10,8 +10,7 @@ from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.requested_recipe import MAX_TOKENS
 from fsdptool.planning.search import roomy
-from fsdptool.planning.search_point import SearchPoint
-from fsdptool.records.plan import Candidate
+from fsdptool.records.plan import Candidate, SearchPoint
 
 _LIMIT = 1 << 16
 """Samples of a micro-batch beyond which nobody looks, where ``MAX_TOKENS`` does not end it before."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.formatting import amount
-from fsdptool.planning.advice import advise, routing, routing_note
+from fsdptool.planning.advice import advise, does_not_fit, routing, routing_note
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.largest_batch import largest_batch
@@ -17,13 +16,8 @@ from fsdptool.planning.options import Options, PlanInputs, Request
 from fsdptool.planning.plan_document import ShownPlan, inputs_of, shown
 from fsdptool.planning.request import read_request
 from fsdptool.planning.requested_recipe import check_sizes
-from fsdptool.planning.search import SearchResult, roomy, run_search
-from fsdptool.planning.search_point import (
-    SearchPoint,
-    apply_search_point,
-    read_search_point,
-    search_point_from_json,
-)
+from fsdptool.planning.search import SearchResult, run_search
+from fsdptool.planning.search_point import apply_search_point, read_search_point
 from fsdptool.planning.suggestions import suggest
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.anatomy import Anatomy
@@ -32,7 +26,7 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import digest
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.plan import Candidate, Plan, Suggestion
+from fsdptool.records.plan import Candidate, Plan, SearchPoint, Suggestion
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 
@@ -143,9 +137,8 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
     """
     inputs = inputs_of(plan)
     candidate = chosen_candidate(plan)
-    point = search_point_from_json(candidate.settings)
-    cluster = inputs.clusters[point.cluster]
-    recipe, settings = apply_search_point(point, inputs.recipe, inputs.settings, cluster)
+    cluster = inputs.clusters[candidate.settings.cluster]
+    recipe, settings = apply_search_point(candidate.settings, inputs.recipe, inputs.settings, cluster)
     return recipe, settings, cluster
 
 
@@ -226,19 +219,17 @@ def _conclude(
         verdict = "unknown" if unknown or first.usable_bytes is None else "does_not_fit"
     elif not chosen.timeline:
         # Searches keep timelines for few; the chosen one's is the answer.
-        point = search_point_from_json(chosen.settings)
-        place = point.cluster
-        full = estimator.candidate(chosen.id, point, inputs.clusters[place], inputs.machines[place])
+        place = chosen.settings.cluster
+        full = estimator.candidate(chosen.id, chosen.settings, inputs.clusters[place], inputs.machines[place])
         result = replace(
             result,
             candidates=tuple(full if c.id == chosen.id else c for c in result.candidates),
         )
         chosen = full
-    if verdict == "does_not_fit" or (first.rejected_by or "").startswith(("memory", "host")):
+    if verdict == "does_not_fit" or does_not_fit(first):
         steps = suggest(estimator, inputs, requested[0], first)
-    diagnostics += _remarks(inputs, first, chosen)
     diagnostics += advise(estimator, inputs, requested[0], first, chosen)
-    shown_point = search_point_from_json((chosen or first).settings)
+    shown_point = (chosen or first).settings
     experts = routing(estimator.anatomy.parameters, chosen or first)
     if experts is not None:
         estimator.notes[routing_note(experts)] = None
@@ -265,56 +256,3 @@ def _conclude(
         unknowns=tuple(estimator.unknowns),
         details=details,
     )
-
-
-def _remarks(inputs: PlanInputs, requested: Candidate, chosen: Candidate | None) -> list[Diagnostic]:
-    found = []
-    precision = inputs.settings.mixed_precision
-    for gpu in {c.gpu.name: c.gpu for c in inputs.clusters if c.gpu is not None}.values():
-        if not gpu.native_bf16 and precision == "bf16":
-            found.append(
-                Diagnostic(
-                    "PLN002",
-                    "warning",
-                    f"{gpu.name} has no bfloat16 units: bf16 runs there at fp32 speed or slower",
-                    help="use --precision fp16 (with loss scaling) or a newer GPU",
-                )
-            )
-        if not gpu.native_fp8 and precision == "fp8":
-            found.append(
-                Diagnostic("PLN002", "warning", f"{gpu.name} has no fp8 units", help="use --precision bf16")
-            )
-    if chosen is not None and not roomy(chosen):
-        found.append(
-            Diagnostic(
-                "PLN003",
-                "warning",
-                f"only {amount(chosen.slack_bytes)} of {amount(chosen.usable_bytes)} stay free: within the"
-                " estimate's own error",
-                help="let --search find room, or try one step before renting more",
-            )
-        )
-    if (
-        chosen is not None
-        and requested.rejected_by
-        and requested.id != chosen.id
-        and requested.rejected_by.startswith("memory")
-    ):
-        found.append(
-            Diagnostic(
-                "PLN004",
-                "info",
-                f"as requested it does not fit ({requested.rejected_by}); {chosen.id} does",
-                help="--no-search evaluates exactly what you requested",
-            )
-        )
-    if any(c.nodes > 1 and c.inter_node_bandwidth is None and c.gpu is not None for c in inputs.clusters):
-        found.append(
-            Diagnostic(
-                "PLN005",
-                "info",
-                "the network between nodes is assumed (docs/plan.md): times depend on it",
-                help="give --network '400 Gbit/s' (per GPU) or inter_node_bandwidth in the cluster file",
-            )
-        )
-    return found

@@ -1,4 +1,4 @@
-"""A saved plan held against a new derivation from its own inputs."""
+"""Recompute a saved plan from its own inputs and compare the two."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def check_plan(path: Path, *, progress: Any = None) -> tuple[Plan, tuple[Change,
     data = read_data(path)
     before = plan_from(data, where=str(path))
     after = make_plan(Request(inputs_of(before)), progress=progress)
-    return after, _changes(data, before, after)
+    return after, changes_between(data, before, after)
 
 
-def _changes(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple[Change, ...]:
+def changes_between(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple[Change, ...]:
+    """Return what differs between a saved plan, with its document's head, and a new one."""
     changes = [
         *_differences("libraries", data["libraries"], library_versions()),
         *_differences("model", before.inputs.get("model", {}), after.inputs.get("model", {})),
@@ -54,7 +55,7 @@ def _changes(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple[Change
 
 
 def _candidate_changes(before: Plan, after: Plan) -> list[Change]:
-    """Compare what decides: the asked candidates and the chosen one."""
+    """Compare what decides: the requested candidates and the chosen one."""
     new = {candidate.id: candidate for candidate in after.candidates}
     watched = {before.chosen, *before.details.get("asked", ())}
     changes: list[Change] = []
@@ -62,18 +63,20 @@ def _candidate_changes(before: Plan, after: Plan) -> list[Change]:
         if old.id not in watched:
             continue
         if old.id not in new:
-            changes.append(Change(f"candidate {old.id}", "weighed", "gone"))
+            changes.append(Change(f"candidate {old.id}", "present", "missing"))
             continue
-        changes += _numbers(old, new[old.id])
+        changes += _decisive(old, new[old.id])
     return changes
 
 
-def _numbers(old: Candidate, new: Candidate) -> list[Change]:
+def _decisive(old: Candidate, new: Candidate) -> list[Change]:
     names = ("allocated_peak_bytes", "reserved_peak_bytes", "device_total_bytes", "usable_bytes")
+    pairs = [(name, getattr(old, name), getattr(new, name)) for name in names]
+    kinds = (item.rejected_by.kind.value if item.rejected_by else None for item in (old, new))
     return [
-        Change(f"{old.id} {name}", getattr(old, name), getattr(new, name))
-        for name in names
-        if getattr(old, name) != getattr(new, name)
+        Change(f"{old.id} {name}", before, after)
+        for name, before, after in [*pairs, ("rejected_by", *kinds)]
+        if before != after
     ]
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.search_point import SearchPoint, search_point_from_json
+from fsdptool.planning.search_point import changed_settings
 from fsdptool.planning.search_space import enumerate_space
 from fsdptool.planning.verdict import HEADROOM
-from fsdptool.records.plan import Candidate
+from fsdptool.records.plan import Candidate, Rejection, RejectionKind, SearchPoint
 
 Progress = Callable[[str], None]
 
@@ -105,7 +104,7 @@ def _settle(
         if not wanted or (left == 0 and wanted[0] != result.chosen):
             break
         name = wanted[0]
-        point = search_point_from_json(candidates[place[name]].settings)
+        point = candidates[place[name]].settings
         cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
         detail = name == result.chosen
         candidates[place[name]] = estimator.candidate(
@@ -144,10 +143,10 @@ def choose(
         return SearchResult(tuple(candidates), None, front, tuple(requested))
     best = max(_merit(candidate, prefer) for candidate in eligible)
     near = [c for c in eligible if _merit(c, prefer) >= best * (1 - SAME)]
-    home = {c.settings["cluster"]: c.settings for c in candidates if c.id in requested}
+    start = {c.settings.cluster: c.settings for c in candidates if c.id in requested}
     place = {candidate.id: index for index, candidate in enumerate(candidates)}
-    chosen = min(near, key=lambda c: (*_thrift(c, home[c.settings["cluster"]]), place[c.id]))
-    judged = tuple(_why_not(candidate, chosen, prefer) for candidate in candidates)
+    chosen = min(near, key=lambda c: (*_thrift(c, start[c.settings.cluster]), place[c.id]))
+    judged = tuple(_reject(candidate, chosen, prefer) for candidate in candidates)
     return SearchResult(judged, chosen.id, front, tuple(requested))
 
 
@@ -182,31 +181,36 @@ def _merit(candidate: Candidate, prefer: str) -> float:
     return candidate.samples_per_second or 0.0
 
 
-def _thrift(candidate: Candidate, home: Mapping[str, Any]) -> tuple[int, int]:
-    """Memory in steps nobody would notice, and how many knobs differ from what was asked."""
-    changed = sum(1 for key, value in candidate.settings.items() if value != home[key])
+def _thrift(candidate: Candidate, start: SearchPoint) -> tuple[int, int]:
+    """Memory in steps nobody would notice, and how many settings differ from what was requested."""
+    changed = len(changed_settings(start, candidate.settings))
     return (candidate.allocated_peak_bytes or 0) // (64 * 2**20), changed
 
 
-def _why_not(candidate: Candidate, chosen: Candidate, prefer: str) -> Candidate:
+def _reject(candidate: Candidate, chosen: Candidate, prefer: str) -> Candidate:
     if candidate.id == chosen.id or candidate.rejected_by is not None:
         return candidate
-    return replace(candidate, rejected_by=_reason(candidate, chosen, prefer))
+    return replace(candidate, rejected_by=_rejection(candidate, chosen, prefer))
 
 
-def _reason(candidate: Candidate, chosen: Candidate, prefer: str) -> str:
+def _rejection(candidate: Candidate, chosen: Candidate, prefer: str) -> Rejection:
+    """Return why a candidate that fits was not chosen."""
     if not roomy(candidate) and roomy(chosen):
-        return (
-            f"headroom: only {amount(candidate.slack_bytes)} to spare, {HEADROOM:.0%} of the GPU is kept free"
-        )
+        free = f"leaves only {amount(candidate.slack_bytes)} free; the search keeps {HEADROOM:.0%} free"
+        return Rejection(RejectionKind.HEADROOM, free)
     merit, best = _merit(candidate, prefer), _merit(chosen, prefer)
-    word = "price" if prefer == "price" else "speed"
+    by_price = prefer == "price"
     if merit < best:
-        worse = "dearer per sample" if prefer == "price" else "slower"
         factor = best / merit - 1 if merit else float("inf")
-        return f"{word}: {factor:.1%} {worse} than {chosen.id}"
+        if by_price:
+            return Rejection(RejectionKind.PRICE, f"{factor:.1%} more expensive per sample than {chosen.id}")
+        return Rejection(RejectionKind.SPEED, f"{factor:.1%} slower than {chosen.id}")
     extra = (candidate.allocated_peak_bytes or 0) - (chosen.allocated_peak_bytes or 0)
     if extra > 0:
-        gain = f"{merit / best - 1:.1%} better" if best and merit > best * 1.0005 else "no better"
-        return f"memory: {gain} in {word} than {chosen.id}, but needs {amount(extra)} more"
-    return f"equal to {chosen.id}, which is nearer to what was asked"
+        better = "cheaper per sample" if by_price else "faster"
+        clear = best and merit > best * 1.0005
+        gain = f"only {merit / best - 1:.1%} {better}" if clear else f"not {better}"
+        detail = f"{gain} than {chosen.id} and needs {amount(extra)} more memory"
+        return Rejection(RejectionKind.MEMORY_FOR_SPEED, detail)
+    detail = f"equivalent to {chosen.id}, which changes fewer of your settings"
+    return Rejection(RejectionKind.MORE_CHANGES, detail)

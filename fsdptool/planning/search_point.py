@@ -1,79 +1,15 @@
-"""The knobs a search turns, read from and written back to the canonical records."""
+"""Search points: read from recipe and settings, and written back to them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.records.cluster import Cluster
-from fsdptool.records.recipe import Checkpointing, Layout, Recipe
+from fsdptool.records.plan import SearchPoint
+from fsdptool.records.recipe import Checkpointing, Recipe
 from fsdptool.records.settings import CheckpointingMode, FsdpSettings, Mesh
-
-Implementation = Literal["auto", "fused", "foreach", "for_loop"]
-Accumulating = Literal["sharded", "unsharded"]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class SearchPoint:
-    """One point of the search space. Everything else of recipe and settings stays as given.
-
-    Attributes:
-        cluster: Index of the cluster in the plan's offers.
-        layout: Who groups parameters.
-        wrap_policy, wrap_classes: The FSDP units; empty classes are the detected ones.
-        micro_batch, accumulation: Samples per rank and forward; forwards per step.
-        checkpointing: ``none``, ``full``, ``selective`` or ``every_N``.
-        reshard_after_forward: True, False or a number of ranks.
-        dp_replicate, dp_shard, cp: The mesh.
-        cpu_offload: Shards, gradients and optimizer in host memory.
-        optimizer_implementation: ``auto`` is fused on CUDA.
-        prefetch: Units gathered ahead.
-        reduce_dtype: dtype gradients are reduced in; None is the parameters'.
-        gradients: ``sharded`` reduces each micro-batch, ``unsharded`` keeps whole gradients.
-    """
-
-    cluster: int
-    layout: Layout
-    wrap_policy: str
-    wrap_classes: tuple[str, ...]
-    micro_batch: int
-    accumulation: int
-    checkpointing: str
-    reshard_after_forward: bool | int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    cpu_offload: bool
-    optimizer_implementation: Implementation
-    prefetch: int
-    reduce_dtype: str | None
-    gradients: Accumulating
-
-    @property
-    def data_parallel(self) -> int:
-        """Ranks that see different samples (context-parallel ranks share theirs)."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one optimizer step."""
-        return self.micro_batch * self.accumulation * self.data_parallel
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the knobs as plain data (``Candidate.settings``)."""
-        data = asdict(self)
-        data["wrap_classes"] = list(self.wrap_classes)
-        return data
-
-
-def search_point_from_json(data: Mapping[str, Any]) -> SearchPoint:
-    """Return the knobs :meth:`SearchPoint.to_json` wrote; keys a plan adds beside them are left out."""
-    names = SearchPoint.__dataclass_fields__
-    values = {key: value for key, value in data.items() if key in names}
-    values["wrap_classes"] = tuple(values["wrap_classes"])
-    return SearchPoint(**values)
 
 
 def read_search_point(
@@ -117,6 +53,12 @@ def _check_resharding(wanted: int | None, degree: int) -> None:
         )
 
 
+def changed_settings(start: SearchPoint, point: SearchPoint) -> dict[str, Any]:
+    """Return what a point changes of another one, the cluster aside: field to new value."""
+    pairs = ((name, getattr(start, name), getattr(point, name)) for name in SearchPoint.__dataclass_fields__)
+    return {name: after for name, before, after in pairs if before != after and name != "cluster"}
+
+
 def apply_search_point(
     point: SearchPoint, recipe: Recipe, settings: FsdpSettings, cluster: Cluster
 ) -> tuple[Recipe, FsdpSettings]:
@@ -143,7 +85,7 @@ def apply_search_point(
     optimizer = replace(recipe.optimizer, implementation=point.optimizer_implementation)
     turned = replace(
         settings,
-        wrap_policy=point.wrap_policy,  # type: ignore[arg-type]  # one of the record's literals
+        wrap_policy=point.wrap_policy,
         wrap_classes=point.wrap_classes,
         reshard_after_forward=bool(point.reshard_after_forward),
         activation_checkpointing=mode != "none",

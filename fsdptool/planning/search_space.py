@@ -12,9 +12,11 @@ from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
-from fsdptool.planning.search_point import Accumulating, Implementation, SearchPoint
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster
+from fsdptool.records.plan import SearchPoint
+from fsdptool.records.recipe import GradientAccumulation, Implementation
+from fsdptool.records.settings import WrapPolicy
 
 T = TypeVar("T")
 
@@ -159,13 +161,14 @@ def _reshards(start: SearchPoint, cluster: Cluster, fixed: Sequence[str], wide: 
 
 def _wraps(
     start: SearchPoint, anatomy: Anatomy, fixed: Sequence[str], wide: bool
-) -> list[tuple[str, tuple[str, ...]]]:
+) -> list[tuple[WrapPolicy, tuple[str, ...]]]:
     """The asked wrap choice; widely also each detected class alone."""
-    base = (start.wrap_policy, start.wrap_classes)
+    base: tuple[WrapPolicy, tuple[str, ...]] = (start.wrap_policy, start.wrap_classes)
     if "wrap" in fixed or not wide or start.wrap_policy != "transformer":
         return [base]
     detected = start.wrap_classes or anatomy.wrap.classes
-    alone = [("transformer", (name,)) for name in detected] if len(detected) > 1 else []
+    names = detected if len(detected) > 1 else ()
+    alone: list[tuple[WrapPolicy, tuple[str, ...]]] = [("transformer", (name,)) for name in names]
     return [base, *alone, ("none", ())]
 
 
@@ -177,7 +180,7 @@ def _implementations(start: SearchPoint, fixed: Sequence[str], wide: bool) -> li
     return [given, other]
 
 
-def _gradients(start: SearchPoint, fixed: Sequence[str], wide: bool) -> list[Accumulating]:
+def _gradients(start: SearchPoint, fixed: Sequence[str], wide: bool) -> list[GradientAccumulation]:
     if "gradients" in fixed or not wide:
         return [start.gradients]
     return ["sharded", "unsharded"]

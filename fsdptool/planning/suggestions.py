@@ -1,9 +1,9 @@
-"""The ladder: what to change when nothing fits, what each change gives and what it costs."""
+"""Suggestions: what to change when nothing fits, what each change gives and what it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdptool.errors import FsdptoolError
@@ -12,85 +12,125 @@ from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.gpu_catalogue import all_entries
 from fsdptool.planning.machine import expands, machine_for
 from fsdptool.planning.options import PlanInputs
-from fsdptool.planning.search_point import SearchPoint
+from fsdptool.planning.search_point import changed_settings
 from fsdptool.records.cluster import Cluster, Gpu
-from fsdptool.records.plan import Candidate, Suggestion
+from fsdptool.records.plan import Candidate, Cost, CostKind, SearchPoint, Suggestion, SuggestionKind
 
-_EXPANDABLE = "expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True)"
-_SEVERAL = "everything above together"
+_COSTS = {
+    SuggestionKind.QUANTISED_BASE: Cost(
+        CostKind.WEIGHT_PRECISION,
+        "the base weights are rounded; nf4 (needs bitsandbytes) takes about half of int8",
+    ),
+    SuggestionKind.REDUCE_DTYPE: Cost(CostKind.GRADIENT_PRECISION, "gradients are summed in lower precision"),
+    SuggestionKind.CPU_OFFLOAD: Cost(CostKind.HOST_OPTIMIZER, "the optimizer runs on the host"),
+    SuggestionKind.MICRO_BATCH: Cost(CostKind.SMALLER_PRODUCTS, "smaller matrix products"),
+    SuggestionKind.SHARDED_GRADIENTS: Cost(
+        CostKind.MORE_REDUCTIONS, "one gradient reduction per micro-batch"
+    ),
+    SuggestionKind.MORE_GPUS: Cost(
+        CostKind.LARGER_BATCH, "more GPUs; the global batch grows with their number"
+    ),
+    SuggestionKind.LARGER_GPU: Cost(CostKind.OTHER_HARDWARE, "a different GPU"),
+}
+"""What a kind of change always costs, beside the step time and host memory that are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One change to try: what it is, and the configuration and hardware with it."""
+
+    kind: SuggestionKind
+    text: str
+    point: SearchPoint
+    cluster: Cluster
 
 
 def suggest(
     estimator: Estimator, inputs: PlanInputs, point: SearchPoint, requested: Candidate
 ) -> tuple[Suggestion, ...]:
-    """Return the rungs for a configuration that does not fit, cheapest change first.
+    """Return suggestions for a configuration that does not fit, cheapest change first.
 
-    Each rung is that one change alone; the last ones are all of them together, more GPUs, and the
-    smallest GPU of the catalogue that would do.
+    Each is one change alone; the last ones are all of them together, more GPUs, and the smallest GPU
+    of the catalogue that would do.
     """
     cluster = inputs.clusters[point.cluster]
-    steps: list[Suggestion] = []
-    together, best_cluster = point, cluster
-    rungs = [(text, rung, cluster) for text, rung in _rungs(point, cluster)]
+    suggestions: list[Suggestion] = []
+    combined, combined_cluster = point, cluster
+    for change in _changes(point, cluster):
+        candidate = _evaluate(estimator, change, inputs, replay=True)
+        if candidate is None or not _saves(candidate, requested):
+            continue
+        suggestions.append(_suggestion(change, point, candidate, requested))
+        combined = replace(combined, **changed_settings(point, change.point))
+        if change.kind is SuggestionKind.EXPANDABLE_SEGMENTS:
+            combined_cluster = change.cluster
+    suggestions += _quantised(estimator, inputs, point, cluster, requested)
+    if len(suggestions) > 1 and not any(item.fits for item in suggestions):
+        change = _Change(SuggestionKind.COMBINED, "all of the changes above", combined, combined_cluster)
+        candidate = _evaluate(estimator, change, inputs, replay=True)
+        if candidate is not None:
+            suggestions.append(_suggestion(change, point, candidate, requested))
+    if any(item.fits for item in suggestions):
+        combined, combined_cluster = point, cluster
+    suggestions += _hardware(estimator, inputs, point, combined, combined_cluster)
+    return tuple(suggestions)
+
+
+def _changes(point: SearchPoint, cluster: Cluster) -> Iterator[_Change]:
+    """Yield the changes worth trying, cheapest first."""
+    kind = SuggestionKind
+
+    def change(kind: SuggestionKind, text: str, **settings: object) -> _Change:
+        return _Change(kind, text, replace(point, **settings), cluster)  # type: ignore[arg-type]
+
     if cluster.gpu is not None and not expands(cluster):
-        expandable = {**cluster.environment, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        rungs.insert(0, (_EXPANDABLE, point, replace(cluster, environment=expandable)))
-    for text, rung, where in rungs:
-        judged = _try(estimator, text, rung, where, inputs, replay=True)
-        if judged is None:
-            continue
-        gain = (requested.device_total_bytes or 0) - (judged.device_total_bytes or 0)
-        if gain <= 0:
-            continue
-        steps.append(_step(text, rung, point, judged, requested))
-        together = _merge(together, point, rung)
-        if text == _EXPANDABLE:
-            best_cluster = where
-    steps += _quantised(estimator, inputs, point, cluster, requested)
-    if len(steps) > 1 and not any(step.fits for step in steps):
-        judged = _try(estimator, _SEVERAL, together, best_cluster, inputs, replay=True)
-        if judged is not None:
-            steps.append(_step(_SEVERAL, together, point, judged, requested))
-    if any(step.fits for step in steps):
-        together, best_cluster = point, cluster
-    steps += _hardware(estimator, inputs, point, together, best_cluster)
-    return tuple(steps)
-
-
-def _rungs(point: SearchPoint, cluster: Cluster) -> Iterator[tuple[str, SearchPoint]]:
+        environment = {**cluster.environment, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        text = "expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True)"
+        yield _Change(kind.EXPANDABLE_SEGMENTS, text, point, replace(cluster, environment=environment))
     if point.reshard_after_forward is not True:
-        yield "reshard after forward", replace(point, reshard_after_forward=True)
+        yield change(kind.RESHARD, "reshard after forward", reshard_after_forward=True)
     if point.prefetch > 1:
-        yield "gather one unit ahead (prefetch 1)", replace(point, prefetch=1)
+        yield change(kind.PREFETCH, "prefetch one FSDP unit (prefetch 1)", prefetch=1)
     if point.gradients == "unsharded" and point.accumulation > 1:
-        yield "accumulate sharded gradients", replace(point, gradients="sharded")
+        yield change(kind.SHARDED_GRADIENTS, "accumulate sharded gradients", gradients="sharded")
     if point.optimizer_implementation in ("foreach", "for_loop") and cluster.gpu is not None:
-        yield "fused optimizer", replace(point, optimizer_implementation="fused")
+        yield change(kind.FUSED_OPTIMIZER, "fused optimizer", optimizer_implementation="fused")
     if point.checkpointing == "none" and point.layout == "native":
-        yield "selective activation checkpointing", replace(point, checkpointing="selective")
+        yield change(kind.CHECKPOINTING, "selective activation checkpointing", checkpointing="selective")
     if point.checkpointing != "full":
-        yield "full activation checkpointing", replace(point, checkpointing="full")
-    if point.micro_batch > 1:
-        half = point.micro_batch // 2
-        if point.micro_batch % 2 == 0:
-            more = replace(point, micro_batch=half, accumulation=point.accumulation * 2)
-            yield f"micro-batch {half}, accumulation {more.accumulation}", more
-        if half > 1 or point.micro_batch % 2:
-            one = replace(point, micro_batch=1, accumulation=point.accumulation * point.micro_batch)
-            yield f"micro-batch 1, accumulation {one.accumulation}", one
+        yield change(kind.CHECKPOINTING, "full activation checkpointing", checkpointing="full")
+    samples = point.micro_batch * point.accumulation
+    yield from (
+        change(
+            kind.MICRO_BATCH,
+            f"micro-batch {size}, accumulation {samples // size}",
+            micro_batch=size,
+            accumulation=samples // size,
+        )
+        for size in _smaller_batches(point.micro_batch)
+    )
     if point.dp_replicate > 1:
-        shard = point.dp_shard * point.dp_replicate
-        yield f"shard over all {shard} ranks instead of HSDP", replace(point, dp_replicate=1, dp_shard=shard)
+        ranks = point.dp_shard * point.dp_replicate
+        text = f"shard over all {ranks} ranks instead of HSDP"
+        yield change(kind.FULL_SHARDING, text, dp_replicate=1, dp_shard=ranks)
     if point.reduce_dtype == "float32" and point.layout == "native":
-        yield "reduce gradients in the parameters' dtype", replace(point, reduce_dtype=None)
+        yield change(kind.REDUCE_DTYPE, "reduce gradients in the parameters' dtype", reduce_dtype=None)
     if not point.cpu_offload:
-        yield "CPU offload", replace(point, cpu_offload=True, prefetch=1, reshard_after_forward=True)
+        yield change(
+            kind.CPU_OFFLOAD, "CPU offload", cpu_offload=True, prefetch=1, reshard_after_forward=True
+        )
+
+
+def _smaller_batches(size: int) -> list[int]:
+    """Return half the micro-batch where that is whole, then one sample."""
+    half = [size // 2] if size > 1 and size % 2 == 0 else []
+    return list(dict.fromkeys([*half, 1])) if size > 1 else []
 
 
 def _quantised(
     estimator: Estimator, inputs: PlanInputs, point: SearchPoint, cluster: Cluster, requested: Candidate
 ) -> list[Suggestion]:
-    """Return the rung that holds LoRA's frozen base in fewer bits, which takes a trace of its own.
+    """Return the suggestion to store LoRA's frozen base in fewer bits, which takes a trace of its own.
 
     int8 needs torch alone: what else is installed here says nothing of where the run will be.
     """
@@ -99,40 +139,30 @@ def _quantised(
         return []
     base: Literal["int8"] = "int8"
     recipe = replace(inputs.recipe, method=replace(method, lora=replace(method.lora, base=base)))
-    other = Estimator(
+    quantised = Estimator(
         estimator.spec, estimator.anatomy, recipe, estimator.settings, profile=estimator.profile
     )
-    text = f"hold the frozen base in {base} (--lora-base {base})"
-    judged = _try(other, text, point, cluster, inputs, replay=True)
-    if judged is None or (requested.device_total_bytes or 0) <= (judged.device_total_bytes or 0):
+    text = f"store the frozen base in {base} (--lora-base {base})"
+    change = _Change(SuggestionKind.QUANTISED_BASE, text, point, cluster)
+    candidate = _evaluate(quantised, change, inputs, replay=True)
+    if candidate is None or not _saves(candidate, requested):
         return []
-    step = _step(text, point, point, judged, requested)
-    return [replace(step, settings={"lora_base": base})]
+    return [replace(_suggestion(change, point, candidate, requested), settings={"lora_base": base})]
 
 
-_COSTS = (
-    ("hold the frozen base", "weights are rounded; nf4 (needs bitsandbytes) takes about half of int8"),
-    ("reduce gradients", "gradients are summed in lower precision"),
-    ("CPU offload", "the optimizer runs on the host"),
-    ("micro-batch", "smaller matrix products"),
-    ("accumulate", "a reduction for each micro-batch"),
-)
-
-
-def _step(
-    text: str, rung: SearchPoint, base: SearchPoint, judged: Candidate, requested: Candidate
+def _suggestion(
+    change: _Change, start: SearchPoint, candidate: Candidate, requested: Candidate | None
 ) -> Suggestion:
-    changed = {
-        key: value
-        for key, value in rung.to_json().items()
-        if value != base.to_json()[key] and key != "cluster"
-    }
+    """Return the suggestion of a change that was evaluated; without ``requested``, times are not compared."""
+    costs = tuple(_costs(change.kind, candidate, requested))
     return Suggestion(
-        change=text,
-        settings=changed,
-        device_total_bytes=judged.device_total_bytes,
-        fits=_fits(judged),
-        cost=_cost(text, judged, requested),
+        change=change.text,
+        settings=changed_settings(start, change.point),
+        device_total_bytes=candidate.device_total_bytes,
+        fits=_fits(candidate),
+        cost="; ".join(cost.detail for cost in costs) or "no known cost",
+        kind=change.kind,
+        costs=costs,
     )
 
 
@@ -142,54 +172,45 @@ def _fits(candidate: Candidate) -> bool | None:
     return candidate.rejected_by is None
 
 
-def _cost(text: str, judged: Candidate, requested: Candidate) -> str:
-    words = []
-    if judged.samples_per_second and requested.samples_per_second:
-        change = requested.samples_per_second / judged.samples_per_second - 1
-        if abs(change) < 0.005:
-            words.append("no time")
-        else:
-            words.append(f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} (estimate)")
-    words += [cost for start, cost in _COSTS if text.startswith(start)]
-    before, after = requested.host_bytes_per_node, judged.host_bytes_per_node
+def _saves(candidate: Candidate, requested: Candidate) -> bool:
+    return (requested.device_total_bytes or 0) > (candidate.device_total_bytes or 0)
+
+
+def _costs(kind: SuggestionKind, candidate: Candidate, requested: Candidate | None) -> Iterator[Cost]:
+    if requested is not None and candidate.samples_per_second and requested.samples_per_second:
+        change = requested.samples_per_second / candidate.samples_per_second - 1
+        text = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} (estimate)"
+        yield Cost(CostKind.STEP_TIME, "no slower (estimate)" if abs(change) < 0.005 else text)
+    if kind in _COSTS:
+        yield _COSTS[kind]
+    if requested is None:
+        return
+    before, after = requested.host_bytes_per_node, candidate.host_bytes_per_node
     if before is not None and after is not None and after > before:
-        words.append(f"{amount(after - before)} more host memory per node")
-    return "; ".join(words) or "nothing known"
+        yield Cost(CostKind.HOST_MEMORY, f"{amount(after - before)} more host memory per node")
 
 
-def _merge(together: SearchPoint, base: SearchPoint, rung: SearchPoint) -> SearchPoint:
-    changed = {
-        name: getattr(rung, name)
-        for name in SearchPoint.__dataclass_fields__
-        if getattr(rung, name) != getattr(base, name)
-    }
-    return replace(together, **changed)
-
-
-def _try(
-    estimator: Estimator,
-    text: str,
-    rung: SearchPoint,
-    cluster: Cluster,
-    inputs: PlanInputs,
-    *,
-    replay: bool = False,
+def _evaluate(
+    estimator: Estimator, change: _Change, inputs: PlanInputs, *, replay: bool = False
 ) -> Candidate | None:
-    """Judge a rung; one that its own settings rule out (a layout that cannot) is no rung.
+    """Evaluate a change; None where its own settings rule it out (a layout that cannot).
 
-    What was asked has its allocator replayed, so what is held against it is replayed, too (``replay``);
-    where only the verdict counts, near the limit.
+    The requested configuration has its allocator replayed, so what is compared with it is replayed, too
+    (``replay``); where only the verdict counts, near the limit.
     """
+    place = change.point.cluster
+    cluster, machine = inputs.clusters[place], inputs.machines[place]
+    if change.cluster.gpu != cluster.gpu:
+        machine = machine_for(change.cluster.gpu)
+
+    def evaluate(replay: bool) -> Candidate:
+        return estimator.candidate(
+            change.kind, change.point, change.cluster, machine, detail=False, replay=replay
+        )
+
     try:
-        machine = inputs.machines[rung.cluster]
-        if cluster != inputs.clusters[rung.cluster]:
-            machine = (
-                machine if cluster.gpu == inputs.clusters[rung.cluster].gpu else machine_for(cluster.gpu)
-            )
-        judged = estimator.candidate(text, rung, cluster, machine, detail=False, replay=replay)
-        if not replay and _close(judged):
-            judged = estimator.candidate(text, rung, cluster, machine, detail=False, replay=True)
-        return judged
+        candidate = evaluate(replay)
+        return evaluate(True) if not replay and _close(candidate) else candidate
     except FsdptoolError:
         return None
 
@@ -201,45 +222,48 @@ def _close(candidate: Candidate) -> bool:
 
 
 def _hardware(
-    estimator: Estimator, inputs: PlanInputs, point: SearchPoint, best: SearchPoint, cluster: Cluster
+    estimator: Estimator, inputs: PlanInputs, start: SearchPoint, best: SearchPoint, cluster: Cluster
 ) -> list[Suggestion]:
-    """More GPUs of the kind, then the smallest other GPU that would do, both with the best knobs."""
-    changed = best != point or cluster != inputs.clusters[point.cluster]
-    beside = ", with everything above" if changed else ""
+    """More GPUs of the kind, then the smallest other GPU that would do, both with the best settings."""
     if cluster.gpu is None:
         return []
-    steps = []
-    for factor in (2, 4, 8):
-        larger = replace(cluster, nodes=cluster.nodes * factor)
-        rung = replace(best, dp_shard=best.dp_shard * factor)
-        judged = _try(estimator, "more", rung, larger, inputs)
-        if judged is None:
-            break
-        if _fits(judged):
-            text = f"{larger.world_size} GPUs in {larger.nodes} nodes{beside}"
-            steps.append(_more(text, rung, point, judged, "more GPUs; the global batch grows with them"))
-            break
-    for gpu in _larger(cluster):
-        judged = _try(estimator, "other", best, replace(cluster, gpu=gpu), inputs)
-        if judged is not None and _fits(judged):
-            text = f"{cluster.gpus_per_node} x {gpu.name}{beside}"
-            steps.append(_more(text, best, point, judged, "another machine"))
-            break
-    return steps
+    changed = best != start or cluster != inputs.clusters[start.cluster]
+    suffix = ", with all changes above" if changed else ""
+    larger = [replace(cluster, nodes=cluster.nodes * factor) for factor in (2, 4, 8)]
+    more = [
+        _Change(
+            SuggestionKind.MORE_GPUS,
+            f"{item.world_size} GPUs in {item.nodes} nodes{suffix}",
+            replace(best, dp_shard=best.dp_shard * (item.nodes // cluster.nodes)),
+            item,
+        )
+        for item in larger
+    ]
+    other = [
+        _Change(
+            SuggestionKind.LARGER_GPU,
+            f"{cluster.gpus_per_node} x {gpu.name}{suffix}",
+            best,
+            replace(cluster, gpu=gpu),
+        )
+        for gpu in _larger(cluster.gpu)
+    ]
+    suggestions = []
+    for changes in (more, other):
+        for change in changes:
+            candidate = _evaluate(estimator, change, inputs)
+            if candidate is not None and _fits(candidate):
+                suggestions.append(_suggestion(change, start, candidate, None))
+                break
+    return suggestions
 
 
-def _larger(cluster: Cluster) -> Sequence[Gpu]:
-    assert cluster.gpu is not None
-    least = cluster.gpu.memory_bytes
-    amd = cluster.gpu.link == "xgmi"
-    found = {
+def _larger(gpu: Gpu) -> Sequence[Gpu]:
+    """Return the catalogue's GPUs of the same maker with more memory, smallest first."""
+    amd = gpu.link == "xgmi"
+    by_size = {
         entry.gpu.memory_bytes: entry.gpu
         for entry in reversed(all_entries())
         if (entry.gpu.link == "xgmi") == amd
     }
-    return [found[size] for size in sorted(found) if size > least]
-
-
-def _more(text: str, rung: SearchPoint, base: SearchPoint, judged: Candidate, cost: str) -> Suggestion:
-    kept = {k: v for k, v in rung.to_json().items() if v != base.to_json()[k] and k != "cluster"}
-    return Suggestion(text, kept, judged.device_total_bytes, True, cost)
+    return [by_size[size] for size in sorted(by_size) if size > gpu.memory_bytes]

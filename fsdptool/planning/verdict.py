@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from fsdptool.formatting import amount
 from fsdptool.planning.machine import Overhead, overhead
-from fsdptool.planning.search_point import SearchPoint
 from fsdptool.records.cluster import Cluster, Machine
-from fsdptool.records.plan import Component, Footprint
+from fsdptool.records.component import Component
+from fsdptool.records.plan import ComponentBytes, Footprint, Rejection, RejectionKind, SearchPoint
 
 HEADROOM = 0.05
 """Share of usable memory a search leaves free (docs/plan.md): reserved memory was never measured on a GPU."""
@@ -24,15 +24,15 @@ class FitCheck:
         slack_bytes: The difference.
         host_bytes_per_node: Host memory all ranks of a node need.
         components: The footprint's, and a line for each overhead.
-        reason: Why it does not fit, or why that is unknown; None where it fits.
+        rejection: Why it does not fit, or why that is unknown; None where it fits.
     """
 
     device_total_bytes: int | None
     usable_bytes: int | None
     slack_bytes: int | None
     host_bytes_per_node: int
-    components: tuple[Component, ...]
-    reason: str | None
+    components: tuple[ComponentBytes, ...]
+    rejection: Rejection | None
 
 
 def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machine: Machine) -> FitCheck:
@@ -46,17 +46,17 @@ def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machin
     if inside is None and footprint.allocated_peak_bytes is not None:
         ratio = machine.reserved_ratio if cluster.gpu is not None else None
         inside = int(footprint.allocated_peak_bytes * (ratio or 1.0))
-    held = None
+    allocator_slack = None
     if inside is not None and footprint.allocated_peak_bytes is not None:
-        held = inside - footprint.allocated_peak_bytes
-    components = _components(footprint, held, lines)
+        allocator_slack = inside - footprint.allocated_peak_bytes
+    components = _components(footprint, allocator_slack, lines)
     total = None if inside is None else inside + lines.context + lines.communicators
     usable = usable_bytes(cluster)
     if cluster.gpu is None and total is not None:
         host += total * cluster.gpus_per_node
     slack = usable - total if usable is not None and total is not None else None
-    reason = _reason(total, usable, host, cluster)
-    return FitCheck(total, usable, slack, host, components, reason)
+    rejection = _rejection(total, usable, host, cluster)
+    return FitCheck(total, usable, slack, host, components, rejection)
 
 
 def usable_bytes(cluster: Cluster) -> int | None:
@@ -76,25 +76,30 @@ def process_groups(point: SearchPoint) -> int:
     return 1 + hybrid + integer + (2 if point.cp > 1 else 0)
 
 
-def _components(footprint: Footprint, held: int | None, lines: Overhead) -> tuple[Component, ...]:
+def _components(
+    footprint: Footprint, allocator_slack: int | None, outside: Overhead
+) -> tuple[ComponentBytes, ...]:
     """The footprint's own lines, what the allocator holds beyond them, and what lies outside it."""
     extra = (
-        Component("allocator slack", held, "estimated"),
-        Component("context", lines.context, "estimated"),
-        Component("communicators", lines.communicators, "estimated"),
+        (Component.ALLOCATOR_SLACK, allocator_slack),
+        (Component.CONTEXT, outside.context),
+        (Component.COMMUNICATORS, outside.communicators),
     )
-    names = {component.name for component in footprint.components}
-    return footprint.components + tuple(c for c in extra if c.bytes and c.name not in names)
+    return footprint.components + tuple(
+        ComponentBytes(component, size, component.basis) for component, size in extra if size
+    )
 
 
-def _reason(total: int | None, usable: int | None, host: int, cluster: Cluster) -> str | None:
+def _rejection(total: int | None, usable: int | None, host: int, cluster: Cluster) -> Rejection | None:
     limit = cluster.host_memory_bytes
     if limit is not None and host > limit:
-        return f"host memory: each node needs {amount(host)} of {amount(limit)}"
+        detail = f"each node needs {amount(host)} of host memory and has {amount(limit)}"
+        return Rejection(RejectionKind.HOST_MEMORY, detail)
     if total is None:
-        return "activations are unknown"
+        return Rejection(RejectionKind.UNKNOWN_ACTIVATIONS, "the activations are unknown")
     if usable is None:
-        return "the host's memory is unknown"
+        return Rejection(RejectionKind.UNKNOWN_HOST_MEMORY, "the host's memory is unknown")
     if total > usable:
-        return f"memory: {amount(total - usable)} more than the {amount(usable)} usable"
+        detail = f"needs {amount(total - usable)} more than the {amount(usable)} usable"
+        return Rejection(RejectionKind.DEVICE_MEMORY, detail)
     return None

@@ -4,19 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal
 
+from fsdptool.records.component import Basis, Component
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout
+from fsdptool.records.settings import WrapPolicy
 
-Basis = Literal["exact", "estimated", "unknown"]
 Verdict = Literal["fits", "does_not_fit", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
-    """Bytes of one kind at the peak. ``bytes`` None goes with basis ``unknown``."""
+class SearchPoint:
+    """One point of the search space. Everything else of recipe and settings stays as given.
 
-    name: str
+    Attributes:
+        cluster: Index of the cluster in the plan's offers.
+        layout: Who groups parameters.
+        wrap_policy, wrap_classes: The FSDP units; empty classes are the detected ones.
+        micro_batch, accumulation: Samples per rank and forward; forwards per step.
+        checkpointing: ``none``, ``full``, ``selective`` or ``every_N``.
+        reshard_after_forward: True, False or a number of ranks.
+        dp_replicate, dp_shard, cp: The mesh.
+        cpu_offload: Shards, gradients and optimizer in host memory.
+        optimizer_implementation: ``auto`` is fused on CUDA.
+        prefetch: FSDP units to prefetch.
+        reduce_dtype: Gradient reduction dtype; None is the parameters'.
+        gradients: ``sharded`` reduces each micro-batch, ``unsharded`` keeps whole gradients.
+    """
+
+    cluster: int
+    layout: Layout
+    wrap_policy: WrapPolicy
+    wrap_classes: tuple[str, ...]
+    micro_batch: int
+    accumulation: int
+    checkpointing: str
+    reshard_after_forward: bool | int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    cpu_offload: bool
+    optimizer_implementation: Implementation
+    prefetch: int
+    reduce_dtype: str | None
+    gradients: GradientAccumulation
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples (context-parallel ranks share theirs)."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch * self.accumulation * self.data_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentBytes:
+    """Bytes of one component at the peak. ``bytes`` None goes with basis ``unknown``."""
+
+    name: Component
     bytes: int | None
     basis: Basis
 
@@ -25,7 +75,7 @@ class Component:
 class Holding:
     """Something alive at the peak, by name."""
 
-    name: str
+    name: Component
     bytes: int
 
 
@@ -86,7 +136,7 @@ class Footprint:
 
     allocated_peak_bytes: int | None
     reserved_peak_bytes: int | None
-    components: tuple[Component, ...]
+    components: tuple[ComponentBytes, ...]
     peak: Peak | None
     timeline: tuple[Moment, ...]
     host_bytes_per_rank: int
@@ -95,12 +145,42 @@ class Footprint:
     phases: tuple[Phase, ...] = ()
 
 
+class RejectionKind(StrEnum):
+    """Why a candidate was not chosen."""
+
+    DEVICE_MEMORY = "device_memory"
+    HOST_MEMORY = "host_memory"
+    UNKNOWN_ACTIVATIONS = "unknown_activations"
+    UNKNOWN_HOST_MEMORY = "unknown_host_memory"
+    HEADROOM = "headroom"
+    """It fits, but leaves less free than the search keeps; another candidate leaves more."""
+    SPEED = "speed"
+    PRICE = "price"
+    MEMORY_FOR_SPEED = "memory_for_speed"
+    """It is as good as the chosen one within the time model's error, and needs more memory."""
+    MORE_CHANGES = "more_changes"
+    """It equals the chosen one, which changes fewer of the requested settings."""
+
+    @property
+    def does_not_fit(self) -> bool:
+        """Whether the candidate needs more memory than there is; False where that is unknown."""
+        return self in (RejectionKind.DEVICE_MEMORY, RejectionKind.HOST_MEMORY)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why a candidate was not chosen: ``kind`` for programs, ``detail`` a phrase for people."""
+
+    kind: RejectionKind
+    detail: str
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration that was weighed. ``rejected_by`` None: it may be chosen."""
+    """One configuration that was evaluated. ``rejected_by`` None: it may be chosen."""
 
     id: str
-    settings: Mapping[str, Any]
+    settings: SearchPoint
     allocated_peak_bytes: int | None
     reserved_peak_bytes: int | None
     device_total_bytes: int | None
@@ -108,13 +188,13 @@ class Candidate:
     usable_bytes: int | None
     slack_bytes: int | None
     host_bytes_per_node: int | None
-    components: tuple[Component, ...]
+    components: tuple[ComponentBytes, ...]
     peak: Peak | None
     timeline: tuple[Moment, ...]
     step_seconds: float | None
     tokens_per_second: float | None
-    rejected_by: str | None = None
-    """Why it was not chosen, in one sentence; None for the chosen one and for those nobody rejected."""
+    rejected_by: Rejection | None = None
+    """Why it was not chosen; None for the chosen one and before the choice."""
     samples_per_second: float | None = None
     mfu: float | None = None
     """Model FLOPs (recomputation not counted) over the peak of all GPUs, 0 to 1."""
@@ -129,20 +209,73 @@ class Candidate:
     """Every phase of the run; the highest of them decides the verdict. Empty where searches leave it out."""
 
 
+class SuggestionKind(StrEnum):
+    """What a suggestion changes."""
+
+    EXPANDABLE_SEGMENTS = "expandable_segments"
+    RESHARD = "reshard_after_forward"
+    PREFETCH = "prefetch"
+    SHARDED_GRADIENTS = "sharded_gradients"
+    FUSED_OPTIMIZER = "fused_optimizer"
+    CHECKPOINTING = "activation_checkpointing"
+    MICRO_BATCH = "micro_batch"
+    FULL_SHARDING = "full_sharding"
+    REDUCE_DTYPE = "reduce_dtype"
+    CPU_OFFLOAD = "cpu_offload"
+    QUANTISED_BASE = "quantised_base"
+    COMBINED = "combined"
+    MORE_GPUS = "more_gpus"
+    LARGER_GPU = "larger_gpu"
+
+
+class CostKind(StrEnum):
+    """What a suggestion costs."""
+
+    STEP_TIME = "step_time"
+    HOST_MEMORY = "host_memory"
+    WEIGHT_PRECISION = "weight_precision"
+    GRADIENT_PRECISION = "gradient_precision"
+    HOST_OPTIMIZER = "host_optimizer"
+    SMALLER_PRODUCTS = "smaller_products"
+    MORE_REDUCTIONS = "more_reductions"
+    LARGER_BATCH = "larger_batch"
+    OTHER_HARDWARE = "other_hardware"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One cost of a suggestion: ``kind`` for programs, ``detail`` a phrase for people."""
+
+    kind: CostKind
+    detail: str
+
+
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """One rung of the ladder when a plan does not fit: what it gives and what it costs."""
+    """One change to a configuration that does not fit: what it gives and what it costs.
+
+    Attributes:
+        change: The change, as a phrase.
+        settings: The search point's settings it changes, with their new values.
+        device_total_bytes: What a rank then needs; None is unknown.
+        fits: Whether the changed configuration fits; None is unknown.
+        cost: Every cost in one phrase.
+        kind: What is changed.
+        costs: The same costs, one by one.
+    """
 
     change: str
     settings: Mapping[str, Any]
     device_total_bytes: int | None
     fits: bool | None
     cost: str
+    kind: SuggestionKind
+    costs: tuple[Cost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A verdict with every candidate that was weighed (contract ``plan``).
+    """A verdict with every candidate that was evaluated (contract ``plan``).
 
     ``inputs`` holds the canonical forms of reference, recipe, cluster and settings the plan was
     derived from, so that ``emit-config``, ``train`` and ``plan --check`` need nothing else.

@@ -12,6 +12,8 @@ from fsdptool.records.settings import CheckpointingMode
 Layout = Literal["native", "accelerate"]
 MethodName = Literal["full", "lora", "distillation"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
+Implementation = Literal["auto", "fused", "foreach", "for_loop"]
+GradientAccumulation = Literal["sharded", "unsharded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Optimizer:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     momentum: float = 0.0
-    implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
+    implementation: Implementation = "auto"
     clip_grad_norm: float | None = 1.0
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
     """How the rate follows the world size; ``none`` keeps it (the global batch is explicit)."""
@@ -160,7 +162,7 @@ class Sharding:
     """Reshard to this many ranks after forward; None leaves the YAML's boolean."""
     prefetch: int = 1
     """Units gathered ahead; 1 is FSDP2's implicit prefetch."""
-    accumulation: Literal["sharded", "unsharded"] = "sharded"
+    accumulation: GradientAccumulation = "sharded"
     """Gradients held between micro-batches: reduced every time, or kept unsharded (no sync)."""
     checkpointing: Checkpointing | None = None
     compile: bool = False

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.records.component import ColourGroup
 from fsdptool.report import html_charts as charts
 from fsdptool.report import plan_words as words
 from fsdptool.report.html_charts import STYLE
@@ -26,7 +27,7 @@ def plan_page(document: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
-        f'<a class="skip" href="#main">Skip to the answer</a><main id="main">{body}</main></body></html>\n'
+        f'<a class="skip" href="#main">Skip to the results</a><main id="main">{body}</main></body></html>\n'
     )
 
 
@@ -59,13 +60,13 @@ def _head(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
     where = document["details"]["clusters"][candidate["settings"]["cluster"]]
     title = f"{escape(model['reference'])} on {escape(where)}"
     figures = [
-        ("each rank needs", amount(candidate["device_total_bytes"]), _spare(candidate)),
+        ("memory per rank", amount(candidate["device_total_bytes"]), _spare(candidate)),
         ("allocated at the peak", amount(candidate["allocated_peak_bytes"]), _moment(candidate)),
     ]
     if candidate["reserved_peak_bytes"] is not None:
         figures.append(("reserved", amount(candidate["reserved_peak_bytes"]), "caching allocator"))
     if candidate["step_seconds"] is not None:
-        figures.append(("one step", duration(candidate["step_seconds"]), "estimate"))
+        figures.append(("step time", duration(candidate["step_seconds"]), "estimate"))
         mfu = f"MFU {candidate['mfu']:.0%}, estimate" if candidate.get("mfu") is not None else "estimate"
         figures.append(("throughput", words.speed(candidate), mfu))
     if candidate["host_bytes_per_node"]:
@@ -91,10 +92,10 @@ def _sentence(text: str) -> str:
 def _spare(candidate: Mapping[str, Any]) -> str:
     usable, slack = candidate["usable_bytes"], candidate["slack_bytes"]
     if usable is None:
-        return "what it may use is unknown"
+        return "the usable memory is unknown"
     if slack is None:
         return f"of {amount(usable)} usable"
-    rest = f"{amount(slack)} to spare" if slack >= 0 else f"{amount(-slack)} too much"
+    rest = f"{amount(slack)} free" if slack >= 0 else f"{amount(-slack)} too much"
     return f"of {amount(usable)} usable: {rest}"
 
 
@@ -116,8 +117,8 @@ def _memory(candidate: Mapping[str, Any]) -> str:
         )
     present = {charts.group_of(item["name"]) for item in candidate["components"]}
     key = "".join(
-        f'<li><span class="swatch k-{group}"></span>{escape(text)}</li>'
-        for group, text in charts.LEGEND.items()
+        f'<li><span class="swatch k-{group}"></span>{escape(group.legend)}</li>'
+        for group in ColourGroup
         if group in present
     )
     table = _table(
@@ -125,7 +126,7 @@ def _memory(candidate: Mapping[str, Any]) -> str:
     )
     line = charts.timeline(candidate)
     moments = _moments(candidate)
-    over = f'<h2>Over one step</h2><div class="chart">{line}</div>{moments}' if line else ""
+    over = f'<h2>Memory over one step</h2><div class="chart">{line}</div>{moments}' if line else ""
     over += _phases(candidate)
     return (
         f'<section><h2>One rank at its peak</h2>{charts.memory_bar(candidate)}<ul class="key">{key}</ul>'
@@ -140,7 +141,7 @@ def _moments(candidate: Mapping[str, Any]) -> str:
         for moment in candidate["timeline"]
     ]
     table = _table("Allocated bytes after each event", ("event", "allocated"), rows, numbers=(1,), tall=True)
-    return f'<details class="screen"><summary>The same as a table</summary>{table}</details>'
+    return f'<details class="screen"><summary>Show as a table</summary>{table}</details>'
 
 
 def _phases(candidate: Mapping[str, Any]) -> str:
@@ -151,10 +152,9 @@ def _phases(candidate: Mapping[str, Any]) -> str:
     ]
     if not rows:
         return ""
-    heads = ("phase", "what happens", "device, allocated", "host, per rank", "basis")
-    return (
-        f"<h2>Over the run</h2>{_table('The most a rank holds in each phase', heads, rows, numbers=(2, 3))}"
-    )
+    heads = ("phase", "description", "device, allocated", "host, per rank", "basis")
+    table = _table("Peak memory of one rank in each phase", heads, rows, numbers=(2, 3))
+    return f"<h2>Memory over the run</h2>{table}"
 
 
 def _time(candidate: Mapping[str, Any]) -> str:
@@ -165,25 +165,27 @@ def _time(candidate: Mapping[str, Any]) -> str:
         f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td class="n">{duration(value)}</td></tr>'
         for name, value in parts.items()
     ]
-    table = _table("Where the step's time goes", ("part", "seconds"), rows, numbers=(1,))
-    note = '<p class="soft">Estimates; exposed communication is what compute does not hide.</p>'
-    return f"<section><h2>Where the step's time goes</h2>{note}{table}</section>"
+    table = _table("Step time by part", ("part", "time"), rows, numbers=(1,))
+    note = (
+        '<p class="soft">Estimates. Exposed communication is communication that compute does not overlap.</p>'
+    )
+    return f"<section><h2>Step time by part</h2>{note}{table}</section>"
 
 
 def _steps(document: Mapping[str, Any]) -> str:
     if not document["next_steps"]:
         return ""
-    verdict = {True: ("fits", "fits"), False: ("does_not_fit", "too much"), None: ("unknown", "unknown")}
+    classes = {True: "fits", False: "does_not_fit", None: "unknown"}
     rows = []
     for step in document["next_steps"]:
-        kind, text = verdict[step["fits"]]
         rows.append(
             f'<tr><th scope="row" class="wide">{escape(step["change"])}</th>'
-            f'<td class="n">{amount(step["device_total_bytes"])}</td><td class="word {kind}">{text}</td>'
+            f'<td class="n">{amount(step["device_total_bytes"])}</td>'
+            f'<td class="word {classes[step["fits"]]}">{words.FITS[step["fits"]]}</td>'
             f'<td class="wide">{escape(step["cost"])}</td></tr>'
         )
-    table = _table("Next steps", ("change", "then needs", "verdict", "cost"), rows, numbers=(1,))
-    return f"<section><h2>Next steps, from what you asked</h2>{table}</section>"
+    table = _table("Suggested changes", ("change", "memory", "verdict", "cost"), rows, numbers=(1,))
+    return f"<section><h2>Suggested changes</h2>{table}</section>"
 
 
 def _settings(candidate: Mapping[str, Any]) -> str:
@@ -204,41 +206,39 @@ def _candidates(document: Mapping[str, Any]) -> str:
     best.sort(key=lambda item: (item["id"] != document["chosen"], front.get(item["id"], -1)))
     shown_ids = {item["id"] for item in best}
     rest = [item for item in candidates if item["id"] not in shown_ids]
-    shown = _weighed("The chosen one and the front", document, best) if best else ""
+    shown = _rows("The chosen candidate and the Pareto front", document, best) if best else ""
     # Thousands of rows are for looking a configuration up, not for paper.
     others = (
-        f'<details class="screen"><summary>The other {len(rest)}, and why not</summary>'
-        f"{_weighed('Every other configuration weighed', document, rest)}</details>"
+        f'<details class="screen"><summary>{len(rest)} other candidates, with reasons</summary>'
+        f"{_rows('Every other candidate', document, rest)}</details>"
         if rest
         else ""
     )
     chart = charts.scatter(document)
     drawn = f'<div class="chart">{chart}</div>' if chart else ""
-    title = f"{len(candidates)} configurations weighed"
+    title = f"{len(candidates)} candidates"
     return f'<section class="long"><h2>{title}</h2>{drawn}{shown}{others}</section>'
 
 
-def _weighed(caption: str, document: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> str:
+def _rows(caption: str, document: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> str:
     front = set(document["details"].get("front", ()))
     clusters = document["details"]["clusters"]
     rows = []
     for item in items:
         chosen = item["id"] == document["chosen"]
-        mark = " (chosen)" if chosen else " (front)" if item["id"] in front else ""
+        mark = " (chosen)" if chosen else " (Pareto front)" if item["id"] in front else ""
         settings = words.brief(item["settings"])
         if len(clusters) > 1:
             settings = f"{clusters[item['settings']['cluster']]}; {settings}"
         price = item.get("price_per_million_samples")
-        why = (item["rejected_by"] or "") + (
-            f" ({price:.4g} per million samples)" if price is not None else ""
-        )
+        why = words.reason(item) + (f" ({price:.4g} per million samples)" if price is not None else "")
         rows.append(
             f'<tr{" class=chosen" if chosen else ""}><th scope="row">{escape(item["id"])}{mark}</th>'
             f'<td class="n">{amount(item["device_total_bytes"])}</td>'
             f'<td class="n">{duration(item["step_seconds"])}</td><td class="n">{words.speed(item)}</td>'
             f'<td class="wide">{escape(settings)}</td><td class="wide">{escape(why)}</td></tr>'
         )
-    heads = ("candidate", "needs", "one step", "throughput", "settings", "why not")
+    heads = ("candidate", "memory", "step time", "throughput", "settings", "rejected by")
     return _table(caption, heads, rows, numbers=(1, 2, 3), tall=True)
 
 
@@ -251,7 +251,11 @@ def _findings(document: Mapping[str, Any]) -> str:
     lines += [f"<li>{escape(text)}</li>" for text in document["details"].get("notes", ())]
     if document["confidence"] != "verified":
         lines.append("<li><b>confidence</b>: unverified for this torch version</li>")
-    return f'<section><h2>Remarks</h2><ul class="notes">{"".join(lines)}</ul></section>' if lines else ""
+    return (
+        f'<section><h2>Diagnostics and notes</h2><ul class="notes">{"".join(lines)}</ul></section>'
+        if lines
+        else ""
+    )
 
 
 def _inputs(document: Mapping[str, Any]) -> str:
@@ -259,7 +263,7 @@ def _inputs(document: Mapping[str, Any]) -> str:
     text = escape(json.dumps(inputs, indent=2, ensure_ascii=False))
     return (
         '<section class="long screen"><h2>Inputs</h2><details>'
-        f'<summary>What the plan was derived from</summary><pre tabindex="0">{text}</pre></details></section>'
+        f'<summary>The inputs of the plan</summary><pre tabindex="0">{text}</pre></details></section>'
     )
 
 
@@ -279,7 +283,7 @@ def _table(
     numbers: Sequence[int] = (),
     tall: bool = False,
 ) -> str:
-    """A table in a box that scrolls by keyboard, too."""
+    """A table in a box that also scrolls by keyboard."""
     head = "".join(
         f'<th scope="col"{" class=n" if index in numbers else ""}>{escape(text)}</th>'
         for index, text in enumerate(heads)

@@ -10,53 +10,15 @@ from html import escape
 from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.records.component import ColourGroup, Component
 from fsdptool.report.plan_words import brief, duration
-
-GROUPS = {
-    "parameters": "states",
-    "gradients": "states",
-    "optimizer": "states",
-    "ema": "states",
-    "replicated parameters": "states",
-    "buffers": "states",
-    "checkpoint staging": "states",
-    "activations": "activations",
-    "recomputed activations": "activations",
-    "offloaded activations": "activations",
-    "inputs": "activations",
-    "unsharded parameters": "gathered",
-    "all-gather buffers": "gathered",
-    "resharded parameters": "gathered",
-    "unsharded gradients": "gathered",
-    "reduce-scatter buffers": "gathered",
-    "all-reduce buffers": "gathered",
-    "gloo staging": "gathered",
-    "temporaries": "passing",
-    "optimizer temporaries": "passing",
-    "outputs": "passing",
-    "loss": "passing",
-    "teacher": "passing",
-    "workspaces": "outside",
-    "context": "outside",
-    "communicators": "outside",
-    "allocator slack": "outside",
-}
-"""Component to the group that colours it; one that is not here is passing work."""
-
-LEGEND = {
-    "states": "kept between steps",
-    "gathered": "gathered or being reduced",
-    "activations": "kept or made again for backward",
-    "passing": "passing work",
-    "outside": "outside the model's tensors",
-}
 
 _WIDTH = 960
 
 
-def group_of(name: str) -> str:
+def group_of(name: str) -> ColourGroup:
     """Return the colour group of a component."""
-    return GROUPS.get(name.replace("_", " "), "passing")
+    return Component(name).group
 
 
 def memory_bar(candidate: Mapping[str, Any]) -> str:
@@ -65,7 +27,7 @@ def memory_bar(candidate: Mapping[str, Any]) -> str:
     total, usable = candidate["device_total_bytes"], candidate["usable_bytes"]
     if not parts or total is None:
         return ""
-    order = list(LEGEND)
+    order = list(ColourGroup)
     parts.sort(key=lambda item: (order.index(group_of(item["name"])), -item["bytes"]))
     scale = _WIDTH / max(total, usable or 0)
     shapes, x = [], 0.0
@@ -156,7 +118,7 @@ def scatter(document: Mapping[str, Any]) -> str:
             f"<title>{escape(label)}</title></circle>"
         )
     body.append(f'<text x="{_WIDTH - 4}" y="{height - 22}" text-anchor="end">faster (samples/s) →</text>')
-    return _svg("scatter", height, "Every configuration weighed, by speed and memory", "".join(body))
+    return _svg("scatter", height, "Every candidate, by speed and memory", "".join(body))
 
 
 def _grid(top: float, left: int, bottom: int) -> str:

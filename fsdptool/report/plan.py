@@ -16,11 +16,11 @@ _FRONT = 8
 
 
 def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
-    """Print a plan document: verdict, one rank's memory, time, what else was weighed, next steps.
+    """Print a plan document: verdict, one rank's memory, time, other candidates, suggestions.
 
     Args:
         document: What ``plan_document`` returned.
-        explain: Say which constraint bound, show the configuration in full and every candidate.
+        explain: Show the limiting factor, the full configuration and every candidate.
     """
     candidate = words.shown(document)
     print_line(words.headline(document), style=_STYLES[document["verdict"]])
@@ -29,7 +29,7 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
         mfu = f", MFU {candidate['mfu']:.0%}" if candidate["mfu"] is not None else ""
         step = duration(candidate["step_seconds"])
         print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates)")
-    print_line(f"as {candidate['id']}: {words.brief(candidate['settings'])}")
+    print_line(f"candidate {candidate['id']}: {words.brief(candidate['settings'])}")
     _components(candidate)
     _states(document)
     _peak(candidate)
@@ -39,19 +39,20 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
     if explain:
         _configuration(candidate)
         _seconds(candidate)
-        _binding(document, candidate)
+        _limit(document, candidate)
     _others(document, explain=explain)
-    _ladder(document)
+    _suggestions(document)
     _notes(document)
 
 
 def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
     """Print what a check found changed, one row each."""
     if not changes:
-        print_line(f"{path}: nothing changed", style="bold green")
+        print_line(f"{path}: no changes", style="bold green")
         return
-    print_line(f"{path}: {len(changes)} things changed", style="bold red")
-    print_table(("what", "then", "now"), [(what, _value(a), _value(b)) for what, a, b in changes])
+    count = f"{len(changes)} value{'s' if len(changes) != 1 else ''} changed"
+    print_line(f"{path}: {count}", style="bold red")
+    print_table(("value", "saved", "now"), [(what, _value(a), _value(b)) for what, a, b in changes])
 
 
 def _components(candidate: Mapping[str, Any]) -> None:
@@ -68,8 +69,8 @@ def _components(candidate: Mapping[str, Any]) -> None:
         for item in rows
     ]
     if candidate["device_total_bytes"] is not None:
-        cells.append(("in all", amount(candidate["device_total_bytes"]), "", "estimate"))
-    print_table(("one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2))
+        cells.append(("total", amount(candidate["device_total_bytes"]), "", "estimate"))
+    print_table(("memory of one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2))
 
 
 def _states(document: Mapping[str, Any]) -> None:
@@ -77,7 +78,7 @@ def _states(document: Mapping[str, Any]) -> None:
     if states:
         kept = ", ".join(f"{name} {amount(size)}" for name, size in states.items())
         print_line()
-        print_line(f"of a whole step, whatever is alive at the peak: {kept} (exact)")
+        print_line(f"model states over a whole step: {kept} (exact)")
 
 
 def _peak(candidate: Mapping[str, Any]) -> None:
@@ -89,7 +90,7 @@ def _peak(candidate: Mapping[str, Any]) -> None:
     text = f"peak: {peak['moment']}; allocated {amount(allocated)}"
     print_line(text + (f", reserved {amount(reserved)}" if reserved is not None else ""))
     alive = ", ".join(f"{item['name']} {amount(item['bytes'])}" for item in peak["live"][:5])
-    print_line(f"alive then: {alive}")
+    print_line(f"allocated at the peak: {alive}")
 
 
 def _timeline(candidate: Mapping[str, Any]) -> None:
@@ -107,7 +108,7 @@ def _phases(candidate: Mapping[str, Any]) -> None:
     if not rows:
         return
     print_line()
-    heads = ("phase of the run", "what happens", "device, allocated", "host, per rank", "basis")
+    heads = ("phase of the run", "description", "device, allocated", "host, per rank", "basis")
     print_table(heads, rows, numeric=(2,))
 
 
@@ -128,16 +129,16 @@ def _seconds(candidate: Mapping[str, Any]) -> None:
         return
     print_line()
     rows = [(name.replace("_", " "), duration(value)) for name, value in parts.items() if value]
-    print_table(("where the step's time goes", "estimate"), rows, numeric=(1,))
+    print_table(("step time by part", "estimate"), rows, numeric=(1,))
 
 
-def _binding(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
-    """Say what kept the answer from being faster."""
+def _limit(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
+    """Say what keeps the answer from being faster."""
     print_line()
     reasons: dict[str, int] = {}
     for item in document["candidates"]:
         if item["rejected_by"]:
-            kind = item["rejected_by"].partition(":")[0]
+            kind = words.REJECTIONS[item["rejected_by"]["kind"]]
             reasons[kind] = reasons.get(kind, 0) + 1
     if reasons:
         counted = ", ".join(f"{kind} {number}" for kind, number in sorted(reasons.items()))
@@ -149,11 +150,13 @@ def _binding(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
         if speed and (item.get("samples_per_second") or 0) > speed * 1.02 and item["rejected_by"]
     ]
     if not faster:
-        print_line("what bound: time; nothing weighed is more than 2 % faster")
+        print_line("limiting factor: step time; no other candidate is more than 2 % faster")
         return
     best = max(faster, key=lambda item: item["samples_per_second"])
+    rejection = best["rejected_by"]
     print_line(
-        f"what bound: {best['id']} ({words.brief(best['settings'])}) is faster, but {best['rejected_by']}"
+        f"limiting factor: {words.REJECTIONS[rejection['kind']]}; {best['id']}"
+        f" ({words.brief(best['settings'])}) is faster, but {rejection['detail']}"
     )
 
 
@@ -172,15 +175,15 @@ def _others(document: Mapping[str, Any], *, explain: bool) -> None:
             rows.append(_row(document, item))
     print_line()
     if not rows:
-        print_line(f"weighed {len(candidates)} configurations, none fits (--explain lists them)")
+        print_line(f"none of the {len(candidates)} candidates fits (--explain lists them)")
         return
-    title = "every candidate" if explain else f"the front of {len(candidates)} weighed"
-    heads = (title, "needs", "per step", "speed", "settings", "verdict")
+    title = "candidate" if explain else f"Pareto front of {len(candidates)} candidates"
+    heads = (title, "memory", "per step", "speed", "settings", "verdict")
     print_table(heads, rows, numeric=(1, 2, 3))
 
 
 def _row(document: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, ...]:
-    verdict = "chosen" if item["id"] == document["chosen"] else item["rejected_by"] or "fits"
+    verdict = "chosen" if item["id"] == document["chosen"] else words.reason(item) or "fits"
     settings = words.brief(item["settings"])
     if len(document["details"]["clusters"]) > 1:
         settings = f"{document['details']['clusters'][item['settings']['cluster']]}; {settings}"
@@ -196,7 +199,7 @@ def _row(document: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, ...
     )
 
 
-def _ladder(document: Mapping[str, Any]) -> None:
+def _suggestions(document: Mapping[str, Any]) -> None:
     steps = document["next_steps"]
     if not steps:
         return
@@ -205,23 +208,23 @@ def _ladder(document: Mapping[str, Any]) -> None:
         (
             step["change"],
             amount(step["device_total_bytes"]),
-            {True: "fits", False: "too much", None: "unknown"}[step["fits"]],
+            words.FITS[step["fits"]],
             step["cost"],
         )
         for step in steps
     ]
-    print_table(("next steps, from what you asked", "then needs", "verdict", "cost"), rows, numeric=(1,))
+    print_table(("suggested change", "memory", "verdict", "cost"), rows, numeric=(1,))
 
 
 def _notes(document: Mapping[str, Any]) -> None:
     details = document["details"]
     lines = [f"unknown: {text}" for text in document["unknowns"]]
     lines += [f"note: {text}" for text in details.get("notes", ())]
-    for told in details.get("max_batch", ()):
-        size = told["micro_batch"]
+    for largest in details.get("max_batch", ()):
+        size = largest["micro_batch"]
         lines.append(f"largest micro-batch that fits: {size if size is not None else 'none'}")
     if document["confidence"] != "verified":
-        lines.append("confidence: unverified (this torch version's FSDP2 was not checked)")
+        lines.append("confidence: unverified (the model of FSDP2 was not checked against this torch version)")
     if lines or document["diagnostics"]:
         print_line()
     for line in lines:
@@ -231,4 +234,4 @@ def _notes(document: Mapping[str, Any]) -> None:
 
 
 def _value(value: Any) -> str:
-    return "nothing" if value is None else str(value)
+    return "none" if value is None else str(value)

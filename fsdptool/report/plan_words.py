@@ -1,4 +1,4 @@
-"""How a plan is said in words: shared by the console and the page. Reads the document, decides nothing."""
+"""The words of a plan, shared by the console and the HTML page. Reads the document, decides nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,24 @@ from itertools import pairwise
 from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.records.plan import RejectionKind
 
-VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "cannot be told"}
+VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "unknown"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}
+REJECTIONS = {
+    RejectionKind.DEVICE_MEMORY: "device memory",
+    RejectionKind.HOST_MEMORY: "host memory",
+    RejectionKind.UNKNOWN_ACTIVATIONS: "unknown activations",
+    RejectionKind.UNKNOWN_HOST_MEMORY: "unknown host memory",
+    RejectionKind.HEADROOM: "headroom",
+    RejectionKind.SPEED: "speed",
+    RejectionKind.PRICE: "price",
+    RejectionKind.MEMORY_FOR_SPEED: "memory for speed",
+    RejectionKind.MORE_CHANGES: "more changes",
+}
+"""What each kind of rejection is called."""
+FITS = {True: "fits", False: "does not fit", None: "unknown"}
+"""Whether a suggestion fits."""
 
 
 def duration(seconds: float | None) -> str:
@@ -32,13 +47,19 @@ def rate(value: float | None) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
+def reason(candidate: Mapping[str, Any]) -> str:
+    """Return why a candidate was not chosen: the kind and the detail; empty where it may be chosen."""
+    rejection = candidate["rejected_by"]
+    return f"{REJECTIONS[rejection['kind']]}: {rejection['detail']}" if rejection else ""
+
+
 def find(document: Mapping[str, Any], id: str | None) -> Mapping[str, Any] | None:
     """Return the candidate called ``id``, or None."""
     return next((item for item in document["candidates"] if item["id"] == id), None)
 
 
 def shown(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the candidate an answer is about: the chosen one, else the one asked for."""
+    """Return the candidate an answer is about: the chosen one, else the requested one."""
     first: Mapping[str, Any] = document["candidates"][0]
     return find(document, document["chosen"]) or first
 
@@ -70,16 +91,16 @@ def resharding(value: bool | int) -> str:
 
 
 PHASES = {
-    "load": "weights come in, shard by shard",
-    "first step": "until the optimizer's states exist",
-    "forward": "of every later step, the loss included",
-    "backward": "of every later step",
-    "optimizer": "the update, gradients alive",
-    "average": "the moving average is updated",
+    "load": "the weights are loaded shard by shard",
+    "first step": "the first step, which creates the optimizer states",
+    "forward": "the forward pass of every later step, including the loss",
+    "backward": "the backward pass of every later step",
+    "optimizer": "the optimizer step, with gradients still allocated",
+    "average": "the EMA update",
     "evaluation": "validation, without gradients",
-    "sampling": "samples are made",
+    "sampling": "sample generation",
     "save": "a checkpoint is written",
-    "export": "fsdptool export, one process afterwards",
+    "export": "fsdptool export in a single process, after the run",
 }
 """What happens in each phase of a run."""
 
@@ -100,7 +121,7 @@ def phases(candidate: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]
 
 
 def batch(settings: Mapping[str, Any]) -> str:
-    """Return the batch's sizes: per forward, forwards per step, in all."""
+    """Return the batch's sizes: per forward, forwards per step, total."""
     ranks = settings["dp_replicate"] * settings["dp_shard"]
     whole = settings["micro_batch"] * settings["accumulation"] * ranks
     return f"{settings['micro_batch']} x {settings['accumulation']} x {ranks} ranks = {whole}"
@@ -115,9 +136,9 @@ def configuration(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("wrap", wrapping(settings)),
         ("reshard after forward", resharding(settings["reshard_after_forward"])),
         ("activation checkpointing", settings["checkpointing"].replace("_", " ")),
-        ("gathered ahead", _units(settings["prefetch"])),
+        ("prefetch", _units(settings["prefetch"])),
         ("CPU offload", "yes" if settings["cpu_offload"] else "no"),
-        ("reduce dtype", settings["reduce_dtype"] or "the parameters'"),
+        ("reduce dtype", settings["reduce_dtype"] or "the parameters' dtype"),
         ("accumulated gradients", settings["gradients"]),
         ("optimizer kernel", settings["optimizer_implementation"]),
     ]
@@ -170,11 +191,12 @@ def need(candidate: Mapping[str, Any]) -> str:
         candidate["slack_bytes"],
     )
     if total is None:
-        return "what a rank needs is unknown: " + (candidate["rejected_by"] or "see below")
+        rejection = candidate["rejected_by"]
+        return "the memory of a rank is unknown: " + (rejection["detail"] if rejection else "see below")
     if usable is None or slack is None:
-        return f"each rank needs {amount(total)}; what it may use is unknown"
-    spare = f"{amount(slack)} ({slack / usable:.0%}) to spare" if slack >= 0 else f"{amount(-slack)} too much"
-    return f"each rank needs {amount(total)} of {amount(usable)} usable: {spare}"
+        return f"each rank needs {amount(total)}; the usable memory is unknown"
+    free = f"{amount(slack)} ({slack / usable:.0%}) free" if slack >= 0 else f"{amount(-slack)} too much"
+    return f"each rank needs {amount(total)} of {amount(usable)} usable: {free}"
 
 
 def resample(timeline: Sequence[Mapping[str, Any]], width: int) -> list[int]:

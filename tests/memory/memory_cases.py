@@ -11,9 +11,9 @@ from fsdp_oracle import Observation, observe
 import fsdptool.memory.tracing.make_trace as building
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.memory.simulation.ledger import COMPONENTS
 from fsdptool.memory.simulation.simulate import simulate
 from fsdptool.modeling.units import plan_units
+from fsdptool.records.component import Component
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
 from fsdptool.records.settings import FsdpSettings, Mesh
@@ -99,6 +99,6 @@ class Case:
             profile="cuda",
             grain=1,
         )
-        live = dict(zip(COMPONENTS, made.ledger.at_best, strict=True))
+        live = dict(zip(Component, made.ledger.at_best, strict=True))
         peak = made.ledger.best
         return peak if self.step else peak - live["optimizer"], live

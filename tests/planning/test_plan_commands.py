@@ -103,7 +103,7 @@ def test_experts_are_said_to_need_the_same_however_they_are_hit(
     assert any(note.startswith("6 experts: ") for note in plan["details"]["notes"])
 
 
-def test_what_does_not_fit_gets_a_ladder(
+def test_what_does_not_fit_gets_suggestions(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = tmp_path / "gpus.yaml"
@@ -116,20 +116,22 @@ def test_what_does_not_fit_gets_a_ladder(
     jsonschema.validate(plan, load_schema("plan"))
     assert plan["verdict"] == "does_not_fit"
     assert plan["chosen"] is None
-    assert plan["candidates"][0]["rejected_by"].startswith("memory: ")
+    assert plan["candidates"][0]["rejected_by"]["kind"] == "device_memory"
     changes = [step["change"] for step in plan["next_steps"]]
     assert "full activation checkpointing" in changes
     assert "micro-batch 32, accumulation 2" in changes
     fitting = [step for step in plan["next_steps"] if step["fits"]]
     assert fitting
-    # What a rung is said to need is what a plan of it says.
-    rung = next(step for step in plan["next_steps"] if step["change"] == "selective activation checkpointing")
+    # What a suggestion is said to need is what a plan of it says.
+    suggestion = next(
+        step for step in plan["next_steps"] if step["change"] == "selective activation checkpointing"
+    )
     same = [*arguments, "--micro-batch", "64", "--no-search", "--checkpointing", "selective"]
-    (asked,) = document(capsys, same, status=0 if rung["fits"] else 1)["candidates"]
-    assert asked["device_total_bytes"] == rung["device_total_bytes"]
-    # A rung that is said to fit does fit when it is asked for.
-    rung = next(step for step in fitting if step["change"].startswith("micro-batch"))
-    sizes = rung["settings"]
+    (asked,) = document(capsys, same, status=0 if suggestion["fits"] else 1)["candidates"]
+    assert asked["device_total_bytes"] == suggestion["device_total_bytes"]
+    # A suggestion that is said to fit does fit when it is requested.
+    suggestion = next(step for step in fitting if step["change"].startswith("micro-batch"))
+    sizes = suggestion["settings"]
     again = [*arguments, "--micro-batch", str(sizes["micro_batch"]), "--no-search"]
     assert document(capsys, [*again, "--accumulation", str(sizes["accumulation"])])["verdict"] == "fits"
 
@@ -161,7 +163,7 @@ def test_a_search_is_deterministic_and_every_candidate_but_one_has_a_reason(
         assert not better
 
 
-def test_given_knobs_are_not_searched(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_settings_are_not_searched(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--checkpointing", "full", "--reshard", "true"]
     plan = document(capsys, arguments)
     assert {item["settings"]["checkpointing"] for item in plan["candidates"]} == {"full"}
@@ -233,7 +235,10 @@ def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
     asked, known = plan["candidates"][0], exact["candidates"][0]
     assert asked["device_total_bytes"] is None
     assert asked["step_seconds"] is None
-    assert asked["rejected_by"] == "activations are unknown"
+    assert asked["rejected_by"] == {
+        "kind": "unknown_activations",
+        "detail": "the activations are unknown",
+    }
     states = {item["name"]: item for item in asked["components"]}
     for name in ("parameters", "optimizer"):
         expected = next(item for item in known["components"] if item["name"] == name)
@@ -241,7 +246,7 @@ def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
     assert states["activations"] == {"name": "activations", "bytes": None, "basis": "unknown"}
     assert run(arguments) == 5
     told = capsys.readouterr().out
-    assert "cannot be told" in told
+    assert f"{model} on 2 RTX-4090-24GB: unknown" in told
     assert "activations\tunknown" in told
 
 

@@ -1,4 +1,4 @@
-"""plan with LoRA's frozen base in fewer bits: exact states, what is left, the rung that offers it."""
+"""plan with LoRA's frozen base in fewer bits: exact states, what is left, the suggestion that offers it."""
 
 from __future__ import annotations
 
@@ -82,11 +82,12 @@ def test_a_base_that_does_not_fit_is_offered_in_fewer_bits(
     # Large enough for the allocator to need fewer of its segments.
     hardware += ["--override", "hidden_size=512", "--override", "intermediate_size=1280"]
     plan = planned(capsys, model, *hardware, "--method", "lora", status=1)
-    rungs = [step for step in plan["next_steps"] if step["change"].startswith("hold the frozen base in int8")]
-    assert len(rungs) == 1
-    assert rungs[0]["settings"] == {"lora_base": "int8"}
-    assert rungs[0]["device_total_bytes"] < plan["candidates"][0]["device_total_bytes"]
-    assert "rounded" in rungs[0]["cost"]
+    suggestions = [step for step in plan["next_steps"] if step["kind"] == "quantised_base"]
+    assert len(suggestions) == 1
+    assert suggestions[0]["change"].startswith("store the frozen base in int8")
+    assert suggestions[0]["settings"] == {"lora_base": "int8"}
+    assert suggestions[0]["device_total_bytes"] < plan["candidates"][0]["device_total_bytes"]
+    assert "rounded" in suggestions[0]["cost"]
     again = planned(capsys, model, *hardware, "--method", "lora", "--lora-base", "int8", status=1)
     assert not any("frozen base" in step["change"] for step in again["next_steps"])
 

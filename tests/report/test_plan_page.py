@@ -9,7 +9,20 @@ import pytest
 
 from fsdptool.formatting import amount
 from fsdptool.planning.plan_document import plan_document
-from fsdptool.records.plan import Candidate, Component, Holding, Moment, Peak, Plan, Suggestion
+from fsdptool.records.component import ColourGroup, Component
+from fsdptool.records.plan import (
+    Candidate,
+    ComponentBytes,
+    Holding,
+    Moment,
+    Peak,
+    Plan,
+    Rejection,
+    RejectionKind,
+    SearchPoint,
+    Suggestion,
+    SuggestionKind,
+)
 from fsdptool.report.html import plan_page
 from fsdptool.report.plan import print_plan
 from fsdptool.report.plan_words import resample
@@ -18,25 +31,25 @@ NASTY = '<script>alert("x")</script>'
 GIB = 2**30
 
 
-def candidate(name: str, total: int, *, rejected: str | None = None, samples: float = 3.0) -> Candidate:
-    settings = {
-        "cluster": 0,
-        "layout": "native",
-        "wrap_policy": "transformer",
-        "wrap_classes": [NASTY],
-        "micro_batch": 1,
-        "accumulation": 2,
-        "checkpointing": "every_2",
-        "reshard_after_forward": 4,
-        "dp_replicate": 2,
-        "dp_shard": 4,
-        "cp": 1,
-        "cpu_offload": False,
-        "optimizer_implementation": "auto",
-        "prefetch": 2,
-        "reduce_dtype": None,
-        "gradients": "sharded",
-    }
+def candidate(name: str, total: int, *, rejected: Rejection | None = None, samples: float = 3.0) -> Candidate:
+    settings = SearchPoint(
+        cluster=0,
+        layout="native",
+        wrap_policy="transformer",
+        wrap_classes=(NASTY,),
+        micro_batch=1,
+        accumulation=2,
+        checkpointing="every_2",
+        reshard_after_forward=4,
+        dp_replicate=2,
+        dp_shard=4,
+        cp=1,
+        cpu_offload=False,
+        optimizer_implementation="auto",
+        prefetch=2,
+        reduce_dtype=None,
+        gradients="sharded",
+    )
     return Candidate(
         id=name,
         settings=settings,
@@ -47,11 +60,11 @@ def candidate(name: str, total: int, *, rejected: str | None = None, samples: fl
         slack_bytes=80 * GIB - total,
         host_bytes_per_node=GIB,
         components=(
-            Component("parameters", total // 2, "exact"),
-            Component("activations", total - total // 2, "estimated"),
-            Component("temporaries", None, "unknown"),
+            ComponentBytes(Component.PARAMETERS, total // 2, "exact"),
+            ComponentBytes(Component.ACTIVATIONS, total - total // 2, "estimated"),
+            ComponentBytes(Component.TEMPORARIES, None, "unknown"),
         ),
-        peak=Peak(NASTY, (Holding("activations", total // 2),)),
+        peak=Peak(NASTY, (Holding(Component.ACTIVATIONS, total // 2),)),
         timeline=(Moment("forward a", GIB), Moment(NASTY, total), Moment("backward a", GIB)),
         step_seconds=0.5,
         tokens_per_second=1000.0,
@@ -69,10 +82,10 @@ def document() -> dict[str, Any]:
         chosen="asked",
         candidates=(
             candidate("asked", 40 * GIB),
-            candidate("c0001", 90 * GIB, rejected="memory: too much"),
-            candidate("c0002", 30 * GIB, rejected="speed: slower", samples=2.0),
+            candidate("c0001", 90 * GIB, rejected=Rejection(RejectionKind.DEVICE_MEMORY, NASTY)),
+            candidate("c0002", 30 * GIB, rejected=Rejection(RejectionKind.SPEED, "slower"), samples=2.0),
         ),
-        next_steps=(Suggestion(NASTY, {}, 10, True, NASTY),),
+        next_steps=(Suggestion(NASTY, {}, 10, True, NASTY, SuggestionKind.RESHARD),),
         inputs={"model": {"reference": NASTY, "class": NASTY, "parameters": 1}, "recipe": {"x": NASTY}},
         unknowns=(NASTY,),
         details={"clusters": [NASTY], "front": ["asked", "c0002"], "asked": ["asked"], "notes": [NASTY]},
@@ -133,7 +146,7 @@ def test_the_page_can_be_read_without_seeing_and_without_a_mouse(document: dict[
 
 def test_every_candidate_and_its_reason_is_on_the_page(document: dict[str, Any]) -> None:
     page = plan_page(document)
-    for text in ("asked (chosen)", "c0001", "memory: too much", "speed: slower"):
+    for text in ("asked (chosen)", "c0001", "device memory: &lt;script", "speed: slower"):
         assert text in page
 
 
@@ -172,11 +185,8 @@ def test_a_resampled_timeline_keeps_its_peak() -> None:
     assert max(levels) == 9
 
 
-def test_every_component_has_a_colour_of_its_own_choosing() -> None:
-    """What memory names is in the table of colours, and nothing else is."""
-    from fsdptool.memory.simulation.ledger import COMPONENTS
-    from fsdptool.report.html_charts import GROUPS, LEGEND
+def test_every_component_has_a_colour_that_the_page_defines(document: dict[str, Any]) -> None:
+    from fsdptool.report.html_charts import STYLE
 
-    added = {"allocator slack", "context", "communicators"}
-    assert set(GROUPS) == {*COMPONENTS, *added}
-    assert set(GROUPS.values()) == set(LEGEND)
+    assert {component.group for component in Component} == set(ColourGroup)
+    assert all(f".k-{group}" in STYLE and group.legend for group in ColourGroup)

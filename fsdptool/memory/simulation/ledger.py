@@ -5,64 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fsdptool.records.component import Component
+
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.program import Body
     from fsdptool.records.trace import Trace
 
-COMPONENTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "ema",
-    "replicated parameters",
-    "buffers",
-    "unsharded parameters",
-    "all-gather buffers",
-    "resharded parameters",
-    "unsharded gradients",
-    "reduce-scatter buffers",
-    "all-reduce buffers",
-    "inputs",
-    "activations",
-    "recomputed activations",
-    "temporaries",
-    "outputs",
-    "loss",
-    "teacher",
-    "optimizer temporaries",
-    "workspaces",
-    "gloo staging",
-    "checkpoint staging",
-    "offloaded activations",
-)
-"""Every kind of live bytes a footprint is made of, in the order it is shown."""
+_INDEX = {component: index for index, component in enumerate(Component)}
 
-(
-    PARAMETERS,
-    GRADIENTS,
-    OPTIMIZER,
-    EMA,
-    REPLICATED,
-    BUFFERS,
-    UNSHARDED,
-    GATHER,
-    RESHARDED,
-    UNSHARDED_GRADIENTS,
-    REDUCE,
-    ALL_REDUCE,
-    INPUTS,
-    ACTIVATIONS,
-    RECOMPUTED,
-    TEMPORARIES,
-    OUTPUTS,
-    LOSS,
-    TEACHER,
-    OPTIMIZER_TEMPORARIES,
-    WORKSPACES,
-    STAGING,
-    STAGED,
-    OFFLOADED,
-) = range(len(COMPONENTS))
+PARAMETERS = _INDEX[Component.PARAMETERS]
+GRADIENTS = _INDEX[Component.GRADIENTS]
+OPTIMIZER = _INDEX[Component.OPTIMIZER]
+EMA = _INDEX[Component.EMA]
+REPLICATED = _INDEX[Component.REPLICATED]
+BUFFERS = _INDEX[Component.BUFFERS]
+UNSHARDED = _INDEX[Component.UNSHARDED]
+GATHER = _INDEX[Component.GATHER]
+RESHARDED = _INDEX[Component.RESHARDED]
+UNSHARDED_GRADIENTS = _INDEX[Component.UNSHARDED_GRADIENTS]
+REDUCE = _INDEX[Component.REDUCE]
+ALL_REDUCE = _INDEX[Component.ALL_REDUCE]
+INPUTS = _INDEX[Component.INPUTS]
+ACTIVATIONS = _INDEX[Component.ACTIVATIONS]
+RECOMPUTED = _INDEX[Component.RECOMPUTED]
+TEMPORARIES = _INDEX[Component.TEMPORARIES]
+OUTPUTS = _INDEX[Component.OUTPUTS]
+LOSS = _INDEX[Component.LOSS]
+TEACHER = _INDEX[Component.TEACHER]
+OPTIMIZER_TEMPORARIES = _INDEX[Component.OPTIMIZER_TEMPORARIES]
+WORKSPACES = _INDEX[Component.WORKSPACES]
+STAGING = _INDEX[Component.STAGING]
+STAGED = _INDEX[Component.STAGED]
+OFFLOADED = _INDEX[Component.OFFLOADED]
 
 OF_TRACE = (ACTIVATIONS, RECOMPUTED, TEMPORARIES, OUTPUTS, LOSS, UNSHARDED_GRADIENTS, TEACHER, OFFLOADED)
 """The component of each of the trace's kinds (``records.trace.KINDS``)."""
@@ -102,10 +76,10 @@ class Ledger:
     :meth:`close` those of the highest one.
     """
 
-    live: list[int] = field(default_factory=lambda: [0] * len(COMPONENTS))
+    live: list[int] = field(default_factory=lambda: [0] * len(Component))
     total: int = 0
     best: int = 0
-    at_best: list[int] = field(default_factory=lambda: [0] * len(COMPONENTS))
+    at_best: list[int] = field(default_factory=lambda: [0] * len(Component))
     moment: str = ""
     prefix: str = ""
     """Put before the name of every moment."""
