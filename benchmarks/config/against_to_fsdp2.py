@@ -78,8 +78,8 @@ def judge(path: Path, made: Path, flags: tuple[str, ...]) -> Counter[str]:
     if after.error is None and after.fsdp and after.settings.get("fsdp_version") == 2:
         result["works"] += 1
         result["means_the_same"] += before.error is None and means_the_same(before.settings, after.settings)
-    found = {item.code for item in read_settings(made).diagnostics}
-    result["clean"] += not found & LEFTOVERS
+    codes = {item.code for item in read_settings(made).diagnostics}
+    result["clean"] += not codes & LEFTOVERS
     kept = [line.strip() for line in path.read_text().splitlines() if line.strip().startswith("#")]
     result["keeps_comments"] += all(line in made.read_text() for line in kept)
     return result
@@ -117,12 +117,12 @@ def main() -> int:
             for tool, migrate in (("accelerate to-fsdp2", theirs), ("fsdptool migrate", ours)):
                 folder = Path(name) / tool.replace(" ", "_")
                 folder.mkdir(exist_ok=True)
-                made = folder / path.name
-                problem = migrate(path, made)
+                built = folder / path.name
+                problem = migrate(path, built)
                 if problem is not None:
                     counts[tool]["refused"] += 1
                     continue
-                counts[tool] += judge(path, made, flags)
+                counts[tool] += judge(path, built, flags)
                 counts[tool]["written"] += 1
     columns = ("written", "refused", "works", "means_the_same", "clean", "keeps_comments")
     result = {

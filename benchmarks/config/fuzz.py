@@ -257,19 +257,19 @@ def _migrate(reading: Reading, report: Report, name: str) -> None:
     assert reading.source is not None
     others = sorted(DIALECTS)
     for to in (None, others[len(reading.source.text) % len(others)]):
-        made = migrate_file(Path(name), to=to, source=reading.source)
-        if made.after is None:
-            if not made.refusal or "\n" in made.refusal:
+        migrated = migrate_file(Path(name), to=to, source=reading.source)
+        if migrated.after is None:
+            if not migrated.refusal or "\n" in migrated.refusal:
                 report.failures.append(f"{name}: refused to migrate to {to} without one clear line")
             continue
-        report.migrated += made.changed
+        report.migrated += migrated.changed
         dialect = to or reading.dialect
         ending = ".json" if dialect in ("trainer", "simpletuner") else ".yaml"
         same = dialect == reading.dialect
-        data = reading.source.encode(made.after) if same else made.after.encode()
+        data = reading.source.encode(migrated.after) if same else migrated.after.encode()
         again = decode(data, name if same else f"made{ending}")
         second = migrate_file(Path(name), to=to, dialect=dialect, source=again)
-        if second.after != made.after:
+        if second.after != migrated.after:
             report.failures.append(f"{name}: migrating to {to} again is not the same: {second.refusal}")
 
 

@@ -79,15 +79,15 @@ def flavour(reference: str) -> Any:
 
 def floor_script(reference: str) -> list[str]:
     """Return the command line of the bare script for a model."""
-    found = flavour(reference)
-    if found.model_class == "LlamaForCausalLM":
+    flavour_data = flavour(reference)
+    if flavour_data.model_class == "LlamaForCausalLM":
         script = LLAMA_FLOOR
     else:
         script = FLOOR.format(
-            imports=f"from diffusers import {found.model_class}",
-            build=f"{found.model_class}.from_config(json.loads(sys.argv[1]))",
+            imports=f"from diffusers import {flavour_data.model_class}",
+            build=f"{flavour_data.model_class}.from_config(json.loads(sys.argv[1]))",
         )
-    return [sys.executable, "-c", script, json.dumps(plain(found.config))]
+    return [sys.executable, "-c", script, json.dumps(plain(flavour_data.config))]
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def commands(repeat: int) -> list[dict[str, Any]]:
                     ("cold", [*detect, reference]),
                     ("hit", [*detect, reference]),
                 ):
-                    found, shown = run(line, environment)
+                    result, shown = run(line, environment)
                     if what == "hit" and "(cached)" not in shown:
                         raise SystemExit("the second detect was no hit: the sources changed meanwhile")
-                    samples.setdefault((reference, what), []).append(found)
+                    samples.setdefault((reference, what), []).append(result)
         sys.stderr.write(f"commands: {round_ + 1}/{repeat}\n")
     rows = []
     for reference in COMMANDS:
@@ -161,13 +161,13 @@ def instantiated(repeat: int) -> list[dict[str, Any]]:
     """Measure real instantiation against detection, both after the same imports."""
     rows = []
     for reference in INSTANTIATED:
-        found = flavour(reference)
+        flavour_data = flavour(reference)
         real, ours = [], []
         for _ in range(repeat):
-            script = OURS.format(name=found.model_class)
+            script = OURS.format(name=flavour_data.model_class)
             ours.append(json.loads(run([sys.executable, "-c", script, reference], {})[1]))
-        script = REAL.format(name=found.model_class)
-        line = [sys.executable, "-c", script, json.dumps(plain(found.config))]
+        script = REAL.format(name=flavour_data.model_class)
+        line = [sys.executable, "-c", script, json.dumps(plain(flavour_data.config))]
         real.append(json.loads(run(line, {})[1]))
         one, two = best(real), best(ours)
         rows.append(

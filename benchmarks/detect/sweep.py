@@ -84,15 +84,15 @@ def transformers_classes() -> dict[str, list[str]]:
     from transformers.models.auto import modeling_auto
 
     seen: set[str] = set()
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for group, tables in GROUPS.items():
         names: set[str] = set()
         for table in tables:
             for value in getattr(modeling_auto, table, {}).values():
                 names.update([value] if isinstance(value, str) else value)
-        found[group] = sorted(names - seen)
+        results[group] = sorted(names - seen)
         seen |= names
-    return found
+    return results
 
 
 def diffusers_classes() -> list[str]:
@@ -100,14 +100,14 @@ def diffusers_classes() -> list[str]:
     import diffusers
     from diffusers.models.modeling_utils import ModelMixin
 
-    found = []
+    results = []
     for name in dir(diffusers):
         kind = getattr(diffusers, name, None)
         if not (inspect.isclass(kind) and issubclass(kind, ModelMixin) and kind is not ModelMixin):
             continue
         if kind.__module__.startswith(("diffusers.models.transformers", "diffusers.models.unets")):
-            found.append(name)
-    return sorted(found)
+            results.append(name)
+    return sorted(results)
 
 
 def look(library: str, group: str, name: str) -> dict[str, Any]:

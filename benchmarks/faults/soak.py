@@ -244,7 +244,7 @@ def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int
     """
     parts = run.folder / "checkpoints"
     left = {"rank": kills, "checkpoint": checkpoint_kills}
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     while any(left.values()):
         kind = generator.choice([name for name, count in left.items() if count])
         if not run.wait_for(run.stepping):
@@ -265,7 +265,7 @@ def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int
         began, step, unfinished = time.monotonic(), run.step(), any(parts.glob(".step-*.part"))
         if not run.wait_for(partial(run.recovered, before)):
             break
-        found.append(
+        results.append(
             {
                 "kind": kind,
                 "attempt": run.attempt(),
@@ -277,8 +277,8 @@ def harass(run: Run, generator: random.Random, kills: int, checkpoint_kills: int
         )
         if kind == "rank" or unfinished:
             left[kind] -= 1
-        print(found[-1], flush=True)
-    return found
+        print(results[-1], flush=True)
+    return results
 
 
 def add_losses(run: Run, kills: list[dict[str, Any]]) -> None:
@@ -291,10 +291,10 @@ def add_losses(run: Run, kills: list[dict[str, Any]]) -> None:
 
 def final_digests(folder: Path) -> dict[str, str]:
     """Return the digests of the newest checkpoint's files; empty if the run left none."""
-    found = list_checkpoints(folder / "checkpoints")
-    if not found:
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    if not checkpoints:
         return {}
-    manifest = read_manifest(found[0])
+    manifest = read_manifest(checkpoints[0])
     return {name: entry.sha256 for name, entry in manifest.files.items()}
 
 
@@ -313,7 +313,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    asked = options.kills + options.checkpoint_kills
+    requested = options.kills + options.checkpoint_kills
     with tempfile.TemporaryDirectory(prefix="fsdptool-soak-") as name:
         work = Path(name)
         preload()
@@ -322,7 +322,7 @@ def main() -> int:
         (work / "accelerate.yaml").write_text(CONFIG)
         (work / "recipe.yaml").write_text(recipe(work, options.steps, options.every))
         began = time.monotonic()
-        disturbed = Run(work, "disturbed", restarts=3 * asked)
+        disturbed = Run(work, "disturbed", restarts=3 * requested)
         kills = harass(disturbed, random.Random(options.seed), options.kills, options.checkpoint_kills)
         status = disturbed.finish()
         add_losses(disturbed, kills)

@@ -204,7 +204,7 @@ def main() -> int:
         "by-name": {"host": HOSTS[0]},
         "cut": {"host": HOSTS[0], "cut_at": 4, "bound": bound},
     }
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fsdptool-hosts-") as folder:
         work = Path(folder)
         (work / "model").mkdir()
@@ -217,15 +217,15 @@ def main() -> int:
                 if options.only and name not in options.only:
                     continue
                 (work / "recipe.yaml").write_text(recipe(STEPS if name != "cut" else 10_000))
-                found.append(run(work, name, **case))
-                print(json.dumps(found[-1], indent=1), flush=True)
+                results.append(run(work, name, **case))
+                print(json.dumps(results[-1], indent=1), flush=True)
         finally:
             part_hosts()
     good = all(
         item["exit_status"] == [0, 0]
         if item["run"] != "cut"
         else item["exit_status"] == [4, 4] and _names_a_rank(item)
-        for item in found
+        for item in results
     )
     result = {
         "benchmark": "launch/hosts",
@@ -237,7 +237,7 @@ def main() -> int:
         "collective_timeout_seconds": TIMEOUT,
         "bound_seconds": bound,
         "good": good,
-        "runs": found,
+        "runs": results,
     }
     text = json.dumps(result, indent=1)
     if options.output:

@@ -91,9 +91,9 @@ class Cluster:
 
     def environment(self) -> dict[str, str]:
         """Return the variables of every command; jobs find fsdptool as after an installation."""
-        found = {**os.environ, "SLURM_CONF": str(self.work / "slurm.conf")}
-        found["PATH"] = f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}"
-        return found
+        variables = {**os.environ, "SLURM_CONF": str(self.work / "slurm.conf")}
+        variables["PATH"] = f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}"
+        return variables
 
     def on(self, host: str, *argv: str) -> list[str]:
         """Return what runs a command on a host; not ``ip netns exec``, which hides the control groups."""
@@ -223,8 +223,8 @@ def ended(folder: Path) -> dict[str, Any]:
 
 def newest_step(folder: Path) -> int | None:
     """Return the step of the newest checkpoint."""
-    found = list_checkpoints(folder / "checkpoints")
-    return read_manifest(found[0]).step if found else None
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    return read_manifest(checkpoints[0]).step if checkpoints else None
 
 
 def stop_and_resume(cluster: Cluster, work: Path) -> dict[str, Any]:
@@ -238,15 +238,15 @@ def stop_and_resume(cluster: Cluster, work: Path) -> dict[str, Any]:
         lambda: int(cluster.job(number)["Restarts"]) > 0, 60.0 * MINUTES + 300.0, "the job is not requeued"
     )
     stopped_at, first = steps(folder), ended(folder)
-    asked = events(folder, "finished")
+    recorded = events(folder, "finished")
     (work / "recipe.yaml").write_text(RECIPE.replace("STEPS", str(stopped_at + 20)))
     cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     wait_until(lambda: cluster.over(number), 600.0, "the job does not end")
     return {
         "script": script.read_text().replace(str(work), "WORK").splitlines(),
         "time_limit_minutes": MINUTES,
-        "seconds_from_submission_to_stop": round(max(e["time"] for e in asked) - began, 1),
-        "signals_seen_by_ranks": sorted(e["signal"] for e in asked),
+        "seconds_from_submission_to_stop": round(max(e["time"] for e in recorded) - began, 1),
+        "signals_seen_by_ranks": sorted(e["signal"] for e in recorded),
         "first_start": first,
         "stopped_at_step": stopped_at,
         "nodes_of_ranks": sorted({event["node"] for event in events(folder, "started")}),

@@ -56,8 +56,8 @@ def plan(python: str, arguments: tuple[str, ...], environment: dict[str, str]) -
         )
     if done.returncode not in (0, 1):
         raise RuntimeError(f"plan {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
 
 
 def differences(a: Any, b: Any, place: str = "") -> list[str]:
@@ -77,8 +77,8 @@ def build(python: str) -> dict[str, str]:
         "import torch, json; print(json.dumps({'torch': torch.__version__, 'cuda': str(torch.version.cuda)}))"
     )
     answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(answer.stdout)
-    return found
+    document: dict[str, str] = json.loads(answer.stdout)
+    return document
 
 
 def main() -> int:
@@ -94,12 +94,12 @@ def main() -> int:
     for name, arguments in PLANS.items():
         here = plan(sys.executable, arguments, {})
         others = {"this build, elsewhere": plan(sys.executable, arguments, ELSEWHERE)}
-        for python, found in zip(options.python, builds[1:], strict=True):
-            others[f"torch {found['torch']}"] = plan(python, arguments, {})
+        for python, torch_build in zip(options.python, builds[1:], strict=True):
+            others[f"torch {torch_build['torch']}"] = plan(python, arguments, {})
         rows[name] = {where: differences(here, other) for where, other in others.items()}
         sys.stdout.write(f"{name}: {rows[name]}\n")
         sys.stdout.flush()
-    equal = all(not found for row in rows.values() for found in row.values())
+    equal = all(not differing for row in rows.values() for differing in row.values())
     result = {"benchmark": "memory/any_machine", "builds": builds, "elsewhere": ELSEWHERE, "equal": equal}
     options.output.write_text(json.dumps({**result, "differences": rows}, indent=1) + "\n", encoding="utf-8")
     return 0 if equal else 1

@@ -73,28 +73,28 @@ def main() -> None:
 def _measured(setting: Setting) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    made = inputs_of(setting)
-    settings = dataclasses.replace(made.settings, use_cpu=False)
+    inputs = inputs_of(setting)
+    settings = dataclasses.replace(inputs.settings, use_cpu=False)
     predicted = footprint(
-        trace(made.spec, made.recipe, settings),
-        made.units,
+        trace(inputs.spec, inputs.recipe, settings),
+        inputs.units,
         settings.mesh.resolve(setting.ranks),
-        made.recipe,
+        inputs.recipe,
         workspaces=(torch.backends.cuda.cublas_workspace_size(),) * 2,
     )
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.ranks)
     try:
-        found = _steps(made, settings)
+        steps_done = _steps(inputs, settings)
     except torch.cuda.OutOfMemoryError as error:
-        found = {"error": str(error)[:300]}
+        steps_done = {"error": str(error)[:300]}
     finally:
         dist.destroy_process_group()
         gc.collect()
         torch.cuda.empty_cache()
     return {
-        **found,
+        **steps_done,
         "outside_allocator_bytes": context,
         "predicted_allocated_bytes": predicted.allocated_peak_bytes,
         "predicted_reserved_bytes": predicted.reserved_peak_bytes,

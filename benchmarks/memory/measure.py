@@ -67,27 +67,27 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def _run(setting: Setting) -> None:
-    made = inputs_of(setting)
-    session = open_session(made.settings)
-    spec, recipe, plan = made.spec, made.recipe, made.units
+    inputs = inputs_of(setting)
+    session = open_session(inputs.settings)
+    spec, recipe, plan = inputs.spec, inputs.recipe, inputs.units
     objective = objective_for(recipe, spec)
-    model = build_sharded(spec, recipe.model, plan, made.settings, session, recipe=recipe, seed=0)[0]
+    model = build_sharded(spec, recipe.model, plan, inputs.settings, session, recipe=recipe, seed=0)[0]
     _own_storage(model)
     teacher: Teacher | None = None
-    if made.teacher_spec is not None and made.teacher_units is not None:
+    if inputs.teacher_spec is not None and inputs.teacher_units is not None:
         distillation = recipe.method.distillation
         assert distillation is not None
         frozen = build_sharded(
-            made.teacher_spec,
+            inputs.teacher_spec,
             distillation.teacher,
-            made.teacher_units,
-            made.settings,
+            inputs.teacher_units,
+            inputs.settings,
             session,
             recipe=None,
             seed=0,
         )[0]
         _own_storage(frozen)
-        teacher = Teacher(frozen, objective_for(recipe, made.teacher_spec), reshard_all)
+        teacher = Teacher(frozen, objective_for(recipe, inputs.teacher_spec), reshard_all)
     optimizer = build_optimizer(recipe.optimizer, list(model.named_parameters()), rate=1e-4)
     stepper = Undaunted(
         model,

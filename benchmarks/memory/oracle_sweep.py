@@ -76,24 +76,24 @@ _traces: dict[Any, Trace] = {}
 
 def compare(setting: Setting) -> dict[str, Any]:
     """Return both peaks; ranks and resharding share a trace, as they do in a search."""
-    made = inputs_of(setting)
+    inputs = inputs_of(setting)
     key = (setting.family, setting.precision, setting.checkpointing, setting.method, setting.layout)
     if key not in _traces:
         _traces.clear()
-        _traces[key] = building.make_trace(made.spec, made.recipe, made.settings, "cuda", None)
+        _traces[key] = building.make_trace(inputs.spec, inputs.recipe, inputs.settings, "cuda", None)
     trace = _traces[key]
     if not trace.known:
         return {"error": "; ".join(trace.unknowns)}
-    mesh = made.settings.mesh.resolve(setting.ranks)
-    played = simulate(trace, made.units, mesh, made.recipe, profile="cuda", grain=1)
+    mesh = inputs.settings.mesh.resolve(setting.ranks)
+    played = simulate(trace, inputs.units, mesh, inputs.recipe, profile="cuda", grain=1)
     simulated = played.ledger.best - played.ledger.at_best[OPTIMIZER]
     seen = observe(
-        lambda: building._student(made.spec, made.recipe, made.settings, made.units),
-        made.units,
-        objective_for(made.recipe, made.spec),
-        family_of(made.spec).batch_spec(made.spec.config, made.recipe),
-        made.recipe,
-        made.settings,
+        lambda: building._student(inputs.spec, inputs.recipe, inputs.settings, inputs.units),
+        inputs.units,
+        objective_for(inputs.recipe, inputs.spec),
+        family_of(inputs.spec).batch_spec(inputs.spec.config, inputs.recipe),
+        inputs.recipe,
+        inputs.settings,
         world_size=setting.ranks,
         step=False,
     )

@@ -31,15 +31,15 @@ BEGIN, END = "<!-- accuracy: begin (benchmarks/memory/report.py) -->", "<!-- acc
 
 def predict(setting: Setting) -> Footprint:
     """Return the prediction for a row."""
-    made = inputs_of(setting)
-    found = trace(made.spec, made.recipe, made.settings, gloo=setting.backend == "gloo")
+    inputs = inputs_of(setting)
+    traced = trace(inputs.spec, inputs.recipe, inputs.settings, gloo=setting.backend == "gloo")
     return footprint(
-        found,
-        made.units,
-        made.settings.mesh.resolve(setting.ranks),
-        made.recipe,
+        traced,
+        inputs.units,
+        inputs.settings.mesh.resolve(setting.ranks),
+        inputs.recipe,
         profile="cpu-gloo" if setting.backend == "gloo" else "cpu-fake",
-        teacher=made.teacher_units,
+        teacher=inputs.teacher_units,
     )
 
 
@@ -60,17 +60,17 @@ def main() -> None:
         if "error" in result:
             rows.append(row | {"error": result["error"]})
             continue
-        made = predict(read_setting(result["setting"]))
+        predicted = predict(read_setting(result["setting"]))
         row["measured_bytes"] = result["peak_bytes"]
-        row["predicted_bytes"] = made.allocated_peak_bytes
-        if made.allocated_peak_bytes is not None:
-            row["error_percent"] = round(100 * (made.allocated_peak_bytes / result["peak_bytes"] - 1), 3)
-            row["moment"] = made.peak.moment if made.peak else ""
+        row["predicted_bytes"] = predicted.allocated_peak_bytes
+        if predicted.allocated_peak_bytes is not None:
+            row["error_percent"] = round(100 * (predicted.allocated_peak_bytes / result["peak_bytes"] - 1), 3)
+            row["moment"] = predicted.peak.moment if predicted.peak else ""
         else:
-            row["error"] = "; ".join(made.unknowns)
+            row["error"] = "; ".join(predicted.unknowns)
         rows.append(row)
         if options.only:
-            resting = [m.allocated_bytes for m in made.timeline if m.name == "between steps"]
+            resting = [m.allocated_bytes for m in predicted.timeline if m.name == "between steps"]
             print(row, "resting", result["resting_bytes"], resting[-1:], "at", round(result["peak_at"], 2))
     if options.only:
         return
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for label, part in (
         ("all", rows),
         ("used for tuning", [r for r in rows if not r["kept_aside"]]),
@@ -105,13 +105,13 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ):
         errors = [abs(r["error_percent"]) for r in part if "error_percent" in r]
         if errors:
-            found[label] = {
+            results[label] = {
                 "settings": len(errors),
                 "median_percent": round(statistics.median(errors), 3),
                 "worst_percent": round(max(errors), 3),
                 "failed": len(part) - len(errors),
             }
-    return found
+    return results
 
 
 def _tables(rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:

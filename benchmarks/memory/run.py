@@ -62,8 +62,8 @@ def main() -> None:
 
 def _read() -> dict[str, Any]:
     if RESULTS.exists():
-        found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-        return found
+        document: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+        return document
     return {
         "instrument": "torch CPU allocator events (profile_memory): running sum, peak in step 2",
         "libraries": library_versions(),
@@ -105,8 +105,8 @@ def _measured(setting: Setting) -> dict[str, Any]:
             return {
                 "error": log.read_text(encoding="utf-8")[-400:] if log.exists() else f"exit codes {codes}"
             }
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return found
+        document: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return document
 
 
 def _fork(setting: Setting, rank: int, count: int, port: int, out: Path) -> int:
@@ -140,9 +140,9 @@ def _fork(setting: Setting, rank: int, count: int, port: int, out: Path) -> int:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 

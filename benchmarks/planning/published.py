@@ -36,16 +36,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    (asked,) = make_plan(read_request(OPTIONS)).candidates
-    assert asked.tokens_per_second is not None
+    (requested,) = make_plan(read_request(OPTIONS)).candidates
+    assert requested.tokens_per_second is not None
     document = {
         "benchmark": "planning/published",
         "fsdptool": tool_version(),
         "libraries": library_versions(),
-        "settings": asked.settings,
+        "settings": requested.settings,
         "tokens_per_second_and_gpu": {
             "published": PUBLISHED,
-            "predicted": round(asked.tokens_per_second / 8),
+            "predicted": round(requested.tokens_per_second / 8),
         },
     }
     text = json.dumps(document, indent=1) + "\n"

@@ -85,14 +85,14 @@ def from_wandb(run: Path) -> dict[int, float]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = run.rglob("*.wandb")
-    found: dict[int, float] = {}
+    results: dict[int, float] = {}
     for data in wandb_records(file):
         record: Any = Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             row = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-            found[int(row["_step"])] = json.loads(row["loss"])
-    return found
+            results[int(row["_step"])] = json.loads(row["loss"])
+    return results
 
 
 def from_trackio(folder: Path) -> dict[int, float]:
@@ -109,8 +109,8 @@ def check(backend: str) -> dict[str, Any]:
         folder = Path(name, backend)
         run = train(folder, backend)
         wanted = {line["step"]: line["loss"] for line in read_lines(run / "metrics.jsonl")}
-        found = from_wandb(run) if backend == "wandb" else from_trackio(folder)
-    return {"version": version(backend), "steps": len(found), "equal": found == wanted}
+        result = from_wandb(run) if backend == "wandb" else from_trackio(folder)
+    return {"version": version(backend), "steps": len(result), "equal": result == wanted}
 
 
 def main() -> int:

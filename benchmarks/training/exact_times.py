@@ -39,13 +39,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_exact_times.json"))
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
-    found = {}
+    results = {}
     for family in load_registry().all():
         if family.exact_inputs and (errors := compare(family)) is not None:
-            found[family.name] = errors
+            results[family.name] = errors
             sys.stdout.write(f"{family.name}: {json.dumps(errors)}\n")
             sys.stdout.flush()
-    document = {**head("error of a bf16 prediction over the fp32 one's norm", sigma=SIGMA), "families": found}
+    document = {
+        **head("error of a bf16 prediction over the fp32 one's norm", sigma=SIGMA),
+        "families": results,
+    }
     chosen.output.write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -62,15 +65,15 @@ def compare(family: Family) -> dict[str, float] | None:
         return None
     errors = {}
     for name, kept in (("rounded", ()), ("exact", family.exact_inputs)):
-        found = predict(lowered(model, kept), small.objective, batch)
-        errors[name] = float((found - exact).norm() / exact.norm())
+        predicted = predict(lowered(model, kept), small.objective, batch)
+        errors[name] = float((predicted - exact).norm() / exact.norm())
     return errors
 
 
 def lowered(model: nn.Module, kept: Collection[str]) -> nn.Module:
     """Return a copy with bf16 parameters, unchanged buffers, that casts its inputs except ``kept``."""
-    made = copy.deepcopy(model)
-    for parameter in made.parameters():
+    duplicate = copy.deepcopy(model)
+    for parameter in duplicate.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,8 +83,8 @@ def lowered(model: nn.Module, kept: Collection[str]) -> nn.Module:
         left = {name: value for name, value in kwargs.items() if name in kept}
         return _apply_to_tensors(cast, args), {**_apply_to_tensors(cast, kwargs), **left}
 
-    made.register_forward_pre_hook(hook, with_kwargs=True)
-    return made
+    duplicate.register_forward_pre_hook(hook, with_kwargs=True)
+    return duplicate
 
 
 @torch.no_grad()

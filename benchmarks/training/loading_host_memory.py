@@ -103,9 +103,9 @@ def rank_main(rank: int, folder: str, rival: str) -> None:
     model = Path(folder, "model")
     load = ours(model) if rival == "fsdptool" else usual(model)
     dist.barrier()
-    peak, made = peak_of(load)
-    held = sum(p.to_local().numel() * p.element_size() for p in made.parameters())
-    Path(folder, f"peak-{rank}.json").write_text(json.dumps({"peak": peak, "held": held}))
+    peak, result = peak_of(load)
+    total = sum(p.to_local().numel() * p.element_size() for p in result.parameters())
+    Path(folder, f"peak-{rank}.json").write_text(json.dumps({"peak": peak, "held": total}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -131,7 +131,7 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     config = llama(chosen.width, 8, 16384)
-    found: dict[str, list[list[dict[str, int]]]] = {"fsdptool": [], "from_pretrained": []}
+    results: dict[str, list[list[dict[str, int]]]] = {"fsdptool": [], "from_pretrained": []}
     with tempfile.TemporaryDirectory() as folder:
         plain = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
         torch.manual_seed(0)
@@ -142,8 +142,10 @@ def main() -> None:
         del model
         for pair in turns(chosen.rounds, ("fsdptool", "from_pretrained")):
             for rival in pair:
-                found[rival].append(measure(folder, rival))
-    peaks = {rival: [max(rank["peak"] for rank in one) for one in rounds] for rival, rounds in found.items()}
+                results[rival].append(measure(folder, rival))
+    peaks = {
+        rival: [max(rank["peak"] for rank in one) for one in rounds] for rival, rounds in results.items()
+    }
     document = {
         **head(
             "peak host memory of a rank while loading, fsdptool over from_pretrained; below 1 is less",
@@ -153,7 +155,7 @@ def main() -> None:
             file_size=SHARD,
         ),
         "model_bytes": total,
-        "shard_bytes": found["fsdptool"][0][0]["held"],
+        "shard_bytes": results["fsdptool"][0][0]["held"],
         "peak_bytes": {rival: statistics.median(values) for rival, values in peaks.items()},
         "ratio": bounds([a / b for a, b in zip(peaks["fsdptool"], peaks["from_pretrained"], strict=True)]),
     }

@@ -91,8 +91,10 @@ class Plain:
         key = (row.case, row.method, row.count, recipe.model.dtype, optimizer)
         if self._known is None or self._known[0] != key:
             config = deeper(CASES[row.case].config)
-            made = reference.run(row.case, recipe, found["before"], found["teacher"], config, count=row.count)
-            self._known = (key, {**made, "before": found["before"]})
+            expected = reference.run(
+                row.case, recipe, found["before"], found["teacher"], config, count=row.count
+            )
+            self._known = (key, {**expected, "before": found["before"]})
         before = self._known[1]["before"]
         if not all(bool((before[name] == tensor).all()) for name, tensor in found["before"].items()):
             raise RuntimeError(f"{row} began with other weights")
@@ -109,14 +111,14 @@ def measure(row: Row, pool: Pool, plain: Plain) -> dict[str, Any]:
         results = pool.run(train, row.ranks, row.case, path, recipe, *options, timeout=900.0)
         expected = plain.run(row, recipe, results[0])
     losses, weights, worst = reference.compare(results[0], expected)
-    held = [losses, weights, *([worst] if row.group == "tensors" else [])]
+    kept = [losses, weights, *([worst] if row.group == "tensors" else [])]
     return {
         **{key: getattr(row, key) for key in ("group", "case", "method", "ranks", "way")},
         "loss_error": losses,
         "weights_error": weights,
         "worst_tensor_error": worst,
         "ranks_agree": len({result["hash"] for result in results}) == 1,
-        "within": max(held) <= BOUND and len({result["hash"] for result in results}) == 1,
+        "within": max(kept) <= BOUND and len({result["hash"] for result in results}) == 1,
     }
 
 
@@ -129,19 +131,19 @@ def main() -> int:
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_numerics.json"))
     chosen = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     pool, plain = Pool(), Plain()
     for row in rows(chosen.names.split(",")):
         if row.group in chosen.groups.split(","):
-            found.append(measure(row, pool, plain))
-            sys.stdout.write(json.dumps(found[-1]) + "\n")
+            results.append(measure(row, pool, plain))
+            sys.stdout.write(json.dumps(results[-1]) + "\n")
             sys.stdout.flush()
     pool.close()
-    outside = [row for row in found if not row["within"]]
+    outside = [row for row in results if not row["within"]]
     document = {
         **head("relative errors against a plain loop", steps=STEPS, bound=BOUND),
         "rows_outside": len(outside),
-        "rows": found,
+        "rows": results,
     }
     chosen.output.write_text(json.dumps(document, indent=2) + "\n")
     return 1 if outside else 0

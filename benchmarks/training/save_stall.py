@@ -76,8 +76,8 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
         steps=1,
     )
     units = plan_units(inspect(spec), recipe, settings)
-    made = assemble(RunInputs(Path(folder), recipe, settings, spec, units), open_session(settings))
-    state = RunState(made.model, made.optimizer, Position(), 0, rank)  # type: ignore[arg-type]
+    result = assemble(RunInputs(Path(folder), recipe, settings, spec, units), open_session(settings))
+    state = RunState(result.model, result.optimizer, Position(), 0, rank)  # type: ignore[arg-type]
     savers = {
         mode: RunCheckpointer(
             Path(folder, mode),
@@ -92,7 +92,7 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
 
     def steps() -> None:
         for _ in range(STEPS_AFTER):
-            made.stepper.run([batch], rate=1e-4)
+            result.stepper.run([batch], rate=1e-4)
             state.step += 1
 
     steps()
@@ -112,8 +112,8 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
             if index:  # the first round allocates the staging buffers
                 times[mode].append({"stall": stalled - began, "window": ended - began})
     if rank == 0:
-        held = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
-        Path(out).write_text(json.dumps({"times": times, "bytes": held}))
+        total = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
+        Path(out).write_text(json.dumps({"times": times, "bytes": total}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -130,8 +130,8 @@ def main() -> None:
         (model / "config.json").write_text(json.dumps(CONFIG))
         out = f"{folder}/out.json"
         multiprocessing.spawn(rank_main, (folder, chosen.pairs, out), RANKS)
-        found = json.loads(Path(out).read_text())
-    times = found["times"]
+        result = json.loads(Path(out).read_text())
+    times = result["times"]
     document = {
         **head(
             "checkpoint save on CPU, asynchronous over synchronous; below 1 is shorter",
@@ -140,7 +140,7 @@ def main() -> None:
             steps_after=STEPS_AFTER,
             config=CONFIG,
         ),
-        "checkpoint_bytes": found["bytes"],
+        "checkpoint_bytes": result["bytes"],
         "median_seconds": {
             mode: {key: statistics.median(item[key] for item in items) for key in ("stall", "window")}
             for mode, items in times.items()

@@ -189,8 +189,8 @@ def main() -> None:
         (model / "config.json").write_text(json.dumps(CONFIG))
         out = f"{folder}/out.json"
         multiprocessing.spawn(rank_main, (chosen.ranks, folder, rivals, chosen.pairs, out), chosen.ranks)
-        found = json.loads(Path(out).read_text())
-    times = found["times"]
+        result = json.loads(Path(out).read_text())
+    times = result["times"]
     document = {
         **head(
             "training step time on CPU; a ratio below 1 is faster than the rival",

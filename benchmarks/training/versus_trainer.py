@@ -111,8 +111,8 @@ def trainer(folder: Path, *, ranks: int, steps: int, way: str) -> dict[str, Any]
         argv += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
         argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     _start([*argv, "rival.py", str(folder), str(steps), way], folder)
-    found: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
-    return found
+    document: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
+    return document
 
 
 def _start(argv: list[str], folder: Path) -> None:
@@ -124,16 +124,16 @@ def _start(argv: list[str], folder: Path) -> None:
 def as_asked(folder: Path) -> dict[str, Any]:
     """Request FSDP2 of the Trainer on two ranks; return what a rank held, or why it refused."""
     try:
-        held = trainer(folder, ranks=2, steps=1, way="as_asked")["held"]
+        kept = trainer(folder, ranks=2, steps=1, way="as_asked")["held"]
     except RuntimeError as error:
         return {"held_by_rank_0": None, "refusal": str(error).splitlines()[-1]}
-    return {"held_by_rank_0": held}
+    return {"held_by_rank_0": kept}
 
 
 def compare(ranks: int, way: str, pairs: int) -> dict[str, Any]:
     """Run both in turn; return medians, ratios and what a rank of the Trainer held."""
     times: dict[str, list[float]] = {"fsdptool": [], "trainer": []}
-    held = 0
+    kept = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = prepare(folder, ranks)
@@ -142,12 +142,12 @@ def compare(ranks: int, way: str, pairs: int) -> dict[str, Any]:
                 if rival == "fsdptool":
                     seconds = ours(folder, arguments)
                 else:
-                    found = trainer(folder, ranks=ranks, steps=STEPS, way=way)
-                    seconds, held = found["times"], found["held"]
+                    times_and_held = trainer(folder, ranks=ranks, steps=STEPS, way=way)
+                    seconds, kept = times_and_held["times"], times_and_held["held"]
                 times[rival].append(statistics.median(seconds[WARM:]))
     return {
         "ranks": ranks,
-        "held_by_rank_0_of_trainer": held,
+        "held_by_rank_0_of_trainer": kept,
         "median_seconds": {rival: statistics.median(values) for rival, values in times.items()},
         "ratio": bounds([a / b for a, b in zip(times["fsdptool"], times["trainer"], strict=True)]),
     }
