@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool import spelling
 from fsdptool.config.writer import emit_yaml, resolved
 from fsdptool.errors import ConfigError
-from fsdptool.records.codec import to_json
+from fsdptool.records.config_documents import EmittedConfig, Preset
 from fsdptool.records.document import digest, envelope
 from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
 from fsdptool.records.settings import FsdpSettings, Mesh
@@ -34,7 +34,7 @@ class Emission:
     """
 
     settings: FsdpSettings
-    layout: str = "native"
+    layout: Layout = "native"
     reference: str | None = None
     plan_digest: str | None = None
     recipe: Recipe | None = None
@@ -69,16 +69,16 @@ class Emission:
 
     def document(self, text: str, path: Path | None) -> dict[str, Any]:
         """Return the answer as a document (schema ``emit-config``)."""
-        body = {
-            "path": str(path) if path is not None else None,
-            "layout": self.layout,
-            "reference": self.reference,
-            "plan_digest": self.plan_digest,
-            "settings": self.settings,
-            "differences": list(self.differences()),
-            "text": text,
-        }
-        return envelope("emit-config", to_json(self.settings), body)
+        report = EmittedConfig(
+            path=str(path) if path is not None else None,
+            layout=self.layout,
+            reference=self.reference,
+            plan_digest=self.plan_digest,
+            settings=self.settings,
+            differences=self.differences(),
+            text=text,
+        )
+        return envelope("emit-config", self.settings, report)
 
 
 def start(
@@ -246,15 +246,6 @@ def _inspect(
     from fsdptool.source import resolve
 
     return inspect(resolve(reference, **options), wrap=wrap, exclude=exclude)
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """Settings with a name and the situation they are for."""
-
-    name: str
-    purpose: str
-    settings: FsdpSettings
 
 
 PRESETS = {

@@ -14,11 +14,11 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from fsdptool.records.command_documents import CacheEntry, CacheReport, PathProblem
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import digest
 
@@ -42,35 +42,6 @@ def cache_folder() -> Path:
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "fsdptool"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One stored answer, by its header alone. ``created`` is in seconds since the epoch."""
-
-    kind: str
-    key: str
-    about: str
-    created: float
-    bytes: int
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a check of the store found: good entries, and the paths of bad ones with the reason."""
-
-    good: int
-    bad: tuple[tuple[Path, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """What a removal really did: files and bytes gone, and what could not be deleted and why."""
-
-    removed: int
-    bytes: int
-    failed: tuple[tuple[Path, str], ...]
 
 
 class _CorruptError(Exception):
@@ -130,43 +101,43 @@ class Store:
             return (_unusable(path, error),)
         return ()
 
-    def entries(self) -> tuple[Entry, ...]:
-        """Return every readable entry, the newest first. Corrupt ones are left to :meth:`verify`."""
-        found = []
+    def entries(self) -> tuple[CacheEntry, ...]:
+        """Return every readable entry, newest first. Corrupt ones are left to :meth:`verify`."""
+        entries = []
         for path in self._files(_SUFFIX):
             try:
                 with path.open("rb") as stream:
                     header = _header(stream.readline())
-                found.append(
-                    Entry(
+                entries.append(
+                    CacheEntry(
                         kind=str(header["kind"]),
                         key=str(header["key"]),
                         about=str(header["about"]),
                         created=float(header["created"]),
                         bytes=path.stat().st_size,
-                        path=path,
+                        path=str(path),
                     )
                 )
             except (OSError, _CorruptError, KeyError, TypeError, ValueError):
                 continue
-        return tuple(sorted(found, key=lambda entry: (-entry.created, entry.key)))
+        return tuple(sorted(entries, key=lambda entry: (-entry.created, entry.key)))
 
-    def verify(self) -> Verdict:
+    def verify(self) -> CacheReport:
         """Check every entry against its checksum; changes nothing."""
-        good, bad = 0, []
+        good, bad = 0, list[PathProblem]()
         for path in self._files(_SUFFIX):
             try:
                 _decode(path.read_bytes(), path.parent.name, path.name.removesuffix(_SUFFIX))
                 good += 1
             except _CorruptError as error:
-                bad.append((path, str(error)))
+                bad.append(PathProblem(str(path), str(error)))
             except OSError as error:
-                bad.append((path, error.strerror or str(error)))
-        bad += [(path, "set aside earlier") for path in self._files(_ASIDE)]
-        return Verdict(good, tuple(bad))
+                bad.append(PathProblem(str(path), _words(error)))
+        bad += [PathProblem(str(path), "set aside earlier") for path in self._files(_ASIDE)]
+        return CacheReport(str(self.folder), good=good, bad=tuple(bad))
 
-    def prune(self, *, older_than_days: float | None = None, max_bytes: int | None = None) -> Cleared:
-        """Remove leftovers of dead writers, entries set aside, old entries and the oldest beyond a size."""
+    def prune(self, *, older_than_days: float | None = None, max_bytes: int | None = None) -> CacheReport:
+        """Remove leftovers of dead writers, corrupt entries, old entries, and the oldest beyond a size."""
         doomed = [*self._files(_ASIDE), *self._files(_PART)]
         entries = self.entries()
         limit = time.time() - older_than_days * 86400 if older_than_days is not None else None
@@ -175,21 +146,19 @@ class Store:
             kept += entry.bytes
             too_old = limit is not None and entry.created < limit
             if too_old or (max_bytes is not None and kept > max_bytes):
-                doomed.append(entry.path)
+                doomed.append(Path(entry.path))
                 kept -= entry.bytes
         return self._remove(doomed)
 
-    def clear(self) -> Cleared:
-        """Remove everything the store wrote, and tell the truth about what stayed."""
+    def clear(self) -> CacheReport:
+        """Remove everything the store wrote, and report what could not be removed."""
         return self._remove(path for path in self._files("") if path.name != ".lock")
 
-    def _remove(self, paths: Iterator[Path] | list[Path]) -> Cleared:
-        removed, freed, failed = 0, 0, []
+    def _remove(self, paths: Iterator[Path] | list[Path]) -> CacheReport:
+        removed, freed, failed = 0, 0, dict[Path, str]()
         paths = list(paths)
-        if not paths:
-            return Cleared(0, 0, ())
         try:
-            with self._locked():
+            with self._locked() if paths else nullcontext():
                 for path in paths:
                     try:
                         size = path.stat().st_size
@@ -197,13 +166,13 @@ class Store:
                     except FileNotFoundError:
                         continue
                     except OSError as error:
-                        failed.append((path, error.strerror or str(error)))
+                        failed[path] = _words(error)
                     else:
                         removed, freed = removed + 1, freed + size
         except (OSError, TimeoutError) as error:
-            done = {path for path, _ in failed}
-            failed += [(path, _words(error)) for path in paths if path not in done and path.exists()]
-        return Cleared(removed, freed, tuple(failed))
+            failed |= {path: _words(error) for path in paths if path not in failed and path.exists()}
+        problems = tuple(PathProblem(str(path), reason) for path, reason in failed.items())
+        return CacheReport(str(self.folder), removed=removed, bytes=freed, failed=problems)
 
     def _files(self, suffix: str) -> list[Path]:
         if not self._root.is_dir():
@@ -236,14 +205,14 @@ class Store:
                 # Another process may have rebuilt it since it was read: only move what was seen bad.
                 if path.read_bytes() == seen:
                     path.replace(path.with_name(path.name + _ASIDE))
-            outcome = "set aside and derived afresh"
+            outcome = "it was set aside, and the answer is computed again"
         except (OSError, TimeoutError) as error:
-            outcome = f"ignored (it cannot be set aside: {_words(error)})"
+            outcome = f"it is ignored (it cannot be set aside: {_words(error)})"
         return Diagnostic(
             code=CORRUPT,
             severity="warning",
             message=f"cache entry {path} is corrupt ({why}); {outcome}",
-            help="`fsdptool cache prune` removes what was set aside",
+            help="`fsdptool cache prune` removes entries that were set aside",
         )
 
 
@@ -251,8 +220,8 @@ def _unusable(path: Path, error: BaseException) -> Diagnostic:
     return Diagnostic(
         code=UNUSABLE,
         severity="warning",
-        message=f"the answer is not cached: {path}: {_words(error)}",
-        help="free space, set FSDPTOOL_CACHE to a writable folder, or give --no-cache",
+        message=f"the answer cannot be cached: {path}: {_words(error)}",
+        help="free space, set FSDPTOOL_CACHE to a writable folder, or use --no-cache",
     )
 
 
@@ -290,7 +259,7 @@ def _decode(content: bytes, kind: str, key: str) -> tuple[dict[str, Any], Any]:
     line, _, payload = content.partition(b"\n")
     header = _header(line)
     if hashlib.sha256(payload).hexdigest() != header.get("sha256"):
-        raise _CorruptError("checksum does not agree")
+        raise _CorruptError("the checksum does not match")
     if (header.get("kind"), header.get("key")) != (kind, key):
         raise _CorruptError("it belongs to another key")
     try:

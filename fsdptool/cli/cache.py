@@ -13,7 +13,9 @@ from fsdptool.cli.output import print_document
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from fsdptool.cache import Cleared, Store
+    from collections.abc import Iterable
+
+    from fsdptool.records.command_documents import CacheReport, PathProblem
 
 group = typer.Typer(help="Inspect, verify and clear the cache of results.")
 
@@ -34,24 +36,13 @@ def listing(
     """List the entries, newest first."""
     from fsdptool.cache import Store
     from fsdptool.formatting import amount
-    from fsdptool.records.document import envelope
+    from fsdptool.records.command_documents import CacheReport
     from fsdptool.report.tables import print_line, print_table
 
     store = Store()
     entries = store.entries()
-    rows = [
-        {
-            "kind": e.kind,
-            "key": e.key,
-            "about": e.about,
-            "created": e.created,
-            "bytes": e.bytes,
-            "path": str(e.path),
-        }
-        for e in entries
-    ]
     if format is Format.JSON:
-        print_document(envelope("cache", str(store.folder), _body(store.folder, entries=rows)))
+        _print(CacheReport(str(store.folder), entries=entries))
         return int(ExitCode.CLEAN)
     if not entries:
         print_line(f"no entries in {store.folder}")
@@ -70,18 +61,13 @@ def verify(
 ) -> int:
     """Check every entry against its checksum; exit with 1 if one is corrupt."""
     from fsdptool.cache import Store
-    from fsdptool.records.document import envelope
-    from fsdptool.report.tables import print_line
 
-    store = Store()
-    verdict = store.verify()
-    bad = [{"path": str(path), "reason": reason} for path, reason in verdict.bad]
+    report = Store().verify()
+    bad = report.bad or ()
     if format is Format.JSON:
-        print_document(envelope("cache", str(store.folder), _body(store.folder, good=verdict.good, bad=bad)))
+        _print(report)
     else:
-        print_line(f"{verdict.good} good, {len(bad)} bad in {store.folder}")
-        for item in bad:
-            print_line(f"bad: {item['path']}: {item['reason']}")
+        _list(f"{report.good} good, {len(bad)} corrupt in {report.folder}", "corrupt", bad)
     return int(ExitCode.FINDINGS if bad else ExitCode.CLEAN)
 
 
@@ -100,7 +86,7 @@ def prune(
 
     store = Store()
     limit = int(max_mib * 2**20) if max_mib is not None else None
-    return _report(store, store.prune(older_than_days=older_than, max_bytes=limit), format)
+    return _removed(store.prune(older_than_days=older_than, max_bytes=limit), format)
 
 
 @group.command("clear")
@@ -113,29 +99,33 @@ def clear(
     store = Store()
     if store.folder.exists() and not store.folder.is_dir():
         raise ConfigError(f"{store.folder} is not a folder", help="set FSDPTOOL_CACHE to a folder")
-    return _report(store, store.clear(), format)
+    return _removed(store.clear(), format)
 
 
-def _report(store: Store, cleared: Cleared, format: Format) -> int:
+def _removed(report: CacheReport, format: Format) -> int:
     from fsdptool.formatting import amount
-    from fsdptool.records.document import envelope
-    from fsdptool.report.tables import print_line
 
-    failed = [{"path": str(path), "reason": reason} for path, reason in cleared.failed]
+    failed = report.failed or ()
     if format is Format.JSON:
-        body = _body(store.folder, removed=cleared.removed, bytes=cleared.bytes, failed=failed)
-        print_document(envelope("cache", str(store.folder), body))
+        _print(report)
     else:
-        print_line(f"removed {cleared.removed} files, {amount(cleared.bytes)}, from {store.folder}")
-        for item in failed:
-            print_line(f"not removed: {item['path']}: {item['reason']}")
+        summary = f"removed {report.removed} files, {amount(report.bytes)}, from {report.folder}"
+        _list(summary, "not removed", failed)
     return int(ExitCode.FINDINGS if failed else ExitCode.CLEAN)
 
 
-def _body(folder: object, **fields: object) -> dict[str, object]:
-    """Every cache document has every field; those a command does not report are null."""
-    names = ("entries", "good", "bad", "removed", "bytes", "failed")
-    return {"folder": str(folder), **{name: fields.get(name) for name in names}}
+def _print(report: CacheReport) -> None:
+    from fsdptool.records.document import envelope
+
+    print_document(envelope("cache", report.folder, report))
+
+
+def _list(summary: str, label: str, problems: Iterable[PathProblem]) -> None:
+    from fsdptool.report.tables import print_line
+
+    print_line(summary)
+    for problem in problems:
+        print_line(f"{label}: {problem.path}: {problem.reason}")
 
 
 def _age(created: float) -> str:

@@ -117,14 +117,10 @@ def _list_presets(format: Format) -> int:
     from fsdptool.api.emit_config import PRESETS
 
     if format is Format.JSON:
+        from fsdptool.records.config_documents import PresetList
         from fsdptool.records.document import envelope
 
-        body = {
-            "presets": [
-                {"name": p.name, "purpose": p.purpose, "settings": p.settings} for p in PRESETS.values()
-            ]
-        }
-        print_document(envelope("presets", {}, body))
+        print_document(envelope("presets", {}, PresetList(tuple(PRESETS.values()))))
         return 0
     for preset in PRESETS.values():
         sys.stdout.write(f"{preset.name:<28}{preset.purpose}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -57,17 +57,18 @@ def command(
         )
         _note_in_summary(run, exported.folder)
     if format is Format.JSON:
+        from fsdptool.records.command_documents import ExportReport
         from fsdptool.records.document import envelope
 
-        body: dict[str, Any] = {
-            "folder": str(exported.folder),
-            "kind": exported.kind,
-            "step": exported.step,
-            "checkpoint": str(exported.checkpoint),
-            "files": list(exported.files),
-            "bytes": exported.bytes,
-        }
-        print_document(envelope("export", body, body, unknowns=exported.notes))
+        report = ExportReport(
+            folder=str(exported.folder),
+            kind=exported.kind,
+            step=exported.step,
+            checkpoint=str(exported.checkpoint),
+            files=tuple(exported.files),
+            bytes=exported.bytes,
+        )
+        print_document(envelope("export", report, report, unknowns=exported.notes))
         return 0
     sys.stdout.write(f"{exported.folder}: {exported.kind}, step {exported.step}, {exported.bytes:,} bytes\n")
     sys.stdout.write("".join(f"  {name}\n" for name in exported.files))

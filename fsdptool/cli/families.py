@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from fsdptool.errors import ExitCode
 if TYPE_CHECKING:
     from fsdptool.families.protocol import Family, Flavour
     from fsdptool.families.registry import Registry
+    from fsdptool.records.command_documents import FamilySummary, FlavourDetail
 
 
 def command(
@@ -21,6 +22,7 @@ def command(
 ) -> int:
     """List the model families, or show the flavours and facts of one family."""
     from fsdptool.families.registry import load_registry
+    from fsdptool.records.command_documents import FamilyList
     from fsdptool.records.document import envelope
 
     registry = load_registry()
@@ -36,8 +38,8 @@ def command(
         detail = [_flavour(family, flavour) for flavour in chosen.values()]
     document = envelope(
         "families",
-        {"name": name, "families": [item["name"] for item in shown]},
-        {"families": shown, "flavours": detail},
+        {"name": name, "families": [item.name for item in shown]},
+        FamilyList(tuple(shown), detail if detail is None else tuple(detail)),
         diagnostics=registry.diagnostics,
     )
     if format is Format.JSON:
@@ -49,32 +51,36 @@ def command(
     return int(ExitCode.CLEAN)
 
 
-def _summary(registry: Registry, family: Family) -> dict[str, Any]:
+def _summary(registry: Registry, family: Family) -> FamilySummary:
+    from fsdptool.records.command_documents import FamilySummary
+
     origin = registry.origin(family.name)
-    return {
-        "name": family.name,
-        "title": family.title,
-        "library": family.library,
-        "objective": family.default_objective,
-        "flavours": sorted(family.flavours()),
-        "distribution": origin.distribution,
-        "version": origin.version,
-    }
+    return FamilySummary(
+        name=family.name,
+        title=family.title,
+        library=family.library,
+        objective=family.default_objective,
+        flavours=tuple(sorted(family.flavours())),
+        distribution=origin.distribution,
+        version=origin.version,
+    )
 
 
-def _flavour(family: Family, flavour: Flavour) -> dict[str, Any]:
+def _flavour(family: Family, flavour: Flavour) -> FlavourDetail:
+    from fsdptool.records.command_documents import FlavourDetail, HintedClasses
+
     hint = family.wrap_hint(flavour.config)
     targets = family.lora_targets(flavour.config)
-    return {
-        "name": f"{family.name}:{flavour.name}",
-        "class": flavour.model_class,
-        "component": flavour.component,
-        "hub_id": flavour.hub_id,
-        "parameters": flavour.parameters,
-        "objective": family.objective_for(flavour.config),
-        "lora_targets": list(targets.modules),
-        "lora_parameters": list(targets.parameters),
-        "wrap_hint": {"classes": list(hint.classes), "reason": hint.reason} if hint else None,
-        "config": dict(flavour.config),
-        "facts": dict(flavour.facts),
-    }
+    return FlavourDetail(
+        name=f"{family.name}:{flavour.name}",
+        class_=flavour.model_class,
+        component=flavour.component,
+        hub_id=flavour.hub_id,
+        parameters=flavour.parameters,
+        objective=family.objective_for(flavour.config),
+        lora_targets=tuple(targets.modules),
+        lora_parameters=tuple(targets.parameters),
+        wrap_hint=HintedClasses(tuple(hint.classes), hint.reason) if hint else None,
+        config=flavour.config,
+        facts=flavour.facts,
+    )

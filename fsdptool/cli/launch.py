@@ -90,8 +90,9 @@ def command(
 def _document(lines: list[str], variables: dict[str, str], folder: str, script: str | None) -> dict[str, Any]:
     import shlex
 
+    from fsdptool.records.command_documents import LaunchLines, NodeCommand
     from fsdptool.records.document import envelope
 
-    nodes = [{"argv": shlex.split(line)[len(variables) :], "environment": variables} for line in lines]
-    body: dict[str, Any] = {"nodes": nodes, "folder": folder, "script": script}
-    return envelope("launch", body, body)
+    nodes = (NodeCommand(tuple(shlex.split(line)[len(variables) :]), variables) for line in lines)
+    report = LaunchLines(tuple(nodes), folder, script)
+    return envelope("launch", report, report)

@@ -11,14 +11,14 @@ import typer
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(help="Name of a schema. Without one, all names are listed.")
+        str | None, typer.Argument(help="Name of a schema; without a name, all schemas are listed.")
     ] = None,
     write: Annotated[
         Path | None,
         typer.Option("--write", help="Generate every schema from the records and write them to this folder."),
     ] = None,
 ) -> int:
-    """Print a JSON Schema (2020-12) for editors and generic checkers, or list their names."""
+    """Print a JSON Schema (2020-12) for editors and validators, or list the schemas."""
     from fsdptool.files.schemas import load_schema, schema_names
 
     if write is not None:

@@ -131,12 +131,13 @@ def command(
 
 
 def _print_dry_run(command_line: LaunchCommand, folder: Path, format: Format) -> None:
+    from fsdptool.records.command_documents import LaunchLines, NodeCommand
     from fsdptool.records.document import envelope
 
     if format is Format.JSON:
-        node = {"argv": list(command_line.argv), "environment": dict(command_line.environment)}
-        body: dict[str, Any] = {"nodes": [node], "folder": str(folder), "script": None}
-        print_document(envelope("launch", body, body))
+        node = NodeCommand(tuple(command_line.argv), command_line.environment)
+        report = LaunchLines((node,), str(folder), None)
+        print_document(envelope("launch", report, report))
         return
     sys.stdout.write(command_line.shell() + "\n")
 

@@ -16,6 +16,7 @@ from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
+from fsdptool.records.config_documents import MigratedFile, Migration
 from fsdptool.records.document import envelope
 from fsdptool.records.settings import FsdpSettings
 
@@ -181,16 +182,16 @@ def write_across(
 
 def migration_document(results: Iterable[Migrated]) -> dict[str, Any]:
     """Return the document of schema ``migrate``."""
-    files = [
-        {
-            "path": str(item.path),
-            "dialect": item.dialect,
-            "changed": item.changed,
-            "refusal": item.refusal,
-            "help": item.help,
-            "notes": list(item.notes),
-            "text": item.after,
-        }
+    files = tuple(
+        MigratedFile(
+            path=str(item.path),
+            dialect=item.dialect,
+            changed=item.changed,
+            refusal=item.refusal,
+            help=item.help,
+            notes=item.notes,
+            text=item.after,
+        )
         for item in results
-    ]
-    return envelope("migrate", [file["path"] for file in files], {"files": files})
+    )
+    return envelope("migrate", [file.path for file in files], Migration(files))

@@ -11,6 +11,16 @@ from typing import Any
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document
+from fsdptool.records.config_documents import (
+    ConsumerVersion,
+    EffectiveSetting,
+    FileStatus,
+    FileVerdict,
+    Finding,
+    FindingCounts,
+    IgnoredKey,
+    ValidationReport,
+)
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import envelope
 from fsdptool.records.settings import FsdpSettings
@@ -96,7 +106,7 @@ class Reading:
         return tuple(item for item in self.diagnostics if item.severity == "error")
 
     @property
-    def status(self) -> str:
+    def status(self) -> FileStatus:
         """``error`` (something no fix repairs), ``fixable`` or ``ok`` (contract ``validate``)."""
         if any(item.fix is None for item in self.errors):
             return "error"
@@ -156,56 +166,42 @@ class Verdict:
         """Return the document of schema ``validate``."""
         first = self.readings[0].consumer if self.readings else None
         digests = [reading.source.digest if reading.source else None for reading in self.readings]
-        body = {
-            "consumer": {"name": first.name, "version": first.version} if first else None,
-            "files": [file_document(reading) for reading in self.readings],
-            "summary": {"errors": self.errors, "warnings": self.warnings, "fixable": self.fixable},
-        }
-        return envelope("validate", digests, body)
+        report = ValidationReport(
+            consumer=_consumer(first) if first else None,
+            files=tuple(file_verdict(reading) for reading in self.readings),
+            summary=FindingCounts(self.errors, self.warnings, self.fixable),
+        )
+        return envelope("validate", digests, report)
 
 
-def file_document(reading: Reading) -> dict[str, Any]:
+def file_verdict(reading: Reading) -> FileVerdict:
     """Return one file's part of the document."""
-    return {
-        "path": reading.path,
-        "digest": f"sha256:{reading.source.digest}" if reading.source else None,
-        "dialect": reading.dialect,
-        "consumer": {"name": reading.consumer.name, "version": reading.consumer.version},
-        "fsdp_version": reading.version,
-        "status": reading.status,
-        "effective": [
-            {"key": item.key, "value": item.value, "origin": item.origin, "line": item.line}
-            for item in reading.effective
-        ],
-        "ignored": [
-            {"key": item.key, "value": _json(item.value), "line": item.line, "reason": item.reason}
-            for item in reading.ignored
-        ],
-        "findings": [finding(item) for item in reading.diagnostics],
-        "suppressed": [finding(item) for item in reading.suppressed],
-    }
+    return FileVerdict(
+        path=reading.path,
+        digest=f"sha256:{reading.source.digest}" if reading.source else None,
+        dialect=reading.dialect,
+        consumer=_consumer(reading.consumer),
+        fsdp_version=reading.version,  # type: ignore[arg-type]  # 1, 2 or None
+        status=reading.status,
+        effective=tuple(
+            EffectiveSetting(item.key, item.value, item.origin, item.line) for item in reading.effective
+        ),
+        ignored=tuple(
+            IgnoredKey(item.key, _json(item.value), item.line, item.reason) for item in reading.ignored
+        ),
+        findings=tuple(finding(item) for item in reading.diagnostics),
+        suppressed=tuple(finding(item) for item in reading.suppressed),
+    )
 
 
-def finding(item: Diagnostic) -> dict[str, Any]:
-    """Return a finding as plain data."""
-    fix = None
-    if item.fix is not None:
-        fix = {
-            "safe": item.fix.safe,
-            "description": item.fix.description,
-            "edits": [{"start": edit.start, "end": edit.end, "text": edit.text} for edit in item.fix.edits],
-        }
-    return {
-        "code": item.code,
-        "severity": item.severity,
-        "line": item.line,
-        "column": item.column,
-        "end_line": item.end_line,
-        "end_column": item.end_column,
-        "message": item.message,
-        "help": item.help,
-        "fix": fix,
-    }
+def _consumer(consumer: Consumer) -> ConsumerVersion:
+    return ConsumerVersion(consumer.name, consumer.version)
+
+
+def finding(item: Diagnostic) -> Finding:
+    """Return a diagnostic as it is listed under its file."""
+    names = Finding.__dataclass_fields__
+    return Finding(**{name: getattr(item, name) for name in names})
 
 
 def _json(value: Any) -> Any:
@@ -266,4 +262,4 @@ _NOT_OURS = ("FSD107", "FSD109", "FSD110")
 def explain_document(reading: Reading) -> Mapping[str, Any]:
     """Return the document of schema ``explain``: one file's effective settings with their origins."""
     digest = reading.source.digest if reading.source else None
-    return envelope("explain", digest, file_document(reading), diagnostics=reading.diagnostics)
+    return envelope("explain", digest, file_verdict(reading), diagnostics=reading.diagnostics)

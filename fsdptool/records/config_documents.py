@@ -10,6 +10,8 @@ from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Digest, Keywords, Positive
 from fsdptool.records.settings import FsdpSettings
 
+FileStatus = Literal["ok", "fixable", "error"]
+
 
 @dataclass(frozen=True, slots=True)
 class ConsumerVersion:
@@ -76,7 +78,7 @@ class FileVerdict:
     dialect: str | None
     consumer: ConsumerVersion
     fsdp_version: Literal[1, 2] | None
-    status: Literal["ok", "fixable", "error"]
+    status: FileStatus
     effective: tuple[EffectiveSetting, ...]
     ignored: tuple[IgnoredKey, ...]
     findings: tuple[Finding, ...]
