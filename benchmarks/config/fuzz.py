@@ -30,7 +30,8 @@ from fsdptool.config.migrate import migrate_file, write_across
 from fsdptool.config.result import Reading, Verdict
 from fsdptool.files.text import UnreadableError, decode
 from fsdptool.records.document import tool_version
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.settings import FsdpSettings
 
 LIMIT_SECONDS = 2.0
 KEYS = [
@@ -310,7 +311,7 @@ def main() -> int:
         (path.name, path.read_bytes()) for path in sorted(options.folder.iterdir()) if path.suffix != ".jsonl"
     ]
     # Nobody publishes command lines and environments as files of their own: ours stand for them.
-    settings = FsdpSettings(wrap_classes=("Block",), num_processes=8, mesh=Mesh(2, 4))
+    settings = FsdpSettings(wrap_classes=("Block",), num_processes=8, mesh=ParallelDims(2, 4))
     files += [
         (f"made.{dialect}", write_across(settings, dialect)[0].encode()) for dialect in ("env", "flags")
     ] * 8

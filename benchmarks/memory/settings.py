@@ -10,6 +10,7 @@ from typing import Any
 from fsdptool.inspection import inspect
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.codec import from_json
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import (
     Batch,
     Checkpointing,
@@ -22,7 +23,7 @@ from fsdptool.records.recipe import (
     Recipe,
     Sharding,
 )
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 
@@ -114,7 +115,7 @@ def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
         reshard_after_forward=setting.reshard is not False,
         activation_checkpointing=mode != "none",
         mixed_precision="no" if setting.precision == "fp32" else "bf16",
-        mesh=Mesh(dp_replicate=setting.replicate, cp=setting.context),
+        mesh=ParallelDims(dp_replicate=setting.replicate, cp=setting.context),
         cp_comm_strategy=setting.exchange,  # type: ignore[arg-type]
         num_processes=setting.ranks,
         use_cpu=True,

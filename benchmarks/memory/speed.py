@@ -21,8 +21,9 @@ from fsdptool.inspection import inspect
 from fsdptool.memory import footprint, trace
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.document import library_versions
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.source import resolve
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_speed.json"
@@ -75,12 +76,12 @@ def _row(reference: str, ranks: int) -> dict[str, Any]:
     began, busy = time.perf_counter(), time.process_time()
     for index in range(CANDIDATES):
         replicate = 1 << (index % 4)
-        mesh = Mesh(dp_replicate=replicate).resolve(ranks)
+        mesh = ParallelDims(dp_replicate=replicate).resolve(ranks)
         footprint(kept, plans[index % 2], mesh, recipe, timeline=False)
     row[f"{CANDIDATES}_footprints_seconds"] = round(time.perf_counter() - began, 3)
     row[f"{CANDIDATES}_footprints_cpu_seconds"] = round(time.process_time() - busy, 3)
     began = time.perf_counter()
-    footprint(kept, plans[0], Mesh().resolve(ranks), recipe, reserved=True)
+    footprint(kept, plans[0], ParallelDims().resolve(ranks), recipe, reserved=True)
     row["allocator_replay_seconds"] = round(time.perf_counter() - began, 3)
     return row
 

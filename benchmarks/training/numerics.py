@@ -36,8 +36,8 @@ from pool import Pool
 from ranks import train
 from variants import CLIPPED, HYBRID, MOMENTUM, VARIANTS
 
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import Mesh
 
 METHODS = ("full", "lora", "distillation")
 BOUND = 1e-5
@@ -53,7 +53,7 @@ class Row:
     method: str
     ranks: int
     way: str = ""
-    mesh: Mesh | None = None
+    mesh: ParallelDims | None = None
     count: int = 4
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)

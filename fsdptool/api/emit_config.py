@@ -12,8 +12,9 @@ from fsdptool.config.writer import emit_yaml, resolved
 from fsdptool.errors import ConfigError
 from fsdptool.records.config_documents import EmittedConfig, Preset
 from fsdptool.records.document import digest, envelope
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.records.anatomy import Anatomy
@@ -228,10 +229,10 @@ def adjust(
         settings = replace(settings, use_cpu=True)
     mesh, total = settings.mesh, settings.num_processes
     if mesh.dp_shard is not None and total is not None:
-        others = mesh.dp_replicate * mesh.cp * mesh.tp * mesh.sp
+        others = mesh.other_sizes
         if others == 1:
             # Sharding over everybody is what accelerate does without a mesh.
-            settings = replace(settings, mesh=Mesh())
+            settings = replace(settings, mesh=ParallelDims())
         elif others * mesh.dp_shard != total:
             if total % others:
                 raise ConfigError(f"{total} processes do not divide by {others}")
@@ -270,12 +271,12 @@ PRESETS = {
         Preset(
             "two-nodes-hybrid",
             "2 machines with 8 GPUs: shard within, replicate across (HSDP)",
-            FsdpSettings(num_processes=16, num_machines=2, mesh=Mesh(2, 8), rdzv_backend="c10d"),
+            FsdpSettings(num_processes=16, num_machines=2, mesh=ParallelDims(2, 8), rdzv_backend="c10d"),
         ),
         Preset(
             "long-context",
             "8 GPUs share every sequence, 4 by 2 (context parallel)",
-            FsdpSettings(num_processes=8, activation_checkpointing=True, mesh=Mesh(1, 4, cp=2)),
+            FsdpSettings(num_processes=8, activation_checkpointing=True, mesh=ParallelDims(1, 4, cp=2)),
         ),
         Preset(
             "cpu",

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.parallel_dims import DIMENSIONS, ParallelDims
+from fsdptool.records.settings import FsdpSettings
 
 LAUNCH = (
     "num_processes",
@@ -66,7 +67,7 @@ LEGACY_DEFAULTS: dict[str, Any] = {
 DETAILS = ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
 """Read with ``sp`` above 1 only, which does nothing under FSDP2 (FSD312): shown, never carried over."""
 
-MESH = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
+MESH = DIMENSIONS
 BOOLEANS = frozenset(
     {
         "reshard_after_forward",
@@ -149,7 +150,7 @@ def settings_from(facts: Mapping[str, Any]) -> FsdpSettings:
         values.pop("min_num_params", None)
     if values.get("wrap_policy") != "transformer":
         values["wrap_classes"] = ()
-    return FsdpSettings(mesh=Mesh(**mesh), **values)
+    return FsdpSettings(mesh=ParallelDims(**mesh), **values)
 
 
 def hybrid_mesh(processes: Any, machines: Any) -> dict[str, int]:

@@ -78,7 +78,7 @@ def emit_yaml(
 def resolved(settings: FsdpSettings) -> FsdpSettings:
     """Return the settings with an open ``dp_shard`` filled in where accelerate needs it written."""
     mesh = settings.mesh
-    others = mesh.dp_replicate * mesh.cp * mesh.tp * mesh.sp
+    others = mesh.other_sizes
     if others == 1 or mesh.dp_shard is not None or settings.num_processes is None:
         return settings
     return replace(settings, mesh=mesh.resolve(settings.num_processes))

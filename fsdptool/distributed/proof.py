@@ -66,7 +66,7 @@ def _check_units(model: nn.Module, plan: UnitPlan) -> None:
 
 
 def _check_placements(names: Mapping[str, torch.Tensor], plan: UnitPlan, session: Session) -> None:
-    hybrid = session.sizes.dp_replicate > 1
+    hybrid = session.dims.dp_replicate > 1
     wanted: tuple[Placement, ...] = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
     for unit in plan.units:
         for listed in unit.parameters:
@@ -96,7 +96,7 @@ def _check_replicas(names: dict[str, nn.Parameter], plan: UnitPlan, session: Ses
     for listed in plan.ignored:
         whole.update(content(names[listed.fqn]))
     shards = hashlib.blake2b(digest_size=16)
-    if session.sizes.dp_replicate > 1:
+    if session.dims.dp_replicate > 1:
         for unit in plan.units:
             for listed in unit.parameters:
                 shards.update(content(local(names[listed.fqn])))
@@ -106,9 +106,8 @@ def _check_replicas(names: dict[str, nn.Parameter], plan: UnitPlan, session: Ses
         everyone = [None] * session.world_size
         dist.all_gather_object(everyone, mine)
     require(len({item[0] for item in everyone}) == 1, "replicated parameters differ between ranks")
-    per_copy = session.world_size // session.sizes.dp_replicate
-    for position in range(per_copy):
-        copies = {everyone[rank][1] for rank in range(position, session.world_size, per_copy)}
+    for position in range(session.dims.stride("dp_replicate")):
+        copies = {everyone[rank][1] for rank in session.dims.group(position, "dp_replicate")}
         require(len(copies) == 1, f"replicas of shard {position} differ")
     return mine[0]
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdptool.distributed.rendezvous import join
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.parallel_dims import TRAINED, ParallelDims
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.runs.watchdog import TIMEOUT
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Session:
     Attributes:
         rank, world_size, local_rank: As torchrun set them.
         device: Where parameters live and forward runs.
-        sizes: The mesh with every size filled in.
+        dims: The sizes of the mesh, every one filled in.
         mesh: The whole mesh: dimensions ``dp_replicate``, ``dp_shard``, ``cp``.
         shard_mesh: What ``fully_shard`` gets: one dimension, or replicate x shard (HSDP). Context
             parallel ranks shard parameters too (as accelerate 1.15 does).
@@ -39,7 +40,7 @@ class Session:
     world_size: int
     local_rank: int
     device: torch.device
-    sizes: Mesh
+    dims: ParallelDims
     mesh: DeviceMesh
     shard_mesh: DeviceMesh
     ring: bool = False
@@ -47,20 +48,20 @@ class Session:
     @property
     def data_rank(self) -> int:
         """Which share of a global batch is ours; ranks of one context-parallel group share theirs."""
-        return self.rank // self.sizes.cp
+        return self.dims.data_rank(self.rank)
 
     @property
     def data_ranks(self) -> int:
         """How many shares a global batch is split into."""
-        return self.world_size // self.sizes.cp
+        return self.dims.data_ranks
 
     @property
     def context(self) -> Context | None:
         """The ranks this one shares its sequences with, or None."""
-        if self.sizes.cp == 1:
+        if self.dims.cp == 1:
             return None
         return Context(
-            self.sizes.cp, self.mesh.get_local_rank("cp"), self.mesh.get_group("cp"), ring=self.ring
+            self.dims.cp, self.mesh.get_local_rank("cp"), self.mesh.get_group("cp"), ring=self.ring
         )
 
     @property
@@ -111,20 +112,19 @@ def open_session(settings: FsdpSettings) -> Session:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    sizes = resolve_mesh(settings, world_size)
+    dims = resolve_dims(settings, world_size)
     device = choose_device(settings, local_rank)
-    check_parallelism(sizes)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _join(device)
     mesh = init_device_mesh(
         device.type,
-        (sizes.dp_replicate, sizes.dp_shard or 1, sizes.cp),
-        mesh_dim_names=("dp_replicate", "dp_shard", "cp"),
+        tuple(dims.size(name) for name in TRAINED),
+        mesh_dim_names=TRAINED,
     )
     ring = settings.cp_comm_strategy == "alltoall"
-    session = Session(rank, world_size, local_rank, device, sizes, mesh, _parameter_mesh(mesh, sizes), ring)
+    session = Session(rank, world_size, local_rank, device, dims, mesh, _parameter_mesh(mesh, dims), ring)
     use(session.context)
     return session
 
@@ -135,25 +135,20 @@ def _join(device: torch.device) -> None:
     join("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
 
 
-def _parameter_mesh(mesh: DeviceMesh, sizes: Mesh) -> DeviceMesh:
-    if sizes.cp == 1:
-        names = ("dp_replicate", "dp_shard") if sizes.dp_replicate > 1 else ("dp_shard",)
-        return mesh[names]
+def _parameter_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
+    sizes = dims.parameter_mesh()
+    if dims.cp == 1:
+        return mesh[tuple(sizes)]
     # A mesh of its own: torch 2.13 deprecates slicing a flattened dimension out of the root mesh.
-    if sizes.dp_replicate == 1:
-        return init_device_mesh(mesh.device_type, (sizes.shard_degree,), mesh_dim_names=("dp_shard_cp",))
-    return init_device_mesh(
-        mesh.device_type,
-        (sizes.dp_replicate, sizes.shard_degree),
-        mesh_dim_names=("dp_replicate", "dp_shard_cp"),
-    )
+    return init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def resolve_mesh(settings: FsdpSettings, world_size: int) -> Mesh:
-    """Return the mesh of this launch.
+def resolve_dims(settings: FsdpSettings, world_size: int) -> ParallelDims:
+    """Return the sizes of this launch's mesh.
 
     Raises:
-        ConfigError: The file was written for another number of processes.
+        ConfigError: The file was written for another number of processes, or its mesh has dimensions that
+            the trainer lacks.
     """
     if settings.num_processes is not None and settings.num_processes not in (-1, world_size):
         raise ConfigError(
@@ -161,23 +156,12 @@ def resolve_mesh(settings: FsdpSettings, world_size: int) -> Mesh:
             help="start that many processes, or change num_processes",
         )
     try:
-        return settings.mesh.resolve(world_size)
+        dims = settings.mesh.resolve(world_size)
     except ValueError as error:
         raise ConfigError(str(error), help="change parallelism_config or num_processes") from error
-
-
-def check_parallelism(sizes: Mesh) -> None:
-    """Refuse what the trainer cannot do, with the reason.
-
-    Raises:
-        ConfigError: Tensor or sequence parallelism is asked for.
-    """
-    for name, size, why in (
-        ("tp_size", sizes.tp, "the trainer has no tensor-parallel plans"),
-        ("sp_size", sizes.sp, "sequence parallelism is DeepSpeed's, and accelerate ignores it under FSDP2"),
-    ):
-        if size > 1:
-            raise ConfigError(f"{name}: {size} cannot be had: {why}", help=f"set {name} to 1")
+    for name, size, reason in dims.unsupported():
+        raise ConfigError(f"{name}_size: {size} is not supported: {reason}", help=f"set {name}_size to 1")
+    return dims
 
 
 def close_session() -> None:

@@ -120,7 +120,7 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     offload = (
         CPUOffloadPolicy(pin_memory=session.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     )
-    many, on_cpu = session.sizes.shard_degree > 1, session.device.type == "cpu"
+    many, on_cpu = session.dims.shard_degree > 1, session.device.type == "cpu"
     sends_directly = many and on_cpu and dist.get_backend() == "gloo"
     units: list[FSDPModule] = []
     for unit in plan.units:
@@ -153,16 +153,15 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
 
 
 def _reshard(unit: Unit, session: Session) -> bool | int | None:
-    wanted = unit.reshard_after_forward
-    if wanted is None or isinstance(wanted, bool):
-        return wanted
-    degree = session.sizes.shard_degree
-    if not 1 < wanted < degree or degree % wanted:
+    ranks = unit.reshard_after_forward
+    if ranks is None or isinstance(ranks, bool):
+        return ranks
+    violation = session.dims.reshard_violation(ranks)
+    if violation is not None:
         raise ConfigError(
-            f"sharding.reshard_after_forward: {wanted} does not divide the {degree} ranks that share a copy",
-            help="use a divisor other than 1 and the number itself, or true or false",
+            f"sharding.reshard_after_forward: {violation}", help="use such a divisor, or true or false"
         )
-    return wanted
+    return ranks
 
 
 def _set_prefetch(plan: UnitPlan, model: nn.Module, units: list[FSDPModule]) -> None:

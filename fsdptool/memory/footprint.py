@@ -8,9 +8,10 @@ from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import host_bytes
 from fsdptool.memory.simulation.simulate import MemoryProfile, Prepared, Simulated, play, prepare
 from fsdptool.records.component import Basis, Component
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import ComponentBytes, Footprint, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import Mesh, StateDictType
+from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 
@@ -36,7 +37,7 @@ PHASES = (
 def footprint(
     trace: Trace,
     units: UnitPlan,
-    mesh: Mesh,
+    mesh: ParallelDims,
     recipe: Recipe,
     *,
     profile: MemoryProfile = "cuda",
@@ -75,7 +76,7 @@ def footprint(
 
 def prepared(
     units: UnitPlan,
-    mesh: Mesh,
+    mesh: ParallelDims,
     recipe: Recipe,
     *,
     profile: MemoryProfile = "cuda",
@@ -89,7 +90,7 @@ def prepared(
 def foresee(
     trace: Trace,
     rank: Prepared,
-    mesh: Mesh,
+    mesh: ParallelDims,
     recipe: Recipe,
     *,
     timeline: bool = True,

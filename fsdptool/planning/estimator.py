@@ -15,7 +15,7 @@ from fsdptool.planning.compute_time import (
 )
 from fsdptool.planning.machine import expands, machine_for, workspaces
 from fsdptool.planning.overlap import Stage
-from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_mesh
+from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_dims
 from fsdptool.planning.step_time import (
     Timing,
     Traffic,
@@ -28,9 +28,10 @@ from fsdptool.planning.verdict import FitCheck, check_fit
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.model import ModelSpec
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import Candidate, Footprint, SearchPoint
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Estimator:
 
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         trace = self._trace(_trace_key(point), recipe, settings)
-        mesh = resolve_mesh(settings.mesh, cluster.world_size)
+        mesh = resolve_dims(settings.mesh, cluster.world_size)
         held = self._hold(point, recipe, settings, mesh)
         footprint = foresee(
             trace,
@@ -182,7 +183,7 @@ class Estimator:
         trace: Trace,
         worked: Trace,
         recipe: Recipe,
-        mesh: Mesh,
+        mesh: ParallelDims,
         cluster: Cluster,
         gpu: Gpu,
         machine: Machine,
@@ -220,7 +221,7 @@ class Estimator:
         Gradients are those of a whole step; at the peak fewer may be alive.
         """
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
-        mesh = resolve_mesh(settings.mesh, cluster.world_size)
+        mesh = resolve_dims(settings.mesh, cluster.world_size)
         return model_states(self._hold(point, recipe, settings, mesh).memory.rank)
 
     def _trace(self, key: Key, recipe: Recipe, settings: FsdpSettings) -> Trace:
@@ -232,7 +233,7 @@ class Estimator:
             self.notes |= dict.fromkeys(made.notes)
         return self._traces[key]
 
-    def _hold(self, point: SearchPoint, recipe: Recipe, settings: FsdpSettings, mesh: Mesh) -> _Held:
+    def _hold(self, point: SearchPoint, recipe: Recipe, settings: FsdpSettings, mesh: ParallelDims) -> _Held:
         """Return what a rank holds and moves: worked out once for all that only differs in micro-batches."""
         from fsdptool.memory import prepared
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from fsdptool.records.cluster import Cluster, Machine
-from fsdptool.records.settings import Mesh
+from fsdptool.records.parallel_dims import ParallelDims
 
 ASSUMED_NETWORK = {"nvlink": 50e9, "xgmi": 50e9, "pcie": 12.5e9}
 """Bytes per second per GPU between nodes when nobody says: 400 Gbit/s per GPU on machines of the
@@ -149,7 +149,7 @@ class Run:
 def time_step(
     stages: Sequence[Stage],
     run: Run,
-    mesh: Mesh,
+    mesh: ParallelDims,
     cluster: Cluster,
     machine: Machine,
     *,
@@ -169,7 +169,7 @@ def time_step(
     if gpu is None:
         return None
     shard = make_ring(cluster, machine, ranks=mesh.shard_degree)
-    replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.shard_degree)
+    replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.stride("dp_replicate"))
     context = make_ring(cluster, machine, ranks=mesh.cp)
     rings = {n: make_ring(cluster, machine, ranks=n) for n in {stage.backward_ranks for stage in stages}}
     # Attention waits for what it exchanges: nothing hides it.

@@ -7,9 +7,10 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.records.cluster import Cluster
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import SearchPoint
 from fsdptool.records.recipe import Checkpointing, Recipe
-from fsdptool.records.settings import CheckpointingMode, FsdpSettings, Mesh
+from fsdptool.records.settings import CheckpointingMode, FsdpSettings
 
 
 def read_search_point(
@@ -21,9 +22,9 @@ def read_search_point(
         PlanError: The mesh does not multiply to the ranks there are, the micro-batch does not divide
             the global batch, or an integer reshard does not divide the ranks that share a copy.
     """
-    mesh = resolve_mesh(settings.mesh, cluster.world_size)
+    mesh = resolve_dims(settings.mesh, cluster.world_size)
     batch, sharding = recipe.batch, recipe.sharding
-    _check_resharding(sharding.reshard_after_forward, mesh.shard_degree)
+    _check_resharding(sharding.reshard_after_forward, mesh)
     return SearchPoint(
         cluster=index,
         layout=sharding.layout,
@@ -44,13 +45,10 @@ def read_search_point(
     )
 
 
-def _check_resharding(wanted: int | None, degree: int) -> None:
-    """FSDP2 reshards to equal groups of the ranks that share a copy, as the trainer asks of it."""
-    if wanted is not None and (not 1 < wanted < degree or degree % wanted):
-        raise PlanError(
-            f"resharding to {wanted} ranks does not divide the {degree} ranks that share a copy",
-            help="use a divisor other than 1 and the number itself, or true or false",
-        )
+def _check_resharding(ranks: int | None, mesh: ParallelDims) -> None:
+    violation = mesh.reshard_violation(ranks) if ranks is not None else None
+    if violation is not None:
+        raise PlanError(f"reshard_after_forward: {violation}", help="use such a divisor, or true or false")
 
 
 def changed_settings(start: SearchPoint, point: SearchPoint) -> dict[str, Any]:
@@ -98,29 +96,21 @@ def apply_search_point(
     return replace(recipe, batch=batch, sharding=sharding, optimizer=optimizer), turned
 
 
-def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
+def resolve_dims(mesh: ParallelDims, world_size: int) -> ParallelDims:
     """Return the mesh with every size known.
 
     Raises:
-        PlanError: A size is not positive, or they do not multiply to the world size.
+        PlanError: A size is not positive, cannot be planned, or they do not multiply to the world size.
     """
-    for name in ("dp_replicate", "dp_shard", "cp", "tp", "sp"):
-        size = getattr(mesh, name)
-        if size is not None and size < 1:
-            raise PlanError(f"mesh size {name} is {size}", help="sizes are 1 or more")
-    for name in ("tp", "sp"):
-        if getattr(mesh, name) > 1:
-            raise PlanError(
-                f"mesh size {name} {getattr(mesh, name)}: only data and context parallel can be planned",
-                help="leave it at 1",
-            )
+    for name, size, reason in mesh.unsupported():
+        raise PlanError(f"mesh size {name} {size} is not supported: {reason}", help="leave it at 1")
     try:
         return mesh.resolve(world_size)
     except ValueError as error:
         raise PlanError(str(error), help="make the sizes multiply to GPUs x nodes") from error
 
 
-def resolve_accumulation(recipe: Recipe, mesh: Mesh) -> int:
+def resolve_accumulation(recipe: Recipe, mesh: ParallelDims) -> int:
     """Return forwards per optimizer step, from ``accumulation`` or from ``global_batch``.
 
     Raises:
@@ -133,7 +123,7 @@ def resolve_accumulation(recipe: Recipe, mesh: Mesh) -> int:
         raise PlanError(f"accumulation {batch.accumulation} makes no step", help="give 1 or more")
     if batch.global_batch is None:
         return batch.accumulation
-    ranks = mesh.dp_replicate * (mesh.dp_shard or 1)
+    ranks = mesh.data_ranks
     each = batch.micro_batch * ranks
     if batch.global_batch < 1 or batch.global_batch % each:
         raise PlanError(

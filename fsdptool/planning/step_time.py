@@ -10,8 +10,8 @@ from fsdptool.memory.simulation.sizes import WIDTH, stored_dtype
 from fsdptool.planning.compute_time import Cost
 from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
 from fsdptool.records.cluster import Cluster, Machine
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Optimizer, Recipe
-from fsdptool.records.settings import Mesh
 from fsdptool.records.units import UnitPlan
 
 _ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "tail": 4}
@@ -112,7 +112,7 @@ def time_candidate(
     traffic: Traffic,
     stages: Sequence[Stage],
     recipe: Recipe,
-    mesh: Mesh,
+    mesh: ParallelDims,
     cluster: Cluster,
     machine: Machine,
     *,
@@ -141,7 +141,7 @@ def time_candidate(
     step = time_step(stages, run, mesh, cluster, machine, teacher=teacher)
     if step is None or step.seconds <= 0:
         return None
-    samples = recipe.batch.micro_batch * recipe.batch.accumulation * mesh.dp_replicate * (mesh.dp_shard or 1)
+    samples = recipe.batch.micro_batch * recipe.batch.accumulation * mesh.data_ranks
     length = recipe.batch.sequence_length
     return Timing(
         step=step,

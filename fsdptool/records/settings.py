@@ -5,46 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.schema import Count, Positive
 
 WrapPolicy = Literal["transformer", "size", "none"]
 StateDictType = Literal["sharded", "full"]
 Precision = Literal["no", "fp16", "bf16", "fp8"]
 CheckpointingMode = Literal["none", "full", "every_n", "selective"]
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Sizes of the device mesh. ``dp_shard`` None means: whatever the other sizes leave.
-
-    Under accelerate 1.15 the parameters shard over ``dp_shard`` x ``cp``.
-    """
-
-    dp_replicate: Positive = 1
-    dp_shard: Positive | None = None
-    cp: Positive = 1
-    tp: Positive = 1
-    sp: Positive = 1
-
-    def resolve(self, world_size: int) -> Mesh:
-        """Return the mesh with ``dp_shard`` filled in.
-
-        Raises:
-            ValueError: The sizes do not multiply to ``world_size``.
-        """
-        others = self.dp_replicate * self.cp * self.tp * self.sp
-        shard = self.dp_shard if self.dp_shard is not None else max(world_size // max(others, 1), 1)
-        if others * shard != world_size:
-            raise ValueError(
-                f"mesh dp_replicate {self.dp_replicate} x dp_shard {shard} x cp {self.cp} x tp {self.tp}"
-                f" x sp {self.sp} = {others * shard} does not multiply to {world_size} processes"
-            )
-        return Mesh(self.dp_replicate, shard, self.cp, self.tp, self.sp)
-
-    @property
-    def shard_degree(self) -> int:
-        """Ranks that share one copy of the parameters: ``dp_shard`` x ``cp`` (resolved mesh)."""
-        return (self.dp_shard or 1) * self.cp
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +52,7 @@ class FsdpSettings:
     activation_checkpointing_offload: bool = False
     ignored_modules: str | None = None
     mixed_precision: Precision = "bf16"
-    mesh: Mesh = Mesh()
+    mesh: ParallelDims = ParallelDims()  # noqa: RUF009 - frozen
     cp_comm_strategy: Literal["allgather", "alltoall"] = "allgather"
     num_processes: Positive | None = None
     num_machines: Positive = 1

@@ -177,7 +177,7 @@ class Stepper:
         model.set_is_last_backward(sync.last)
         if self.unsharded:
             model.set_requires_gradient_sync(sync.reduce)
-        elif self.session.sizes.dp_replicate > 1:
+        elif self.session.dims.dp_replicate > 1:
             # HSDP keeps its partial sums between micro-batches and all-reduces once.
             model.set_requires_all_reduce(sync.last)
 
@@ -201,7 +201,7 @@ class Stepper:
 
     def _agree(self, total: Tensor, sums: Mapping[str, Tensor], stop: int) -> _Agreed:
         """Reduce norm, loss, stop requests and metrics in one message."""
-        replicas, world = self.session.sizes.dp_replicate, self.session.world_size
+        replicas, world = self.session.dims.dp_replicate, self.session.world_size
         squares = _squares(self._sharded) / replicas + _squares(self._replicated) / world
         device = self.session.device
         asked = [total.new_tensor(float(stop == number)) for number in SIGNALS]

@@ -64,7 +64,7 @@ def train(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]
     recipe, spec = inputs.recipe, inputs.spec
     # The process group first: everything below is collective.
     session = open_session(inputs.settings)
-    mesh = {name: size for name, size in asdict(session.sizes).items() if size is not None}
+    mesh = {name: size for name, size in asdict(session.dims).items() if size is not None}
     checkpointer = open_checkpointer(folder, recipe, inputs.settings, events=events, mesh=mesh)
     if session.is_main:
         events.add_trackers(open_trackers(folder, recipe), every=recipe.tracking.log_every)
@@ -181,7 +181,7 @@ def build_sharded(
     """
     phase(WorkerPhase.BUILDING)
     # Build on meta: no rank ever holds the whole model.
-    model = build_model(spec, choice, cp=session.sizes.cp)
+    model = build_model(spec, choice, cp=session.dims.cp)
     # The files are matched with the parameters' own names, so before adapters rename them.
     weights = open_weights(spec, choice, model)
     adapters: Blueprint | None = None

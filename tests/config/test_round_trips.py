@@ -17,7 +17,8 @@ from fsdptool.config.migrate import write_across
 from fsdptool.config.writer import merge_into
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.settings import FsdpSettings
 
 NAMES = st.from_regex(r"[A-Z][A-Za-z0-9_]{0,12}", fullmatch=True)
 SIZES = st.sampled_from([1, 1, 1, 2, 4])
@@ -28,7 +29,7 @@ def every_setting(draw: Any) -> FsdpSettings:
     """Any settings that do not contradict themselves."""
     policy = draw(st.sampled_from(["transformer", "size", "none"]))
     recompute = draw(st.booleans())
-    mesh = Mesh(
+    mesh = ParallelDims(
         draw(SIZES), draw(st.sampled_from([None, None, 1, 2, 4])), draw(SIZES), draw(SIZES), draw(SIZES)
     )
     return FsdpSettings(

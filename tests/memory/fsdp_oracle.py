@@ -155,7 +155,7 @@ def observe(
         plan: Its units.
         objective, specs: Loss and micro-batch.
         recipe: Accumulation and optimizer.
-        settings: Mesh.
+        settings: ParallelDims.
         world_size: Ranks.
         profile: Whose kernels.
         step: Whether to run the optimizer, too (slow on fake DTensors).
@@ -247,7 +247,7 @@ class _Runner:
         model.set_is_last_backward(sync.last)
         if self.recipe.sharding.accumulation == "unsharded":
             model.set_requires_gradient_sync(sync.reduce)
-        elif self.session.sizes.dp_replicate > 1:
+        elif self.session.dims.dp_replicate > 1:
             model.set_requires_all_reduce(sync.last)
 
 

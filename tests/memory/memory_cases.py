@@ -15,8 +15,9 @@ from fsdptool.memory.simulation.simulate import simulate
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.component import Component
 from fsdptool.records.model import ModelSpec
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 from fsdptool.source import resolve
@@ -38,7 +39,7 @@ class Case:
     reference: str = "llama3:8b"
     overrides: Mapping[str, Any] | None = None
     ranks: int = 8
-    mesh: Mesh = field(default_factory=Mesh)
+    mesh: ParallelDims = field(default_factory=ParallelDims)
     batch: Mapping[str, int] | None = None
     sharding: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] | None = None

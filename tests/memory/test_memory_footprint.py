@@ -17,8 +17,9 @@ from fsdptool.memory.tracing.make_trace import without_activations
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Trace
 from fsdptool.source import resolve
 
@@ -30,7 +31,7 @@ def states_of(reference: str, ranks: int) -> tuple[Anatomy, dict[str, int | None
     recipe = Recipe(ModelChoice(reference), batch=Batch(sequence_length=128))
     settings = FsdpSettings(num_processes=ranks, mixed_precision="no")
     trace = without_activations(anatomy, recipe, "cuda", "not traced")
-    made = footprint(trace, plan_units(anatomy, recipe, settings), Mesh().resolve(ranks), recipe)
+    made = footprint(trace, plan_units(anatomy, recipe, settings), ParallelDims().resolve(ranks), recipe)
     assert made.allocated_peak_bytes is None
     assert made.unknowns
     return anatomy, {component.name: component.bytes for component in made.components}
@@ -57,7 +58,7 @@ def test_seven_billion_parameters_take_14_gb_on_eight() -> None:
 
 def test_the_peak_is_the_sum_of_its_components() -> None:
     case = Case()
-    made = footprint(case.trace(), case.plan(), Mesh().resolve(8), case.recipe())
+    made = footprint(case.trace(), case.plan(), ParallelDims().resolve(8), case.recipe())
     assert made.allocated_peak_bytes == sum(component.bytes or 0 for component in made.components)
     assert made.peak is not None
     assert made.allocated_peak_bytes == sum(holding.bytes for holding in made.peak.live)
@@ -76,7 +77,7 @@ def test_gloo_staging_is_a_line_of_its_own() -> None:
         batch={"sequence_length": 8},
         overrides={**LLAMA, "vocab_size": words},
     )
-    trace, plan, mesh, recipe = case.trace(), case.plan(), Mesh().resolve(2), case.recipe()
+    trace, plan, mesh, recipe = case.trace(), case.plan(), ParallelDims().resolve(2), case.recipe()
     over = {
         profile: footprint(trace, plan, mesh, recipe, profile=profile, timeline=False)
         for profile in ("cpu-fake", "cpu-gloo", "cuda")
@@ -93,7 +94,7 @@ def test_gloo_staging_is_a_line_of_its_own() -> None:
 
 def test_reserved_is_at_least_allocated() -> None:
     case = Case()
-    made = footprint(case.trace(), case.plan(), Mesh().resolve(8), case.recipe())
+    made = footprint(case.trace(), case.plan(), ParallelDims().resolve(8), case.recipe())
     assert made.reserved_peak_bytes is not None and made.allocated_peak_bytes is not None
     assert made.reserved_peak_bytes >= made.allocated_peak_bytes
 
@@ -114,7 +115,9 @@ def test_offloaded_gradients_leave_the_device_as_they_are_reduced() -> None:
     trace = kept.trace()
     assert moved.plan().cpu_offload
     at = {
-        (name, profile): footprint(trace, case.plan(), Mesh().resolve(8), case.recipe(), profile=profile)
+        (name, profile): footprint(
+            trace, case.plan(), ParallelDims().resolve(8), case.recipe(), profile=profile
+        )
         for name, case in (("kept", kept), ("moved", moved))
         for profile in ("cuda", "cpu-fake")
     }
@@ -127,7 +130,7 @@ def test_offloaded_gradients_leave_the_device_as_they_are_reduced() -> None:
 def test_an_unchecked_torch_is_unverified() -> None:
     case = Case()
     trace = dataclasses.replace(case.trace(), torch="9.9.0")
-    made = footprint(trace, case.plan(), Mesh().resolve(8), case.recipe(), timeline=False)
+    made = footprint(trace, case.plan(), ParallelDims().resolve(8), case.recipe(), timeline=False)
     assert made.confidence == "unverified"
 
 

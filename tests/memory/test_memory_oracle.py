@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from memory_cases import LLAMA, Case
 
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Checkpointing, Lora, Method
-from fsdptool.records.settings import Mesh
 
 SELECTIVE = {"sharding": {"checkpointing": Checkpointing("selective")}}
 EVERY_SECOND = {"sharding": {"checkpointing": Checkpointing("every_n", every_n=2)}}
@@ -94,9 +94,9 @@ CASES: dict[str, Case] = {
     "accumulation, unsharded fp32": Case(
         batch={"accumulation": 2}, sharding={"accumulation": "unsharded"}, settings={"mixed_precision": "no"}
     ),
-    "hybrid": Case(mesh=Mesh(dp_replicate=2)),
-    "hybrid, accumulation": Case(mesh=Mesh(dp_replicate=2), batch={"accumulation": 2}),
-    "hybrid, bf16 masters": Case(mesh=Mesh(dp_replicate=2), settings={"mixed_precision": "no"}),
+    "hybrid": Case(mesh=ParallelDims(dp_replicate=2)),
+    "hybrid, accumulation": Case(mesh=ParallelDims(dp_replicate=2), batch={"accumulation": 2}),
+    "hybrid, bf16 masters": Case(mesh=ParallelDims(dp_replicate=2), settings={"mixed_precision": "no"}),
     "accelerate's layout": Case(sharding={"layout": "accelerate"}),
     "accelerate's layout, recomputed": Case(sharding={"layout": "accelerate"}, settings=RECOMPUTE),
     "adapters": Case(method=Method("lora", lora=Lora(rank=4))),

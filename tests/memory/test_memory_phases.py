@@ -10,9 +10,10 @@ from memory_cases import Case
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
 from fsdptool.memory.tracing.make_trace import sampled_recipe
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import Footprint, Phase
 from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Lora, Method, Recipe
-from fsdptool.records.settings import Mesh, StateDictType
+from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import KINDS, Trace
 
 PARAMETERS = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 352 + 2 * 128) + 2 * 1000 * 128 + 128
@@ -22,7 +23,7 @@ PARAMETERS = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 352 + 2 * 128) + 2 * 
 def foot(
     case: Case, trace: Trace, recipe: Recipe | None = None, saves: StateDictType = "sharded"
 ) -> Footprint:
-    mesh = Mesh().resolve(case.ranks)
+    mesh = ParallelDims().resolve(case.ranks)
     return footprint(trace, case.plan(), mesh, recipe or case.recipe(), saves=saves, reserved=False)
 
 
@@ -106,7 +107,7 @@ def test_an_average_of_half_precision_parameters_is_cast_at_once() -> None:
     )
     plan = case.plan()
     stored = dataclasses.replace(plan, master_dtype="bfloat16")
-    made = phases(footprint(case.trace(), stored, Mesh().resolve(8), half, reserved=False))
+    made = phases(footprint(case.trace(), stored, ParallelDims().resolve(8), half, reserved=False))
     average, save = made["average"].allocated_bytes, made["save"].allocated_bytes
     assert average is not None and save is not None
     cast = average - save

@@ -448,7 +448,7 @@ def test_sequences_that_cannot_be_split_are_no_candidates(
         ([*HARDWARE, "--micro-batch", "0"], "holds no samples"),
         ([*HARDWARE, "--reshard", "maybe"], "is not supported"),
         ([*HARDWARE, "--micro-batch", "1000000", "--seq-len", "512"], "too many for one rank"),
-        ([*HARDWARE, "--reshard", "2"], "does not divide the 2 ranks"),
+        ([*HARDWARE, "--reshard", "2"], "is not a proper divisor of the 2 ranks"),
         ([*HARDWARE, "--ema", "nan"], "averages nothing"),
         ([*HARDWARE, "--network", "0"], "carries nothing"),
         ([*HARDWARE, "--price", "nan"], "prices are numbers from 0"),

@@ -12,7 +12,7 @@ from fsdptool.planning.compute_time import model_flops, segment_seconds
 from fsdptool.planning.gpu_catalogue import load_gpu
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
-from fsdptool.records.settings import Mesh
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.trace import Repeat, Segment, Trace
 
 GPU = load_gpu("H100-80GB-SXM")
@@ -54,7 +54,7 @@ def test_across_nodes_the_network_is_the_bottleneck() -> None:
 
 
 def test_communication_hides_behind_enough_compute() -> None:
-    mesh = Mesh(1, 8)
+    mesh = ParallelDims(1, 8)
     busy = time_step(stages(32, size=4e8, forward=0.02), RUN, mesh, NODE, MACHINE)
     idle = time_step(stages(32, size=4e8, forward=0.0001), RUN, mesh, NODE, MACHINE)
     assert busy is not None
@@ -66,7 +66,7 @@ def test_communication_hides_behind_enough_compute() -> None:
 
 
 def test_keeping_units_gathered_saves_their_second_gather() -> None:
-    mesh = Mesh(1, 8)
+    mesh = ParallelDims(1, 8)
     again = time_step(stages(8, size=4e8, forward=0.0), RUN, mesh, NODE, MACHINE)
     kept = time_step(stages(8, size=4e8, forward=0.0, ranks=1), RUN, mesh, NODE, MACHINE)
     assert again is not None
@@ -76,7 +76,7 @@ def test_keeping_units_gathered_saves_their_second_gather() -> None:
 
 
 def test_unsharded_accumulation_reduces_once() -> None:
-    mesh = Mesh(1, 8)
+    mesh = ParallelDims(1, 8)
     every = time_step(stages(8, size=4e8, forward=0.01), replace(RUN, accumulation=4), mesh, NODE, MACHINE)
     last = time_step(
         stages(8, size=4e8, forward=0.01),
@@ -92,7 +92,7 @@ def test_unsharded_accumulation_reduces_once() -> None:
 
 
 def test_a_teacher_runs_before_every_forward() -> None:
-    mesh, own = Mesh(1, 8), stages(8, size=4e8, forward=0.01)
+    mesh, own = ParallelDims(1, 8), stages(8, size=4e8, forward=0.01)
     teacher = stages(4, size=4e8, forward=0.02)
     run = replace(RUN, accumulation=3)
     alone = time_step(own, run, mesh, NODE, MACHINE)
@@ -107,7 +107,10 @@ def test_a_teacher_runs_before_every_forward() -> None:
 
 
 def test_cpu_clusters_have_no_time() -> None:
-    assert time_step(stages(1, size=1, forward=1), RUN, Mesh(1, 2), make_cluster(None, 2), MACHINE) is None
+    assert (
+        time_step(stages(1, size=1, forward=1), RUN, ParallelDims(1, 2), make_cluster(None, 2), MACHINE)
+        is None
+    )
 
 
 def test_a_segment_is_arithmetic_plus_traffic_and_never_beats_the_launches() -> None:

@@ -15,6 +15,7 @@ from fsdptool.inspection.walk import walk
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy, WrapChoice
 from fsdptool.records.model import ModelSpec
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import (
     Batch,
     Distillation,
@@ -25,7 +26,7 @@ from fsdptool.records.recipe import (
     Optimizer,
     Recipe,
 )
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 
@@ -245,12 +246,12 @@ def recipe_for(case: Case, reference: str, method: str, **changes: Any) -> Recip
 
 
 def inputs_for(
-    case: Case, folder: Path, recipe: Recipe, *, mesh: Mesh | None = None, **settings: Any
+    case: Case, folder: Path, recipe: Recipe, *, mesh: ParallelDims | None = None, **settings: Any
 ) -> RunInputs:
     """Plan the units of a case; the teacher has one block more."""
     spec = resolve(recipe.model.reference)
     chosen = FsdpSettings(wrap_classes=case.wrap, use_cpu=True, mixed_precision="no")
-    chosen = dataclasses.replace(chosen, mesh=mesh or Mesh(), **settings)
+    chosen = dataclasses.replace(chosen, mesh=mesh or ParallelDims(), **settings)
     units = plan_units(anatomy_of(spec, case.wrap), recipe, chosen)
     if recipe.method.distillation is None:
         return RunInputs(folder, recipe, chosen, spec, units)

@@ -27,8 +27,8 @@ from ranks import share
 
 from fsdptool.distributed.session import open_session
 from fsdptool.errors import FsdptoolError
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Recipe, Sharding
-from fsdptool.records.settings import Mesh
 from fsdptool.runs.events import EventLog
 from fsdptool.source import resolve
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
@@ -39,14 +39,14 @@ from fsdptool.training.state import RunState
 from fsdptool.training.trainer import assemble
 
 
-def _opened(folder: Path, recipe: Recipe, mesh: Mesh, name: str) -> tuple[Any, Any]:
+def _opened(folder: Path, recipe: Recipe, mesh: ParallelDims, name: str) -> tuple[Any, Any]:
     torch.manual_seed(recipe.seed)
     inputs = inputs_for(CASES[name], folder, recipe, mesh=mesh)
     session = open_session(inputs.settings)
     return session, assemble(inputs, session)
 
 
-def validated(folder: Path, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
+def validated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[str, Any]:
     """Return the validation loss before training, its items, the tokens of a step and experts' load."""
     session, assembled = _opened(folder, recipe, mesh, "moe")
     data = [share(session, step, "moe", 4, torch.float32) for step in range(2)]
@@ -60,7 +60,7 @@ def validated(folder: Path, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def measured(folder: Path, recipe: Recipe, mesh: Mesh) -> int:
+def measured(folder: Path, recipe: Recipe, mesh: ParallelDims) -> int:
     """Return the bytes alive at the peak of a step, once optimizer states exist.
 
     The least of three: the profiler may miss a release by gloo's own threads, never an allocation. What
@@ -88,7 +88,7 @@ class Prompts:
         return {key: value[:1] for key, value in micro_batch(CASES["causal"], 0, index).items()}
 
 
-def continued(folder: Path, recipe: Recipe, mesh: Mesh) -> str:
+def continued(folder: Path, recipe: Recipe, mesh: ParallelDims) -> str:
     """Return what is generated after a step."""
     session, assembled = _opened(folder, recipe, mesh, "causal")
     assembled.stepper.run(share(session, 0, "causal", 4, torch.float32), rate=assembled.rate)
@@ -104,7 +104,7 @@ def continued(folder: Path, recipe: Recipe, mesh: Mesh) -> str:
     return written[0].read_text() if session.is_main else ""
 
 
-def resumed(folder: Path, recipe: Recipe, mesh: Mesh, run: str | None, until: int) -> dict[str, Any]:
+def resumed(folder: Path, recipe: Recipe, mesh: ParallelDims, run: str | None, until: int) -> dict[str, Any]:
     """Train from the newest checkpoint of ``run`` (None keeps none) to step ``until`` and save."""
     session, assembled = _opened(folder, recipe, mesh, "causal")
     data = Numbered(session)
@@ -230,7 +230,7 @@ def refused(folder: str, what: str) -> str:
     strategy = {"cp_comm_strategy": "alltoall"} if what.startswith("passed round") else {}
     try:
         inputs = inputs_for(
-            case, Path(folder), recipe, mesh=Mesh(dp_shard=1, cp=2), wrap_policy="none", **strategy
+            case, Path(folder), recipe, mesh=ParallelDims(dp_shard=1, cp=2), wrap_policy="none", **strategy
         )
         session = open_session(inputs.settings)
         assembled = assemble(inputs, session)

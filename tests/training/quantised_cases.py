@@ -16,8 +16,8 @@ from host_memory import growth
 
 from fsdptool.distributed.session import open_session
 from fsdptool.modeling.methods.quantised_layers import quantised_layers
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import Mesh
 from fsdptool.training.trainer import assemble
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 192}
@@ -66,7 +66,7 @@ def train(name: str, *arguments: Any) -> dict[str, Any]:
         return ranks.train(name, *arguments)
 
 
-def decoded(name: str, folder: Path, recipe: Recipe, mesh: Mesh | None = None) -> dict[str, Any]:
+def decoded(name: str, folder: Path, recipe: Recipe, mesh: ParallelDims | None = None) -> dict[str, Any]:
     """Assemble a case; return whole weights by peft's names, with quantised ones decoded, and local bytes."""
     inputs = inputs_for(QUANTISED[name], folder, recipe, mesh=mesh)
     assembled = assemble(inputs, open_session(inputs.settings))

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.proof import content
 from fsdptool.distributed.session import Session, open_session
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import Mesh
 from fsdptool.training.state import Assembled
 from fsdptool.training.trainer import assemble
 
@@ -52,7 +52,7 @@ def train(
     name: str,
     folder: Path,
     recipe: Recipe,
-    mesh: Mesh | None = None,
+    mesh: ParallelDims | None = None,
     steps: int = STEPS,
     count: int = MICRO_BATCHES,
     settings: dict[str, Any] | None = None,

@@ -16,27 +16,32 @@ from test_numerics import hold
 from variants import CHECKPOINTED, CLIPPED
 
 from fsdptool.memory import footprint, trace
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Checkpointing, Data, Sharding
-from fsdptool.records.settings import Mesh
 
 pytestmark = pytest.mark.distributed
 
-SPLIT = Mesh(dp_shard=1, cp=2)
+SPLIT = ParallelDims(dp_shard=1, cp=2)
 STEPS = 12
 
-RUNS: dict[str, tuple[str, str, int, Mesh]] = {
+RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
     "full, two ranks": ("causal", "full", 2, SPLIT),
     "lora, two ranks": ("causal", "lora", 2, SPLIT),
     "distillation, two ranks": ("causal", "distillation", 2, SPLIT),
     # Twelve tokens in eight chunks: sequences are filled up.
-    "full, four ranks": ("causal", "full", 4, Mesh(dp_shard=1, cp=4)),
-    "lora, four ranks": ("causal", "lora", 4, Mesh(dp_shard=1, cp=4)),
-    "distillation, four ranks": ("causal", "distillation", 4, Mesh(dp_shard=1, cp=4)),
-    "beside data parallel": ("causal", "full", 4, Mesh(dp_shard=2, cp=2)),
-    "beside data parallel, replicated adapters": ("causal", "lora_replicated", 4, Mesh(dp_shard=2, cp=2)),
-    "beside replicas": ("causal", "full", 4, Mesh(dp_replicate=2, dp_shard=1, cp=2)),
+    "full, four ranks": ("causal", "full", 4, ParallelDims(dp_shard=1, cp=4)),
+    "lora, four ranks": ("causal", "lora", 4, ParallelDims(dp_shard=1, cp=4)),
+    "distillation, four ranks": ("causal", "distillation", 4, ParallelDims(dp_shard=1, cp=4)),
+    "beside data parallel": ("causal", "full", 4, ParallelDims(dp_shard=2, cp=2)),
+    "beside data parallel, replicated adapters": (
+        "causal",
+        "lora_replicated",
+        4,
+        ParallelDims(dp_shard=2, cp=2),
+    ),
+    "beside replicas": ("causal", "full", 4, ParallelDims(dp_replicate=2, dp_shard=1, cp=2)),
     "packed documents": ("packed", "full", 2, SPLIT),
-    "packed documents, four ranks": ("packed", "distillation", 4, Mesh(dp_shard=1, cp=4)),
+    "packed documents, four ranks": ("packed", "distillation", 4, ParallelDims(dp_shard=1, cp=4)),
     "experts": ("moe", "full", 2, SPLIT),
     "sliding windows": ("windows", "full", 2, SPLIT),
 }
@@ -52,10 +57,10 @@ def test_split_sequences_train_as_whole_ones(pool: Pool, tmp_path: Path, run: st
     assert weights <= 1e-5
 
 
-PASSED_ROUND: dict[str, tuple[str, str, int, Mesh, dict[str, Any]]] = {
+PASSED_ROUND: dict[str, tuple[str, str, int, ParallelDims, dict[str, Any]]] = {
     "full, two ranks": ("causal", "full", 2, SPLIT, {}),
-    "full, four ranks": ("causal", "full", 4, Mesh(dp_shard=1, cp=4), {}),
-    "lora, beside data parallel": ("causal", "lora", 4, Mesh(dp_shard=2, cp=2), {}),
+    "full, four ranks": ("causal", "full", 4, ParallelDims(dp_shard=1, cp=4), {}),
+    "lora, beside data parallel": ("causal", "lora", 4, ParallelDims(dp_shard=2, cp=2), {}),
     "distillation": ("causal", "distillation", 2, SPLIT, {}),
     "experts, checkpointing": ("moe", "full", 2, SPLIT, CHECKPOINTED),
 }
@@ -108,7 +113,10 @@ def test_every_tensor_agrees_in_double_precision(pool: Pool, tmp_path: Path) -> 
 
 def test_parameters_shard_over_the_ranks_of_a_sequence_too(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
-    for mesh, ranks in ((Mesh(dp_shard=2, cp=2), 4), (Mesh(dp_replicate=2, dp_shard=1, cp=2), 2)):
+    for mesh, ranks in (
+        (ParallelDims(dp_shard=2, cp=2), 4),
+        (ParallelDims(dp_replicate=2, dp_shard=1, cp=2), 2),
+    ):
         proof = pool.run(train, 4, "causal", folder, recipe, mesh, 1)[0]["proof"]
         assert proof["proven"]
         for example in proof["examples"]:
@@ -120,8 +128,8 @@ def test_parameters_shard_over_the_ranks_of_a_sequence_too(pool: Pool, tmp_path:
 def test_validation_and_tokens_count_a_sequence_once(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["moe"], tmp_path, "full")
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attention="sdpa"))
-    whole = pool.run(cases.validated, 1, folder, recipe, Mesh())[0]
-    for world, mesh in ((2, SPLIT), (4, Mesh(dp_shard=2, cp=2))):
+    whole = pool.run(cases.validated, 1, folder, recipe, ParallelDims())[0]
+    for world, mesh in ((2, SPLIT), (4, ParallelDims(dp_shard=2, cp=2))):
         found = pool.run(cases.validated, world, folder, recipe, mesh)
         assert found[0]["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         assert found[0]["items"] == whole["items"]
@@ -145,16 +153,18 @@ def test_memory_is_what_was_predicted(pool: Pool, tmp_path: Path) -> None:
 
 def test_samples_are_those_of_whole_sequences(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
-    whole = pool.run(cases.continued, 1, folder, recipe, Mesh())[0]
+    whole = pool.run(cases.continued, 1, folder, recipe, ParallelDims())[0]
     assert pool.run(cases.continued, 2, folder, recipe, SPLIT) == [whole, ""]
 
 
 def test_a_run_continues_on_another_number_of_ranks_per_sequence(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
-    undisturbed = pool.run(cases.resumed, 1, folder, recipe, Mesh(), None, 8)[0]
+    undisturbed = pool.run(cases.resumed, 1, folder, recipe, ParallelDims(), None, 8)[0]
     (tmp_path / "run").mkdir()
     pool.run(cases.resumed, 2, folder, recipe, SPLIT, str(tmp_path / "run"), 4)
-    later = pool.run(cases.resumed, 4, folder, recipe, Mesh(dp_shard=1, cp=4), str(tmp_path / "run"), 8)[0]
+    later = pool.run(
+        cases.resumed, 4, folder, recipe, ParallelDims(dp_shard=1, cp=4), str(tmp_path / "run"), 8
+    )[0]
     assert later["steps"] == 4
     assert later["losses"] == pytest.approx(undisturbed["losses"][4:], rel=1e-5)
 

@@ -20,8 +20,9 @@ from fsdptool.distributed.recording import BLOCK, fill_slice
 from fsdptool.distributed.session import open_session
 from fsdptool.errors import ModelError, WorkerError
 from fsdptool.modeling.units import plan_units
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 from fsdptool.training.trainer import assemble
@@ -231,7 +232,7 @@ def test_no_rank_ever_holds_the_model(pool: Pool, tmp_path: Path, weights: str) 
 
 
 def broken(folder: Path, recipe: Recipe, fault: str) -> str:
-    inputs = inputs_for(CASES["causal"], folder, recipe, mesh=Mesh(dp_replicate=2, dp_shard=1))
+    inputs = inputs_for(CASES["causal"], folder, recipe, mesh=ParallelDims(dp_replicate=2, dp_shard=1))
     session = open_session(inputs.settings)
     assembled = assemble(inputs, session)
     if fault == "moved":

@@ -13,8 +13,8 @@ from pool import Pool
 from ranks import train
 from variants import CLIPPED, HYBRID, MOMENTUM, VARIANTS
 
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import Mesh
 
 pytestmark = pytest.mark.distributed
 
@@ -87,7 +87,9 @@ def test_every_way_to_shard_gives_the_same_run(pool: Pool, tmp_path: Path, varia
 
 
 @pytest.mark.parametrize("mesh", [None, HYBRID])
-def test_replicated_adapters_stay_equal_on_all_ranks(pool: Pool, tmp_path: Path, mesh: Mesh | None) -> None:
+def test_replicated_adapters_stay_equal_on_all_ranks(
+    pool: Pool, tmp_path: Path, mesh: ParallelDims | None
+) -> None:
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "lora_replicated", optimizer=CLIPPED)
     results = pool.run(train, 4, "causal", folder, recipe, mesh, 6)
     losses, weights, _ = hold(results, "causal", recipe, steps=6)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.build import build
 from fsdptool.modeling.methods import quantised_formats as formats
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Checkpointing, Sharding
-from fsdptool.records.settings import Mesh
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.manifest import list_checkpoints, read_manifest
 from fsdptool.source import resolve
@@ -41,7 +41,13 @@ checkpoints: {every_steps: 3}
 
 
 def hold(
-    pool: Pool, world: int, name: str, folder: Path, recipe: Any, mesh: Mesh | None, settings: dict[str, Any]
+    pool: Pool,
+    world: int,
+    name: str,
+    folder: Path,
+    recipe: Any,
+    mesh: ParallelDims | None,
+    settings: dict[str, Any],
 ) -> None:
     """Train on ``world`` ranks; losses and adapters equal the plain loop's on the decoded weights."""
     start = pool.run(decoded, world, name, folder, recipe, mesh)[0]["weights"]
@@ -70,7 +76,7 @@ def test_training_equals_a_plain_loop_on_the_decoded_base(
     hold(pool, world, name, folder, recipe, None, {})
 
 
-VARIANTS: dict[str, tuple[str, int, Mesh | None, dict[str, Any], dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str, int, ParallelDims | None, dict[str, Any], dict[str, Any]]] = {
     "checkpointing": ("nf4", 2, None, {}, {"activation_checkpointing": True}),
     "selective checkpointing": (
         "nf4",
@@ -81,7 +87,7 @@ VARIANTS: dict[str, tuple[str, int, Mesh | None, dict[str, Any], dict[str, Any]]
     ),
     "no reshard": ("int8", 2, None, {}, {"reshard_after_forward": False}),
     "reshard to two": ("nf4", 4, None, {"sharding": Sharding(reshard_after_forward=2)}, {}),
-    "hybrid": ("nf4", 4, Mesh(dp_replicate=2, dp_shard=2), {}, {}),
+    "hybrid": ("nf4", 4, ParallelDims(dp_replicate=2, dp_shard=2), {}, {}),
     "offload": ("int8", 2, None, {}, {"cpu_offload": True}),
     "unsharded accumulation": ("nf4", 2, None, {"sharding": Sharding(accumulation="unsharded")}, {}),
     "prefetch two": ("int8", 2, None, {"sharding": Sharding(prefetch=2)}, {}),

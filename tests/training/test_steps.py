@@ -15,12 +15,13 @@ from pool import Pool
 from ranks import share, weights_of
 from torch.distributed.tensor import DTensor
 
-from fsdptool.distributed.session import Session, check_parallelism, open_session, resolve_mesh
+from fsdptool.distributed.session import Session, open_session, resolve_dims
 from fsdptool.distributed.shard import local
 from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Ema as EmaChoice
 from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Recipe, Schedule, Sharding
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.settings import FsdpSettings
 from fsdptool.training.evaluate import evaluate
 from fsdptool.training.optimizers.sharded import base_rate, rate
 from fsdptool.training.state import Assembled
@@ -438,20 +439,20 @@ def test_the_scaler_grows_after_good_steps() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (Mesh(tp=2, dp_shard=1), "no tensor-parallel plans"),
-        (Mesh(sp=2, dp_shard=1), "DeepSpeed"),
+        (ParallelDims(tp=2, dp_shard=1), "no tensor-parallel plans"),
+        (ParallelDims(sp=2, dp_shard=1), "DeepSpeed"),
     ],
 )
-def test_what_this_machine_cannot_do_is_refused_with_the_reason(sizes: Mesh, words: str) -> None:
+def test_what_this_machine_cannot_do_is_refused_with_the_reason(sizes: ParallelDims, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_parallelism(sizes)
+        resolve_dims(FsdpSettings(mesh=sizes), 2)
 
 
 def test_a_file_for_another_number_of_processes_is_refused() -> None:
     with pytest.raises(ConfigError, match="for 4 processes and the launch has 2"):
-        resolve_mesh(FsdpSettings(num_processes=4), 2)
+        resolve_dims(FsdpSettings(num_processes=4), 2)
     with pytest.raises(ConfigError, match="does not multiply to 2"):
-        resolve_mesh(FsdpSettings(mesh=Mesh(dp_replicate=3)), 2)
+        resolve_dims(FsdpSettings(mesh=ParallelDims(dp_replicate=3)), 2)
 
 
 def refused(folder: Path, recipe: Recipe) -> str:
@@ -465,7 +466,7 @@ def refused(folder: Path, recipe: Recipe) -> str:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sharding": Sharding(reshard_after_forward=3)}, "does not divide the 2 ranks"),
+        ({"sharding": Sharding(reshard_after_forward=3)}, "is not a proper divisor of the 2 ranks"),
         ({"method": Method("lora", lora=Lora(base="nf4", targets=("q_proj",)))}, "nf4"),
         ({"method": Method("lora", lora=Lora(targets=("nowhere",)))}, "LoRA targets do not suit"),
         ({"optimizer": Optimizer(name="adafactor", implementation="fused")}, "no fused kernel"),

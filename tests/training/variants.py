@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Checkpointing, Optimizer, Sharding
-from fsdptool.records.settings import Mesh
 
 CLIPPED = Optimizer(
     learning_rate=2e-3, betas=(0.9, 0.99), epsilon=1e-6, weight_decay=0.01, clip_grad_norm=0.3
 )
-HYBRID = Mesh(dp_replicate=2, dp_shard=2)
+HYBRID = ParallelDims(dp_replicate=2, dp_shard=2)
 CHECKPOINTED = {"activation_checkpointing": True}
 MOMENTUM = Optimizer(name="sgd", learning_rate=0.05, momentum=0.9, weight_decay=0.0, clip_grad_norm=0.3)
-VARIANTS: dict[str, tuple[int, Mesh | None, dict[str, Any], dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[int, ParallelDims | None, dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, None, {}, {}),
     "three ranks": (3, None, {}, {}),
     "unsharded accumulation": (2, None, {"sharding": Sharding(accumulation="unsharded")}, {}),

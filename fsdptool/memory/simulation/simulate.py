@@ -24,8 +24,9 @@ from fsdptool.memory.simulation.sizes import WIDTH, rounded_sum, stored_dtype
 from fsdptool.memory.simulation.states import States, states
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
+from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import Mesh, StateDictType
+from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 
@@ -51,7 +52,7 @@ class Prepared:
 
 def prepare(
     units: UnitPlan,
-    mesh: Mesh,
+    mesh: ParallelDims,
     recipe: Recipe,
     *,
     profile: MemoryProfile,
@@ -98,7 +99,7 @@ class Simulated:
 def simulate(
     trace: Trace,
     units: UnitPlan,
-    mesh: Mesh,
+    mesh: ParallelDims,
     recipe: Recipe,
     *,
     profile: MemoryProfile,
@@ -113,7 +114,7 @@ def simulate(
 def play(
     trace: Trace,
     prepared: Prepared,
-    mesh: Mesh,
+    mesh: ParallelDims,
     recipe: Recipe,
     *,
     ledger: Ledger | None = None,

@@ -8,7 +8,8 @@ from fsdptool.config.canonical import LEGACY_DEFAULTS, WRITTEN, check_expressibl
 from fsdptool.config.context import LintContext
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.settings import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.config.fsdp1 import Rewriter, Target
@@ -186,7 +187,7 @@ def mesh_block(settings: FsdpSettings) -> dict[str, Any]:
         ConfigError: ``dp_shard`` is open, and the process count that would decide it too.
     """
     mesh = settings.mesh
-    if mesh == Mesh() and settings.cp_comm_strategy == "allgather":
+    if mesh == ParallelDims() and settings.cp_comm_strategy == "allgather":
         return {}
     if mesh.dp_shard is None:
         raise ConfigError(

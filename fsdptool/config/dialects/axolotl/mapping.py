@@ -8,7 +8,8 @@ from fsdptool.config.canonical import LAUNCH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.settings import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.config.fsdp1 import Rewriter, Target
@@ -70,7 +71,7 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         raise ConfigError("axolotl cannot express dp_shard = 1", help="leave dp_shard open")
     top: dict[str, Any] = {"fsdp_version": 2}
     for key, name in SIZES.items():
-        if getattr(mesh, name) != getattr(Mesh(), name):
+        if getattr(mesh, name) != getattr(ParallelDims(), name):
             top[key] = getattr(mesh, name)
     block: dict[str, Any] = {
         "reshard_after_forward": settings.reshard_after_forward,

@@ -17,7 +17,8 @@ from fsdptool.config.dialects.accelerate.launch import (
 from fsdptool.config.dialects.accelerate.mapping import DETAILS
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.settings import FsdpSettings
 
 NAME = "env"
 
@@ -233,7 +234,7 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
             continue
         lines[key] = _text(name, value)
     mesh = settings.mesh
-    if mesh != Mesh() or settings.cp_comm_strategy != "allgather":
+    if mesh != ParallelDims() or settings.cp_comm_strategy != "allgather":
         if mesh.dp_shard is None:
             raise ConfigError(
                 f"{NAME} cannot express an open dp_shard next to other mesh sizes",

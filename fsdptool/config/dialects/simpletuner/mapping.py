@@ -9,7 +9,8 @@ from fsdptool import spelling
 from fsdptool.config.canonical import LAUNCH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.errors import ConfigError
-from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.settings import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.config.fsdp1 import Rewriter, Target
@@ -78,7 +79,7 @@ def mapping(settings: FsdpSettings) -> dict[str, Any]:
     mesh = settings.mesh
     if mesh.dp_replicate != 1:
         raise ConfigError(f"{NAME} cannot express dp_replicate = {mesh.dp_replicate}")
-    if mesh != Mesh(cp=mesh.cp, dp_shard=mesh.dp_shard):
+    if mesh != ParallelDims(cp=mesh.cp, dp_shard=mesh.dp_shard):
         raise ConfigError(f"{NAME} cannot express the mesh")
     if mesh.cp > 1 and (settings.num_processes is None) != (mesh.dp_shard is None):
         raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard} without num_processes")
