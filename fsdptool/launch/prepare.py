@@ -211,11 +211,13 @@ def _teacher(
 
 
 def _check_share(recipe: Recipe, settings: FsdpSettings) -> None:
-    """Refuse a global batch that the ranks cannot share."""
+    """Refuse a global batch that the ranks cannot share, and an optimizer that cannot be built here."""
+    from fsdptool.modeling.optimizers import check_optimizer
     from fsdptool.training.data.build import share_of
 
     mesh = settings.mesh.resolve(settings.num_processes or 1)
-    share_of(recipe, rank=0, world=(settings.num_processes or 1) // mesh.cp)
+    share_of(recipe, rank=0, world=mesh.data_ranks)
+    check_optimizer(recipe.optimizer)
 
 
 def _check_data(recipe: Recipe, spec: ModelSpec) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from fsdptool.planning.compute_time import peak_flops
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.parallel_dims import ParallelDims
 
@@ -135,6 +136,8 @@ class Run:
         prefetch: Units gathered ahead.
         optimizer_bytes: Bytes one rank's update moves through memory.
         optimizer_operators: Kernels of the update.
+        optimizer_flops: Matrix products of one rank's update, in bfloat16.
+        optimizer_exchanged: Bytes it sends to the ranks that share a copy.
         offloaded_bytes: Shard bytes that cross to the host and back in a step.
     """
 
@@ -143,6 +146,8 @@ class Run:
     prefetch: int
     optimizer_bytes: float
     optimizer_operators: int
+    optimizer_flops: float = 0.0
+    optimizer_exchanged: float = 0.0
     offloaded_bytes: float = 0.0
 
 
@@ -201,7 +206,10 @@ def time_step(
     update = max(
         run.optimizer_bytes / (gpu.memory_bandwidth * machine.memory_efficiency),
         run.optimizer_operators * machine.kernel_latency,
+        run.optimizer_flops / (peak_flops(gpu, "bfloat16") * machine.matmul_efficiency),
     )
+    if run.optimizer_exchanged and shard.ranks > 1:
+        update += run.optimizer_exchanged / shard.bandwidth + shard.latency
     offload = 0.0
     if run.offloaded_bytes:
         update = run.optimizer_bytes / _HOST_OPTIMIZER

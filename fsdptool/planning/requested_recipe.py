@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from fsdptool.config.recipe_constraints import MAX_RANK
 from fsdptool.errors import PlanError
+from fsdptool.modeling.optimizers import OPTIMIZERS
 from fsdptool.planning.options import Options
 from fsdptool.planning.search_point import split_checkpointing
 from fsdptool.records.recipe import (
@@ -50,7 +51,7 @@ def build_recipe(options: Options) -> Recipe:
         batch=_batch(options, recipe),
         optimizer=given(
             recipe.optimizer,
-            name=choice("optimizer", options.optimizer, ("adamw", "adamw8bit", "adafactor", "sgd")),
+            name=choice("optimizer", options.optimizer, tuple(OPTIMIZERS)),
             implementation=choice(
                 "optimizer-implementation",
                 options.optimizer_implementation,

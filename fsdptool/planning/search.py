@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fsdptool.errors import ConfigError
 from fsdptool.formatting import amount
+from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.search_point import changed_settings
@@ -66,6 +67,7 @@ def run_search(
                     wide=inputs.search == "wide",
                     sequence_length=inputs.recipe.batch.sequence_length,
                     hardware=cluster.gpu is not None,
+                    kernels=optimizer_spec(inputs.recipe.optimizer).kernels,
                 )
             )
         whole = False

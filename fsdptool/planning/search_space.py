@@ -33,6 +33,7 @@ def enumerate_space(
     wide: bool,
     sequence_length: int | None,
     hardware: bool,
+    kernels: Sequence[str],
 ) -> Iterator[SearchPoint]:
     """Yield every configuration to weigh on one cluster, ``start`` first, each once.
 
@@ -44,6 +45,7 @@ def enumerate_space(
         wide: Weigh also what seldom wins (other wrap choices, optimizer implementations, ...).
         sequence_length: Tokens per sample, or None.
         hardware: Whether the run is on GPUs.
+        kernels: Those of the optimizer.
     """
     yield start
     seen = {start}
@@ -59,7 +61,7 @@ def enumerate_space(
             (1, 2, 3) if wide else (1, 2),
             "prefetch" in fixed or start.layout != "native",
         ),
-        _implementations(start, fixed, wide),
+        _implementations(start, fixed, wide, kernels),
         _gradients(start, fixed, wide),
     )
     for batch, checkpointing, mesh, reshard, wrap, offload, prefetch, implementation, gradients in product(
@@ -172,12 +174,14 @@ def _wraps(
     return [base, *alone, ("none", ())]
 
 
-def _implementations(start: SearchPoint, fixed: Sequence[str], wide: bool) -> list[Implementation]:
+def _implementations(
+    start: SearchPoint, fixed: Sequence[str], wide: bool, kernels: Sequence[str]
+) -> list[Implementation]:
     given = start.optimizer_implementation
     if "optimizer_implementation" in fixed or not wide:
         return [given]
     other: Implementation = "foreach" if given in ("auto", "fused") else "fused"
-    return [given, other]
+    return [given, other] if other in kernels else [given]
 
 
 def _gradients(start: SearchPoint, fixed: Sequence[str], wide: bool) -> list[GradientAccumulation]:

@@ -7,28 +7,17 @@ from dataclasses import dataclass
 
 from fsdptool.memory.simulation.groups import Rank, Share
 from fsdptool.memory.simulation.sizes import WIDTH, stored_dtype
+from fsdptool.memory.simulation.states import trained_shards
+from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
 from fsdptool.planning.compute_time import Cost
 from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.parallel_dims import ParallelDims
-from fsdptool.records.recipe import Optimizer, Recipe
+from fsdptool.records.recipe import Recipe
 from fsdptool.records.units import UnitPlan
 
 _ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "tail": 4}
 """Forward order by kind: the root gathers first, the tail computes last."""
-
-_UPDATE_BYTES = {
-    # Per trained parameter: reads of gradient, weight and states, writes of weight and states.
-    ("adamw", "fused"): 28,
-    ("adamw", "foreach"): 84,
-    ("adamw", "for_loop"): 84,
-    ("adamw8bit", "fused"): 16,
-    ("adafactor", "fused"): 20,
-    ("sgd", "fused"): 12,
-    ("sgd", "foreach"): 20,
-    ("sgd", "for_loop"): 20,
-}
-_PASSES = {"adamw": 12, "adamw8bit": 1, "adafactor": 20, "sgd": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +37,7 @@ class Traffic:
         order: Places of the units in their plan, as forward visits them.
         stages: Their collectives in that order, without any work.
         trained: Elements one rank updates: its shards, and whole what is replicated.
-        tensors: Parameters with a gradient that are sharded.
+        tensors: Parameters with a gradient that are sharded, as this rank stores them.
         offloaded: Bytes of shards copied to the device for forward and backward, and of gradients back.
         prefetch: Units gathered ahead.
     """
@@ -56,7 +45,7 @@ class Traffic:
     order: tuple[int, ...]
     stages: tuple[Stage, ...]
     trained: float
-    tensors: int
+    tensors: tuple[TrainedTensor, ...]
     offloaded: float
     prefetch: int
 
@@ -76,7 +65,7 @@ def measure_traffic(rank: Rank) -> Traffic:
         order=tuple(order),
         stages=tuple(_stage(rank.shares[place], rank) for place in order),
         trained=trained / rank.degree + whole,
-        tensors=sum(1 for p in sharded if p.trainable),
+        tensors=trained_shards(rank),
         offloaded=offloaded,
         prefetch=plan.prefetch,
     )
@@ -128,14 +117,18 @@ def time_candidate(
         cluster, machine: The hardware.
         teacher: A distillation teacher's units, which run before every forward.
     """
-    implementation = _implementation(recipe.optimizer)
-    moved = traffic.trained * _update_bytes(recipe.optimizer.name, implementation)
+    spec = optimizer_spec(recipe.optimizer)
+    kernel = spec.kernel(recipe.optimizer.implementation)
+    moved = traffic.trained * spec.update_bytes[kernel]
+    work = spec.work(recipe.optimizer, traffic.tensors)
     run = Run(
         accumulation=recipe.batch.accumulation,
         reduce_each=recipe.sharding.accumulation == "sharded",
         prefetch=traffic.prefetch,
         optimizer_bytes=moved + traffic.trained * _ema(recipe),
-        optimizer_operators=_kernels(recipe.optimizer.name, implementation, traffic.tensors),
+        optimizer_operators=spec.operators(kernel, len(traffic.tensors)) + work.operators,
+        optimizer_flops=work.flops,
+        optimizer_exchanged=work.exchanged,
         offloaded_bytes=traffic.offloaded,
     )
     step = time_step(stages, run, mesh, cluster, machine, teacher=teacher)
@@ -182,21 +175,6 @@ def _backward_ranks(share: Share, ranks: int) -> int:
     if not share.unit.unshard_in_backward or share.reshard is False:
         return 1
     return ranks if share.reshard is True else share.reshard
-
-
-def _implementation(optimizer: Optimizer) -> str:
-    return "fused" if optimizer.implementation == "auto" else optimizer.implementation
-
-
-def _update_bytes(name: str, implementation: str) -> int:
-    return _UPDATE_BYTES.get((name, implementation), _UPDATE_BYTES[(name, "fused")])
-
-
-def _kernels(name: str, implementation: str, tensors: int) -> int:
-    if implementation == "for_loop":
-        return tensors * _PASSES[name]
-    # Multi-tensor kernels take about a hundred tensors at a time (``ForeachUtils.h``, torch 2.13).
-    return -(-tensors // 100) * (1 if implementation == "fused" else _PASSES[name])
 
 
 def _ema(recipe: Recipe) -> int:

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdptool.training.optimizers.sharded import Groups, Pairs, ShardedOptimizer
+
+if TYPE_CHECKING:
+    from fsdptool.records.recipe import Optimizer
 
 _BETA2_DECAY = -0.8
 _LEAST_SCALE = 1e-3
@@ -21,6 +27,20 @@ _THRESHOLD = 1.0
 
 Whole = tuple[tuple[int, ...], "dist.ProcessGroup | None"]
 """Global shape of a parameter, and the ranks its rows are spread over (None: it is whole)."""
+
+
+class Adafactor(ShardedOptimizer):
+    """Adafactor over each rank's own rows."""
+
+    def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+        return RowAdafactor(groups, rate, {stand_in: _whole(parameter) for parameter, stand_in in pairs})
+
+
+def _whole(parameter: nn.Parameter) -> Whole:
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape), None
+    mesh = parameter.device_mesh
+    return tuple(parameter.shape), mesh.get_group(mesh.ndim - 1)
 
 
 class RowAdafactor(torch.optim.Optimizer):

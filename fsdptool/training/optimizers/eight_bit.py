@@ -28,21 +28,11 @@ class EightBitAdamW(ShardedOptimizer):
     never cut anew.
     """
 
-    def _make(self, wanted: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
-        """Return bitsandbytes' optimizer.
-
-        Raises:
-            ConfigError: bitsandbytes is not installed.
-        """
+    def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
         load_kernels()
-        try:
-            from bitsandbytes.optim import AdamW8bit
-        except ImportError as error:
-            raise ConfigError(
-                "optimizer adamw8bit needs bitsandbytes, which is not installed",
-                help="pip install bitsandbytes, or use adamw",
-            ) from error
-        made: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon)
+        from bitsandbytes.optim import AdamW8bit
+
+        made: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=options.betas, eps=options.epsilon)
         return made
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import local
 from fsdptool.errors import ConfigError
+from fsdptool.modeling.optimizers import check_optimizer, optimizer_class, optimizer_spec
 from fsdptool.records.recipe import Optimizer, Schedule
-from fsdptool.training.optimizers.adafactor import RowAdafactor, Whole
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Optimizer, Recipe
@@ -71,7 +71,7 @@ def decays(parameter: torch.Tensor) -> bool:
 
 
 class ShardedOptimizer:
-    """An optimizer that works on each rank's own rows.
+    """An optimizer that works on each rank's own rows; a subclass for each row of ``modeling/optimizers.py``.
 
     AdamW and SGD change every element by itself, so a rank's rows are plain tensors to them: no
     DTensor dispatch (which costs seconds at the first step and microseconds per tensor later), and
@@ -82,17 +82,17 @@ class ShardedOptimizer:
         torch_optimizer: The optimizer itself.
     """
 
-    def __init__(self, wanted: Optimizer, named: NamedParameters, *, rate: float) -> None:
+    def __init__(self, options: Optimizer, named: NamedParameters, *, rate: float) -> None:
         self._names = {name: p for name, p in named if p.requires_grad}
         if not self._names:
             raise ConfigError("nothing to train: every parameter is frozen", help="check method and targets")
         self._stand_ins = {name: nn.Parameter(local(p).detach()) for name, p in self._names.items()}
         pairs = [(p, self._stand_ins[name]) for name, p in self._names.items()]
-        self.torch_optimizer = self._make(wanted, _groups(wanted, pairs), pairs, rate)
+        self.torch_optimizer = self._make(options, _groups(options, pairs), pairs, rate)
 
-    def _make(self, wanted: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
-        """Return torch's own optimizer over the stand-ins."""
-        return _make(wanted, groups, pairs, rate)
+    def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+        """Return the optimizer over the stand-ins."""
+        raise NotImplementedError
 
     def step(self, rate: float) -> None:
         """Change the parameters by their gradients at learning rate ``rate``."""
@@ -179,55 +179,45 @@ def _as_sharded(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torc
     )
 
 
-def _groups(wanted: Optimizer, pairs: Pairs) -> Groups:
+def _groups(options: Optimizer, pairs: Pairs) -> Groups:
     chosen = {decay: [s for p, s in pairs if decays(p) is decay] for decay in (True, False)}
-    rates = {True: wanted.weight_decay, False: 0.0}
+    rates = {True: options.weight_decay, False: 0.0}
     return [{"params": found, "weight_decay": rates[decay]} for decay, found in chosen.items() if found]
 
 
-def _whole(parameter: nn.Parameter) -> Whole:
-    if not isinstance(parameter, DTensor):
-        return tuple(parameter.shape), None
-    mesh = parameter.device_mesh
-    return tuple(parameter.shape), mesh.get_group(mesh.ndim - 1)
+class AdamW(ShardedOptimizer):
+    """torch's AdamW."""
+
+    def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            groups, lr=rate, betas=options.betas, eps=options.epsilon, **torch_kernel(options)
+        )
 
 
-def _make(wanted: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
-    kernels = _kernels(wanted)
-    if wanted.name == "adafactor":
-        return RowAdafactor(groups, rate, {stand_in: _whole(parameter) for parameter, stand_in in pairs})
-    if wanted.name == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=wanted.momentum, **kernels)
-    return torch.optim.AdamW(groups, lr=rate, betas=wanted.betas, eps=wanted.epsilon, **kernels)
+class Sgd(ShardedOptimizer):
+    """torch's SGD."""
+
+    def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=rate, momentum=options.momentum, **torch_kernel(options))
 
 
-def _kernels(wanted: Optimizer) -> dict[str, bool]:
+def torch_kernel(options: Optimizer) -> dict[str, bool]:
     """Name the implementation outright: torch's own default differs between devices."""
-    chosen = wanted.implementation
-    if wanted.name == "adafactor":
-        if chosen in ("fused", "foreach"):
-            raise ConfigError(
-                f"optimizer.implementation: adafactor has no {chosen} kernel", help="leave it at auto"
-            )
-        return {}
-    if chosen == "auto":
-        chosen = "fused"
-    return {"fused": chosen == "fused", "foreach": chosen == "foreach"}
+    kernel = optimizer_spec(options).kernel(options.implementation)
+    return {"fused": kernel == "fused", "foreach": kernel == "foreach"}
 
 
-def build_optimizer(wanted: Optimizer, named: NamedParameters, *, rate: float) -> ShardedOptimizer:
+def build_optimizer(options: Optimizer, named: NamedParameters, *, rate: float) -> ShardedOptimizer:
     """Return the optimizer of a run over its trainable parameters.
 
     Args:
-        wanted: The recipe's choice.
+        options: The recipe's choice.
         named: Names and parameters, each parameter once.
         rate: Base learning rate; the loop gives the scheduled one with each step.
 
     Raises:
         ConfigError: The optimizer needs a library that is not installed, or has no such kernel.
     """
-    if wanted.name == "adamw8bit":
-        from fsdptool.training.optimizers.eight_bit import EightBitAdamW
-
-        return EightBitAdamW(wanted, named, rate=rate)
-    return ShardedOptimizer(wanted, named, rate=rate)
+    check_optimizer(options)
+    made: ShardedOptimizer = optimizer_class(optimizer_spec(options))(options, named, rate=rate)
+    return made
