@@ -147,8 +147,8 @@ def looped(
     class Poisoned:
         objective = inner.objective
 
-        def __call__(self, model: Any, batch: Any) -> Any:
-            loss, extra = inner(model, batch)
+        def __call__(self, model: Any, batch: Any, *observer: Any) -> Any:
+            loss, extra = inner(model, batch, *observer)
             bad = data.at - 1 == poison and session.rank == session.world_size - 1
             return loss * (math.nan if bad else 1.0), extra
 
