@@ -19,11 +19,11 @@ def all_rules() -> dict[str, Rule]:
     """Return the rules of every room by code: each room keeps the table of the codes it emits."""
     from fsdptool.cache import rules as cache
     from fsdptool.config.rules import RULES
-    from fsdptool.families import rules as families
+    from fsdptool.families import registry as families
     from fsdptool.inspection import rules as inspection
-    from fsdptool.launch import rules as launch
+    from fsdptool.launch import doctor as launch
     from fsdptool.planning import rules as planning
-    from fsdptool.source import rules as source
+    from fsdptool.source import config_checks as source
 
     rooms = (families.RULES, source.RULES, inspection.RULES, planning.RULES, launch.RULES, cache.RULES)
     return RULES | {rule.code: rule for table in rooms for rule in table}

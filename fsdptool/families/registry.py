@@ -20,7 +20,7 @@ from typing import Any
 
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.protocol import API_VERSION, Family, Flavour
-from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.model import ModelSpec
 
 GROUP = "fsdptool.families"
@@ -297,3 +297,18 @@ def _package_digest(package: str) -> str:
     if not hasattr(top, "__path__") and single:
         digest.update(Path(single).read_bytes())
     return digest.hexdigest()
+
+
+RULES = (
+    Rule("DET001", "plugin left out", "warning",
+         "A family plugin failed to load, or its entry point yields something that is no family. Every other "
+         "plugin is used.",
+         "Repair or uninstall the named distribution."),
+    Rule("DET002", "plugin of another protocol version", "warning",
+         "The family speaks another version of the protocol than this fsdptool, and is left out.",
+         "Install versions of the two that fit together."),
+    Rule("DET003", "family name claimed twice", "warning",
+         "Two plugins claim one name. Neither is used: which one won would depend on the order of "
+         "installation.",
+         "Uninstall one of them, or rename its family."),
+)  # fmt: skip

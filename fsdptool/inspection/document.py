@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from fsdptool.inspection.api import Inspection, cache_parts
 from fsdptool.inspection.census import Census
-from fsdptool.inspection.hazards import fused_experts
-from fsdptool.inspection.no_split_modules import holds_embedding
+from fsdptool.inspection.hazards import fused_experts, holds_embedding
 from fsdptool.inspection.units import item_bytes, uneven, unit_plan
 from fsdptool.inspection.views import leaves, parts, places, tree
 from fsdptool.records.anatomy import Anatomy

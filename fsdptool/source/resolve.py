@@ -14,10 +14,14 @@ from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec, Reference, ReferenceKind
 from fsdptool.records.recipe import ModelChoice
 from fsdptool.source import pipeline
-from fsdptool.source.files import read_json, safetensors_in
+from fsdptool.source.config_checks import (
+    check_known,
+    check_quantization,
+    check_sizes,
+    transformers_model_types,
+)
+from fsdptool.source.files import exists, expanded, read_json, refuse_pages, safetensors_in, short
 from fsdptool.source.hub import HubFiles, looks_like_id
-from fsdptool.source.names import exists, expanded, refuse_pages, short
-from fsdptool.source.sanity import check_known, check_quantization, check_sizes, transformers_model_types
 
 _DEEPEST = 4
 """Adapters of adapters that are followed."""

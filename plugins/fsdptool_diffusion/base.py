@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases import DiffusersFamily
+from fsdptool.families.bases.batches import SOURCES, stacked, time
 from fsdptool.families.bases.diffusers import load_class
-from fsdptool.families.bases.latents import SOURCES, stacked, time
 from fsdptool.families.objectives.common import unwrapped
 from fsdptool.families.protocol import TensorSpec
 

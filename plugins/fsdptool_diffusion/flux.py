@@ -176,3 +176,67 @@ class QwenImage(Flux):
             "encoder_hidden_states_mask": batch["encoder_hidden_states_mask"],
             "img_shapes": [[(1, noisy.shape[2] // 2, noisy.shape[3] // 2)]] * noisy.shape[0],
         }
+
+
+class QwenImage21(Denoiser):
+    """Qwen-Image 2.1, text to image: latents of 16 pixels behind the text; time is a fraction."""
+
+    geometry = Geometry(spatial=16, patch=2)
+
+    def conditions(
+        self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]
+    ) -> tuple[TensorSpec, ...]:
+        """Return the text encoder's states and their mask."""
+        count = self.tokens(recipe)
+        return (
+            floats("encoder_hidden_states", shape[0], count, full["context_in_dim"]),
+            mask("encoder_hidden_states_mask", shape[0], count, dtype="bool"),
+        )
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call with one slot per two by two latents behind the text; keep the image's tokens."""
+        import torch
+
+        count, _, height, width = noisy.shape
+        text = batch["encoder_hidden_states"]
+        slots = torch.arange(text.shape[1] + height * width // 4, device=noisy.device) >= text.shape[1]
+        result: Tensor = model(
+            hidden_states=noisy.flatten(2).transpose(1, 2),
+            encoder_hidden_states=text,
+            encoder_hidden_states_mask=batch["encoder_hidden_states_mask"],
+            timestep=time,
+            img_shapes=[[(1, height, width)]] * count,
+            img_mask=slots.expand(count, -1),
+            return_dict=False,
+        )[0][:, -height * width :]
+        return result.transpose(1, 2).reshape(noisy.shape)
+
+
+class Flux3(Flux):
+    """FLUX.3, text to image: the blocks for reference images stay idle. Time is a fraction."""
+
+    pooled = False
+    spread = 0.5
+    """Distance of neighbouring tokens in the image's positions (diffusers' pipeline)."""
+
+    def arguments(self, model: nn.Module, noisy: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return text positions on the last axis, image positions on the middle two."""
+        import torch
+
+        states = batch["encoder_hidden_states"]
+        text = states.new_zeros(states.shape[1], 4, dtype=torch.float32)
+        text[:, 3] = torch.arange(states.shape[1], dtype=text.dtype, device=text.device)
+        image = grid(noisy.shape[2] // 2, noisy.shape[3] // 2, noisy.float(), axes=4) * self.spread
+        return {"encoder_hidden_states": states, "txt_ids": text, "img_ids": image}
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Pack, call, unpack; a flow map is trained with both ends of its step equal."""
+        target = {"target_timestep": time} if settings(model).flow_map else {}
+        result = model(
+            hidden_states=pack(noisy),
+            timestep=time,
+            return_dict=False,
+            **target,
+            **self.arguments(model, noisy, batch),
+        )[0]
+        return unpack(result, noisy.shape[2], noisy.shape[3])

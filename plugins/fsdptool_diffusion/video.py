@@ -255,3 +255,43 @@ class SanaVideo(Masked):
     """Sana-Video: Wan's latents, Sana's text."""
 
     geometry = Geometry(temporal=4, height=480, width=832, frames=81, rate=16)
+
+
+class Kandinsky5(Denoiser):
+    """Kandinsky 5: channels last; video models take a condition and its mask as further channels."""
+
+    exact_inputs = ()  # embeds times in the dtype they come in
+    geometry = Geometry(temporal=4, height=512, width=768, frames=121)
+    text_tokens = 256
+
+    def latent_channels(self, full: Mapping[str, Any]) -> int:
+        """Return what the VAE makes."""
+        return int(full["out_visual_dim"])
+
+    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
+        """Return Qwen's states and CLIP's pooled text."""
+        return (
+            floats("encoder_hidden_states", shape[0], self.tokens(recipe), full["in_text_dim"]),
+            floats("pooled_projections", shape[0], full["in_text_dim2"]),
+        )
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call with positions made from the shapes and an empty condition."""
+        import torch
+
+        states = noisy.movedim(1, -1)
+        if settings(model).visual_cond:
+            empty = torch.zeros_like(states)
+            states = torch.cat((states, empty, empty[..., :1]), dim=-1)
+        frames, height, width = noisy.shape[2:]
+        places = [torch.arange(size, device=noisy.device) for size in (frames, height // 2, width // 2)]
+        text = batch["encoder_hidden_states"]
+        result: Tensor = model(
+            hidden_states=states,
+            encoder_hidden_states=text,
+            pooled_projections=batch["pooled_projections"],
+            timestep=self.steps(time),
+            visual_rope_pos=places,
+            text_rope_pos=torch.arange(text.shape[1], device=noisy.device),
+        ).sample  # without return_dict diffusers 0.42 returns a bare tensor here
+        return result.movedim(-1, 1)

@@ -8,8 +8,8 @@ from fsdptool.families.protocol import Family
 
 
 def families() -> Iterable[Family]:
-    """Yield the families of this package."""
+    """Yield the families of this package: all of them are plain transformers models."""
     from fsdptool.families.bases.catalogue import instances, read_cards
-    from fsdptool_language.kinds import KINDS
+    from fsdptool.families.bases.transformers import TransformersFamily
 
-    return instances(read_cards(__name__), KINDS)
+    return instances(read_cards(__name__), {"": TransformersFamily})

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdptool.families.registry import load_registry
-from fsdptool.inspection.api import describe
+from fsdptool.inspection.api import decode, describe, encode
 from fsdptool.inspection.build import build
-from fsdptool.inspection.encoding import decode, encode
 from fsdptool.inspection.units import unit_plan
 from fsdptool.records.model import ModelSpec, Reference
 from fsdptool.testing.families import small_spec

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.bases.latents import time
+from fsdptool.families.bases.batches import time
 from fsdptool.families.registry import load_registry
 from fsdptool.families.shrink import shrink
 from fsdptool.records.recipe import Batch, ModelChoice, Objective, Recipe

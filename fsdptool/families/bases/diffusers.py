@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
 from fsdptool.families.bases.catalogue import CatalogueFamily
-from fsdptool.families.bases.failures import a_model, one_line, quiet
+from fsdptool.families.bases.libraries import a_model, one_line, quiet
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
 from fsdptool.families.bases.catalogue import CatalogueFamily
-from fsdptool.families.bases.failures import a_model, one_line, quiet
+from fsdptool.families.bases.libraries import a_model, one_line, quiet
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class TransformersFamily(CatalogueFamily):
         architectures = config.get("architectures")
         if isinstance(architectures, list | tuple) and architectures and isinstance(architectures[0], str):
             return architectures[0]
-        from fsdptool.families.bases.names import class_for
+        from fsdptool.families.bases.libraries import class_for
 
         model_type = config.get("model_type")
         if isinstance(model_type, str) and (found := class_for(model_type)):

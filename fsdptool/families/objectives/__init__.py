@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fsdptool.families.objectives.contrastive import Contrastive
 from fsdptool.families.objectives.diffusion import Epsilon, FlowMatching, VPrediction
-from fsdptool.families.objectives.features import Classification, Features
+from fsdptool.families.objectives.features import Classification, Contrastive, Features
 from fsdptool.families.objectives.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
 from fsdptool.families.protocol import Objective
 

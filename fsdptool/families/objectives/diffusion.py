@@ -24,7 +24,7 @@ Denoise = Callable[["nn.Module", "Tensor", "Tensor", Mapping[str, "Tensor"]], "T
 SAMPLING = frozenset(
     {"timestep_sampling", "shift", "logit_mean", "logit_std", "caption_dropout", "num_train_timesteps"}
 )
-"""Options read when a batch is assembled, not by the loss (families/bases/latents.py)."""
+"""Options read when a batch is assembled, not by the loss (families/bases/batches.py)."""
 
 
 class _Denoising(Objective):

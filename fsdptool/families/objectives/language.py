@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
@@ -105,13 +105,12 @@ class CausalLM(_Tokens):
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the logits, and the routers' logits of models that balance their experts' load."""
-        from fsdptool.families.objectives import routing
         from fsdptool.families.objectives.context import documents
         from fsdptool.families.objectives.context_attention import complete
         from fsdptool.families.objectives.masking import masks
 
         arguments: dict[str, Any] = {**self.arguments(batch), "use_cache": False}
-        coefficient = routing.coefficient(unwrapped(model), self.auxiliary)
+        coefficient = router_loss_coefficient(unwrapped(model), self.auxiliary)
         if coefficient:
             arguments["output_router_logits"] = True
         base = unwrapped(model)
@@ -119,7 +118,7 @@ class CausalLM(_Tokens):
             outputs = model(**arguments)
         result = {"prediction": outputs.logits}
         if coefficient:
-            result |= routing.balance(unwrapped(model), outputs.router_logits, coefficient)
+            result |= router_loss(unwrapped(model), outputs.router_logits, coefficient)
         return result
 
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
@@ -182,3 +181,51 @@ def shifted_right(labels: Tensor, config: Any) -> Tensor:
 
     first = labels.new_full((labels.shape[0], 1), pad if start is None else start)
     return torch.cat((first, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, pad)), dim=1)
+
+
+def _text(config: Any) -> Any:
+    return getattr(config, "text_config", None) or config
+
+
+def router_loss_coefficient(model: nn.Module, wanted: float | None) -> float:
+    """Return the weight of the auxiliary loss; 0 where the model has no router that reports.
+
+    DeepSeek-V3 and its relatives balance by a bias instead and have no such setting.
+    """
+    config = _text(getattr(model, "config", None))
+    if not hasattr(config, "output_router_logits") or not hasattr(config, "router_aux_loss_coef"):
+        return 0.0
+    return float(config.router_aux_loss_coef if wanted is None else wanted)
+
+
+def router_loss(model: nn.Module, logits: Sequence[Tensor], weight: float) -> dict[str, Tensor]:
+    """Return the weighted auxiliary loss and the tokens each expert received.
+
+    The loss is that of Fedus et al. 2021 (Switch Transformer, equations 4 to 6) with the top-k
+    counts of Mixtral: experts x sum over experts of (share of tokens) x (mean router probability),
+    both over all layers and tokens.
+
+    Args:
+        logits: One [tokens, experts] tensor per sparse layer.
+        weight: Its coefficient.
+    """
+    import torch
+
+    from fsdptool.families.objectives.context_attention import everywhere
+
+    config = _text(model.config)
+    top = int(getattr(config, "num_experts_per_tok", 0) or getattr(config, "top_k", 0) or 1)
+    own = torch.cat([layer for layer in logits if layer is not None and layer.dim() == 2], dim=0)
+    # Of the whole sequence where its ranks hold parts of it; each rank then reports its share of the load.
+    layers = everywhere(own)
+    probabilities = torch.softmax(layers.float(), dim=-1)
+    experts = probabilities.shape[-1]
+    chosen = torch.topk(probabilities, min(top, experts), dim=-1).indices
+    load = torch.zeros(experts, dtype=torch.float32, device=layers.device)
+    load = load.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float32))
+    share = load / layers.shape[0]
+    loss = experts * (share * probabilities.mean(dim=0)).sum() * weight
+    return {
+        "auxiliary": loss,
+        "expert_load": load if layers is own else load * (own.shape[0] / layers.shape[0]),
+    }

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.bases.failures import quiet
+from fsdptool.families.bases.libraries import quiet
 
 Format = Literal["nf4", "int8", "float8"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.bases.latents import SOURCES
+from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
 from fsdptool.records.codec import from_json, to_json

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.families.bases.latents import SOURCES
+from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.registry import family_of
 from fsdptool.records.codec import to_json
 from fsdptool.records.model import ModelSpec

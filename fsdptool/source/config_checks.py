@@ -1,4 +1,4 @@
-"""Judges a raw configuration before anything is built from it."""
+"""Checks a raw configuration before anything is built from it; the rules of this room's codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdptool.errors import ModelError
 from fsdptool.errors import ReferenceError as BadReference
-from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.diagnostic import Diagnostic, Rule
 
 ZERO_LAYERS = "DET101"
 IGNORED_REMOTE_CODE = "DET102"
@@ -177,3 +177,30 @@ def _nearest(name: str, known: frozenset[str]) -> str | None:
 
 def _version(package: str) -> str:
     return metadata.version(package)
+
+
+RULES = (
+    Rule("DET101", "a model without layers", "warning",
+         "The configuration sets a number of layers to 0: nothing can be wrapped, and FSDP2 would gather the "
+         "whole model at once.",
+         "Set the real depth."),
+    Rule("DET102", "remote code not used", "info",
+         "`auto_map` names code in the reference. transformers has the model type itself, and its own "
+         "class is used: nothing is run that a reference brings along.",
+         "Nothing, or pass --trust-remote-code to run the reference's code."),
+    Rule("DET103", "quantisation left out", "info",
+         "Shapes and totals are those of the unquantised model: quantised tensors are packed, and FSDP2 "
+         "shards what training holds.",
+         "Nothing needs to be done."),
+    Rule("DET104", "key written again in a model's file", "warning",
+         "A JSON object names a key more than once. transformers, diffusers and peft take the last value and "
+         "say nothing; the reader of the file may believe the first.",
+         "Keep one of them."),
+    Rule("DET110", "pipeline with a second denoiser", "info",
+         "The pipeline holds two models that are trained; the answer is about the first alone.",
+         "Name the other with --component."),
+    Rule("DET111", "pipeline index and component disagree", "warning",
+         "`model_index.json` and the component's own config.json name different classes; diffusers builds "
+         "either without a word. The component's own is used.",
+         "Repair the wrong one."),
+)  # fmt: skip

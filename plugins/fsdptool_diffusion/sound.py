@@ -1,4 +1,4 @@
-"""Denoisers of video and sound together: LTX-2 and MiniMax H3."""
+"""Denoisers of sound, alone and together with video: ACE-Step, MiniMax Music 3, LTX-2, MiniMax H3."""
 
 from __future__ import annotations
 
@@ -212,3 +212,70 @@ class MiniMaxH3(Joint):
         still = torch.zeros_like(clock)
         sides = [torch.stack((clock, still, still + axis(width)[end]), dim=-1) for end in (0, -1)]
         return torch.cat((words, *sides, cells.reshape(-1, 3)))
+
+
+class AceStep(Denoiser):
+    """ACE-Step: music as 25 latent frames per second; ``batch.frames`` counts them."""
+
+    exact_inputs = ()  # embeds times in the dtype they come in
+    frames = 750
+    text_tokens = 256
+
+    def latent_shape(self, full: Mapping[str, Any], recipe: Recipe) -> tuple[int, ...]:
+        """Return frames and channels.
+
+        Raises:
+            ConfigError: The frames do not fill patches.
+        """
+        count = recipe.batch.frames or self.frames
+        if count % full["patch_size"]:
+            raise ConfigError(
+                f"batch.frames is {count}; {self.name} needs a multiple of {full['patch_size']}"
+            )
+        return (count, int(full["audio_acoustic_hidden_dim"]))
+
+    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
+        """Return text and lyric states, and the context that rides beside the latents."""
+        width = full.get("encoder_hidden_size") or full["hidden_size"]
+        context = full["in_channels"] - shape[2]
+        return (
+            floats("encoder_hidden_states", shape[0], self.tokens(recipe), width),
+            floats("context_latents", shape[0], shape[1], context),
+        )
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call with both ends of the step equal, as in training."""
+        result: Tensor = model(
+            hidden_states=noisy,
+            timestep=time,
+            timestep_r=time,
+            encoder_hidden_states=batch["encoder_hidden_states"],
+            context_latents=batch["context_latents"],
+            return_dict=False,
+        )[0]
+        return result
+
+
+class MiniMaxMusic3(Denoiser):
+    """MiniMax Music 3: ``batch.frames`` counts latent frames; time runs from noise to music."""
+
+    exact_inputs = ()  # embeds times in the dtype they come in
+    frames = 512
+
+    def latent_shape(self, full: Mapping[str, Any], recipe: Recipe) -> tuple[int, ...]:
+        """Return channels and frames."""
+        return (int(full["in_channels"]), recipe.batch.frames or self.frames)
+
+    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
+        """Return the condition of every frame."""
+        return (floats("encoder_hidden_states", shape[0], shape[2], full["condition_dim"]),)
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Turn time and the predicted velocity around."""
+        result: Tensor = model(
+            hidden_states=noisy,
+            timestep=1 - time,
+            encoder_hidden_states=batch["encoder_hidden_states"],
+            return_dict=False,
+        )[0]
+        return -result

@@ -1,4 +1,4 @@
-"""Krea 2, Qwen-Image 2.1, Ideogram 4, FLUX.3 and MiniMax Music 3."""
+"""Image denoisers of 2025 and later: Krea 2, Ideogram 4, ERNIE-Image, HunyuanImage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fsdptool.families.protocol import TensorSpec
 from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
-from fsdptool_diffusion.flux import Flux, grid, pack, unpack
+from fsdptool_diffusion.flux import grid, pack, unpack
 
 if TYPE_CHECKING:
     from typing import Any
@@ -49,38 +49,6 @@ class Krea2(Denoiser):
             return_dict=False,
         )[0]
         return unpack(result, height, width)
-
-
-class QwenImage21(Denoiser):
-    """Qwen-Image 2.1, text to image: latents of 16 pixels behind the text; time is a fraction."""
-
-    geometry = Geometry(spatial=16, patch=2)
-
-    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
-        """Return the text encoder's states and their mask."""
-        count = self.tokens(recipe)
-        return (
-            floats("encoder_hidden_states", shape[0], count, full["context_in_dim"]),
-            mask("encoder_hidden_states_mask", shape[0], count, dtype="bool"),
-        )
-
-    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call with one slot per two by two latents behind the text; keep the image's tokens."""
-        import torch
-
-        count, _, height, width = noisy.shape
-        text = batch["encoder_hidden_states"]
-        slots = torch.arange(text.shape[1] + height * width // 4, device=noisy.device) >= text.shape[1]
-        result: Tensor = model(
-            hidden_states=noisy.flatten(2).transpose(1, 2),
-            encoder_hidden_states=text,
-            encoder_hidden_states_mask=batch["encoder_hidden_states_mask"],
-            timestep=time,
-            img_shapes=[[(1, height, width)]] * count,
-            img_mask=slots.expand(count, -1),
-            return_dict=False,
-        )[0][:, -height * width :]
-        return result.transpose(1, 2).reshape(noisy.shape)
 
 
 class Ideogram4(Denoiser):
@@ -127,56 +95,56 @@ class Ideogram4(Denoiser):
         return -tiles.reshape(noisy.shape)
 
 
-class Flux3(Flux):
-    """FLUX.3, text to image: the blocks for reference images stay idle. Time is a fraction."""
+class ErnieImage(Denoiser):
+    """ERNIE-Image: latents of 16 pixels; captions with their lengths."""
 
-    pooled = False
-    spread = 0.5
-    """Distance of neighbouring tokens in the image's positions (diffusers' pipeline)."""
-
-    def arguments(self, model: nn.Module, noisy: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return text positions on the last axis, image positions on the middle two."""
-        import torch
-
-        states = batch["encoder_hidden_states"]
-        text = states.new_zeros(states.shape[1], 4, dtype=torch.float32)
-        text[:, 3] = torch.arange(states.shape[1], dtype=text.dtype, device=text.device)
-        image = grid(noisy.shape[2] // 2, noisy.shape[3] // 2, noisy.float(), axes=4) * self.spread
-        return {"encoder_hidden_states": states, "txt_ids": text, "img_ids": image}
-
-    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Pack, call, unpack; a flow map is trained with both ends of its step equal."""
-        target = {"target_timestep": time} if settings(model).flow_map else {}
-        result = model(
-            hidden_states=pack(noisy),
-            timestep=time,
-            return_dict=False,
-            **target,
-            **self.arguments(model, noisy, batch),
-        )[0]
-        return unpack(result, noisy.shape[2], noisy.shape[3])
-
-
-class MiniMaxMusic3(Denoiser):
-    """MiniMax Music 3: ``batch.frames`` counts latent frames; time runs from noise to music."""
-
-    exact_inputs = ()  # embeds times in the dtype they come in
-    frames = 512
-
-    def latent_shape(self, full: Mapping[str, Any], recipe: Recipe) -> tuple[int, ...]:
-        """Return channels and frames."""
-        return (int(full["in_channels"]), recipe.batch.frames or self.frames)
+    geometry = Geometry(spatial=16, patch=1)
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
-        """Return the condition of every frame."""
-        return (floats("encoder_hidden_states", shape[0], shape[2], full["condition_dim"]),)
+        """Return text states and how many of them are real."""
+        count = self.tokens(recipe)
+        return (
+            floats("encoder_hidden_states", shape[0], count, full["text_in_dim"]),
+            TensorSpec("text_lens", (shape[0],), "int64", "constant", values=(count,)),
+        )
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Turn time and the predicted velocity around."""
+        """Call with ERNIE's argument names."""
         result: Tensor = model(
             hidden_states=noisy,
-            timestep=1 - time,
-            encoder_hidden_states=batch["encoder_hidden_states"],
+            timestep=self.steps(time),
+            text_bth=batch["encoder_hidden_states"],
+            text_lens=batch["text_lens"],
             return_dict=False,
         )[0]
-        return -result
+        return result
+
+
+class HunyuanImage(Denoiser):
+    """HunyuanImage 2.1: 32 pixels per latent."""
+
+    exact_inputs = ()  # embeds times in the dtype they come in
+    geometry = Geometry(spatial=32, patch=1, height=2048, width=2048)
+    text_tokens = 1000
+
+    def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
+        """Return text states and mask; glyph text where the model reads it."""
+        count = self.tokens(recipe)
+        specs = [
+            floats("encoder_hidden_states", shape[0], count, full["text_embed_dim"]),
+            mask("encoder_attention_mask", shape[0], count),
+        ]
+        if full.get("text_embed_2_dim"):
+            specs += [
+                floats("encoder_hidden_states_2", shape[0], 128, full["text_embed_2_dim"]),
+                mask("encoder_attention_mask_2", shape[0], 128),
+            ]
+        return tuple(specs)
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call with both texts."""
+        text = {name: tensor for name, tensor in batch.items() if name.startswith("encoder_")}
+        if settings(model).guidance_embeds:
+            text["guidance"] = noisy.new_full((noisy.shape[0],), 1000.0)
+        result: Tensor = model(hidden_states=noisy, timestep=self.steps(time), return_dict=False, **text)[0]
+        return result
