@@ -102,21 +102,25 @@ def start(
     if reference is not None and plan is not None:
         raise ConfigError("give a model or a plan, not both", help="a plan names its model")
     if plan is not None:
-        return from_plan(plan, candidate=candidate)
+        trusted = bool(model.get("trust_remote_code"))
+        return from_plan(plan, candidate=candidate, trust_remote_code=trusted)
     if reference is None and preset is None:
         raise ConfigError("nothing to emit", help="give a model, --plan FILE or --preset NAME")
     return from_reference(reference, preset=preset, **model)
 
 
-def from_plan(plan: str | PathLike[str] | Plan, *, candidate: str | None = None) -> Emission:
+def from_plan(
+    plan: str | PathLike[str] | Plan, *, candidate: str | None = None, trust_remote_code: bool = False
+) -> Emission:
     """Return what a plan (the record, or the path of its document) chose.
 
     Raises:
-        ConfigError: The file is no plan, or has no such candidate, or chose none.
+        ConfigError: The file is no plan, or has no such candidate, or chose none; or it asks to run the
+            model's own code, and ``trust_remote_code`` is not set.
     """
     from fsdptool.inspection import inspect
     from fsdptool.planning import chosen_candidate, chosen_run, read_plan
-    from fsdptool.source import resolve_choice
+    from fsdptool.source import consented, resolve_choice
 
     where = "the plan"
     if isinstance(plan, str | PathLike):
@@ -134,6 +138,7 @@ def from_plan(plan: str | PathLike[str] | Plan, *, candidate: str | None = None)
         )
     plan = replace(plan, chosen=candidate or plan.chosen)
     recipe, settings, _ = chosen_run(plan)
+    consented(recipe, where, trust_remote_code=trust_remote_code)
     chosen = chosen_candidate(plan)
     anatomy = inspect(
         resolve_choice(recipe.model),

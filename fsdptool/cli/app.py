@@ -107,6 +107,8 @@ def _overview_text() -> str:
 def main() -> None:
     """Run the command line and exit with a documented status (docs/exit-codes.md)."""
     _open_closed_streams()
+    # Processes that this one starts do not import what lies in the working directory.
+    os.environ["PYTHONSAFEPATH"] = "1"
     for stream in (sys.stdout, sys.stderr):
         # Do not fail on a character (of a chart, of a file name) that the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):

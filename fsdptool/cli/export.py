@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.options import Format, FormatOption, TrustOption
 from fsdptool.cli.output import print_document
 
 
@@ -30,6 +30,7 @@ def command(
         str, typer.Option("--max-shard-size", help="Maximum size of a file, for example 5GB or 500MB.")
     ] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
+    trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Write the trained model of RUN for transformers, diffusers or peft."""
@@ -54,6 +55,7 @@ def command(
             dtype=dtype,  # type: ignore[arg-type]
             shard_bytes=parse_size(max_shard_size),
             force=force,
+            trust_remote_code=trust_remote_code,
         )
         _note_in_summary(run, exported.folder)
     if format is Format.JSON:

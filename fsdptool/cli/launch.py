@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument, refuse
+from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument, TrustOption, refuse
 from fsdptool.cli.output import print_document, write_file
 
 _SLURM = ("script", "name", "time", "partition", "account", "cpus_per_task", "setup")
@@ -30,8 +30,8 @@ def command(
         str, typer.Option("--host", help="Host name or address at which the other nodes reach node 0.")
     ] = "node0",
     launch_id: Annotated[
-        str, typer.Option("--launch-id", help="Launch ID, identical on all nodes, unique per launch.")
-    ] = "launch-1",
+        str | None, typer.Option("--launch-id", help="Launch ID, identical on all nodes, unique per launch.")
+    ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a Slurm batch script.")] = False,
     script: Annotated[
         Path | None, typer.Option("--script", help="File to write the batch script to.")
@@ -50,17 +50,25 @@ def command(
         float | None, typer.Option("--timeout", help="Timeout of a collective, in seconds.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing script.")] = False,
+    trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Print the command line of every node for RECIPE, or a Slurm script; does not start anything."""
     if not slurm:
         refuse(context, _SLURM, "requires --slurm", "add --slurm, or remove the option")
     from fsdptool.launch.prepare import absolute_job
-    from fsdptool.launch.slurm import node_lines, slurm_script
+    from fsdptool.launch.slurm import node_lines, random_id, slurm_script
 
     options: tuple[str, ...] = ("--max-restarts", str(max_restarts)) if max_restarts else ()
     options += ("--timeout", f"{timeout:g}") if timeout is not None else ()
-    job = absolute_job(recipe, config, output or Path("runs") / recipe.stem, cluster, options)
+    job = absolute_job(
+        recipe,
+        config,
+        output or Path("runs") / recipe.stem,
+        cluster,
+        options,
+        trust_remote_code=trust_remote_code,
+    )
     text = None
     if slurm:
         text = slurm_script(
@@ -75,7 +83,7 @@ def command(
         if script is not None:
             write_file(script, text, force=force)
             script.chmod(0o755)
-    lines = node_lines(job, host, launch_id)
+    lines = node_lines(job, host, launch_id or random_id())
     if format is Format.JSON:
         print_document(_document(lines, dict(job.variables), str(job.output), text))
     elif text is not None and script is None:

@@ -220,11 +220,15 @@ def command(
       fsdptool plan --check plan.json
     """
     if check is not None:
-        others = (name for name in command_line_options(context) if name not in ("check", "format"))
+        others = (
+            name
+            for name in command_line_options(context)
+            if name not in ("check", "format", "trust_remote_code")
+        )
         refuse(
             context, others, "not beside --check, which derives a plan from its own inputs", "leave it out"
         )
-        return check_saved(check, format)
+        return check_saved(check, format, trust_remote_code=trust_remote_code)
     check_output(output, force)
     from fsdptool.planning.plan import make_plan
     from fsdptool.planning.request import Options, read_request

@@ -43,13 +43,13 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, expl
         sys.stderr.write(f"wrote {output}\n")
 
 
-def check_saved(path: Path, format: Format) -> int:
+def check_saved(path: Path, format: Format, *, trust_remote_code: bool = False) -> int:
     """Derive a saved plan anew, print what changed and return the exit status."""
     from fsdptool.planning.plan_check import check_plan
     from fsdptool.planning.plan_document import plan_document
     from fsdptool.report.plan import print_changes
 
-    after, changes = check_plan(path, progress=progress)
+    after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)
     if format is Format.JSON:
         document = plan_document(after)
         document["details"]["changes"] = [

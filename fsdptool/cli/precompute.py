@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption
+from fsdptool.cli.options import Format, FormatOption, TrustOption
 from fsdptool.cli.output import print_document
 
 
@@ -28,6 +28,7 @@ def command(
             "--device", help="cpu, cuda or cuda:N; default: one GPU per process, or the CPU without GPUs."
         ),
     ] = None,
+    trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Encode the images and captions of RECIPE with the pipeline's VAE and text encoders.
@@ -36,7 +37,7 @@ def command(
     """
     from fsdptool.config.recipe import read_recipe
     from fsdptool.runs.signals import take_stops
-    from fsdptool.source import resolve_choice
+    from fsdptool.source import consented, resolve_choice
     from fsdptool.training.data import data_cache
     from fsdptool.training.data.sources import with_places
     from fsdptool.training.precompute import done_json, plan_work
@@ -44,6 +45,7 @@ def command(
 
     with take_stops("all shards were encoded", "run the command again: it continues with the missing shards"):
         read = with_places(read_recipe(recipe), recipe)
+        read = consented(read, recipe, trust_remote_code=trust_remote_code)
         work = plan_work(read, resolve_choice(read.model, recipe.parent), data_cache())
         done = run_processes(
             work,

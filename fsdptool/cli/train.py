@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument
+from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument, TrustOption
 from fsdptool.cli.output import print_document
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def command(
     predict: Annotated[
         bool, typer.Option("--predict/--no-predict", help="Predict memory before the run starts.")
     ] = True,
+    trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Train RECIPE with the processes, mesh and wrapping of the configuration."""
@@ -90,6 +91,7 @@ def command(
             cpu=cpu,
             with_prediction=predict and first and not dry_run,
             with_data=first and not dry_run,
+            trust_remote_code=trust_remote_code,
         )
         nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
         if rendezvous is not None:
@@ -107,6 +109,7 @@ def command(
             grace_seconds=grace,
             timeout_seconds=timeout,
             config=folder / ACCELERATE,
+            trust_remote_code=trust_remote_code,
         )
         if dry_run:
             _print_dry_run(command_line, folder, format)

@@ -55,6 +55,7 @@ def build_command(
     timeout_seconds: float = 600.0,
     config: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    trust_remote_code: bool = False,
 ) -> LaunchCommand:
     """Return what starts the workers of ``folder`` on this machine.
 
@@ -70,6 +71,7 @@ def build_command(
         timeout_seconds: How long a collective may take.
         config: The accelerate YAML, for ``accelerate launch``.
         variables: The cluster's variables (NCCL); a variable the person has exported wins.
+        trust_remote_code: Whether the workers may run the model's own code.
     """
     nodes = nodes or Nodes()
     environment = _environment(settings, processes, device, nodes, timeout_seconds, variables or {})
@@ -85,6 +87,8 @@ def build_command(
         argv += ["--nproc-per-node", str(processes), "--max-restarts", str(max_restarts)]
         argv += ["--signals-to-handle", _SIGNALS]
     argv += ["--module", WORKER, str(folder)]
+    if trust_remote_code:
+        argv.append("--trust-remote-code")
     return LaunchCommand(tuple(argv), environment)
 
 

@@ -63,6 +63,7 @@ def prepare(
     cpu: bool = False,
     with_prediction: bool = True,
     with_data: bool = True,
+    trust_remote_code: bool = False,
 ) -> Prepared:
     """Read, resolve, inspect, group and predict.
 
@@ -73,6 +74,7 @@ def prepare(
         cpu: Train on the CPU whatever the YAML says.
         with_prediction: Ask ``planning`` for the memory.
         with_data: Open (and tokenise) the data once, here, so that a mistake is one line.
+        trust_remote_code: Whether the model's own code may run.
 
     Raises:
         FsdptoolError: Anything the person can mend, in one line.
@@ -84,11 +86,12 @@ def prepare(
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
-    from fsdptool.source import resolve_choice
+    from fsdptool.source import consented, resolve_choice
     from fsdptool.training.data.sources import with_places
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = with_places(read_recipe(recipe_path), recipe_path)
+    recipe = consented(recipe, recipe_path, trust_remote_code=trust_remote_code)
     check_trackers(recipe)
     reading = read_settings(config_path, consumer="fsdptool")
     settings = reading.require()
@@ -135,7 +138,13 @@ def prepare(
 
 
 def absolute_job(
-    recipe_path: Path, config_path: Path, output: Path, cluster_path: Path | None, options: tuple[str, ...]
+    recipe_path: Path,
+    config_path: Path,
+    output: Path,
+    cluster_path: Path | None,
+    options: tuple[str, ...],
+    *,
+    trust_remote_code: bool = False,
 ) -> Job:
     """Return what several machines need to start a run, after checking the recipe and the YAML.
 
@@ -146,8 +155,9 @@ def absolute_job(
     """
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
+    from fsdptool.source import consented
 
-    read_recipe(recipe_path)
+    consented(read_recipe(recipe_path), recipe_path, trust_remote_code=trust_remote_code)
     settings = read_settings(config_path, consumer="fsdptool").require()
     cluster = None
     if cluster_path is not None:
@@ -180,7 +190,7 @@ def absolute_job(
         world_size // nodes,
         not settings.use_cpu,
         dict(cluster.environment) if cluster else {},
-        options,
+        (*options, "--trust-remote-code") if trust_remote_code else options,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ def train_line(job: Job, rank: str, endpoint: str, launch_id: str) -> str:
     if job.nodes == 1:
         return line
     return f"{line} --node-rank {rank} --rendezvous {endpoint} --launch-id {launch_id}"
+
+
+def random_id() -> str:
+    """Return a launch ID that nobody guesses."""
+    return secrets.token_hex(8)
 
 
 def node_lines(job: Job, host: str, launch_id: str) -> list[str]:
@@ -119,7 +125,7 @@ def slurm_script(
         *exports,
         'head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         "# A requeued job keeps its number: the restart count tells its launches apart.",
-        'launch_id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
+        f'launch_id="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.{random_id()}"',
         "# Jobs that share a node meet at ports of their own.",
         f"port=$(({PORT} + SLURM_JOB_ID % 1000))",
         "export head_node launch_id port",

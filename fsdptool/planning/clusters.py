@@ -16,6 +16,12 @@ from fsdptool.records.diagnostic import Diagnostic
 
 _PREFIX = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_STEERS = re.compile(
+    r"(LD|DYLD|PYTHON|BASH|SHELL|GIT|HF|FSDPTOOL)_?\w*|\w*PATH|\w*PLUGIN\w*|\w*_PROXY"
+    r"|ENV|IFS|PS4|PROMPT_COMMAND",
+    re.IGNORECASE,
+)
+"""Variables by which a loader, a shell, Python, git or the Hub's client is told what to run or fetch."""
 MAX_WORLD = 1 << 20
 """More ranks than any machine has: a typing error rather than a plan."""
 
@@ -72,6 +78,8 @@ def make_cluster(
             f"a network of {inter_node_bandwidth} bytes per second carries nothing",
             help="give --network '400 Gbit/s' (per GPU), or leave it out",
         )
+    for variable in environment or {}:
+        _check_variable(variable)
     return Cluster(
         gpu=gpu,
         gpus_per_node=gpus_per_node,
@@ -163,6 +171,23 @@ def _gpu(value: Any, gpus_file: Path | None) -> tuple[Gpu | None, tuple[Diagnost
         found = find_gpu(value, gpus_file=gpus_file)
         return found.gpu, (found.diagnostic,) if found.diagnostic else ()
     return gpu_from_data(value), ()
+
+
+def _check_variable(name: str) -> None:
+    """Refuse what is not a variable of a shell, and what decides which programs and libraries run.
+
+    Raises:
+        PlanError: The name is one of them.
+    """
+    if re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) is None:
+        raise PlanError(
+            f"environment: {name!r} is not a variable name", help="use letters, digits and underscores"
+        )
+    if _STEERS.fullmatch(name):
+        raise PlanError(
+            f"environment: {name} decides which code runs and is not taken from a cluster file",
+            help="remove it from the file; export it yourself if you need it",
+        )
 
 
 def _env(value: Any) -> str:

@@ -27,15 +27,27 @@ class Change:
         return f"{self.what}: {self.before} became {self.after}"
 
 
-def check_plan(path: Path, *, progress: Any = None) -> tuple[Plan, tuple[Change, ...]]:
+def check_plan(
+    path: Path, *, trust_remote_code: bool = False, progress: Any = None
+) -> tuple[Plan, tuple[Change, ...]]:
     """Derive a plan anew from a document's own inputs and return it with everything that changed.
 
+    Args:
+        path: The plan's document.
+        trust_remote_code: Whether the model's own code may run, if the plan says that it is needed.
+        progress: Told how far the search is.
+
     Raises:
-        PlanError: The file is no plan.
+        PlanError: The file is not a plan.
+        ConfigError: It asks to run the model's own code, and ``trust_remote_code`` is not set.
     """
+    from fsdptool.source import consented
+
     data = read_data(path)
     before = plan_from(data, where=str(path))
-    after = make_plan(Request(inputs_of(before)), progress=progress)
+    inputs = inputs_of(before)
+    consented(inputs.recipe, path, trust_remote_code=trust_remote_code)
+    after = make_plan(Request(inputs), progress=progress)
     return after, changes_between(data, before, after)
 
 

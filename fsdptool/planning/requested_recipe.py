@@ -31,12 +31,15 @@ def build_recipe(options: Options) -> Recipe:
         PlanError: There is no model, or the options contradict each other.
         ConfigError: The recipe file cannot be used.
     """
-    if isinstance(options.recipe, Recipe):
-        recipe = options.recipe
-    elif options.recipe is not None:
+    if options.recipe is not None:
         from fsdptool.config.recipe import read_recipe
+        from fsdptool.source import consented
 
-        recipe = _beside(read_recipe(options.recipe), options.recipe)
+        if isinstance(options.recipe, Recipe):
+            recipe, where = options.recipe, "the recipe"
+        else:
+            recipe, where = _beside(read_recipe(options.recipe), options.recipe), str(options.recipe)
+        recipe = consented(recipe, where, trust_remote_code=bool(options.trust_remote_code))
     elif options.reference is not None:
         recipe = Recipe(ModelChoice(options.reference))
     else:

@@ -30,6 +30,7 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import Start
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import UnitPlan
+from fsdptool.source.consent import check_consent, consented
 
 RUN = "run.json"
 LOCK = ".lock"
@@ -171,12 +172,17 @@ _FILES: dict[str, type] = {
 }
 
 
-def read_inputs(folder: Path) -> RunInputs:
+def read_inputs(folder: Path, *, trust_remote_code: bool = False) -> RunInputs:
     """Read a run folder.
+
+    Args:
+        folder: The run folder.
+        trust_remote_code: Whether the model's own code may run, if the folder says that it is needed.
 
     Raises:
         StorageError: A file cannot be read.
-        ConfigError: A file is not what it should be, or distillation lacks its teacher.
+        ConfigError: A file is not what it should be, distillation lacks its teacher, or the folder asks
+            to run the model's own code and ``trust_remote_code`` is not set.
     """
     found: dict[str, Any] = {}
     for name, record in _FILES.items():
@@ -186,6 +192,9 @@ def read_inputs(folder: Path) -> RunInputs:
     inputs = RunInputs(folder, **found)
     if method_of(inputs.recipe).teacher_choice(inputs.recipe) is not None and inputs.teacher_units is None:
         raise ConfigError(f"{folder} has no teacher_units.json", help="start the run with fsdptool train")
+    for spec in (inputs.spec, inputs.teacher_spec):
+        check_consent(spec, folder, trust_remote_code=trust_remote_code)
+    consented(inputs.recipe, folder, trust_remote_code=trust_remote_code)
     return inputs
 
 

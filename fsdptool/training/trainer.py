@@ -58,9 +58,15 @@ if TYPE_CHECKING:
     from fsdptool.training.interfaces import Batches
 
 
-def train(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
-    """Train what the run folder describes; returns the fields of the closing ``finished`` event."""
-    inputs = read_inputs(folder)
+def train(
+    folder: Path, events: EventLog, flag: SignalFlag, *, trust_remote_code: bool = False
+) -> Mapping[str, Any]:
+    """Train what the run folder describes; returns the fields of the closing ``finished`` event.
+
+    Raises:
+        ConfigError: The folder asks to run the model's own code, and ``trust_remote_code`` is not set.
+    """
+    inputs = read_inputs(folder, trust_remote_code=trust_remote_code)
     recipe, spec = inputs.recipe, inputs.spec
     # The process group first: everything below is collective.
     session = open_session(inputs.settings)

@@ -53,21 +53,24 @@ Body = Callable[[EventLog, SignalFlag], Mapping[str, Any]]
 
 def main(arguments: list[str]) -> int:
     """Run one worker and return its exit status."""
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m fsdptool.training.worker RUN_FOLDER\n")
+    trusted = arguments[1:] == ["--trust-remote-code"]
+    if len(arguments) != 1 + trusted:
+        sys.stderr.write("usage: python -m fsdptool.training.worker RUN_FOLDER [--trust-remote-code]\n")
         return 2
     folder = Path(arguments[0])
-    return run_guarded(folder, lambda events, flag: work(folder, events, flag))
+    return run_guarded(folder, lambda events, flag: work(folder, events, flag, trust_remote_code=trusted))
 
 
-def work(folder: Path, events: EventLog, flag: SignalFlag) -> Mapping[str, Any]:
+def work(
+    folder: Path, events: EventLog, flag: SignalFlag, *, trust_remote_code: bool = False
+) -> Mapping[str, Any]:
     """Train what ``folder`` describes; returns the fields of the closing ``finished`` event."""
     with watched(events):
         # Before torch, whose import takes seconds.
         report_phase(events, WorkerPhase.IMPORTING)
         from fsdptool.training.trainer import train
 
-        return train(folder, events, flag)
+        return train(folder, events, flag, trust_remote_code=trust_remote_code)
 
 
 def run_guarded(folder: Path, body: Body) -> int:

@@ -65,24 +65,16 @@ def write_job(folder: Path, recipe: str = RECIPE) -> tuple[Path, Path]:
 def strange_model(folder: Path, mark: Path) -> Path:
     """Write a model that comes with code; whoever imports the code leaves ``mark``."""
     folder.mkdir(parents=True)
-    config = {
-        **MODEL,
-        "model_type": "strange",
-        "architectures": ["StrangeForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "strange.StrangeConfig",
-            "AutoModelForCausalLM": "strange.StrangeForCausalLM",
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    auto = {"AutoConfig": "strange.LlamaConfig", "AutoModelForCausalLM": "strange.LlamaForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**MODEL, "auto_map": auto}))
     code = f"""\
 from pathlib import Path
 Path({str(mark)!r}).touch()
-from transformers import LlamaConfig, LlamaForCausalLM
-class StrangeConfig(LlamaConfig):
-    model_type = "strange"
-class StrangeForCausalLM(LlamaForCausalLM):
-    config_class = StrangeConfig
+import transformers
+class LlamaConfig(transformers.LlamaConfig):
+    pass
+class LlamaForCausalLM(transformers.LlamaForCausalLM):
+    config_class = LlamaConfig
 """
     (folder / "strange.py").write_text(code)
     return folder

@@ -58,6 +58,7 @@ def export_run(
     dtype: Dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     force: bool = False,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write the trained model of a run so that its own library loads it.
 
@@ -72,6 +73,7 @@ def export_run(
         dtype: Convert floating tensors to this; None keeps what was trained.
         shard_bytes: Largest size of one file.
         force: Replace an older export (or fill an empty folder); anything else is left alone.
+        trust_remote_code: Whether the model's own code may run.
 
     Raises:
         ConfigError: There is no usable checkpoint, or the options do not suit the run.
@@ -83,7 +85,7 @@ def export_run(
 
     target = output or run / EXPORT
     _check_target(target, force=force)
-    inputs = read_inputs(run)
+    inputs = read_inputs(run, trust_remote_code=trust_remote_code)
     adapters = method_of(inputs.recipe).adds_parameters
     if merge and not adapters:
         raise ConfigError("--merge is for LoRA runs, and this run trained the weights themselves")
