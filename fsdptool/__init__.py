@@ -1,4 +1,4 @@
-"""fsdptool: detect, plan, write, prove and run PyTorch FSDP2 configurations.
+"""fsdptool: plan, write, check and run PyTorch FSDP2 configurations.
 
 The public functions load on first use, so that ``import fsdptool`` costs nothing.
 """

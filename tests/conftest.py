@@ -32,7 +32,11 @@ def scratch_folders() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what uses the pool of ranks on one worker: two pools would only take turns on two cores."""
+    """Mark the tests that use the pool of ranks, and keep them on one worker.
+
+    Two pools would only take turns on two cores.
+    """
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.distributed)

@@ -31,6 +31,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.distributed
 def test_buffers_that_gloo_threads_release_do_not_add_up() -> None:
     """Twenty collectives in a row never hold more than one staging buffer, 4 bytes an element."""
     with socket.socket() as found:
