@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdptool.api.validate import emit_config as emit_config
+    from fsdptool.api.emit_config import emit_config as emit_config
     from fsdptool.api.validate import validate as validate
     from fsdptool.config.reader import read_settings as read_settings
     from fsdptool.config.recipe import read_recipe as read_recipe
@@ -23,7 +23,7 @@ _PUBLIC: dict[str, str] = {
     "write_settings": "fsdptool.config.writer",
     "detect": "fsdptool.inspection.api",
     "plan": "fsdptool.planning.plan",
-    "emit_config": "fsdptool.api.validate",
+    "emit_config": "fsdptool.api.emit_config",
     "validate": "fsdptool.api.validate",
 }
 """Public name to the module that defines it."""

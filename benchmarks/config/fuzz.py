@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.config import read_settings
-from fsdptool.config.dialects import DIALECTS
+from fsdptool.config.dialects import load_registry
 from fsdptool.config.fixes import fulfils, kept, repair
 from fsdptool.config.migrate import migrate_file, write_across
 from fsdptool.config.result import Reading, Verdict
@@ -256,7 +256,7 @@ def _fix(reading: Reading, report: Report, name: str) -> None:
 
 def _migrate(reading: Reading, report: Report, name: str) -> None:
     assert reading.source is not None
-    others = sorted(DIALECTS)
+    others = sorted(load_registry().names)
     for to in (None, others[len(reading.source.text) % len(others)]):
         migrated = migrate_file(Path(name), to=to, source=reading.source)
         if migrated.after is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -80,6 +81,55 @@ class Emission:
             text=text,
         )
         return envelope("emit-config", self.settings, report)
+
+
+def emit_config(
+    reference: str | None = None,
+    *,
+    plan: str | PathLike[str] | Plan | None = None,
+    candidate: str | None = None,
+    preset: str | None = None,
+    layout: str = "native",
+    wrap: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    processes: int | None = None,
+    nodes: int | None = None,
+    precision: str | None = None,
+    cpu: bool = False,
+    revision: str | None = None,
+    component: str | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Return the accelerate YAML for a plan or a model.
+
+    Args:
+        reference: A model: ``family:flavour``, hub id, folder.
+        plan: A plan instead: the record, or the path of its document.
+        candidate: Candidate of the plan; None: the chosen one.
+        preset: What a model's settings start from; None: ``single-node``.
+        layout, wrap, exclude, revision, component, trust_remote_code: Of a model, as for ``detect``.
+        processes, nodes, precision, cpu: Replace what the plan or preset says.
+
+    Raises:
+        ConfigError: Neither or both of model and plan are given, the plan chose nothing, or an argument
+            is impossible.
+        ReferenceError, ModelError: The model cannot be resolved or built.
+    """
+
+    emission = start(
+        reference,
+        plan=plan,
+        candidate=candidate,
+        preset=preset,
+        layout=layout,
+        wrap=tuple(wrap),
+        exclude=tuple(exclude),
+        revision=revision,
+        component=component,
+        trust_remote_code=trust_remote_code,
+    )
+    settings = adjust(emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
+    return replace(emission, settings=settings).text()
 
 
 def start(

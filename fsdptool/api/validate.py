@@ -1,18 +1,25 @@
-"""``fsdptool.validate`` and ``fsdptool.emit_config``: what the commands do, as functions."""
+"""``fsdptool.validate``: judging files, alone or against a model and hardware."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.config.checks.hardware import Hardware
 from fsdptool.config.reader import read_settings
-from fsdptool.config.result import Verdict, expand, found_by_chance
+from fsdptool.config.result import Reading, Verdict
+from fsdptool.errors import ConfigError, PlanError
+from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
 
 if TYPE_CHECKING:
-    from fsdptool.records.plan import Plan
+    from fsdptool.records.anatomy import Anatomy
+    from fsdptool.records.cluster import Gpu
+    from fsdptool.records.settings import FsdpSettings
 
 
 def validate(
@@ -50,76 +57,122 @@ def validate(
     named = [files] if isinstance(files, str | PathLike) else list(files)
     judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
     readings = []
-    for path, asked in expand(map(Path, named)).items():
+    for path, named_itself in expand(map(Path, named)).items():
         reading = read_settings(path, dialect=dialect, consumer=consumer, target=target, **judged)
-        readings.append(reading if asked else found_by_chance(reading))
+        readings.append(reading if named_itself else as_unnamed(reading))
     return Verdict(tuple(readings))
 
 
 def conditions(
     model: str | None, gpu: str | None, gpus: int | None, host_memory: str | None, *, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Return what else a file is judged against, as arguments of ``read_settings``."""
-    found: dict[str, Any] = {}
-    hardware = None
-    if gpu is not None or gpus is not None or host_memory is not None:
-        from fsdptool.config.checks.hardware import read_hardware
-
-        hardware = read_hardware(gpu, gpus, host_memory)
-    if model is not None:
-        from fsdptool.config.checks.model import inspect_model
-
-        found["model"] = inspect_model(model, trust_remote_code=trust_remote_code)
-    if hardware is not None:
-        found["hardware"] = replace(hardware, anatomy=found.get("model"))
-    return found
-
-
-def emit_config(
-    reference: str | None = None,
-    *,
-    plan: str | PathLike[str] | Plan | None = None,
-    candidate: str | None = None,
-    preset: str | None = None,
-    layout: str = "native",
-    wrap: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    processes: int | None = None,
-    nodes: int | None = None,
-    precision: str | None = None,
-    cpu: bool = False,
-    revision: str | None = None,
-    component: str | None = None,
-    trust_remote_code: bool = False,
-) -> str:
-    """Return the accelerate YAML for a plan or a model.
-
-    Args:
-        reference: A model: ``family:flavour``, hub id, folder.
-        plan: A plan instead: the record, or the path of its document.
-        candidate: Candidate of the plan; None: the chosen one.
-        preset: What a model's settings start from; None: ``single-node``.
-        layout, wrap, exclude, revision, component, trust_remote_code: Of a model, as for ``detect``.
-        processes, nodes, precision, cpu: Replace what the plan or preset says.
+    """Return what else a file is judged against, as arguments of ``read_settings``.
 
     Raises:
-        ConfigError: Neither or both of model and plan are given, the plan chose nothing, or an argument
-            is impossible.
+        PlanError: The GPU is not in the catalogue, the count is not positive, or a size cannot be read.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
-    from fsdptool.api import emit_config as emission
+    arguments: dict[str, Any] = {}
+    hardware = None
+    if gpu is not None or gpus is not None or host_memory is not None:
+        from fsdptool.planning.clusters import parse_size
+        from fsdptool.planning.gpu_catalogue import load_gpu
 
-    made = emission.start(
-        reference,
-        plan=plan,
-        candidate=candidate,
-        preset=preset,
-        layout=layout,
-        wrap=tuple(wrap),
-        exclude=tuple(exclude),
-        revision=revision,
-        component=component,
-        trust_remote_code=trust_remote_code,
+        if gpus is not None and gpus < 1:
+            raise PlanError(f"{gpus} GPUs cannot train", help="give the total number of GPUs, 1 or more")
+        device = load_gpu(gpu) if gpu is not None else None
+        hardware = Hardware(device, gpus, parse_size(host_memory) if host_memory else None)
+    if model is not None:
+        from fsdptool.inspection import inspect
+        from fsdptool.source import resolve
+
+        arguments["model"] = inspect(resolve(model, trust_remote_code=trust_remote_code))
+    if hardware is not None:
+        arguments["hardware"] = with_model(hardware, arguments.get("model"))
+    return arguments
+
+
+def with_model(hardware: Hardware, anatomy: Anatomy | None) -> Hardware:
+    """Return hardware on which the smallest run of a model can be predicted."""
+    if anatomy is None or hardware.gpu is None:
+        return replace(hardware, anatomy=anatomy)
+    return replace(hardware, anatomy=anatomy, fit=partial(_smallest_run, anatomy, hardware.gpu))
+
+
+def _smallest_run(
+    anatomy: Anatomy, gpu: Gpu, settings: FsdpSettings, layout: Layout, gpus: int, machines: int
+) -> tuple[int | None, int | None]:
+    """Return needed and usable bytes per GPU at micro-batch 1."""
+    from fsdptool.planning import predict
+    from fsdptool.planning.clusters import make_cluster
+
+    sharding = Sharding(layout="native") if layout == "native" else Sharding(layout, reduce_dtype=None)
+    recipe = Recipe(
+        ModelChoice(anatomy.spec.reference.id, revision=anatomy.spec.reference.revision),
+        batch=Batch(micro_batch=1, sequence_length=_sequence(anatomy)),
+        sharding=sharding,
     )
-    settings = emission.adjust(made.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
-    return replace(made, settings=settings).text()
+    bandwidth = 25e9 if machines > 1 else None
+    cluster = make_cluster(gpu, gpus // machines, machines, inter_node_bandwidth=bandwidth)
+    candidate = predict(anatomy.spec, anatomy, recipe, settings, cluster=cluster)
+    return candidate.device_total_bytes, candidate.usable_bytes
+
+
+def _sequence(anatomy: Anatomy) -> int | None:
+    """Text models are judged at 2,048 tokens or what they have positions for."""
+    config = anatomy.spec.config
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
+    positions = text.get("max_position_embeddings") or text.get("n_positions")
+    if "vocab_size" not in text:
+        return None
+    return min(2048, positions) if isinstance(positions, int) else 2048
+
+
+def expand(paths: Iterable[Path]) -> dict[Path, bool]:
+    """Return the files to read, each once, and whether it was named itself (not found in a folder).
+
+    A folder stands for its YAML and JSON files; names that begin with a dot are passed over, as are
+    the folders of installed packages.
+
+    Raises:
+        ConfigError: A folder holds no such file.
+    """
+    files: dict[Path, bool] = {}
+    for path in paths:
+        if not path.is_dir():
+            files[path] = True
+            continue
+        found = sorted(_configurations(path))
+        if not found:
+            raise ConfigError(f"there is no YAML or JSON file in {path}", help="name the files")
+        for item in found:
+            files.setdefault(item, False)
+    return files
+
+
+def _configurations(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        # Not entered at all: a repository's .git holds many times more files than the project.
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
+        for name in names:
+            item = Path(place, name)
+            known = not name.startswith(".") and item.suffix.lower() in (".yaml", ".yml", ".json")
+            if known and item.is_file():
+                yield item
+
+
+_INSTALLED = ("node_modules", "site-packages")
+
+
+def as_unnamed(reading: Reading) -> Reading:
+    """Return the reading of a file that nobody named: what is no configuration of ours is a warning."""
+    if not any(item.code in _NOT_OURS for item in reading.diagnostics):
+        return reading
+    diagnostics = tuple(
+        replace(item, severity="warning") if item.code in _NOT_OURS else item for item in reading.diagnostics
+    )
+    return replace(reading, diagnostics=diagnostics)
+
+
+_NOT_OURS = ("FSD107", "FSD109", "FSD110")

@@ -35,11 +35,11 @@ def command(
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Convert FSDP1 files to FSDP2 (in place, keeping comments), or to another dialect."""
-    from fsdptool.config.dialects import DIALECTS
+    from fsdptool.config.dialects import load_registry
     from fsdptool.config.migrate import migration_document
 
-    if to is not None and to not in DIALECTS:
-        raise ConfigError(f"unknown dialect {to!r}", help=f"choose one of: {', '.join(DIALECTS)}")
+    if to is not None:
+        load_registry().get(to)
     results = _migrate(files, to, dialect)
     if output is not None and len(results) > 1:
         raise ConfigError("--output accepts only one input file", help="migrate the files one by one")
@@ -61,9 +61,9 @@ def command(
 
 def _migrate(files: list[Path], to: str | None, dialect: str | None) -> list[Migrated]:
     """Migrate files, and what is a configuration in folders; the rest of a folder is passed over."""
+    from fsdptool.api.validate import expand
     from fsdptool.cli.validate import read_input
     from fsdptool.config.migrate import migrate_file
-    from fsdptool.config.result import expand
 
     results = []
     for path, named in expand(files).items():

@@ -56,8 +56,8 @@ def command(
     format: Annotated[FindingFormat, typer.Option("--format", help="Output format.")] = FindingFormat.TEXT,
 ) -> int:
     """Check how the consuming program will interpret a configuration: errors, dropped settings, fixes."""
-    from fsdptool.api.validate import conditions
-    from fsdptool.config.result import Verdict, expand, found_by_chance
+    from fsdptool.api.validate import as_unnamed, conditions, expand
+    from fsdptool.config.result import Verdict
     from fsdptool.report import findings
 
     judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
@@ -65,7 +65,7 @@ def command(
     readings = []
     for path, named in expand(files).items():
         reading = _read(path, dialect, consumer, judged)
-        readings.append(reading if named else found_by_chance(reading))
+        readings.append(reading if named else as_unnamed(reading))
     code = ExitCode.CLEAN
     if fix or unsafe_fixes or diff:
         repaired = [_repair(reading, unsafe_fixes, judged) for reading in readings]

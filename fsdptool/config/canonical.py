@@ -144,7 +144,7 @@ def settings_from(facts: Mapping[str, Any]) -> FsdpSettings:
     mesh = {name: facts[name] for name in MESH if facts.get(name) is not None}
     if strategy is not None:
         values["reshard_after_forward"] = RESHARD_OF_STRATEGY.get(strategy, True)
-        if strategy.startswith("hybrid") and not mesh:
+        if strategy.startswith("hybrid") and ParallelDims(**mesh) == ParallelDims():
             mesh = hybrid_mesh(facts.get("num_processes"), facts.get("num_machines"))
     if values.get("wrap_policy") != "size":
         values.pop("min_num_params", None)

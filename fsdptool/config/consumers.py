@@ -1,100 +1,124 @@
-"""Who reads a file: consumers, their versions, and the version facts the rules depend on."""
+"""Who reads a file: the programs, their versions, and the version that a file is judged for."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fsdptool.config.result import Consumer
 from fsdptool.errors import ConfigError
 
-CHECKED = {"accelerate": "1.15.0", "transformers": "5.23.0"}
-"""Versions whose behaviour the tests run against the rules."""
 
-CONSUMERS = {
-    "accelerate": "accelerate launch and the plugin it builds",
-    "fsdptool": "fsdptool's own trainer, started on an accelerate YAML",
-    "trainer": "transformers' TrainingArguments",
-    "axolotl": "axolotl",
-    "llamafactory": "LLaMA-Factory",
-    "simpletuner": "SimpleTuner",
-}
-_PACKAGE = {
-    "trainer": "transformers",
-    "llamafactory": "transformers",
-    "axolotl": "axolotl",
-    "fsdptool": "fsdptool",
-}
-_PROGRAMS = {
-    "accelerate": "accelerate",
-    "transformers": "trainer",
-    "fsdptool": "fsdptool",
-    "axolotl": "axolotl",
-    "simpletuner": "simpletuner",
-}
-"""Package to the consumer whose version it is; LLaMA-Factory's FSDP keys are transformers'."""
-_READ_IN_SOURCE = {"axolotl": "0.19.0", "simpletuner": "4.8.0", "llamafactory": "5.23.0"}
-"""Programs that are not installed beside us: the version that was read, and for axolotl run."""
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that reads configuration files.
 
-NATURAL = {
-    "accelerate": "accelerate",
-    "flags": "accelerate",
-    "env": "accelerate",
-    "trainer": "trainer",
-    "axolotl": "axolotl",
-    "llamafactory": "llamafactory",
-    "simpletuner": "simpletuner",
-}
-"""The consumer of a dialect unless somebody says otherwise."""
+    Attributes:
+        name: What ``--consumer`` calls it.
+        title: What it is, for people.
+        package: Distribution whose version counts and which ``--target PACKAGE==VERSION`` names.
+        assumed: Version to judge for where the program need not be installed here; None: the installed one.
+        checked: Version that the rules were checked against by running it, or None.
+    """
 
-READS = {
-    "accelerate": ("accelerate", "flags", "env"),
-    "fsdptool": ("accelerate", "flags", "env"),
-    "trainer": ("trainer",),
-    "axolotl": ("axolotl",),
-    # LLaMA-Factory hands the file that its fsdp_config names to transformers.
-    "llamafactory": ("llamafactory", "trainer"),
-    "simpletuner": ("simpletuner", "flags"),
+    name: str
+    title: str
+    package: str
+    assumed: str | None = None
+    checked: str | None = None
+
+
+PROGRAMS = {
+    program.name: program
+    for program in (
+        Program("accelerate", "accelerate launch and the plugin it builds", "accelerate", None, "1.15.0"),
+        Program("fsdptool", "fsdptool's own trainer, started on an accelerate YAML", "fsdptool"),
+        Program("trainer", "transformers' TrainingArguments", "transformers", None, "5.23.0"),
+        Program("axolotl", "axolotl", "axolotl", "0.19.0"),
+        # Its FSDP keys are transformers'.
+        Program("llamafactory", "LLaMA-Factory", "transformers", "5.23.0", "5.23.0"),
+        Program("simpletuner", "SimpleTuner", "simpletuner", "4.8.0"),
+    )
 }
-"""The dialects each consumer reads."""
+"""The programs that the shipped dialects are for, by name; another dialect brings its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """The program that will read the file, at a version.
+
+    ``checked`` is False when the version is not one the rules were checked against by running it.
+    """
+
+    name: str
+    version: str
+    checked: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+    def before(self, *parts: int) -> bool:
+        """Whether the version is older than ``parts``."""
+        numbers = []
+        for piece in self.version.split(".")[: len(parts)]:
+            digits = "".join(character for character in piece if character.isdecimal())
+            numbers.append(int(digits[:9] or 0))
+        return tuple(numbers) < parts
+
+
+def known_programs() -> dict[str, Program]:
+    """Return every program by name: those above, and what installed dialects bring."""
+    from fsdptool.config.dialects import load_registry
+
+    brought = (program for dialect in load_registry().all() for program in dialect.programs)
+    return {program.name: program for program in brought} | PROGRAMS
 
 
 def resolve_consumer(
-    name: str | None, target: str | None, dialect: str, *, noted: str | None = None
+    name: str | None,
+    target: str | None,
+    natural: str,
+    *,
+    noted: str | None = None,
+    programs: Iterable[Program] = (),
 ) -> Consumer:
     """Return the consumer a file is judged for.
 
     Args:
         name: ``--consumer``, or None.
         target: ``--target``, ``accelerate==1.15`` or a bare version.
-        dialect: The file's dialect, whose natural consumer counts where nobody says otherwise.
+        natural: The consumer of the file's dialect, which counts where nobody says otherwise.
         noted: What a ``# fsdptool: consumer=NAME`` comment in the file says; a target of another
             program is then not about this file.
+        programs: Programs that the file's dialect brings.
 
     Raises:
-        ConfigError: There is no such consumer, the target is malformed or names no program we know, or
+        ConfigError: There is no such consumer, the target is malformed or names an unknown program, or
             name and target are two programs.
     """
-    chosen = name or noted or NATURAL.get(dialect, "accelerate")
-    if chosen not in CONSUMERS:
-        raise ConfigError(f"unknown consumer {chosen!r}", help=f"choose one of: {', '.join(CONSUMERS)}")
+    chosen = name or noted or natural
+    brought = {program.name: program for program in programs}
+    program = brought.get(chosen) or PROGRAMS.get(chosen) or known_programs().get(chosen)
+    if program is None:
+        raise ConfigError(
+            f"unknown consumer {chosen!r}", help=f"choose one of: {', '.join(known_programs())}"
+        )
     package, version = _target(target)
-    if package is not None and package != _PACKAGE.get(chosen, chosen):
+    if package is not None and package != program.package:
         if name is not None:
             raise ConfigError(
-                f"--consumer {name} is not what --target {target} is a version of",
-                help=f"give --target {_PACKAGE.get(chosen, chosen)}==VERSION, or leave one of the two out",
+                f"--consumer {name} and --target {target} name different programs",
+                help=f"give --target {program.package}==VERSION, or leave one of the two out",
             )
         if noted is not None:
             version = None
         else:
-            chosen = _PROGRAMS[package]
-    package_name = _PACKAGE.get(chosen, chosen)
+            program = _of_package(package) or program
     if version is None:
-        version = _READ_IN_SOURCE.get(chosen) or _installed(package_name)
-    checked = CHECKED.get(package_name)
-    return Consumer(chosen, version, checked is None or _same_minor(version, checked))
+        version = program.assumed or _installed(program.package) or program.checked or "0"
+    return Consumer(program.name, version, program.checked is None or _same_minor(version, program.checked))
 
 
 def _target(target: str | None) -> tuple[str | None, str | None]:
@@ -110,16 +134,25 @@ def _target(target: str | None) -> tuple[str | None, str | None]:
         raise ConfigError(
             f"--target {target!r} is not PACKAGE==VERSION", help="for example --target accelerate==1.15"
         )
-    if package and package not in _PROGRAMS:
+    if package and _of_package(package) is None:
+        packages = dict.fromkeys(program.package for program in known_programs().values())
         raise ConfigError(
-            f"--target {target!r} names no program whose rules are known",
-            help=f"choose one of: {', '.join(_PROGRAMS)}",
+            f"--target {target!r} does not name a known program", help=f"choose one of: {', '.join(packages)}"
         )
     return package or None, version
 
 
+def _of_package(package: str) -> Program | None:
+    """Return the first program of a package: for transformers that is the Trainer."""
+    for programs in (PROGRAMS, known_programs()):
+        for program in programs.values():
+            if program.package == package:
+                return program
+    return None
+
+
 @cache
-def _installed(package: str) -> str:
+def _installed(package: str) -> str | None:
     """Return an installed version from the names of metadata folders: reading the metadata costs 50 ms."""
     prefix = f"{package}-"
     for folder in sys.path:
@@ -130,7 +163,7 @@ def _installed(package: str) -> str:
         for name in names:
             if name.endswith(".dist-info") and name.lower().startswith(prefix):
                 return name[len(prefix) : -len(".dist-info")]
-    return CHECKED.get(package, "0")
+    return None
 
 
 def _same_minor(version: str, checked: str) -> bool:

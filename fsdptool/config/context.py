@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fsdptool.config.consumers import Consumer
 from fsdptool.config.edits import Editor
-from fsdptool.config.result import Consumer, Ignored
+from fsdptool.config.result import Ignored
 from fsdptool.config.rules import RULES
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry, Node
 from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, Severity
 
+if TYPE_CHECKING:
+    from fsdptool.config.dialects.protocol import Dialect
+
 _MISWRITTEN = frozenset({"FSD201", "FSD202", "FSD203", "FSD210", "FSD211", "FSD216"})
 """Findings about keys that do not count, for their spelling or their place."""
 
-_RESTING = {
+_DEPENDENT = {
     "wrap_policy": ("FSD315", "FSD325"),
     "fsdp_version": ("FSD301", "FSD302", "FSD303", "FSD338"),
 }
@@ -43,24 +47,57 @@ class Finding:
 
 @dataclass(slots=True)
 class LintContext:
-    """Everything a dialect and the rules share while a file is read.
+    """Everything a dialect and the checks share while a file is read.
 
-    ``facts`` holds canonical settings only (see :mod:`fsdptool.config.canonical`); ``extras`` what rules
-    need besides (``gradient_checkpointing``, ``deepspeed``, ``optimizer``); ``unheeded`` what is in
-    effect instead of a fact that the file writes and the consumer never takes from it.
+    Attributes:
+        source: The text.
+        document: Its tree.
+        consumer: The program it is read for.
+        dialect: The dialect it is written in.
+        environment: Variables the program would inherit.
+        facts: Canonical settings (:mod:`fsdptool.config.canonical`), as the consumer would have them.
+        findings: What was reported.
+        ignored: What is written and not used.
+        overridden: Canonical setting to what is in effect instead of the value that the file writes.
+        names: Canonical setting to the key that the dialect writes it with.
+        runs_fsdp: Whether the consumer would start FSDP.
+        configures_fsdp: Whether the file holds FSDP settings at all; if not, nothing more is checked.
+        distributed_type: accelerate's ``distributed_type``.
+        deepspeed: Whether DeepSpeed is configured, too.
+        fsdp_block: accelerate's ``fsdp_config``.
+        parallelism_block: Mapping that holds the mesh, or None where no mesh is written.
+        fsdp_entry: The entry that switches FSDP on, for findings on what it lacks.
+        config_path: File that ``fsdp_config`` names instead of holding the settings.
+        gradient_checkpointing: The program's own checkpointing, where it is switched on.
+        save_only_model: The Trainer's ``save_only_model``, where it is switched on.
+        loads_best_model: Whether the Trainer loads the best model at the end.
+        load_in_4bit: Whether the base model is quantised while it is loaded.
+        migration_refusal: Why this file cannot become FSDP2, or None.
     """
 
     source: SourceText
     document: Document
     consumer: Consumer
-    dialect: str
+    dialect: Dialect
     environment: Mapping[str, str] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
-    extras: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
-    unheeded: dict[str, Any] = field(default_factory=dict)
+    overridden: dict[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     runs_fsdp: bool = True
+    configures_fsdp: bool = True
+    distributed_type: str | None = None
+    deepspeed: bool = False
+    fsdp_block: Node | None = None
+    parallelism_block: Node | None = None
+    fsdp_entry: Entry | None = None
+    config_path: str | None = None
+    gradient_checkpointing: Entry | None = None
+    save_only_model: Entry | None = None
+    loads_best_model: bool = False
+    load_in_4bit: bool = False
+    migration_refusal: str | None = None
 
     @property
     def root(self) -> Node:
@@ -91,8 +128,7 @@ class LintContext:
 
     def name(self, key: str) -> str:
         """Return what the dialect calls a canonical setting."""
-        names: dict[str, str] = self.extras.get("names", {})
-        return names.get(key, key)
+        return self.names.get(key, key)
 
     def set(self, key: str, value: Any, *, entry: Entry | None = None, origin: str | None = None) -> None:
         """Record a setting. Without ``origin`` it came from ``entry``'s line."""
@@ -201,10 +237,10 @@ class LintContext:
                 names.add(str(finding.changes.get("*")))
         return frozenset(names)
 
-    def withhold(self) -> None:
+    def withhold_dependent_fixes(self) -> None:
         """Take back the fixes that rest on a setting which is itself about to begin to count."""
         pending = self.pending()
-        codes = {code for name, codes in _RESTING.items() if name in pending for code in codes}
+        codes = {code for name, codes in _DEPENDENT.items() if name in pending for code in codes}
         for index, finding in enumerate(self.findings):
             if finding.diagnostic.code in codes:
                 bare = replace(finding.diagnostic, fix=None)

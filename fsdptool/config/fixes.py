@@ -55,7 +55,7 @@ def repair(
     refused: set[tuple[str, str]] = set()
     applied: list[Applied] = []
     judge = reading.consumer
-    arguments = {**judged, "dialect": reading.dialect, "consumer": judge.name, "target": judge.version}
+    arguments = {**judged, "dialect": reading.written_in, "consumer": judge.name, "target": judge.version}
     # Safe fixes first: an unsafe one (a migration) rewrites lines that they repair. And once more
     # afterwards, for what an unsafe one brought to light.
     for safe in (True, False, True) if unsafe else (True,):

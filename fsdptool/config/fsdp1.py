@@ -5,17 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from fsdptool.config.canonical import LEGACY, RESHARD_OF_STRATEGY, hybrid_mesh
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects import DIALECTS
+from fsdptool.config.dialects import parse_source
+from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.edits import Editor, apply_edits
-from fsdptool.files.json_tree import parse_json
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Entry, Node, ParseError
-from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.records.diagnostic import Edit
 
 
@@ -53,14 +51,11 @@ def migration(lint: LintContext) -> Migration:
     if strategy.startswith("hybrid"):
         mesh = hybrid_mesh(lint.get("num_processes"), lint.get("num_machines"))
     target = Target(RESHARD_OF_STRATEGY[strategy], lint.get("state_dict_type") or "full", mesh)
-    if lint.consumer.name == "simpletuner" and lint.document.language == "flags":
-        return Migration(None, refusal="write --fsdp_version 2 on the command line yourself")
-    if lint.document.language in ("env", "flags"):
-        return Migration(None, refusal=f"it is written anew: fsdptool migrate --to {lint.dialect} FILE")
+    if not lint.dialect.in_place:
+        return Migration(None, refusal=f"write the file anew: fsdptool migrate --to {lint.dialect.name} FILE")
     try:
-        module = import_module(f"fsdptool.config.dialects.{DIALECTS[lint.dialect]}")
-        steps = Rewriter(lint.source)
-        further = module.migrate(steps, lint, target) or {}
+        steps = Rewriter(lint.source, lint.dialect)
+        further = lint.dialect.migrate(steps, lint, target)
     except NotEditableError as error:
         return Migration(None, refusal=f"the file's form does not allow it: {error}")
     changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh, **further}
@@ -76,16 +71,16 @@ def _refusal(lint: LintContext) -> str | None:
         return "NO_SHARD is plain data parallelism: use distributed_type MULTI_GPU (DDP) instead of FSDP"
     if lint.get("state_dict_type") == "local":
         return "LOCAL_STATE_DICT is not supported by FSDP2: use SHARDED_STATE_DICT"
-    if lint.extras.get("no_migration"):
-        return str(lint.extras["no_migration"])
+    if lint.migration_refusal:
+        return lint.migration_refusal
     if lint.has("FSD336", severity="error"):
         return "decide first: the strategy that is written never ran (FULL_SHARD did)"
     if strategy is not None and strategy.startswith("hybrid"):
         machines, processes = lint.get("num_machines"), lint.get("num_processes")
-        if lint.dialect == "trainer":
+        if "dp_replicate" in lint.dialect.cannot:
             return (
-                "hybrid sharding is a mesh under FSDP2, which TrainingArguments cannot express: "
-                "migrate --to accelerate"
+                f"hybrid sharding is a mesh under FSDP2, which {lint.dialect.name} files cannot express: "
+                "fsdptool migrate --to accelerate"
             )
         if isinstance(machines, int) and machines > 1 and not hybrid_mesh(processes, machines):
             return "hybrid sharding needs num_processes, a multiple of num_machines, for its mesh"
@@ -99,14 +94,14 @@ class NotEditableError(Exception):
 class Rewriter:
     """A text that is edited one step at a time and parsed again after each."""
 
-    def __init__(self, source: SourceText) -> None:
+    def __init__(self, source: SourceText, dialect: Dialect) -> None:
         self.source = source
+        self.dialect = dialect
         self._parse()
 
     def _parse(self) -> None:
-        is_json = (self.source.path or "").lower().endswith(".json")
         try:
-            self.document = parse_json(self.source.text) if is_json else parse_yaml(self.source.text)
+            self.document = parse_source(self.source, self.dialect)
         except ParseError as error:
             raise NotEditableError(error.message) from error
         self.editor = Editor(self.source, self.document)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fsdptool.config.canonical import LAUNCH
-from fsdptool.config.dialects import DIALECTS
+from fsdptool.config.dialects import load_registry
 from fsdptool.config.fixes import repair
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading
@@ -86,16 +85,16 @@ def migrate_file(
 def _refusal(reading: Reading) -> tuple[str, str | None] | None:
     for item in reading.diagnostics:
         if item.code in ("FSD114", "FSD332", "FSD333") or (item.code == "FSD301" and item.fix is None):
-            if item.code == "FSD301" and reading.dialect in ("flags", "env"):
+            if item.code == "FSD301" and reading.written_in is not None and not reading.written_in.in_place:
                 continue
             return item.message if item.code != "FSD301" else "cannot be migrated", item.help
     return None
 
 
 def _in_place(path: Path, reading: Reading) -> Migrated:
-    assert reading.source is not None
-    if reading.version == 1 and reading.dialect in ("flags", "env"):
-        return _across(path, reading, reading.dialect)
+    assert reading.source is not None and reading.written_in is not None
+    if reading.version == 1 and not reading.written_in.in_place:
+        return _across(path, reading, reading.written_in.name)
     safe = repair(reading)
     result = repair(safe.reading, unsafe=True, only=_CODES)
     final = repair(result.reading)
@@ -170,7 +169,7 @@ def write_across(
     Raises:
         ConfigError: A setting that shapes the run cannot be expressed; the message names it.
     """
-    cannot = import_module(f"fsdptool.config.dialects.{DIALECTS[to]}").CANNOT if to in DIALECTS else ()
+    cannot = load_registry().get(to).cannot
     default = FsdpSettings()
     lost = [name for name in _LAUNCH if name in cannot and getattr(settings, name) != getattr(default, name)]
     notes = tuple(

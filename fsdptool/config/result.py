@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from fsdptool.config.consumers import Consumer
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document
@@ -25,28 +24,8 @@ from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import envelope
 from fsdptool.records.settings import FsdpSettings
 
-
-@dataclass(frozen=True, slots=True)
-class Consumer:
-    """The program that will read the file, at a version.
-
-    ``checked`` is False when the version is not one the rules were checked against by running it.
-    """
-
-    name: str
-    version: str
-    checked: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version}"
-
-    def before(self, *parts: int) -> bool:
-        """Whether the version is older than ``parts``."""
-        numbers = []
-        for piece in self.version.split(".")[: len(parts)]:
-            digits = "".join(character for character in piece if character.isdecimal())
-            numbers.append(int(digits[:9] or 0))
-        return tuple(numbers) < parts
+if TYPE_CHECKING:
+    from fsdptool.config.dialects.protocol import Dialect
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +58,7 @@ class Reading:
         diagnostics: Findings, in the order of the file.
         effective: Every setting that takes effect, with its origin.
         ignored: What was written and does nothing.
-        dialect: Name of the dialect, or None when it was not recognised.
+        dialect: Name of the dialect, or None when it was not recognised; ``written_in`` is the dialect.
         consumer: Who the file was judged for.
         version: FSDP version the consumer would run, or None if it would not run FSDP.
         changes: Per diagnostic (same index): settings its fix changes, by key.
@@ -99,6 +78,7 @@ class Reading:
     changes: tuple[Mapping[str, Any], ...] = ()
     suppressed: tuple[Diagnostic, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    written_in: Dialect | None = field(default=None, repr=False)
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
@@ -208,55 +188,6 @@ def _json(value: Any) -> Any:
     if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
         return str(value)
     return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
-
-
-def expand(paths: Iterable[Path]) -> dict[Path, bool]:
-    """Return the files to read, each once, and whether it was named itself (not found in a folder).
-
-    A folder stands for its YAML and JSON files; names that begin with a dot are passed over, as are
-    the folders of installed packages.
-
-    Raises:
-        ConfigError: A folder holds no such file.
-    """
-    files: dict[Path, bool] = {}
-    for path in paths:
-        if not path.is_dir():
-            files[path] = True
-            continue
-        found = sorted(_configurations(path))
-        if not found:
-            raise ConfigError(f"there is no YAML or JSON file in {path}", help="name the files")
-        for item in found:
-            files.setdefault(item, False)
-    return files
-
-
-def _configurations(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        # Not entered at all: a repository's .git holds many times more files than the project.
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
-        for name in names:
-            item = Path(place, name)
-            known = not name.startswith(".") and item.suffix.lower() in (".yaml", ".yml", ".json")
-            if known and item.is_file():
-                yield item
-
-
-_INSTALLED = ("node_modules", "site-packages")
-
-
-def found_by_chance(reading: Reading) -> Reading:
-    """Return the reading of a file that nobody named: what is no configuration of ours is a warning."""
-    if not any(item.code in _NOT_OURS for item in reading.diagnostics):
-        return reading
-    diagnostics = tuple(
-        replace(item, severity="warning") if item.code in _NOT_OURS else item for item in reading.diagnostics
-    )
-    return replace(reading, diagnostics=diagnostics)
-
-
-_NOT_OURS = ("FSD107", "FSD109", "FSD110")
 
 
 def explain_document(reading: Reading) -> Mapping[str, Any]:

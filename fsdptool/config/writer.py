@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fsdptool.config.dialects import DIALECTS
-from fsdptool.config.dialects.accelerate import reader as accelerate
+from fsdptool.config.dialects import load_registry
+from fsdptool.config.dialects.accelerate import mapping as accelerate
+from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.fsdp1 import NotEditableError, Rewriter
 from fsdptool.config.reader import read_settings
 from fsdptool.errors import ConfigError
@@ -21,22 +21,21 @@ from fsdptool.records.settings import FsdpSettings
 MODELINE = "# yaml-language-server: $schema=accelerate-fsdp2.schema.json"
 
 
-def write_settings(settings: FsdpSettings, dialect: str = "accelerate", *, header: Sequence[str] = ()) -> str:
+def write_settings(
+    settings: FsdpSettings, dialect: str | Dialect = "accelerate", *, header: Sequence[str] = ()
+) -> str:
     """Return the settings as a file of a dialect, every default that differs between programs written out.
 
     Args:
         settings: What to write.
-        dialect: ``accelerate``, ``trainer``, ``axolotl``, ``llamafactory``, ``simpletuner``, ``env``
-            or ``flags``.
+        dialect: Name of a dialect (``accelerate``, ``trainer``, ...), or the dialect itself.
         header: Comment lines (without ``#``) to put first, where the dialect has comments.
 
     Raises:
         ConfigError: The dialect is unknown, or cannot express a setting; the message names it.
     """
-    if dialect not in DIALECTS:
-        raise ConfigError(f"unknown dialect {dialect!r}", help=f"choose one of: {', '.join(DIALECTS)}")
-    text: str = import_module(f"fsdptool.config.dialects.{DIALECTS[dialect]}").write(settings, tuple(header))
-    return text
+    chosen = load_registry().get(dialect) if isinstance(dialect, str) else dialect
+    return chosen.write(settings, tuple(header))
 
 
 def emit_yaml(
@@ -118,7 +117,7 @@ def merge_into(path: str | Path | SourceText, settings: FsdpSettings) -> Merged:
     block = wanted.pop("fsdp_config")
     mesh = wanted.pop("parallelism_config", {})
     try:
-        steps = Rewriter(source)
+        steps = Rewriter(source, load_registry().get("accelerate"))
         _single_keys(steps)
         for key, value in wanted.items():
             # The two are the person's own, and nothing a plan decides.

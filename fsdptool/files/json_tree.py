@@ -7,6 +7,7 @@ import re
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
+from fsdptool.files.text import SourceText
 from fsdptool.files.tree import DEPTH_LIMIT, NODE_LIMIT, Document, Entry, Node, ParseError
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -19,6 +20,17 @@ _WORDS = {
     "Infinity": float("inf"),
     "-Infinity": float("-inf"),
 }
+
+
+def parse_json_source(source: SourceText) -> Document:
+    """Parse a JSON file, which Python's ``json`` refuses behind a byte-order mark.
+
+    Raises:
+        ParseError: As :func:`parse_json`.
+    """
+    if source.bom:
+        raise ParseError("FSD104", "not JSON to Python: the file begins with a byte-order mark", 0)
+    return parse_json(source.text)
 
 
 def parse_json(text: str) -> Document:

@@ -15,13 +15,15 @@ from test_rules_against_accelerate import GOOD, MESHES, OURS, REFUSED, SILENT, c
 from test_rules_against_transformers import CASES
 
 import fsdptool
+from fsdptool.api.validate import with_model
 from fsdptool.cli.rule import all_rules
 from fsdptool.config import read_settings
 from fsdptool.config.checks.hardware import Hardware
-from fsdptool.config.checks.model import inspect_model
 from fsdptool.config.rules import RULES
 from fsdptool.files.text import SIZE_LIMIT
+from fsdptool.inspection import inspect
 from fsdptool.planning import load_gpu
+from fsdptool.source import resolve
 
 TRAINER = "output_dir: o\nfsdp: true\nfsdp_config:\n  version: 2\n"
 SIMPLETUNER = '{"model_family": "flux",\n "fsdp_enable": true,\n "num_processes": 2,\n %s}'
@@ -129,16 +131,16 @@ def named(*classes: str) -> str:
 
 
 def test_every_code_about_a_model_has_a_case(tmp_path: Path) -> None:
-    llama = inspect_model(tiny(tmp_path / "llama", "llama", "LlamaForCausalLM", **LLAMA))
-    bart = inspect_model(tiny(tmp_path / "bart", "bart", "BartForConditionalGeneration", **BART))
-    distil = inspect_model(tiny(tmp_path / "distil", "distilbert", "DistilBertForMaskedLM", **DISTIL))
-    mistral = inspect_model(
-        tiny(tmp_path / "mistral", "mistral", "MistralForCausalLM", **LLAMA, sliding_window=32)
+    llama = inspect(resolve(tiny(tmp_path / "llama", "llama", "LlamaForCausalLM", **LLAMA)))
+    bart = inspect(resolve(tiny(tmp_path / "bart", "bart", "BartForConditionalGeneration", **BART)))
+    distil = inspect(resolve(tiny(tmp_path / "distil", "distilbert", "DistilBertForMaskedLM", **DISTIL)))
+    mistral = inspect(
+        resolve(tiny(tmp_path / "mistral", "mistral", "MistralForCausalLM", **LLAMA, sliding_window=32))
     )
-    t5 = inspect_model(
+    t5 = inspect(resolve(
         tiny(tmp_path / "t5", "t5", "T5ForConditionalGeneration",
              d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=128)
-    )  # fmt: skip
+    ))  # fmt: skip
     cp = "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_cp_size: 2\n"
     by_size = change(
         ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"),
@@ -169,8 +171,10 @@ def _llava(folder: Path) -> Any:
               "num_hidden_layers": 2, "num_attention_heads": 2,
               "image_size": 8, "patch_size": 4, "projection_dim": 8}  # fmt: skip
     text = {"model_type": "llama", **LLAMA}
-    return inspect_model(
-        tiny(folder, "llava", "LlavaForConditionalGeneration", vision_config=vision, text_config=text)
+    return inspect(
+        resolve(
+            tiny(folder, "llava", "LlavaForConditionalGeneration", vision_config=vision, text_config=text)
+        )
     )
 
 
@@ -223,7 +227,7 @@ def test_accelerate_crashes_on_persistent_buffers() -> None:
 
 def test_every_code_about_hardware_has_a_case(tmp_path: Path) -> None:
     large = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
-    anatomy = inspect_model(tiny(tmp_path / "large", "llama", "LlamaForCausalLM", **large))
+    anatomy = inspect(resolve(tiny(tmp_path / "large", "llama", "LlamaForCausalLM", **large)))
     offload = change(("num_processes: 8", "num_processes: 2"), add="  fsdp_offload_params: true\n")
     two = change(("num_processes: 8", "num_processes: 2"), ("bf16", "fp16"))
     v100 = load_gpu("V100-SXM2-16GB")
@@ -236,10 +240,10 @@ def test_every_code_about_hardware_has_a_case(tmp_path: Path) -> None:
         "FSD506": (change(("num_processes: 8\n", "")), Hardware(v100, None, None, anatomy)),
     }
     for code, (text, hardware) in cases.items():
-        assert code in found(text, hardware=hardware), code
+        assert code in found(text, hardware=with_model(hardware, hardware.anatomy)), code
     assert set(cases) == {code for code, rule in RULES.items() if rule.family == "hardware"}
     fits = change(("num_processes: 8", "num_processes: 64"), ("bf16", "fp16"))
-    assert "FSD503" not in found(fits, hardware=Hardware(load_gpu("H100-80GB-SXM"), 64, None, anatomy))
+    assert "FSD503" not in found(fits, hardware=with_model(Hardware(load_gpu("H100-80GB-SXM"), 64), anatomy))
 
 
 def test_every_code_in_the_source_has_a_page_and_every_page_a_code() -> None:

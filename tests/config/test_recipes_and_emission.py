@@ -17,15 +17,16 @@ import fsdptool
 from fsdptool.api.emit_config import PRESETS
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
-from fsdptool.config.checks.model import inspect_model
 from fsdptool.config.fixes import repair
 from fsdptool.config.recipe import dump_recipe, read_recipe
 from fsdptool.config.recipe_constraints import RANGES
 from fsdptool.errors import ConfigError
 from fsdptool.files.schemas import load_schema
+from fsdptool.inspection import inspect
 from fsdptool.modeling.context_parallel import attention_kinds
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 from fsdptool.records.schema import generate
+from fsdptool.source import resolve
 
 MINIMAL = "model:\n  reference: llama3:8b\n"
 WRONG = {
@@ -166,7 +167,7 @@ def test_a_model_gets_its_classes_and_the_differences_are_listed(
 
 
 def test_settings_against_a_model(tmp_path: Path) -> None:
-    anatomy = inspect_model(str(_tiny(tmp_path)))
+    anatomy = inspect(resolve(str(_tiny(tmp_path))))
     good = tmp_path / "good.yaml"
     assert (
         run(["emit-config", "--preset", "single-node", "--wrap", "LlamaDecoderLayer", "-o", str(good)]) == 0
@@ -201,13 +202,15 @@ def test_context_parallelism_on_models_that_cannot(tmp_path: Path) -> None:
     assert attention_kinds({"layer_types": ["full_attention", "linear_attention"]}) == ["linear_attention"]
     assert attention_kinds({"model_type": "llama"}) == []
     (tmp_path / "mistral").mkdir()
-    anatomy = inspect_model(
-        str(
-            _tiny(
-                tmp_path / "mistral",
-                model_type="mistral",
-                sliding_window=32,
-                architectures=["MistralForCausalLM"],
+    anatomy = inspect(
+        resolve(
+            str(
+                _tiny(
+                    tmp_path / "mistral",
+                    model_type="mistral",
+                    sliding_window=32,
+                    architectures=["MistralForCausalLM"],
+                )
             )
         )
     )
@@ -229,7 +232,7 @@ def test_multi_way_ties_and_empty_hints(tmp_path: Path) -> None:
         "vocab_size": 128,
     }
     (tmp_path / "t5" / "config.json").write_text(json.dumps(t5))
-    anatomy = inspect_model(str(tmp_path / "t5"))
+    anatomy = inspect(resolve(str(tmp_path / "t5")))
     path = tmp_path / "fsdp.yaml"
     run(["emit-config", "--preset", "single-node", "--wrap", "T5Block", "-o", str(path)])
     assert "FSD405" in {item.code for item in read_settings(path, model=anatomy).diagnostics}

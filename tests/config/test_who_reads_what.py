@@ -12,19 +12,22 @@ from test_rules_against_accelerate import GOOD
 
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings, write_settings
-from fsdptool.config.consumers import CONSUMERS, NATURAL, READS
+from fsdptool.config.consumers import PROGRAMS
+from fsdptool.config.dialects import load_registry
 from fsdptool.config.fixes import repair
-from fsdptool.config.line_tree import _SWITCHES
 from fsdptool.config.migrate import migrate_file
+from fsdptool.config.shell import _SWITCHES
 from fsdptool.errors import ConfigError
 from fsdptool.files.schemas import load_schema
 from fsdptool.records.settings import FsdpSettings
 
+NATURAL = {dialect.name: dialect.consumers[0] for dialect in load_registry().all()}
+READS = {name: [dialect.name for dialect in load_registry().read_by(name)] for name in PROGRAMS}
 TEXTS = {dialect: write_settings(FsdpSettings(wrap_classes=("Block",)), dialect) for dialect in NATURAL}
 
 
 @pytest.mark.parametrize("dialect", NATURAL)
-@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("consumer", PROGRAMS)
 def test_a_file_is_judged_for_its_readers_only(consumer: str, dialect: str) -> None:
     reading = read_settings(TEXTS[dialect], consumer=consumer)
     assert reading.consumer.name == consumer and reading.dialect == dialect

@@ -5,13 +5,15 @@ Each function looks at the facts of a file and reports; the dialects have report
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import WRITTEN
-from fsdptool.config.checks import mesh as mesh_rules
-from fsdptool.config.checks.mesh import judge_processes, launched_by_accelerate
+from fsdptool.config.checks.mesh import check_mesh, check_processes, launched_by_accelerate
 from fsdptool.config.context import LintContext
-from fsdptool.files.tree import Entry, Node
+
+if TYPE_CHECKING:
+    from fsdptool.config.checks.hardware import Hardware
+    from fsdptool.records.anatomy import Anatomy
 
 _LEAVES = frozenset(
     [
@@ -41,46 +43,46 @@ _WHOLE = (
 )
 
 
-def judge(lint: LintContext, *, model: Any = None, hardware: Any = None) -> None:
+def check_meaning(
+    lint: LintContext, *, model: Anatomy | None = None, hardware: Hardware | None = None
+) -> None:
     """Report what the facts of a file mean together.
 
     Args:
         lint: A file whose dialect has been read.
-        model: An Anatomy for the family ``model``, or None.
-        hardware: A Hardware for the family ``hardware``, or None.
+        model: The model, for the family ``model``.
+        hardware: GPUs and hosts, for the family ``hardware``.
     """
     if not lint.consumer.checked:
         lint.report("FSD354", f"judged for {lint.consumer}; the rules were checked against another version")
-    if not lint.extras.get("configures", True):
+    if not lint.configures_fsdp:
         return
     _conflicts(lint)
     if not lint.runs_fsdp:
         return
     _target(lint)
     _version(lint)
-    mesh_rules.judge_mesh(lint)
+    check_mesh(lint)
     _wrapping(lint)
     _checkpointing(lint)
     _loading(lint)
-    judge_processes(lint)
+    check_processes(lint)
     _defaults(lint)
-    lint.withhold()
+    lint.withhold_dependent_fixes()
     if model is not None:
-        from fsdptool.config.checks.model import judge_model
+        from fsdptool.config.checks.model import check_model
 
-        judge_model(lint, model)
+        check_model(lint, model)
     if hardware is not None:
-        from fsdptool.config.checks.hardware import judge_hardware
+        from fsdptool.config.checks.hardware import check_hardware
 
-        judge_hardware(lint, hardware)
+        check_hardware(lint, hardware)
 
 
 def _conflicts(lint: LintContext) -> None:
-    kind = lint.extras.get("distributed_type")
-    block: Node | None = lint.extras.get("fsdp_block")
+    kind, block = lint.distributed_type, lint.fsdp_block
     filled = block is not None and bool(block.entries)
-    deepspeed = lint.extras.get("deepspeed")
-    if deepspeed and (lint.runs_fsdp or filled):
+    if lint.deepspeed and (lint.runs_fsdp or filled):
         lint.report(
             "FSD304",
             "FSDP and DeepSpeed cannot be enabled simultaneously.",
@@ -110,7 +112,7 @@ def _target(lint: LintContext) -> None:
         # newer than 1.14 (absent from its plugin, present in 1.15.0's).
         if lint.get("fsdp_version") == 2 and consumer.before(1, 6):
             lint.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", lint.at("fsdp_version"))
-        if lint.extras.get("parallelism_block") is not None and consumer.before(1, 10):
+        if lint.parallelism_block is not None and consumer.before(1, 10):
             lint.report(
                 "FSD344",
                 f"parallelism_config does not exist in {consumer}",
@@ -136,23 +138,23 @@ def _version(lint: LintContext) -> None:
         return
     from fsdptool.config.fsdp1 import migration
 
-    made = migration(lint)
+    migrated = migration(lint)
     written = lint.written("fsdp_version")
     what = f"{lint.name('fsdp_version')} is 1" if written else f"{lint.name('fsdp_version')} is not written"
     severity: Any = "error" if lint.consumer.name in ("fsdptool", "simpletuner") else "warning"
     if lint.consumer.name == "fsdptool":
         what += "; fsdptool runs FSDP2 only"
-    place = lint.at("fsdp_version") or lint.extras.get("fsdp_entry") or lint.root.get("fsdp_config")
+    place = lint.at("fsdp_version") or lint.fsdp_entry or lint.root.get("fsdp_config")
     lint.report(
         "FSD301",
         f"{what}: FSDP1 runs",
         place,
         severity=severity,
-        help=made.refusal or "fsdptool migrate FILE writes the same settings for FSDP2",
-        edits=made.edits,
+        help=migrated.refusal or "fsdptool migrate FILE writes the same settings for FSDP2",
+        edits=migrated.edits,
         safe=False,
         fix="migrate to FSDP2",
-        changes=made.changes,
+        changes=migrated.changes,
     )
     if lint.get("sharding_strategy") == "no_shard":
         lint.report(
@@ -219,7 +221,7 @@ def _wrapping(lint: LintContext) -> None:
     classes = lint.at("wrap_classes")
     if policy != "transformer" and classes is not None:
         lint.ignore(classes, "read with TRANSFORMER_BASED_WRAP only")
-        lint.unheeded["wrap_classes"] = []
+        lint.overridden["wrap_classes"] = []
     for class_name in lint.get("wrap_classes") or ():
         if policy != "transformer":
             break
@@ -244,7 +246,7 @@ def _checkpointing(lint: LintContext) -> None:
     if offload and (not on or lint.get("fsdp_version") != 2):
         need = "activation checkpointing" if not on else "fsdp_version 2"
         lint.report("FSD318", f"activation offload needs {need}", lint.at("activation_checkpointing_offload"))
-    entry: Entry | None = lint.extras.get("gradient_checkpointing")
+    entry = lint.gradient_checkpointing
     if on and entry is not None:
         lint.report(
             "FSD317",
@@ -255,9 +257,9 @@ def _checkpointing(lint: LintContext) -> None:
             fix=f"write {entry.key}: false",
             changes={"gradient_checkpointing": False},
         )
-    only, best = lint.extras.get("save_only_model", (None, False))
+    only = lint.save_only_model
     sharded = lint.get("state_dict_type") == "sharded"
-    if only is not None and (sharded or best):
+    if only is not None and (sharded or lint.loads_best_model):
         other = "SHARDED_STATE_DICT" if sharded else "load_best_model_at_end under FSDP"
         lint.report("FSD340", f"save_only_model cannot be combined with {other}", only)
 
@@ -273,7 +275,7 @@ def _loading(lint: LintContext) -> None:
 
 def _defaults(lint: LintContext) -> None:
     """Write out what another program or version would fill in differently."""
-    if lint.dialect != "accelerate":
+    if lint.dialect.name != "accelerate":
         return
     pending = lint.pending()
     unwritten = not lint.written("mixed_precision") and "mixed_precision" not in pending

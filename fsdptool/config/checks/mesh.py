@@ -7,7 +7,7 @@ from typing import Any
 from fsdptool.config.context import LintContext
 
 
-def judge_mesh(lint: LintContext) -> None:
+def check_mesh(lint: LintContext) -> None:
     """Report what accelerate 1.15's ``ParallelismConfig`` would refuse, ignore or run differently.
 
     Sources: ``parallelism_config.py:__post_init__`` and ``_validate_accelerator``; SimpleTuner 4.8.0's
@@ -17,7 +17,7 @@ def judge_mesh(lint: LintContext) -> None:
     if sizes["cp"] > 1 and lint.get("fsdp_version") == 1:
         lint.report("FSD305", "Context parallelism requires FSDP2.", lint.at("cp"))
         return
-    block = lint.extras.get("parallelism_block")
+    block = lint.parallelism_block
     if block is not None and lint.get("fsdp_version") == 1:
         lint.report("FSD342", "parallelism_config needs fsdp_version 2", lint.root.get("parallelism_config"))
         return
@@ -141,7 +141,7 @@ def launched_by_accelerate(lint: LintContext) -> bool:
     return lint.consumer.name in ("accelerate", "fsdptool")
 
 
-def judge_processes(lint: LintContext) -> None:
+def check_processes(lint: LintContext) -> None:
     """Report process counts, machines, addresses and GPU ids that do not go together."""
     processes, machines = lint.get("num_processes"), lint.get("num_machines") or 1
     cpu = lint.get("use_cpu")
@@ -154,7 +154,7 @@ def judge_processes(lint: LintContext) -> None:
         return
     if processes is None:
         # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
-        if lint.dialect != "env":  # which has no word for it
+        if "num_processes" not in lint.dialect.cannot:
             lint.report("FSD326", "num_processes is not written", lint.at("num_processes"))
     elif isinstance(processes, int):
         if processes == 1:

@@ -1,4 +1,4 @@
-"""The rules of the family ``model``: a file's settings against an inspected model. Torch-free by itself."""
+"""The rules of the family ``model``: a file's settings against an inspected model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,7 @@ from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Edit
 
 
-def inspect_model(reference: str, *, trust_remote_code: bool = False) -> Anatomy:
-    """Resolve and inspect a model reference.
-
-    Raises:
-        ReferenceError, ModelError: It cannot be resolved or built.
-    """
-    from fsdptool.inspection import inspect
-    from fsdptool.source import resolve
-
-    return inspect(resolve(reference, trust_remote_code=trust_remote_code))
-
-
-def judge_model(lint: LintContext, anatomy: Anatomy) -> None:
+def check_model(lint: LintContext, anatomy: Anatomy) -> None:
     """Report what the settings do to this model, as accelerate 1.15's preparation would."""
     policy = lint.get("wrap_policy")
     if policy == "transformer":
@@ -46,7 +34,7 @@ def _choice(lint: LintContext, anatomy: Anatomy) -> tuple[tuple[Edit, ...] | Non
     edits: tuple[Edit, ...] | None = None
     if classes and fact is not None and fact.entry is not None:
         edits = lint.editor.replace_entry(fact.entry, text)
-    elif classes and lint.dialect == "accelerate":
+    elif classes and lint.dialect.name == "accelerate":
         holder = lint.root.get("fsdp_config")
         key = "fsdp_transformer_layer_cls_to_wrap"
         edits = lint.editor.add(holder.node if holder else None, holder, {key: text})

@@ -1,39 +1,249 @@
-"""The dialects: one module each, with ``read`` and ``write``.
+"""Finds the installed dialects by the entry-point group ``fsdptool.dialects``, and recognises a file's.
 
-Those that are mappings have ``matches``, to be recognised by, and ``migrate``, from FSDP1 to FSDP2 in place.
+No dialect is privileged, ours included: all come through package metadata. The names are known without
+loading anything; a dialect loads when it is named, or when a file is to be recognised. One that does not
+load is a finding (FSD115), never a crash.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
 
-from fsdptool.files.tree import Node
+from fsdptool.config.dialects.protocol import API_VERSION, Dialect
+from fsdptool.errors import ConfigError
+from fsdptool.files.json_tree import parse_json_source
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Document, Node, to_python
+from fsdptool.files.yaml_tree import parse_yaml
 
-DIALECTS = {
-    "accelerate": "accelerate.reader",
-    "trainer": "trainer.reader",
-    "axolotl": "axolotl.reader",
-    "llamafactory": "llamafactory.reader",
-    "simpletuner": "simpletuner.reader",
-    "env": "environment.reader",
-    "flags": "flags.reader",
-}
-"""Dialect name to module under ``fsdptool.config.dialects``."""
-
-_MAPPINGS = ("accelerate", "axolotl", "simpletuner", "llamafactory", "trainer")
+GROUP = "fsdptool.dialects"
+CERTAIN = 0.9
+"""Score from which a mapping is taken for a dialect's."""
+_XLA = "XLA FSDP settings (torch_xla on TPU), not FSDP2"
 
 
-def detect_dialect(root: Node, path: str) -> tuple[str | None, tuple[str, str] | None]:
+class Registry:
+    """The dialects that entry points name; each loads on first use.
+
+    Attributes:
+        problems: Why a dialect is left out, by name: of those that were tried so far.
+    """
+
+    def __init__(self, entry_points: Iterable[metadata.EntryPoint]) -> None:
+        self._entries: dict[str, list[metadata.EntryPoint]] = {}
+        for entry in sorted(entry_points, key=lambda item: (item.name, item.value)):
+            self._entries.setdefault(entry.name, []).append(entry)
+        self._loaded: dict[str, Dialect] = {}
+        self.problems: dict[str, str] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that is registered, in alphabetical order."""
+        return tuple(self._entries)
+
+    def get(self, name: str) -> Dialect:
+        """Return the dialect called ``name``.
+
+        Raises:
+            ConfigError: It is not registered, or does not load.
+        """
+        if name not in self._entries:
+            raise ConfigError(f"unknown dialect {name!r}", help=f"choose one of: {', '.join(self.names)}")
+        dialect = self._load(name)
+        if dialect is None:
+            raise ConfigError(self.problems[name], help="repair or uninstall the plugin")
+        return dialect
+
+    def all(self) -> tuple[Dialect, ...]:
+        """Return every dialect that loads."""
+        return tuple(dialect for dialect in map(self._load, self._entries) if dialect is not None)
+
+    def read_by(self, consumer: str) -> tuple[Dialect, ...]:
+        """Return the dialects that a program reads, first those that are its own."""
+        return tuple(
+            sorted(
+                (dialect for dialect in self.all() if consumer in dialect.consumers),
+                key=lambda dialect: dialect.consumers[0] != consumer,
+            )
+        )
+
+    def leave_out(self, dialect: Dialect, error: BaseException) -> None:
+        """Stop asking a dialect that raised where it must not."""
+        self._fail(
+            self._entries[dialect.name][0], f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        )
+
+    def _load(self, name: str) -> Dialect | None:
+        if name in self.problems:
+            return None
+        if name not in self._loaded:
+            entry, *others = self._entries[name]
+            if others:
+                self._fail(entry, f"{' and '.join(map(_origin, others))} registers the same name")
+                return None
+            try:
+                loaded = entry.load()
+                dialect = loaded() if callable(loaded) else loaded
+            except (Exception, SystemExit) as error:
+                self._fail(entry, _one_line(error))
+                return None
+            problem = _problem(dialect, name)
+            if problem is not None:
+                self._fail(entry, problem)
+                return None
+            self._loaded[name] = dialect
+        return self._loaded[name]
+
+    def _fail(self, entry: metadata.EntryPoint, why: str) -> None:
+        self._loaded.pop(entry.name, None)
+        self.problems[entry.name] = f"dialect {entry.name!r} of {_origin(entry)} is left out: {why}"
+
+
+def _origin(entry: metadata.EntryPoint) -> str:
+    owner = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown distribution"
+    return f"{owner} ({entry.value})"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _problem(dialect: object, name: str) -> str | None:
+    if not isinstance(dialect, Dialect):
+        return f"the entry point names a {type(dialect).__name__}, not a Dialect"
+    if dialect.api_version != API_VERSION:
+        return f"it implements protocol {dialect.api_version!r}; this fsdptool implements {API_VERSION}"
+    if getattr(dialect, "name", None) != name:
+        return f"its name is {getattr(dialect, 'name', None)!r}"
+    if not getattr(dialect, "consumers", ()):
+        return "it names no consumer"
+    return None
+
+
+@cache
+def load_registry() -> Registry:
+    """Return the registry of the installed dialects, once per process.
+
+    Raises:
+        ConfigError: There is none: fsdptool itself is not installed as it should be.
+    """
+    registry = Registry(metadata.entry_points(group=GROUP))
+    if not registry.names:
+        raise ConfigError(
+            f"no dialect is registered in the entry-point group {GROUP}",
+            help="install fsdptool again (`pip install -e .` in a checkout): its metadata are out of date",
+        )
+    return registry
+
+
+def sniff_dialect(text: str) -> Dialect | None:
+    """Return the dialect of a text that is neither YAML nor JSON, or None."""
+    registry = load_registry()
+    for dialect in registry.all():
+        try:
+            if dialect.sniff(text):
+                return dialect
+        except Exception as error:
+            registry.leave_out(dialect, error)
+    return None
+
+
+def parse_source(source: SourceText, dialect: Dialect | None) -> Document:
+    """Return the tree of a text: by its dialect, else by the file's name.
+
+    Raises:
+        ParseError: The text cannot be parsed.
+    """
+    document = dialect.parse(source) if dialect is not None else None
+    if document is not None:
+        return document
+    return (
+        parse_json_source(source)
+        if (source.path or "").lower().endswith(".json")
+        else parse_yaml(source.text)
+    )
+
+
+def detect_dialect(root: Node) -> tuple[Dialect | None, tuple[str, str] | None]:
     """Return the dialect of a mapping, or None and a refusal ``(code, message)`` that names the format."""
-    from fsdptool.config.dialects import foreign
-
-    if foreign.is_xla(root):
-        return None, ("FSD110", foreign.XLA)
-    scores = {name: import_module(f"{__name__}.{DIALECTS[name]}").matches(root) for name in _MAPPINGS}
-    best = max(scores, key=lambda name: scores[name])
-    if scores[best] >= 0.9:
-        return best, None
-    refusal = foreign.refuse(root, path)
+    if _is_xla(root):
+        return None, ("FSD110", _XLA)
+    registry = load_registry()
+    scores: list[tuple[float, Dialect]] = []
+    for dialect in registry.all():
+        try:
+            scores.append((float(dialect.matches(root)), dialect))
+        except Exception as error:
+            registry.leave_out(dialect, error)
+    best = max(score for score, _ in scores)
+    winners = [dialect for score, dialect in scores if score == best]
+    if best >= CERTAIN:
+        if len(winners) > 1:
+            names = " and ".join(dialect.name for dialect in winners)
+            return None, ("FSD109", f"the dialects {names} claim the file equally; choose one with --dialect")
+        return winners[0], None
+    refusal = _foreign_format(root)
     if refusal is not None:
         return None, ("FSD110", refusal)
-    return (best, None) if scores[best] > 0.2 else (None, None)
+    return (winners[0], None) if best > 0.2 else (None, None)
+
+
+def _foreign_format(root: Node) -> str | None:
+    """Return what a mapping is that belongs to another program, or None where that is not known either."""
+    keys = {str(entry.key) for entry in root.entries}
+    # oumi's files also have a section fsdp, so they are told by model and training first.
+    model, training = root.get("model"), root.get("training")
+    if model is not None and training is not None and model.node.kind == "map":
+        if model.node.get("model_name") is not None or "fsdp" in keys or "peft" in keys:
+            return "an oumi training configuration"
+        return "a training description of another program (sections model and training)"
+    section = root.get("fsdp")
+    if section is not None and section.node.kind == "map":
+        return "a training description whose section fsdp is its program's own (NeMo AutoModel writes it so)"
+    if "model" in keys and any(_is_component(entry.node) for entry in root.entries):
+        return "a torchtune (or other _component_) configuration"
+    if "accelerate_launch_args" in keys:
+        return "a job description (fms-hf-tuning); FSDP settings are nested under accelerate_launch_args"
+    if {"job", "model"} <= keys and keys & {"parallelism", "activation_checkpoint", "profiling", "training"}:
+        return "a torchtitan job configuration"
+    if {"apiVersion", "kind"} <= keys:
+        return "a Kubernetes object"
+    if "zero_optimization" in keys or "zero_stage" in keys:
+        return "a DeepSpeed configuration"
+    if "$schema" in keys and "properties" in keys:
+        return "a JSON Schema"
+    return _nested(root)
+
+
+def _is_xla(root: Node) -> bool:
+    """Whether the mapping switches torch_xla's own FSDP on, in whatever file."""
+    config = root.get("fsdp_config")
+    for node in (root, config.node if config is not None and config.node.kind == "map" else None):
+        entry = node.get("xla") if node is not None else None
+        if entry is not None and str(entry.node.value).lower() in ("true", "1", "yes"):
+            return True
+    return False
+
+
+def _is_component(node: Node) -> bool:
+    return node.kind == "map" and node.get("_component_") is not None
+
+
+def _nested(root: Node) -> str | None:
+    """A whole accelerate file, or FSDP settings, under some other key."""
+    for entry in root.entries:
+        if entry.node.kind != "map":
+            continue
+        inner = {str(item.key) for item in entry.node.entries}
+        if "distributed_type" in inner or "fsdp_config" in inner:
+            return f"a file whose accelerate settings are nested under {entry.key}"
+        if any(key.startswith("fsdp_") for key in inner) and entry.key not in ("fsdp_config",):
+            return f"a file whose FSDP settings are nested under {entry.key}"
+        value = to_python(entry.node)
+        if isinstance(value, dict) and any(
+            isinstance(item, dict) and ("fsdp_config" in item or "fsdp" in item) for item in value.values()
+        ):
+            return f"a file whose FSDP settings are nested under {entry.key}"
+    return None

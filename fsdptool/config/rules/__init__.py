@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fsdptool.config.rules.meaning import MEANING
-from fsdptool.config.rules.reading import PARSE, SCHEMA
-from fsdptool.config.rules.surroundings import HARDWARE, MODEL
+from fsdptool.config.rules.form import PARSE, SCHEMA
+from fsdptool.config.rules.meaning import HARDWARE, MEANING, MODEL
 from fsdptool.records.diagnostic import Rule
 
 RULES: dict[str, Rule] = {rule.code: rule for rule in (*PARSE, *SCHEMA, *MEANING, *MODEL, *HARDWARE)}

@@ -161,7 +161,7 @@ def read_rotation(lint: LintContext, value: Any, entry: Entry) -> None:
 
 def read_block(lint: LintContext, block: Node | None) -> None:
     """Read the mesh block into ``lint``; without one every size is 1 and ``dp_shard`` takes the rest."""
-    lint.extras["parallelism_block"] = block if (block is not None and block.entries) else None
+    lint.parallelism_block = block if (block is not None and block.entries) else None
     if not (block is not None and block.entries) or block is None:
         for name in ("dp_replicate", "cp", "tp", "sp"):
             lint.set(name, 1)

@@ -207,7 +207,7 @@ def mesh_block(settings: FsdpSettings) -> dict[str, Any]:
     return {f"parallelism_config_{key}": value for key, value in sizes.items()}
 
 
-def migrate(steps: Rewriter, lint: LintContext, target: Target) -> None:
+def migrate(steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any]:
     """Turn an FSDP1 file into FSDP2, one edit at a time; every default that flips is written out."""
     block = "fsdp_config"
     if lint.root.get(block) is None:
@@ -237,3 +237,4 @@ def migrate(steps: Rewriter, lint: LintContext, target: Target) -> None:
     if target.mesh and lint.root.get("parallelism_config") is None:
         sizes = {f"parallelism_config_{key}_size": size for key, size in target.mesh.items()}
         steps.apply(steps.editor.add(steps.root, None, {"parallelism_config": sizes}), "parallelism_config")
+    return {}

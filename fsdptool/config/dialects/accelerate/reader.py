@@ -15,34 +15,14 @@ from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import launch, values
 from fsdptool.config.dialects.accelerate.fsdp1 import read_legacy
 from fsdptool.config.dialects.accelerate.mapping import (
-    CANNOT,
     CONVERTED,
     FSDP_KEYS,
     INERT,
-    NAME,
     NAMES,
-    PARALLELISM_KEYS,
     TOP_LEVEL,
-    mapping,
-    mesh_block,
-    migrate,
-    write,
 )
 from fsdptool.config.dialects.accelerate.unread import report_inside, report_top_level
 from fsdptool.files.tree import Entry, Node, effective_entries
-
-
-def matches(root: Node) -> float:
-    """Return how surely the mapping is accelerate's, 0 to 1."""
-    keys = {entry.key for entry in root.entries}
-    if "distributed_type" in keys:
-        return 1.0
-    if keys & {"compute_environment", "main_training_function", "rdzv_backend", "parallelism_config"}:
-        return 0.9
-    block = root.get("fsdp_config")
-    if block and "num_processes" in keys and "num_machines" in keys:
-        return 0.8
-    return 0.0
 
 
 def read(lint: LintContext) -> None:
@@ -53,10 +33,10 @@ def read(lint: LintContext) -> None:
     _processes(lint)
     _precision(lint)
     mesh_block = _block(lint, "parallelism_config")
-    lint.extras["names"] = NAMES
-    lint.extras["distributed_type"] = kind
-    lint.extras["deepspeed"] = _filled(_block(lint, "deepspeed_config"))
-    lint.extras["fsdp_block"] = block
+    lint.names = NAMES
+    lint.distributed_type = kind
+    lint.deepspeed = _filled(_block(lint, "deepspeed_config"))
+    lint.fsdp_block = block
     lint.runs_fsdp = kind == "FSDP"
     _fsdp_block(lint, block, kind)
     launch.read_block(lint, mesh_block)
@@ -96,7 +76,7 @@ def _inert(lint: LintContext, entry: Entry) -> None:
         lint.report("FSD209", f"{key} has no effect in the file", entry)
     if key == "rdzv_backend" and isinstance(entry.node.value, str):
         lint.set("rdzv_backend", entry.node.value, entry=entry)
-        lint.unheeded["rdzv_backend"] = INERT["rdzv_backend"]
+        lint.overridden["rdzv_backend"] = INERT["rdzv_backend"]
 
 
 def _distributed_type(lint: LintContext, block: Node | None) -> str | None:
@@ -232,18 +212,3 @@ def _prefix(lint: LintContext, block: Node, entry: Entry, full: str, chosen: dic
                 edits=lint.editor.rename(entry, full),
                 fix=f"write {full}",
             )
-
-
-__all__ = [
-    "CANNOT",
-    "FSDP_KEYS",
-    "NAME",
-    "PARALLELISM_KEYS",
-    "TOP_LEVEL",
-    "mapping",
-    "matches",
-    "mesh_block",
-    "migrate",
-    "read",
-    "write",
-]

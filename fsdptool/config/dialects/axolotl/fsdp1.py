@@ -159,7 +159,7 @@ def refuse(lint: LintContext, block: Node | None, chosen: dict[str, Entry], vers
     ram = lint.facts["cpu_ram_efficient_loading"].entry
     four = lint.root.get("load_in_4bit")
     quantised = four is not None and four.node.value is True
-    lint.extras["four_bit"] = quantised
+    lint.load_in_4bit = quantised
     if quantised and version == 2 and lint.get("cpu_ram_efficient_loading") and ram is not None:
         lint.report_value(
             "FSD346",
@@ -182,7 +182,7 @@ def _optimizer(lint: LintContext, version: int) -> None:
     if entry is None:
         return
     if name in _NO_FSDP2 and version == 1:
-        lint.extras["no_migration"] = f"axolotl refuses {name} under FSDP2: use adamw_torch_8bit"
+        lint.migration_refusal = f"axolotl refuses {name} under FSDP2: use adamw_torch_8bit"
     if name in _NO_FSDP2 and version == 2:
         lint.report_value(
             "FSD345",

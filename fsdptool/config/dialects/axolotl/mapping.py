@@ -117,7 +117,7 @@ def migrate(steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any
     for name, size in target.mesh.items():
         steps.put(None, f"{name}_size", size)
     steps.put(None, "fsdp_version", 2)
-    if lint.extras.get("four_bit") and lint.get("cpu_ram_efficient_loading"):
+    if lint.load_in_4bit and lint.get("cpu_ram_efficient_loading"):
         # axolotl 0.19 refuses the pair under FSDP2: the quantised load on rank 0 deadlocks the scatter.
         steps.put(block, "cpu_ram_efficient_loading", False)
         return {"cpu_ram_efficient_loading": False}

@@ -16,66 +16,36 @@ from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.launch import report_size
 from fsdptool.config.dialects.axolotl.fsdp1 import read_fsdp1, read_list, refuse
 from fsdptool.config.dialects.axolotl.mapping import (
-    CANNOT,
     CHOICES,
     FSDP1_KEYS,
     KEYS,
-    NAME,
     OTHER,
     SIZES,
-    migrate,
-    write,
 )
 from fsdptool.config.dialects.trainer.values import read_threshold, strategy_under_1
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
-def matches(root: Node) -> float:
-    """Return how surely the mapping is axolotl's."""
-    keys = {str(entry.key) for entry in root.entries}
-    if "base_model" in keys and keys & {
-        "datasets",
-        "micro_batch_size",
-        "sequence_len",
-        "adapter",
-        "fsdp_config",
-        "output_dir",
-        "fsdp_version",
-        "chat_template",
-    }:
-        return 1.0
-    if {"fsdp_version", "fsdp_config"} <= keys and "fsdp" not in keys:
-        return 0.96
-    own = keys & {
-        "sequence_len",
-        "sample_packing",
-        "micro_batch_size",
-        "dp_shard_size",
-        "tensor_parallel_size",
-    }
-    return 0.95 if len(own) >= 2 or (own and "fsdp_config" in keys) else 0.0
-
-
 def read(lint: LintContext) -> None:
     """Read axolotl's keys into facts."""
     root = lint.root
-    lint.extras["names"] = {canonical: key for key, canonical in (*KEYS.items(), *SIZES.items())} | {
+    lint.names = {canonical: key for key, canonical in (*KEYS.items(), *SIZES.items())} | {
         "fsdp_version": "fsdp_version"
     }
     entry = root.get("fsdp_config")
     block = entry.node if entry is not None and entry.node.kind == "map" and entry.node.entries else None
-    lint.extras["fsdp_entry"] = entry
+    lint.fsdp_entry = entry
     _around(lint)
     legacy = root.get("fsdp")
     has_legacy = legacy is not None and bool(to_python(legacy.node))
     deepspeed = root.get("deepspeed")
     if deepspeed is not None and to_python(deepspeed.node):
-        lint.extras["deepspeed"] = True
+        lint.deepspeed = True
     if block is None and not has_legacy:
         lint.runs_fsdp = False
-        lint.extras["configures"] = False
+        lint.configures_fsdp = False
         lint.report("FSD113", "the file does not configure FSDP", entry)
-        if (lint.get("cp") or 1) > 1 and not lint.extras.get("deepspeed"):
+        if (lint.get("cp") or 1) > 1 and not lint.deepspeed:
             # axolotl patches accelerate for this case and sets ACCELERATE_ALLOW_CP_STANDALONE.
             lint.report(
                 "FSD305",
@@ -114,7 +84,7 @@ def _around(lint: LintContext) -> None:
     own = offloading is not None and offloading.node.value not in (None, False, "hidden_states")
     # With activation_offloading axolotl passes gradient_checkpointing on as false and offloads by itself.
     if checkpointing is not None and checkpointing.node.value is True and not own:
-        lint.extras["gradient_checkpointing"] = checkpointing
+        lint.gradient_checkpointing = checkpointing
     for key, name in SIZES.items():
         entry = root.get(key)
         if entry is None or entry.node.value is None:
@@ -326,6 +296,3 @@ def _default(lint: LintContext, name: str, version: int) -> None:
     }
     if name != "reshard_after_forward" or version == 2:
         lint.set(name, defaults[name])
-
-
-__all__ = ["CANNOT", "NAME", "matches", "migrate", "read", "write"]

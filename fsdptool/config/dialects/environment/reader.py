@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, WRITTEN, check_expressible
+from fsdptool.config.canonical import BOOLEANS, LEGACY_DEFAULTS, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.launch import (
@@ -15,6 +15,7 @@ from fsdptool.config.dialects.accelerate.launch import (
     report_size,
 )
 from fsdptool.config.dialects.accelerate.mapping import DETAILS
+from fsdptool.config.dialects.environment import CANNOT
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
 from fsdptool.records.parallel_dims import ParallelDims
@@ -52,12 +53,11 @@ SIZES = {
 }
 _DETAILS = {key.upper(): name for key, name in DETAILS.items()}
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
-CANNOT = tuple(name for name in LAUNCH if name not in ("use_cpu", "debug"))
 
 
 def read(lint: LintContext) -> None:
     """Read assignments into facts, as the plugin built without arguments would."""
-    lint.extras["names"] = {canonical: key for key, canonical in (*KEYS.items(), *SIZES.items())}
+    lint.names = {canonical: key for key, canonical in (*KEYS.items(), *SIZES.items())}
     chosen = {str(entry.key): entry for entry in effective_entries(lint.root)}
     _unknown(lint, chosen)
 
@@ -213,7 +213,7 @@ def _sizes(lint: LintContext, chosen: dict[str, Entry], active: bool) -> None:
     if rotation is not None:
         read_rotation(lint, rotation.node.value, rotation)
     if active:
-        lint.extras["parallelism_block"] = lint.root
+        lint.parallelism_block = lint.root
         details = {name: chosen[key] for key, name in _DETAILS.items() if key in chosen}
         read_details(lint, details, written_in="environment")
 

@@ -7,12 +7,13 @@ from typing import Any
 from fsdptool import spelling
 from fsdptool.config.canonical import LEGACY_DEFAULTS, MESH, check_expressible
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import reader as accelerate
+from fsdptool.config.dialects.accelerate import mapping as accelerate
 from fsdptool.config.dialects.accelerate.launch import read_details, report_size
 from fsdptool.config.dialects.accelerate.mapping import DETAILS
+from fsdptool.config.dialects.flags import CANNOT
 from fsdptool.config.dialects.simpletuner import reader as simpletuner
 from fsdptool.errors import ConfigError
-from fsdptool.files.tree import Entry, Node, to_python
+from fsdptool.files.tree import Entry, to_python
 from fsdptool.records.settings import FsdpSettings
 
 NAME = "flags"
@@ -41,16 +42,6 @@ KEYS: dict[str, str] = {
     "config_file": "config_file",
 }
 _BOOLEAN_FLAGS = ("use_fsdp", "use_parallelism_config", "use_deepspeed", "multi_gpu", "cpu", "debug")
-_SIMPLETUNER = frozenset(
-    [
-        "fsdp_enable",
-        "context_parallel_size",
-        "context_parallel_comm_strategy",
-        "fsdp_cpu_offload",
-        "model_family",
-    ]
-)
-CANNOT = ("ignored_modules", "use_cpu")
 DEFAULTS: dict[str, Any] = {
     "fsdp_version": 1,
     "wrap_policy": "none",
@@ -74,22 +65,9 @@ DEFAULTS: dict[str, Any] = {
 """accelerate 1.15 ``launch_command_parser``; a state_dict_type of None follows the version."""
 
 
-def for_simpletuner(root: Node) -> bool:
-    """Whether a command line is SimpleTuner's, by the flags that only it has."""
-    names = {str(entry.key).lstrip("-").replace("-", "_").lower() for entry in root.entries}
-    return bool(names & _SIMPLETUNER) and "use_fsdp" not in names
-
-
-def read(lint: LintContext) -> None:
-    """Read a command line into facts."""
-    if for_simpletuner(lint.root):
-        simpletuner.read_flags(lint, simpletuner.collect(lint, {**simpletuner.KEYS}))
-    else:
-        _read_accelerate(lint)
-
-
-def _read_accelerate(lint: LintContext) -> None:
-    lint.extras["names"] = {canonical: key for key, canonical in KEYS.items()}
+def read_accelerate(lint: LintContext) -> None:
+    """Read the flags of ``accelerate launch`` into facts."""
+    lint.names = {canonical: key for key, canonical in KEYS.items()}
     chosen = simpletuner.collect(lint, KEYS)
     details = {name: chosen.pop(key) for key, name in DETAILS.items() if key in chosen}
     parsed = {name: _value(lint, key, name, chosen[key]) for key, name in KEYS.items() if key in chosen}
@@ -99,7 +77,7 @@ def _read_accelerate(lint: LintContext) -> None:
     if not parsed.get("use_fsdp"):
         if not fsdp:
             lint.runs_fsdp = False
-            lint.extras["configures"] = False
+            lint.configures_fsdp = False
             lint.report("FSD113", "the command line does not configure FSDP")
             return
         first = next(chosen[key] for key in chosen if key.startswith("fsdp_"))
@@ -115,7 +93,7 @@ def _read_accelerate(lint: LintContext) -> None:
     defaults = _defaults(parsed, version)
     by_name = {name: chosen[key] for key, name in KEYS.items() if key in chosen}
     mesh = bool(parsed.get("use_parallelism_config"))
-    lint.extras["parallelism_block"] = lint.root if mesh else None
+    lint.parallelism_block = lint.root if mesh else None
     for name in MESH:
         defaults[name] = 1 if mesh or name != "dp_shard" else None
         if not mesh and name in by_name:

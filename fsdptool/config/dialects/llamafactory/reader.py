@@ -5,47 +5,18 @@ Read, not run. The FSDP keys are transformers' and are read by the same code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fsdptool import spelling
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.trainer import reader as trainer
+from fsdptool.config.dialects.trainer.mapping import KEYS, mapping
 from fsdptool.config.edits import block_lines
-from fsdptool.files.tree import Entry, Node, to_python
+from fsdptool.files.tree import Entry, to_python
 from fsdptool.records.settings import FsdpSettings
-
-if TYPE_CHECKING:
-    from fsdptool.config.fsdp1 import Rewriter, Target
-
-NAME = "llamafactory"
-CANNOT = trainer.CANNOT
-_OWN = frozenset(
-    ["stage", "finetuning_type", "cutoff_len", "template", "dataset", "do_train", "lora_target", "plot_loss"]
-)
-_V1 = frozenset(
-    [
-        "dist_config",
-        "train_dataset",
-        "sample_backend",
-        "init_config",
-        "kernel_config",
-        "model_class",
-        "cutoff_len",
-    ]
-)
-
-
-def matches(root: Node) -> float:
-    """Return how surely the mapping is LLaMA-Factory's."""
-    keys = {str(entry.key) for entry in root.entries}
-    if len(keys & _OWN) >= 2 and "base_model" not in keys:
-        return 1.0
-    return 0.95 if "dist_config" in keys and len(keys & _V1) >= 2 else 0.0
 
 
 def read(lint: LintContext) -> None:
     """Read the keys into facts."""
-    lint.extras["names"] = {canonical: key for key, canonical in trainer.KEYS.items()}
+    lint.names = {canonical: key for key, canonical in KEYS.items()}
     dist = lint.root.get("dist_config")
     if dist is not None and dist.node.kind == "map":
         _read_v1(lint, dist)
@@ -54,7 +25,7 @@ def read(lint: LintContext) -> None:
     if root.get("fsdp") is None and root.get("fsdp_config") is None:
         deepspeed = root.get("deepspeed")
         lint.runs_fsdp = False
-        lint.extras["configures"] = False
+        lint.configures_fsdp = False
         why = (
             "it uses DeepSpeed"
             if deepspeed is not None and to_python(deepspeed.node)
@@ -63,7 +34,7 @@ def read(lint: LintContext) -> None:
         lint.report("FSD113", f"the file does not configure FSDP: {why}")
         return
     block = trainer.read_arguments(lint)
-    if lint.extras.get("configures", True):
+    if lint.configures_fsdp:
         trainer.read_config(lint, block)
 
 
@@ -71,7 +42,7 @@ def _read_v1(lint: LintContext, dist: Entry) -> None:
     root = lint.root
     kind = dist.node.get("name")
     name = str(kind.node.value) if kind is not None else ""
-    lint.extras["fsdp_entry"] = dist
+    lint.fsdp_entry = dist
     entry = root.get("bf16")
     lint.set(
         "mixed_precision",
@@ -84,7 +55,7 @@ def _read_v1(lint: LintContext, dist: Entry) -> None:
     ulysses = mode is not None and str(mode.node.value).lower() == "ulysses"
     if name != "fsdp2":
         lint.runs_fsdp = False
-        lint.extras["configures"] = False
+        lint.configures_fsdp = False
         lint.report(
             "FSD110",
             f"dist_config {name!r} is LLaMA-Factory's own engine, not FSDP2 as accelerate runs it",
@@ -119,10 +90,5 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
     Raises:
         ConfigError: TrainingArguments have no word for a setting.
     """
-    top = {"stage": "sft", "finetuning_type": "full", **trainer.mapping(settings, NAME)}
+    top = {"stage": "sft", "finetuning_type": "full", **mapping(settings, "llamafactory")}
     return "\n".join([*(f"# {line}" if line else "#" for line in header), *block_lines(top)]) + "\n"
-
-
-def migrate(steps: Rewriter, lint: LintContext, target: Target) -> None:
-    """Turn FSDP1 settings into FSDP2, in place."""
-    trainer.migrate(steps, lint, target)

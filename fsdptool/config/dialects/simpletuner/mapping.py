@@ -9,7 +9,6 @@ from fsdptool import spelling
 from fsdptool.config.canonical import LAUNCH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.errors import ConfigError
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.settings import FsdpSettings
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ DEFAULTS: dict[str, Any] = {
 CANNOT = (
     "activation_checkpointing_offload",
     "ignored_modules",
+    "dp_replicate",
     "tp",
     "sp",
     "min_num_params",
@@ -77,10 +77,6 @@ def mapping(settings: FsdpSettings) -> dict[str, Any]:
     """
     check_expressible(settings, NAME, CANNOT)
     mesh = settings.mesh
-    if mesh.dp_replicate != 1:
-        raise ConfigError(f"{NAME} cannot express dp_replicate = {mesh.dp_replicate}")
-    if mesh != ParallelDims(cp=mesh.cp, dp_shard=mesh.dp_shard):
-        raise ConfigError(f"{NAME} cannot express the mesh")
     if mesh.cp > 1 and (settings.num_processes is None) != (mesh.dp_shard is None):
         raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard} without num_processes")
     if (
@@ -120,7 +116,7 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
     return json.dumps(mapping(settings), indent=2) + "\n"
 
 
-def migrate(steps: Rewriter, lint: LintContext, target: Target) -> None:
+def migrate(steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any]:
     """Write version 2 and what version 1 meant."""
     for key, value in (
         ("fsdp_version", 2),
@@ -129,3 +125,4 @@ def migrate(steps: Rewriter, lint: LintContext, target: Target) -> None:
     ):
         dashed = f"--{key}" if steps.root.get(f"--{key}") is not None else key
         steps.put(None, dashed, value)
+    return {}

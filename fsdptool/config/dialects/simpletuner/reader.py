@@ -15,23 +15,10 @@ from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.simpletuner.mapping import (
     _TABLES,
     _TEXTS,
-    CANNOT,
     DEFAULTS,
     KEYS,
-    NAME,
-    mapping,
-    migrate,
-    write,
 )
-from fsdptool.files.tree import Entry, Node, effective_entries, to_python
-
-
-def matches(root: Node) -> float:
-    """Return how surely the mapping is SimpleTuner's."""
-    keys = {str(entry.key).lstrip("-").replace("-", "_").lower() for entry in root.entries}
-    if "model_family" in keys and keys & {"model_flavour", "data_backend_config", "model_type", "lora_rank"}:
-        return 1.0
-    return 0.95 if keys & {"fsdp_enable", "context_parallel_comm_strategy"} else 0.0
+from fsdptool.files.tree import Entry, effective_entries, to_python
 
 
 def read(lint: LintContext) -> None:
@@ -97,14 +84,14 @@ def _rename(lint: LintContext, entry: Entry, key: str) -> Any:
 
 def read_flags(lint: LintContext, chosen: dict[str, Entry]) -> None:
     """Read normalised flags into facts, with SimpleTuner's defaults and checks."""
-    lint.extras["names"] = {canonical: key for key, canonical in KEYS.items()}
+    lint.names = {canonical: key for key, canonical in KEYS.items()}
     parsed: dict[str, Any] = {}
     for key, name in KEYS.items():
         entry = chosen.get(key)
         if entry is not None:
             parsed[name] = read_value(lint, key, name, entry)
     enabled = bool(parsed.pop("enable", False))
-    lint.extras["fsdp_entry"] = chosen.get("fsdp_enable")
+    lint.fsdp_entry = chosen.get("fsdp_enable")
     for name, default in DEFAULTS.items():
         key = next(key for key, canonical in KEYS.items() if canonical == name)
         if name in parsed:
@@ -124,12 +111,12 @@ def read_flags(lint: LintContext, chosen: dict[str, Entry]) -> None:
 def _deepspeed(lint: LintContext, enabled: bool) -> None:
     entry = lint.root.get("deepspeed_config") or lint.root.get("deepspeed") or lint.root.get("use_deepspeed")
     if enabled and entry is not None and to_python(entry.node):
-        lint.extras["deepspeed"] = True
+        lint.deepspeed = True
 
 
 def _without_fsdp(lint: LintContext, chosen: dict[str, Entry]) -> None:
     lint.runs_fsdp = False
-    lint.extras["configures"] = False
+    lint.configures_fsdp = False
     size = lint.get("cp") or 1
     if size > 1:
         _topology(lint, "dp_replicate", "dp_shard")
@@ -293,19 +280,3 @@ def _limits(lint: LintContext) -> None:
                 root.get("optimizer_cpu_offload_method"),
                 value=True,
             )
-
-
-__all__ = [
-    "CANNOT",
-    "DEFAULTS",
-    "KEYS",
-    "NAME",
-    "collect",
-    "mapping",
-    "matches",
-    "migrate",
-    "read",
-    "read_flags",
-    "read_value",
-    "write",
-]

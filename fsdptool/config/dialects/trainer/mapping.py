@@ -103,10 +103,10 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
     return json.dumps(mapping(settings), indent=2) + "\n"
 
 
-def migrate(steps: Rewriter, lint: LintContext, target: Target) -> None:
+def migrate(steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any]:
     """Turn FSDP1 settings into FSDP2, in place."""
     block = None if lint.root.get("fsdp_config") is None else "fsdp_config"
-    if lint.extras.get("fsdp_entry") is not None and block is None:
+    if lint.fsdp_entry is not None and block is None:
         steps.apply(steps.editor.add(steps.root, None, {"fsdp_config": {"version": 2}}), "fsdp_config")
         block = "fsdp_config"
     for key in (*KEYS, "sharding_strategy", *FSDP1_KEYS):
@@ -136,3 +136,4 @@ def migrate(steps: Rewriter, lint: LintContext, target: Target) -> None:
         switch = steps.root.get("fsdp")
         assert switch is not None
         steps.apply(steps.editor.replace_entry(switch, True), "fsdp")
+    return {}

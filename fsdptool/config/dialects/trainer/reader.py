@@ -12,51 +12,26 @@ from fsdptool import spelling
 from fsdptool.config.canonical import begins
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.trainer.mapping import (
-    ARGUMENTS,
-    CANNOT,
     ELSEWHERE,
     FSDP1_KEYS,
     KEYS,
-    NAME,
     XLA_KEYS,
-    mapping,
-    migrate,
-    write,
 )
 from fsdptool.config.dialects.trainer.switch import read_switch
 from fsdptool.config.dialects.trainer.values import default, read_fsdp1_key, read_key, read_strategy
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
-def matches(root: Node) -> float:
-    """Return how surely the mapping is TrainingArguments' or their ``fsdp_config``."""
-    keys = {str(entry.key) for entry in root.entries}
-    switch = root.get("fsdp")
-    if switch is not None and switch.node.kind == "map":
-        return 0.0
-    if keys & {"fsdp", "fsdp_config"} and not keys & {"base_model", "stage", "model_family"}:
-        return 0.95 if keys & ARGUMENTS or keys <= {"fsdp", "fsdp_config"} | _notes(keys) else 0.5
-    bare = {key.removeprefix("fsdp_") for key in keys}
-    known = bare & (set(KEYS) | set(FSDP1_KEYS) | set(ELSEWHERE) | {"sharding_strategy"} | set(XLA_KEYS))
-    if known and len(known) * 2 >= len(bare - {"xla_fsdp_settings"}):
-        return 0.85
-    return 0.3 if known and len(keys) < 12 else 0.0
-
-
-def _notes(keys: set[str]) -> set[str]:
-    return {key for key in keys if key.startswith("_")}
-
-
 def read(lint: LintContext) -> None:
     """Read either form into facts."""
-    lint.extras["names"] = {canonical: key for key, canonical in KEYS.items()}
+    lint.names = {canonical: key for key, canonical in KEYS.items()}
     root = lint.root
     arguments = root.get("fsdp") is not None or root.get("fsdp_config") is not None
     block: Node | None = root
     if arguments:
         block = read_arguments(lint)
         _alone(lint)
-    if not lint.extras.get("configures", True):
+    if not lint.configures_fsdp:
         return
     read_config(lint, block)
 
@@ -81,14 +56,15 @@ def read_arguments(lint: LintContext) -> Node | None:
     for key in ("gradient_checkpointing", "activation_checkpointing"):
         entry = root.get(key)
         if entry is not None and entry.node.value is True:
-            lint.extras["gradient_checkpointing"] = entry
+            lint.gradient_checkpointing = entry
     only = root.get("save_only_model")
     if only is not None and only.node.value is True:
         best = root.get("load_best_model_at_end")
-        lint.extras["save_only_model"] = (only, best is not None and best.node.value is True)
+        lint.save_only_model = only
+        lint.loads_best_model = best is not None and best.node.value is True
     deepspeed = root.get("deepspeed")
     if deepspeed is not None and to_python(deepspeed.node):
-        lint.extras["deepspeed"] = True
+        lint.deepspeed = True
     for old in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
         entry = root.get(old)
         if entry is not None:
@@ -105,12 +81,12 @@ def read_arguments(lint: LintContext) -> Node | None:
                 changes={"wrap_classes": entry.node.value},
             )
     entry = root.get("fsdp_config")
-    lint.extras["fsdp_entry"] = entry or root.get("fsdp")
+    lint.fsdp_entry = entry or root.get("fsdp")
     block: Node | None = None
     if entry is not None and entry.node.kind == "map":
         block = entry.node
     elif entry is not None and isinstance(entry.node.value, str):
-        lint.extras["elsewhere"] = entry.node.value
+        lint.config_path = entry.node.value
     elif entry is not None and entry.node.value is not None:
         lint.report("FSD205", "fsdp_config must be a mapping or the path of one", entry, value=True)
     switch = root.get("fsdp")
@@ -135,7 +111,7 @@ def _move_old(lint: LintContext, entry: Entry) -> Any:
 def _off(lint: LintContext, switch: Entry | None, block: Node | None) -> Node | None:
     """``fsdp`` missing or false: transformers never looks at ``fsdp_config``."""
     lint.runs_fsdp = False
-    lint.extras["configures"] = False
+    lint.configures_fsdp = False
     if block is not None and block.entries:
         for entry in effective_entries(block):
             lint.ignore(entry, "fsdp is not switched on")
@@ -282,7 +258,7 @@ def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
         lint.set("fsdp_version", fallback)
         holder = lint.root.get("fsdp_config") if block is not lint.root else None
         edits = lint.editor.add(block, holder, {"version": fallback}) if block is not None else None
-        if block is None and not lint.extras.get("elsewhere"):
+        if block is None and not lint.config_path:
             edits = lint.editor.add(lint.root, None, {"fsdp_config": {"version": fallback}})
         if edits is not None or block is not None:
             lint.report(
@@ -308,17 +284,3 @@ def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
             "FSD217" if readable else "FSD206", f"version {entry.node.value!r} means {meant}", entry, meant
         )
     return meant
-
-
-__all__ = [
-    "CANNOT",
-    "KEYS",
-    "NAME",
-    "mapping",
-    "matches",
-    "migrate",
-    "read",
-    "read_arguments",
-    "read_config",
-    "write",
-]

@@ -67,7 +67,7 @@ def sniff(text: str) -> str | None:
     return None
 
 
-def parse_env(text: str) -> Document:
+def parse_environment(text: str) -> Document:
     """Parse ``NAME=value`` lines (``export``, ``set`` and ``ENV`` may stand in front)."""
     root = Node("map", 0, len(text), flow=False)
     for first in _ASSIGNMENT.finditer(text):

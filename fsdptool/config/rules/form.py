@@ -1,4 +1,4 @@
-"""Rules of the family ``parse``: what stops a file from being read at all."""
+"""Rules on form: what stops a file from being read (``parse``), keys and values (``schema``)."""
 
 from __future__ import annotations
 
@@ -60,6 +60,11 @@ PARSE = (
          "file's own `# fsdptool: consumer=` comment names does not read files of this kind, so none of its "
          "rules would mean anything.",
          "Judge it for the program that reads it, or migrate it to what this one reads."),
+    Rule("FSD115", "dialect plugin left out", "warning",
+         "An installed package registers a dialect that cannot be used: it does not load, implements "
+         "another version of the protocol, raises while a file is recognised, or bears a name that another "
+         "package registers, too. Files are read without it.",
+         "Repair, update or uninstall the package that the message names."),
 )  # fmt: skip
 
 

@@ -1,0 +1,259 @@
+"""The conformance test that authors run on their own dialect.
+
+In a plugin's tests::
+
+    from fsdptool.testing.dialects import assert_conforms
+
+    def test_my_dialect() -> None:
+        assert_conforms(MyDialect(), fsdp1=["a file that runs FSDP1\n..."])
+
+Every setting is written and read back; what the dialect says it cannot express must be refused by name; its
+files must be recognised, and nobody else's; files with damaged values must be read without an exception, with
+every finding and fix at a place that exists; FSDP1 files must become FSDP2 with the same meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from fsdptool.config.canonical import COMMON
+from fsdptool.config.consumers import PROGRAMS
+from fsdptool.config.dialects import CERTAIN, load_registry, parse_source
+from fsdptool.config.dialects.protocol import API_VERSION, Dialect
+from fsdptool.config.edits import Editor, apply_edits
+from fsdptool.config.fixes import repair
+from fsdptool.config.reader import read_settings
+from fsdptool.config.result import Reading
+from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Entry, Node, ParseError
+from fsdptool.files.yaml_tree import parse_yaml
+from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.settings import FsdpSettings
+
+BASE = FsdpSettings(wrap_classes=("DecoderLayer",))
+_EIGHT = replace(BASE, num_processes=8)
+VARIANTS: dict[str, tuple[FsdpSettings, ...]] = {
+    "reshard_after_forward": (replace(BASE, reshard_after_forward=False),),
+    "wrap_policy": (
+        replace(BASE, wrap_policy="none", wrap_classes=()),
+        replace(BASE, wrap_policy="size", wrap_classes=(), min_num_params=1000),
+    ),
+    "wrap_classes": (replace(BASE, wrap_classes=("Encoder", "Decoder")),),
+    "min_num_params": (replace(BASE, wrap_policy="size", wrap_classes=(), min_num_params=12_345),),
+    "state_dict_type": (replace(BASE, state_dict_type="full"),),
+    "cpu_offload": (replace(BASE, cpu_offload=True),),
+    "cpu_ram_efficient_loading": (replace(BASE, cpu_ram_efficient_loading=True),),
+    "activation_checkpointing": (replace(BASE, activation_checkpointing=True),),
+    "activation_checkpointing_offload": (
+        replace(BASE, activation_checkpointing=True, activation_checkpointing_offload=True),
+    ),
+    "ignored_modules": (replace(BASE, ignored_modules=r"model\.head"),),
+    "mixed_precision": tuple(replace(BASE, mixed_precision=name) for name in ("no", "fp16", "fp8")),
+    "dp_replicate": (replace(BASE, mesh=ParallelDims(2, 4)), replace(_EIGHT, mesh=ParallelDims(2, 4))),
+    "dp_shard": (
+        replace(BASE, mesh=ParallelDims(2, 4)),
+        replace(_EIGHT, mesh=ParallelDims(2, 4)),
+        replace(_EIGHT, mesh=ParallelDims(1, 4, cp=2)),
+    ),
+    "cp": (replace(BASE, mesh=ParallelDims(1, 4, cp=2)), replace(_EIGHT, mesh=ParallelDims(1, 4, cp=2))),
+    "cp_comm_strategy": (
+        replace(BASE, mesh=ParallelDims(1, 4, cp=2), cp_comm_strategy="alltoall"),
+        replace(_EIGHT, mesh=ParallelDims(1, 4, cp=2), cp_comm_strategy="alltoall"),
+    ),
+    "tp": (replace(BASE, mesh=ParallelDims(1, 4, tp=2)), replace(_EIGHT, mesh=ParallelDims(1, 4, tp=2))),
+    "sp": (replace(BASE, mesh=ParallelDims(1, 4, sp=2)), replace(_EIGHT, mesh=ParallelDims(1, 4, sp=2))),
+    "num_processes": (_EIGHT,),
+    "num_machines": (replace(BASE, num_machines=2), replace(_EIGHT, num_machines=2)),
+    "machine_rank": (replace(BASE, machine_rank=1),),
+    "main_process_ip": (replace(BASE, main_process_ip="10.0.0.1"),),
+    "main_process_port": (replace(BASE, main_process_port=29501),),
+    "rdzv_backend": (replace(BASE, rdzv_backend="c10d"),),
+    "use_cpu": (replace(BASE, use_cpu=True),),
+    "gpu_ids": (replace(BASE, gpu_ids="0,1"),),
+    "debug": (replace(BASE, debug=True),),
+}
+"""Canonical setting to settings that differ from :data:`BASE` in it."""
+
+
+def assert_conforms(dialect: Dialect, *, fsdp1: Iterable[str] = ()) -> None:
+    """Check a dialect.
+
+    Args:
+        dialect: An instance; it need not be installed.
+        fsdp1: Texts of files that run FSDP1 and can become FSDP2.
+
+    Raises:
+        AssertionError: Lists every problem.
+    """
+    problems = check_dialect(dialect, fsdp1=fsdp1)
+    if problems:
+        raise AssertionError("\n".join(f"{getattr(dialect, 'name', '?')}: {problem}" for problem in problems))
+
+
+def check_dialect(dialect: Dialect, *, fsdp1: Iterable[str] = ()) -> list[str]:
+    """Return what is wrong with a dialect; every exception it raises is a problem."""
+    problems = list(_attributes(dialect))
+    if problems:
+        return problems
+    checks = [("writing and reading", _round_trips(dialect)), ("recognising files", _recognition(dialect))]
+    checks += [("damaged files", _damaged(dialect))]
+    checks += [("migrating FSDP1", _migrates(dialect, text)) for text in fsdp1]
+    for what, found in checks:
+        try:
+            problems.extend(found)
+        except Exception as error:
+            problems.append(f"{what} raised {type(error).__name__}: {error}")
+    return problems
+
+
+def _attributes(dialect: Dialect) -> Iterator[str]:
+    if dialect.api_version != API_VERSION:
+        yield f"api_version is {dialect.api_version}; this fsdptool implements {API_VERSION}"
+    if not isinstance(getattr(dialect, "name", None), str) or not dialect.name.isidentifier():
+        yield "name is not an identifier"
+    if not getattr(dialect, "consumers", ()):
+        yield "consumers is empty: who reads these files?"
+    else:
+        known = {*PROGRAMS, *(program.name for program in dialect.programs)}
+        yield from (
+            f"consumer {name!r} is not in programs" for name in dialect.consumers if name not in known
+        )
+    unknown = [name for name in dialect.cannot if name not in COMMON]
+    yield from (f"cannot holds {name!r}, which is not a canonical setting" for name in unknown)
+
+
+def _write(dialect: Dialect, settings: FsdpSettings) -> str | ConfigError:
+    try:
+        return dialect.write(settings)
+    except ConfigError as error:
+        return error
+
+
+def _texts(dialect: Dialect) -> Iterator[str]:
+    """Yield every variant that the dialect can express."""
+    for settings in (BASE, *(item for items in VARIANTS.values() for item in items)):
+        text = _write(dialect, settings)
+        if isinstance(text, str):
+            yield text
+
+
+def _round_trips(dialect: Dialect) -> Iterator[str]:
+    names = (*COMMON, "mesh")
+    for name, variants in {"the defaults": (BASE,), **VARIANTS}.items():
+        written = 0
+        for settings in variants:
+            text = _write(dialect, settings)
+            if isinstance(text, ConfigError):
+                if not any(word in text.message for word in names):
+                    yield f"refusing {name} does not name the setting: {text.message}"
+                continue
+            written += 1
+            reading = read_settings(SourceText(text), dialect=dialect)
+            if reading.settings != settings:
+                yield f"{name} is not read back as it was written: {_difference(reading, settings)}"
+            # A rule may judge the settings themselves (sequence parallelism does nothing under FSDP2).
+            form = [item for item in reading.errors if item.code.startswith(("FSD1", "FSD2"))]
+            if form:
+                yield f"{name} is written in a form that is an error: {form[0].code} {form[0].message}"
+        if written and name in dialect.cannot:
+            yield f"{name} is written, although `cannot` holds it"
+        if not written and name not in dialect.cannot:
+            yield f"{name} cannot be written in any variant, and `cannot` does not hold it"
+
+
+def _difference(reading: Reading, settings: FsdpSettings) -> str:
+    if reading.settings is None:
+        return f"no settings ({'; '.join(item.message for item in reading.diagnostics)})"
+    fields = FsdpSettings.__dataclass_fields__
+    changed = [name for name in fields if getattr(reading.settings, name) != getattr(settings, name)]
+    return ", ".join(f"{name} {getattr(reading.settings, name)!r}" for name in changed)
+
+
+def _score(dialect: Dialect, text: str) -> float:
+    """Return how surely a dialect takes a text for its own."""
+    if dialect.sniff(text):
+        return 1.0
+    try:
+        root = parse_yaml(text).root
+    except ParseError:
+        return 0.0
+    return dialect.matches(root) if root is not None and root.kind == "map" else 0.0
+
+
+def _recognition(dialect: Dialect) -> Iterator[str]:
+    if any(_score(dialect, text) < CERTAIN for text in _texts(dialect)):
+        yield "does not recognise a file that it wrote"
+    if _score(dialect, "nobody: 1\nnothing:\n  known: true\n") > 0:
+        yield "claims a file that holds nothing it knows"
+    for other in load_registry().all():
+        if other.name != dialect.name and any(_score(dialect, t) >= _score(other, t) for t in _texts(other)):
+            yield f"claims files of the dialect {other.name} as surely as that does"
+
+
+def _damaged(dialect: Dialect) -> Iterator[str]:
+    damaged_keys: set[object] = set()
+    for text in _texts(dialect):
+        document = parse_source(SourceText(text), dialect)
+        assert document.root is not None
+        before = read_settings(SourceText(text), dialect=dialect)
+        yield from _misplaced(before, "a file that it wrote")
+        for entry in _entries(document.root):
+            edits = Editor(SourceText(text), document).replace(entry.node, "bogus-value")
+            if edits is None or entry.key in damaged_keys:
+                continue
+            damaged_keys.add(entry.key)
+            damaged = SourceText(apply_edits(text, list(edits)))
+            reading = read_settings(damaged, dialect=dialect)
+            yield from _misplaced(reading, f"{entry.key}: bogus-value")
+            line = damaged.place(entry.key_node.start)[0]
+            reported = {item.line for item in reading.diagnostics} | {item.line for item in reading.ignored}
+            value = next((item for item in before.effective if item.line == line), None)
+            if line not in reported and value is not None and value in reading.effective:
+                yield f"{entry.key}: bogus-value is read as {value.value!r} without a finding"
+            repaired = repair(reading, unsafe=True)
+            if repair(repaired.reading, unsafe=True).after.text != repaired.after.text:
+                yield f"{entry.key}: bogus-value: fixing twice changes the file again"
+
+
+def _entries(node: Node) -> Iterator[Entry]:
+    for entry in node.entries:
+        if entry.node.kind == "map":
+            yield from _entries(entry.node)
+        elif entry.node.kind == "scalar" and entry.node.end > entry.node.start:
+            yield entry
+
+
+def _misplaced(reading: Reading, what: str) -> Iterator[str]:
+    """Yield findings and fixes whose places are not in the text."""
+    source = reading.source
+    assert source is not None
+    for item in reading.diagnostics:
+        if item.line is not None and not 1 <= item.line <= source.line_count:
+            yield f"{what}: {item.code} is on line {item.line} of {source.line_count}"
+        for edit in item.fix.edits if item.fix is not None else ():
+            if not 0 <= edit.start <= edit.end <= len(source.text):
+                yield f"{what}: the fix of {item.code} edits {edit.start} to {edit.end} of {len(source.text)}"
+    lines = {item.key: item.line for item in reading.effective} | {i.key: i.line for i in reading.ignored}
+    for key, line in lines.items():
+        if line is not None and not 1 <= line <= source.line_count:
+            yield f"{what}: {key} is on line {line} of {source.line_count}"
+
+
+def _migrates(dialect: Dialect, text: str) -> Iterator[str]:
+    reading = read_settings(SourceText(text), dialect=dialect)
+    if reading.version != 1:
+        yield f"an FSDP1 file is read as version {reading.version}"
+        return
+    if not dialect.in_place:
+        return
+    after = repair(reading, unsafe=True, only=frozenset({"FSD301"})).reading
+    if after.version != 2:
+        why = next((item.help for item in reading.diagnostics if item.code == "FSD301"), "FSD301 is missing")
+        yield f"an FSDP1 file does not become FSDP2: {why}"
+    elif after.settings != reading.settings and reading.settings is not None:
+        yield f"migrating changes the settings: {_difference(after, reading.settings)}"
+    comments = [line.strip() for line in text.splitlines() if line.strip().startswith("#")]
+    if after.source is not None and any(comment not in after.source.text for comment in comments):
+        yield "migrating loses a comment"

@@ -1,0 +1,210 @@
+"""The dialects as plugins: ours conform, broken ones are findings, and only what is needed is loaded."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fsdptool.config.dialects as dialects
+from fsdptool.config import read_settings
+from fsdptool.config.context import LintContext
+from fsdptool.config.dialects import Registry, load_registry
+from fsdptool.config.dialects.accelerate import Accelerate
+from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.result import Ignored
+from fsdptool.errors import ConfigError
+from fsdptool.files.tree import Node
+from fsdptool.records.settings import FsdpSettings
+from fsdptool.testing.dialects import assert_conforms, check_dialect
+
+ACCELERATE = (
+    "# kept\ncompute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
+    "num_machines: 2\nnum_processes: 16\nfsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: {}\n"
+    "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
+)
+FSDP1 = {
+    "accelerate": [ACCELERATE.format(name) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")],
+    "trainer": [
+        '{"output_dir": "o", "fsdp": true, "fsdp_config": {"version": 1, "use_orig_params": true}}\n'
+    ],
+    "axolotl": ["# kept\nbase_model: m\nfsdp_version: 1\nfsdp_config:\n  offload_params: true\n"],
+    "llamafactory": ["# kept\nstage: sft\nfinetuning_type: full\nfsdp: true\nfsdp_config:\n  version: 1\n"],
+    "simpletuner": ['{"model_family": "flux", "fsdp_enable": true,\n "fsdp_version": 1}\n'],
+    "env": ["ACCELERATE_USE_FSDP=true\nFSDP_VERSION=1\nFSDP_SHARDING_STRATEGY=SHARD_GRAD_OP\n"],
+    "flags": ["accelerate launch --use_fsdp --fsdp_sharding_strategy FULL_SHARD train.py\n"],
+}
+
+
+@pytest.mark.parametrize("name", load_registry().names)
+def test_each_conforms(name: str) -> None:
+    assert_conforms(load_registry().get(name), fsdp1=FSDP1[name])
+
+
+class Careless(Accelerate):
+    """Every way to be wrong, switched on one at a time."""
+
+    def __init__(self, wrong: str) -> None:
+        self.wrong = wrong
+        if wrong == "name":
+            self.name = "not a name"
+        if wrong == "consumers":
+            self.consumers = ("nobody",)
+        if wrong == "cannot":
+            self.cannot = ("offload",)
+        if wrong == "understated":
+            self.cannot = ("debug",)
+        if wrong == "protocol":
+            self.api_version = 2
+
+    def matches(self, root: Node) -> float:
+        return 1.0 if self.wrong == "greedy" else 0.0 if self.wrong == "shy" else super().matches(root)
+
+    def read(self, lint: LintContext) -> None:
+        super().read(lint)
+        if self.wrong == "raises" and "bogus" in lint.source.text:
+            raise KeyError("bogus")
+        if self.wrong == "silent":
+            lint.findings.clear()
+            lint.set("state_dict_type", "sharded", entry=lint.at("state_dict_type"))
+        if self.wrong == "misplaced" and "bogus" in lint.source.text:
+            lint.ignored.append(Ignored("key", "value", 10_000, "nobody reads it"))
+        if self.wrong == "forgets":
+            lint.set("cpu_offload", False)
+
+    def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+        if self.wrong == "vague" and settings.gpu_ids:
+            raise ConfigError("that is not possible")
+        return super().write(settings, header)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("name", "name is not an identifier"),
+        ("consumers", "consumer 'nobody' is not in programs"),
+        ("cannot", "'offload', which is not a canonical setting"),
+        ("understated", "debug is written, although `cannot` holds it"),
+        ("protocol", "api_version is 2"),
+        ("greedy", "claims a file that holds nothing it knows"),
+        ("shy", "does not recognise a file that it wrote"),
+        ("raises", "damaged files raised KeyError: 'bogus'"),
+        ("silent", "bogus-value is read as 'sharded' without a finding"),
+        ("misplaced", "key is on line 10000"),
+        ("forgets", "cpu_offload is not read back as it was written"),
+        ("vague", "refusing gpu_ids does not name the setting"),
+    ],
+)
+def test_a_careless_one_does_not(wrong: str, said: str) -> None:
+    problems = check_dialect(Careless(wrong))
+    assert any(said in problem for problem in problems), problems
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        assert_conforms(Careless(wrong))
+
+
+def test_a_migration_that_changes_the_run_is_found() -> None:
+    class Hasty(Accelerate):
+        def migrate(self, steps, lint, target):  # type: ignore[no-untyped-def]
+            changes = super().migrate(steps, lint, target)
+            steps.put("fsdp_config", "fsdp_reshard_after_forward", True)
+            return {**changes, "reshard_after_forward": True}
+
+    problems = check_dialect(Hasty(), fsdp1=FSDP1["accelerate"])
+    assert problems == ["migrating changes the settings: reshard_after_forward True"]
+
+
+GOOD = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+
+
+def registry(monkeypatch: pytest.MonkeyPatch, **plugins: object) -> Registry:
+    """Return our dialects with others beside them, each from a module of its own."""
+    entries = [
+        EntryPoint(dialect.name, f"{type(dialect).__module__}:{type(dialect).__name__}", dialects.GROUP)
+        for dialect in load_registry().all()
+    ]
+    for name, plugin in plugins.items():
+        module = ModuleType(f"plugin_{name}")
+        module.plugin = plugin  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        entries.append(EntryPoint(name, f"plugin_{name}:plugin", dialects.GROUP))
+    made = Registry(entries)
+    for user in ("fsdptool.config.dialects", "fsdptool.config.reader"):
+        monkeypatch.setattr(f"{user}.load_registry", lambda: made)
+    return made
+
+
+class Raising(Accelerate):
+    name = "raising"
+
+    def matches(self, root: Node) -> float:
+        raise RuntimeError("not today")
+
+
+class Newer(Accelerate):
+    name = "newer"
+    api_version = 2
+
+
+class Twin(Accelerate):
+    name = "twin"
+
+
+@pytest.mark.parametrize(
+    ("name", "plugin", "said"),
+    [
+        ("missing", "no class", "names a str, not a Dialect"),
+        ("raising", Raising, "RuntimeError: not today"),
+        ("newer", Newer, "it implements protocol 2"),
+        ("other", Twin, "its name is 'twin'"),
+    ],
+)
+def test_a_broken_one_is_a_finding(
+    name: str, plugin: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry(monkeypatch, **{name: plugin})
+    reading = read_settings(GOOD)
+    assert reading.dialect == "accelerate" and not reading.errors
+    finding = next(item for item in reading.diagnostics if item.code == "FSD115")
+    assert said in finding.message and finding.severity == "warning"
+    unread = read_settings("hello: world\nand: more\n")
+    assert [item.code for item in unread.diagnostics] == ["FSD109", "FSD115"]
+    if name != "raising":
+        with pytest.raises(ConfigError, match=name):
+            read_settings(GOOD, dialect=name)
+
+
+def test_a_file_that_two_claim_equally_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry(monkeypatch, twin=Twin)
+    finding = read_settings(GOOD).diagnostics[0]
+    assert finding.code == "FSD109" and "accelerate and twin claim the file equally" in finding.message
+    assert read_settings(GOOD, dialect="twin").dialect == "twin"
+
+
+def test_one_name_of_two_packages_is_neithers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = registry(monkeypatch)
+    twice = [EntryPoint("twin", f"{__name__}:{name}", dialects.GROUP) for name in ("Twin", "Raising")]
+    contested = Registry(twice)
+    assert not contested.all() and "registers the same name" in contested.problems["twin"]
+    assert "twin" not in made.names
+
+
+def test_a_named_dialect_loads_alone_and_without_torch(tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(GOOD)
+    code = (
+        "import sys; from fsdptool.config import read_settings;"
+        f"read_settings({str(file)!r}, dialect='accelerate');"
+        "names = {n.split('.')[3] for n in sys.modules if n.startswith('fsdptool.config.dialects.')};"
+        "print(sorted(names - {'protocol'}), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['accelerate'] False"
+
+
+def test_the_protocol_says_what_must_be_written() -> None:
+    assert Dialect.__abstractmethods__ == {"read", "write"}
