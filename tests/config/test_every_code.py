@@ -95,7 +95,9 @@ def test_every_code_of_a_file_alone_has_a_case(tmp_path: Path) -> None:
         raised |= found(text)
     for text, options in SMALLEST.values():
         raised |= found(text, **options)
-    assert raised == {code for code, rule in RULES.items() if rule.family not in ("model", "hardware")}
+    # No file raises FSD115, a plugin does: test_dialects.py.
+    files = {code for code, rule in RULES.items() if rule.family not in ("model", "hardware")} - {"FSD115"}
+    assert raised == files
 
 
 def tiny(folder: Path, model_type: str, architecture: str, **sizes: Any) -> str:

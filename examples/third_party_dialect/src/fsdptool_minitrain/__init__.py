@@ -1,7 +1,7 @@
 """The YAML of an imaginary program, ``minitrain``, as a dialect of fsdptool.
 
 ``minitrain: 1`` heads its files, ``gpus`` and ``precision`` stand at top level, and ``sharding`` holds the
-rest. ``engine: fsdp1`` is what it ran before; unknown keys under ``sharding`` are dropped without a word.
+rest. ``engine: fsdp1`` is what it ran before; unknown keys under ``sharding`` are silently dropped.
 """
 
 from __future__ import annotations
