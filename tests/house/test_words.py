@@ -40,7 +40,6 @@ IDIOMS = {
 
 PENDING = (
     "README.md",
-    "docs/architecture.md",
     "docs/rules.md",
     "fsdptool/api",
     "fsdptool/cache",
