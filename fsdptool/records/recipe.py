@@ -11,7 +11,7 @@ from fsdptool.records.settings import CheckpointingMode
 
 Layout = Literal["native", "accelerate"]
 MethodName = Literal["full", "lora", "distillation"]
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Implementation = Literal["auto", "fused", "foreach", "for_loop"]
 GradientAccumulation = Literal["sharded", "unsharded"]
 

@@ -7,6 +7,7 @@ schema read the table.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
@@ -18,6 +19,9 @@ from fsdptool.errors import ConfigError
 from fsdptool.records.codec import to_json
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import Metrics
+
+_MLFLOW_PARAMETERS = 100
+"""Parameters that one request to MLflow may carry (3.17, utils/validation.py)."""
 
 
 class Tracker(ABC):
@@ -99,8 +103,48 @@ class Trackio(WeightsAndBiases):
         self._client.init(**_init_options(folder, recipe))
 
 
+class MLflow(Tracker):
+    """MLflow: ``tracking_uri`` or ``MLFLOW_TRACKING_URI`` names the server, else files in the run folder.
+
+    Options: ``tracking_uri``, ``project`` (the experiment) and ``name`` (the run).
+    """
+
+    name = "mlflow"
+    package = "mlflow-skinny"
+    module = "mlflow"
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        # MLflow reports usage to its makers unless it is told not to (3.17, telemetry/utils.py).
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        options = _init_options(folder, recipe)
+        server = options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        if server is None:
+            # MLflow refuses its file store without this (3.17, store/tracking/file_store.py); its other
+            # local store needs a database library.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            server = (folder / "mlruns").absolute().as_uri()
+        entities = import_module("mlflow.entities")
+        self._metric, parameter = entities.Metric, entities.Param
+        self._client: Any = import_module(self.module).MlflowClient(tracking_uri=server)
+        known = self._client.get_experiment_by_name(options["project"])
+        experiment = known.experiment_id if known else self._client.create_experiment(options["project"])
+        self._run = self._client.create_run(experiment, run_name=options["name"]).info.run_id
+        parameters = [parameter(key, str(value)) for key, value in flatten(options["config"], ".").items()]
+        for start in range(0, len(parameters), _MLFLOW_PARAMETERS):
+            self._client.log_batch(self._run, params=parameters[start : start + _MLFLOW_PARAMETERS])
+
+    def log(self, metrics: Metrics) -> None:
+        milliseconds = round(1000 * metrics.time)
+        values = scalars(metrics).items()
+        batch = [self._metric(name, value, milliseconds, metrics.step) for name, value in values]
+        self._client.log_batch(self._run, metrics=batch)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
 TRACKERS: Mapping[str, type[Tracker]] = {
-    tracker.name: tracker for tracker in (TensorBoard, WeightsAndBiases, Trackio)
+    tracker.name: tracker for tracker in (TensorBoard, WeightsAndBiases, Trackio, MLflow)
 }
 """Every tracker by name."""
 
@@ -127,19 +171,23 @@ def open_trackers(folder: Path, recipe: Recipe) -> list[Tracker]:
 
 def scalars(metrics: Metrics) -> dict[str, float]:
     """Return the known numbers of a step by name; nested extras as ``extra/a/b``."""
-    values: dict[str, float] = {}
+    values = flatten({**to_json(metrics), "step": None, "time": None}, "/").items()
+    return {
+        name: float(value)
+        for name, value in values
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
-    def collect(prefix: str, value: Any) -> None:
+
+def flatten(data: Mapping[str, Any], separator: str) -> dict[str, Any]:
+    """Return the values of nested mappings by joined names."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
         if isinstance(value, Mapping):
-            for key, item in value.items():
-                collect(f"{prefix}/{key}" if prefix else str(key), item)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            values[prefix] = float(value)
-
-    collect("", to_json(metrics))
-    for name in ("step", "time"):
-        values.pop(name, None)
-    return values
+            flat |= {f"{key}{separator}{name}": item for name, item in flatten(value, separator).items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def _init_options(folder: Path, recipe: Recipe, **defaults: Any) -> dict[str, Any]:

@@ -60,3 +60,41 @@ def test_tensorboard_has_every_step(tmp_path: Path) -> None:
     written = EventAccumulator(str(tmp_path / "tensorboard"))
     written.Reload()
     assert [(event.step, event.value) for event in written.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_mlflow_has_every_step_and_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real client writes to its file store; the files are read as they lie."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for variable in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(variable, "true")
+    folder = tmp_path / "my run"
+    for start in (1, 3):  # the second start of a run finds the experiment
+        (tracker,) = open_trackers(folder, recipe_with("mlflow", project="shapes", name=f"from {start}"))
+        for step in (start, start + 1):
+            tracker.log(metrics(step, 0.5 / step))
+        tracker.close()
+    (experiment,) = [
+        path.parent for path in (folder / "mlruns").glob("*/meta.yaml") if path.parent.name != "0"
+    ]
+    assert "name: shapes" in (experiment / "meta.yaml").read_text()
+    runs = {
+        (path.parent / "tags" / "mlflow.runName").read_text(): path.parent
+        for path in experiment.glob("*/meta.yaml")
+    }
+    assert set(runs) == {"from 1", "from 3"}
+    for start in (1, 3):
+        run = runs[f"from {start}"]
+        lines = [line.split() for line in (run / "metrics" / "loss").read_text().splitlines()]
+        assert [(int(step), float(value)) for _, value, step in lines] == [
+            (step, 0.5 / step) for step in (start, start + 1)
+        ]
+        assert (run / "params" / "model.reference").read_text() == "llama3:tiny"
+        assert "end_time: null" not in (run / "meta.yaml").read_text()
+
+
+def test_mlflow_asks_the_server_that_is_named(tmp_path: Path) -> None:
+    from mlflow.exceptions import MlflowException
+
+    with pytest.raises(MlflowException, match="nowhere"):
+        open_trackers(tmp_path, recipe_with("mlflow", tracking_uri="nowhere://else"))
+    assert list(tmp_path.iterdir()) == []
