@@ -136,10 +136,10 @@ def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
     from fsdptool.inspection import inspect
     from fsdptool.planning.estimator import Estimator
     from fsdptool.planning.machine import machine_for
-    from fsdptool.planning.request import PlanInputs
     from fsdptool.planning.search_point import read_search_point
     from fsdptool.planning.suggestions import suggest
     from fsdptool.records.cluster import Cluster
+    from fsdptool.records.plan import PlanInputs
 
     profile: Literal["cuda", "cpu-gloo"] = "cuda" if prepared.device == "cuda" else "cpu-gloo"
     cluster = None

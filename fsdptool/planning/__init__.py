@@ -2,11 +2,12 @@
 
 from fsdptool.planning.estimator import predict
 from fsdptool.planning.gpu_catalogue import load_gpu
-from fsdptool.planning.options import Options, PlanInputs
+from fsdptool.planning.options import Options
 from fsdptool.planning.plan import chosen_candidate, chosen_run, make_plan, plan, search
 from fsdptool.planning.plan_check import check_plan
 from fsdptool.planning.plan_document import plan_document, read_plan
 from fsdptool.planning.request import read_request
+from fsdptool.records.plan import PlanInputs
 
 __all__ = [
     "Options",

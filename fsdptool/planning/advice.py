@@ -11,13 +11,12 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.search import roomy
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.plan import Candidate, SearchPoint
+from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.recipe import Recipe
 
 

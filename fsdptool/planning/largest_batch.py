@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.requested_recipe import MAX_TOKENS
 from fsdptool.planning.search import roomy
-from fsdptool.records.plan import Candidate, SearchPoint
+from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 
 _LIMIT = 1 << 16
 """Samples of a micro-batch beyond which nobody looks, where ``MAX_TOKENS`` does not end it before."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptool.records.cluster import Cluster, Machine
+from fsdptool.records.cluster import Cluster
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.plan import PlanInputs
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 
@@ -71,37 +72,6 @@ class Options:
     search: bool | None = None
     max_batch: bool = False
     prefer: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """The canonical inputs of a plan: plain data that says the same on any machine.
-
-    Attributes:
-        recipe, settings: The run.
-        clusters: The offers, in the order they were given.
-        machines: The machine table's row for each of them.
-        profile: Whose memory is predicted.
-        wrap, exclude: What the person said about wrap classes.
-        search: ``none``, ``open`` (knobs nobody set) or ``wide`` (knobs not set on the command line).
-        fixed: Knobs the search leaves alone.
-        max_batch: Whether the largest micro-batch is looked for.
-        prefer: ``speed`` or ``price``.
-        model: What the reference resolved to: family, class, library and a digest of its configuration.
-    """
-
-    recipe: Recipe
-    settings: FsdpSettings
-    clusters: tuple[Cluster, ...]
-    machines: tuple[Machine, ...]
-    profile: str = "cuda"
-    wrap: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    search: str = "none"
-    fixed: tuple[str, ...] = ()
-    max_batch: bool = False
-    prefer: str = "speed"
-    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

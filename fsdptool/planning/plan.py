@@ -12,7 +12,7 @@ from fsdptool.planning.advice import advise, does_not_fit, routing, routing_note
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.largest_batch import largest_batch
-from fsdptool.planning.options import Options, PlanInputs, Request
+from fsdptool.planning.options import Options, Request
 from fsdptool.planning.plan_document import ShownPlan, inputs_of, shown
 from fsdptool.planning.request import read_request
 from fsdptool.planning.requested_recipe import check_sizes
@@ -26,7 +26,7 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import digest
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.plan import Candidate, Plan, SearchPoint, Suggestion
+from fsdptool.records.plan import Candidate, Plan, PlanInputs, SearchPoint, Suggestion
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.checked import check, read_data
-from fsdptool.planning.options import PlanInputs
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import envelope
-from fsdptool.records.plan import Plan
+from fsdptool.records.plan import Plan, PlanInputs
 
 _ENVELOPE = ("schema", "schema_version", "tool_version", "libraries", "inputs_digest")
 

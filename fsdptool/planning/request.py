@@ -14,10 +14,11 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.gpu_catalogue import find_gpu
 from fsdptool.planning.machine import machine_for
-from fsdptool.planning.options import PROFILES, Options, PlanInputs, Request
+from fsdptool.planning.options import PROFILES, Options, Request
 from fsdptool.planning.requested_recipe import build_recipe, choice, given, one_of
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.plan import MemoryProfile, PlanInputs, Preference, SearchScope
 from fsdptool.records.settings import FsdpSettings
 
 
@@ -58,7 +59,7 @@ def read_request(options: Options) -> Request:
     return Request(inputs, found)
 
 
-def _search_scope(options: Options, profile: str) -> str:
+def _search_scope(options: Options, profile: str) -> SearchScope:
     """Nobody searches on CPU unless asked: there is no step time to prefer one configuration by."""
     if options.search is None:
         return "open" if profile == "cuda" and not options.max_batch else "none"
@@ -101,15 +102,15 @@ def _fixed(options: Options) -> tuple[str, ...]:
     return tuple(sorted(closed))
 
 
-def _prefer(options: Options, clusters: Sequence[Cluster]) -> str:
+def _prefer(options: Options, clusters: Sequence[Cluster]) -> Preference:
     priced = all(cluster.price_per_gpu_hour is not None for cluster in clusters)
     wanted = one_of("prefer", options.prefer or "speed", ("speed", "price"))
     if wanted == "price" and not priced:
         raise PlanError("not every cluster has a price", help="give price_per_gpu_hour in each cluster file")
-    return str(wanted)
+    return "price" if wanted == "price" else "speed"
 
 
-def _own_profile(options: Options, settings: FsdpSettings) -> str:
+def _own_profile(options: Options, settings: FsdpSettings) -> MemoryProfile:
     """A file that says ``use_cpu`` is planned for CPU ranks unless hardware is named."""
     named = options.gpu is not None or options.clusters
     return "cpu-gloo" if settings.use_cpu and not named else "cuda"

@@ -9,11 +9,10 @@ from fsdptool.errors import ConfigError
 from fsdptool.formatting import amount
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.search_point import changed_settings
 from fsdptool.planning.search_space import enumerate_space
 from fsdptool.planning.verdict import HEADROOM
-from fsdptool.records.plan import Candidate, Rejection, RejectionKind, SearchPoint
+from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
 
 Progress = Callable[[str], None]
 

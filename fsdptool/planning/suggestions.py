@@ -11,10 +11,17 @@ from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.gpu_catalogue import all_entries
 from fsdptool.planning.machine import expands, machine_for
-from fsdptool.planning.options import PlanInputs
 from fsdptool.planning.search_point import changed_settings
 from fsdptool.records.cluster import Cluster, Gpu
-from fsdptool.records.plan import Candidate, Cost, CostKind, SearchPoint, Suggestion, SuggestionKind
+from fsdptool.records.plan import (
+    Candidate,
+    Cost,
+    CostKind,
+    PlanInputs,
+    SearchPoint,
+    Suggestion,
+    SuggestionKind,
+)
 
 _COSTS = {
     SuggestionKind.QUANTISED_BASE: Cost(

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.component import Basis, Component
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout
-from fsdptool.records.settings import WrapPolicy
+from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
+from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
+from fsdptool.records.settings import FsdpSettings, WrapPolicy
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]
+MemoryProfile = Literal["cuda", "cpu-fake", "cpu-gloo"]
+SearchScope = Literal["none", "open", "wide"]
+Preference = Literal["speed", "price"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +39,20 @@ class SearchPoint:
         gradients: ``sharded`` reduces each micro-batch, ``unsharded`` keeps whole gradients.
     """
 
-    cluster: int
+    cluster: Count
     layout: Layout
     wrap_policy: WrapPolicy
     wrap_classes: tuple[str, ...]
-    micro_batch: int
-    accumulation: int
-    checkpointing: str
+    micro_batch: Positive
+    accumulation: Positive
+    checkpointing: Annotated[str, Keywords(pattern="^(none|full|selective|every_[0-9]+)$")]
     reshard_after_forward: bool | int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
+    dp_replicate: Positive
+    dp_shard: Positive
+    cp: Positive
     cpu_offload: bool
     optimizer_implementation: Implementation
-    prefetch: int
+    prefetch: Positive
     reduce_dtype: str | None
     gradients: GradientAccumulation
 
@@ -96,13 +101,18 @@ class Moment:
     reserved_bytes: int | None = None
 
 
+PHASES = (
+    *("load", "first step", "forward", "backward", "optimizer"),
+    *("average", "evaluation", "sampling", "save", "export"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """One phase of a run: the most a rank holds then.
 
     Attributes:
-        name: ``load``, ``first step``, ``forward``, ``backward``, ``optimizer``, ``average``,
-            ``evaluation``, ``sampling``, ``save`` or ``export``.
+        name: The phase.
         allocated_bytes: Peak of live bytes on the device; None is unknown.
         host_bytes_per_rank: Host memory of every rank (tensors; on the CPU it is the device's).
         host_bytes_rank_0: What rank 0 (``export``: the one process there is) holds besides.
@@ -110,10 +120,10 @@ class Phase:
         moment: When in the phase the peak is.
     """
 
-    name: str
+    name: Annotated[str, Keywords(enum=list(PHASES))]
     allocated_bytes: int | None
-    host_bytes_per_rank: int
-    host_bytes_rank_0: int
+    host_bytes_per_rank: Count
+    host_bytes_rank_0: Count
     basis: Basis
     moment: str = ""
 
@@ -186,14 +196,16 @@ class Candidate:
     device_total_bytes: int | None
     """Reserved plus workspaces, communicators and context: what the driver would report."""
     usable_bytes: int | None
+    """What the driver reports as the GPU's total."""
     slack_bytes: int | None
     host_bytes_per_node: int | None
     components: tuple[ComponentBytes, ...]
     peak: Peak | None
     timeline: tuple[Moment, ...]
+    """Kept for the requested and the chosen candidates; empty for the others."""
     step_seconds: float | None
     tokens_per_second: float | None
-    rejected_by: Rejection | None = None
+    rejected_by: Rejection | None
     """Why it was not chosen; None for the chosen one and before the choice."""
     samples_per_second: float | None = None
     mfu: float | None = None
@@ -274,8 +286,41 @@ class Suggestion:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """The canonical inputs of a plan: plain data that means the same on any machine.
+
+    Attributes:
+        recipe, settings: The run.
+        clusters: The offers, in the order they were given.
+        machines: The machine table's row for each of them.
+        profile: Device profile whose memory is predicted.
+        wrap, exclude: Wrap classes named or excluded by the user.
+        search: ``none``, ``open`` (settings nobody chose) or ``wide`` (settings not on the command line).
+        fixed: Settings the search leaves alone.
+        max_batch: Whether the largest micro-batch is looked for.
+        prefer: ``speed`` or ``price``.
+        model: What the reference resolved to: family, class, library and a digest of its configuration.
+    """
+
+    recipe: Recipe
+    settings: FsdpSettings
+    clusters: Annotated[tuple[Cluster, ...], Keywords(minItems=1)]
+    machines: tuple[Machine, ...]
+    profile: MemoryProfile = "cuda"
+    wrap: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    search: SearchScope = "none"
+    fixed: tuple[str, ...] = ()
+    max_batch: bool = False
+    prefer: Preference = "speed"
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A verdict with every candidate that was evaluated (contract ``plan``).
+    """A verdict with every candidate that was evaluated (`fsdptool plan --format json`).
+
+    Bytes are integers, times seconds.
 
     ``inputs`` holds the canonical forms of reference, recipe, cluster and settings the plan was
     derived from, so that ``emit-config``, ``train`` and ``plan --check`` need nothing else.
@@ -283,11 +328,12 @@ class Plan:
 
     verdict: Verdict
     chosen: str | None
-    candidates: tuple[Candidate, ...]
+    """Id of a candidate."""
+    candidates: Annotated[tuple[Candidate, ...], Keywords(minItems=1)]
     next_steps: tuple[Suggestion, ...]
-    inputs: Mapping[str, Any]
-    confidence: Literal["verified", "unverified"] = "verified"
+    inputs: Annotated[Mapping[str, Any], JsonOf(PlanInputs)]
+    confidence: Literal["verified", "unverified"]
+    details: Mapping[str, Any]
+    """Additional facts (Pareto front, price, MFU), never required to read the verdict."""
     diagnostics: tuple[Diagnostic, ...] = ()
     unknowns: tuple[str, ...] = ()
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """Additive extras (Pareto front, price, MFU), never required to read the verdict."""

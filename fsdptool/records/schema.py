@@ -22,6 +22,13 @@ class Keywords:
         self.keywords = keywords
 
 
+class JsonOf:
+    """Plain data in the form of a record: ``Annotated[Mapping[str, Any], JsonOf(Record)]``."""
+
+    def __init__(self, record: type) -> None:
+        self.record = record
+
+
 Count = Annotated[int, Keywords(minimum=0)]
 Positive = Annotated[int, Keywords(minimum=1)]
 Share = Annotated[float, Keywords(minimum=0, maximum=1.0000001)]
@@ -65,6 +72,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "machine": DocumentFormat("cluster.MachineFile", "Machine table", "input", envelope=False),
     "metrics": DocumentFormat("run.Metrics", "Metrics", envelope=False),
     "migrate": DocumentFormat("config_documents.Migration", "Migration"),
+    "plan": DocumentFormat("plan.Plan", "Plan", "saved", closed=False),
     "precompute": DocumentFormat("command_documents.PrecomputeReport", "Precompute"),
     "presets": DocumentFormat("config_documents.PresetList", "Presets"),
     "recipe": DocumentFormat("recipe.Recipe", "fsdptool recipe", "input", envelope=False),
@@ -142,6 +150,8 @@ class _Generator:
         origin = get_origin(hint)
         if origin is Annotated:
             base, *marks = get_args(hint)
+            if isinstance(marks[0], JsonOf):
+                return self._reference(marks[0].record)
             keywords = {key: value for mark in marks for key, value in mark.keywords.items()}
             return {**self._type(base), **keywords}
         if origin in (Union, types.UnionType):

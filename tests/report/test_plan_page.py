@@ -79,6 +79,7 @@ def candidate(name: str, total: int, *, rejected: Rejection | None = None, sampl
 def document() -> dict[str, Any]:
     plan = Plan(
         verdict="fits",
+        confidence="verified",
         chosen="asked",
         candidates=(
             candidate("asked", 40 * GIB),
