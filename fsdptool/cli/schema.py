@@ -37,10 +37,12 @@ def write_schemas(folder: Path) -> None:
         StorageError: A file cannot be written.
     """
     from fsdptool.cli.output import write_file
+    from fsdptool.config.dialects.accelerate.schema import NAME, accelerate_schema
     from fsdptool.records.schema import FORMATS, generate
 
-    for name in FORMATS:
-        write_file(folder / f"{name}.schema.json", _text(generate(name)), force=True)
+    schemas = {NAME: accelerate_schema(), **{name: generate(name) for name in FORMATS}}
+    for name, schema in schemas.items():
+        write_file(folder / f"{name}.schema.json", _text(schema), force=True)
 
 
 def _text(schema: dict[str, object]) -> str:

@@ -1,0 +1,160 @@
+"""The JSON Schema of accelerate's YAML for FSDP2, generated from the tables of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from fsdptool.config.canonical import WRITTEN
+from fsdptool.config.dialects.accelerate.mapping import (
+    CONVERTED,
+    DETAILS,
+    FSDP_KEYS,
+    LEGACY_KEYS,
+    PARALLELISM_KEYS,
+    TOP_LEVEL,
+)
+from fsdptool.records.schema import compose
+from fsdptool.records.settings import Precision
+
+NAME = "accelerate-fsdp2"
+_TRUE = [True, "true", "True", "yes"]
+_BOOLEAN = {"anyOf": [{"type": "boolean"}, {"enum": ["true", "false", "True", "False", "yes", "no"]}]}
+_SIZE = {"type": "integer", "minimum": 1}
+_OFFLOAD, _CHECKPOINTING = "fsdp_activation_checkpointing_offload", "fsdp_activation_checkpointing"
+
+
+def _any_case(words: Iterable[str]) -> dict[str, Any]:
+    """Return the schema of a word in any case: accelerate compares in upper or lower case."""
+    spelled = (
+        "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in word)
+        for word in words
+    )
+    return {"type": "string", "pattern": f"^({'|'.join(spelled)})$"}
+
+
+_TOP: Mapping[str, dict[str, Any]] = {
+    "compute_environment": {"const": "LOCAL_MACHINE"},
+    "debug": {"type": ["boolean", "null"]},
+    "deepspeed_config": {
+        "description": "FSDP and DeepSpeed cannot be enabled simultaneously.",
+        "anyOf": [{"type": "null"}, {"type": "object", "maxProperties": 0}],
+    },
+    "distributed_type": {"const": "FSDP"},
+    "gpu_ids": {"description": "Text: all, or ids with commas.", "type": ["string", "null"]},
+    "machine_rank": {"type": "integer", "minimum": 0},
+    "main_process_ip": {"type": ["string", "null"]},
+    "main_process_port": {"type": ["integer", "null"], "minimum": 0, "maximum": 65535},
+    "mixed_precision": {
+        "description": "'no' needs its quotes: YAML 1.1 reads no as false.",
+        "anyOf": [_any_case(get_args(Precision)), {"type": "null"}],
+    },
+    "num_machines": _SIZE,
+    "num_processes": {
+        "description": "All processes on all machines.",
+        "anyOf": [_SIZE, {"enum": ["gpu", "auto", "cpu", -1]}],
+    },
+    "use_cpu": {"type": ["boolean", "null"]},
+}
+"""What a top-level key may hold; any value where it is not listed."""
+
+_FSDP: Mapping[str, dict[str, Any]] = {
+    "fsdp_version": {
+        "description": "2 for FSDP2; accelerate 1.15 runs FSDP1 when it is missing.",
+        "anyOf": [{"const": 2}, {"const": "2"}],
+    },
+    "fsdp_reshard_after_forward": {
+        "description": "Free gathered parameters after forward (true) or keep them until backward (false).",
+        **_BOOLEAN,
+    },
+    "fsdp_auto_wrap_policy": {
+        "description": "Missing means NO_WRAP in accelerate and TRANSFORMER_BASED_WRAP in TrainingArguments: "
+        "write it.",
+        **_any_case(WRITTEN["wrap_policy"].values()),
+    },
+    "fsdp_transformer_layer_cls_to_wrap": {
+        "description": "Class names with commas and no spaces; fsdptool detect finds them.",
+        "type": "string",
+        "pattern": "^[A-Za-z_][A-Za-z0-9_]*(,[A-Za-z_][A-Za-z0-9_]*)*$",
+    },
+    "fsdp_min_num_params": {
+        "description": "Read with SIZE_BASED_WRAP only. 1e8 is text to YAML 1.1.",
+        "type": "integer",
+        "minimum": 0,
+    },
+    "fsdp_state_dict_type": {
+        "description": "SHARDED under version 2 when missing; FULL in TrainingArguments.",
+        **_any_case(WRITTEN["state_dict_type"][kind] for kind in ("sharded", "full")),
+    },
+    "fsdp_offload_params": {
+        "description": "Parameters, gradients and optimizer states live in host memory.",
+        **_BOOLEAN,
+    },
+    "fsdp_cpu_ram_efficient_loading": {
+        "description": "True in accelerate launch when missing, false in TrainingArguments.",
+        **_BOOLEAN,
+    },
+    _CHECKPOINTING: {"description": "Recompute every wrapped block in backward.", **_BOOLEAN},
+    _OFFLOAD: {
+        "description": "Keep the saved block inputs in host memory; needs fsdp_activation_checkpointing.",
+        **_BOOLEAN,
+    },
+    "fsdp_ignored_modules": {
+        "description": "Regular expression, matched in full against module paths.",
+        "type": ["string", "null"],
+    },
+}
+
+_PARALLELISM: Mapping[str, dict[str, Any]] = {
+    "parallelism_config_dp_replicate_size": {"description": "Copies of the sharded model.", **_SIZE},
+    "parallelism_config_dp_shard_size": {
+        "description": "Ranks that share one copy; 1 when missing, never filled in.",
+        **_SIZE,
+    },
+    "parallelism_config_tp_size": {"description": "Tensor parallel ranks.", **_SIZE},
+    "parallelism_config_cp_size": {"description": "Ranks that share one sequence.", **_SIZE},
+    "parallelism_config_cp_comm_strategy": {"enum": ["allgather", "alltoall"]},
+    "parallelism_config_sp_size": {
+        "description": "DeepSpeed Ulysses; does nothing under FSDP2.",
+        "const": 1,
+    },
+    "parallelism_config_cp_backend": {"const": "torch"},
+    "parallelism_config_sp_backend": {"const": "deepspeed"},
+}
+
+
+def accelerate_schema() -> dict[str, Any]:
+    """Return the schema of what accelerate 1.15 reads with FSDP2, every key of its tables and no other."""
+    modern = [key for key in FSDP_KEYS if key not in LEGACY_KEYS]
+    offload = {"properties": {_OFFLOAD: {"enum": _TRUE}}, "required": [_OFFLOAD]}
+    needed = {"required": [_CHECKPOINTING], "properties": {_CHECKPOINTING: {"enum": _TRUE}}}
+    blocks = {
+        "fsdp_config": {
+            **_closed(modern, _FSDP, required=["fsdp_version"]),
+            "allOf": [{"if": offload, "then": needed}],
+        },
+        "parallelism_config": {
+            **_closed([*PARALLELISM_KEYS, *DETAILS], _PARALLELISM),
+            "type": ["object", "null"],
+        },
+    }
+    body = _closed(
+        sorted(TOP_LEVEL | CONVERTED), {**_TOP, **blocks}, required=["distributed_type", "fsdp_config"]
+    )
+    description = (
+        "What accelerate 1.15 reads, strictly: unknown nested keys, which accelerate drops silently, are "
+        "refused. fsdptool validate also checks what a schema cannot express: meshes against process "
+        "counts, the model, the hardware."
+    )
+    return compose(NAME, "accelerate configuration for FSDP2", {"description": description, **body}, {})
+
+
+def _closed(
+    keys: Iterable[str], values: Mapping[str, dict[str, Any]], *, required: list[str] | None = None
+) -> dict[str, Any]:
+    return {
+        "type": "object",
+        **({"required": required} if required else {}),
+        "additionalProperties": False,
+        "properties": {key: values.get(key, {}) for key in keys},
+    }
