@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptool.errors import ConfigError, PlanError
+from fsdptool.errors import ConfigError
 
 
 class Format(StrEnum):
@@ -56,32 +56,6 @@ def refuse(context: typer.Context, names: Iterable[str], reason: str, help: str)
     refused = [flags[name] for name in names if name in flags]
     if refused:
         raise ConfigError(f"{', '.join(refused)}: {reason}", help=help)
-
-
-def hsdp_shape(text: str | None) -> tuple[int | None, int | None]:
-    """Return the replicate and shard sizes of ``2x8``."""
-    if text is None:
-        return None, None
-    left, _, right = text.lower().replace(" ", "").partition("x")
-    if not left.isdecimal() or not right.isdecimal():
-        raise PlanError(
-            f"--hsdp {text!r} is not a mesh shape", help="write replicate x shard, for example 2x8"
-        )
-    return int(left), int(right)
-
-
-def reshard_value(text: str | None) -> bool | int | None:
-    """Return ``true``, ``false`` or a number of ranks as a value."""
-    if text is None:
-        return None
-    words = {"true": True, "yes": True, "false": False, "no": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    if text.isdecimal() and int(text) > 1:
-        return int(text)
-    raise PlanError(
-        f"--reshard {text!r} is not supported", help="write true, false or a number of ranks above 1"
-    )
 
 
 def override_values(items: Sequence[str]) -> dict[str, Any]:

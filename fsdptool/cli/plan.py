@@ -2,198 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
 
-from fsdptool.cli.options import (
-    Format,
-    command_line_options,
-    hsdp_shape,
-    override_values,
-    refuse,
-    reshard_value,
-)
+from fsdptool.cli.options import Format, command_line_options, override_values, refuse
 from fsdptool.cli.plan_answer import answer, check_output, check_saved, exit_code, progress
+from fsdptool.planning.options import Declared, Options, declared
 
-_HARDWARE, _MODEL, _RECIPE, _BATCH, _SHARDING, _ANSWER = (
-    "Hardware",
-    "Model",
-    "Recipe",
-    "Batch",
-    "Sharding",
-    "Answer",
-)
+_ANSWER = "Answer"
 
 
 def command(
     context: typer.Context,
-    reference: Annotated[
-        str | None, typer.Argument(help="Model: family:flavour, hub id, folder or config.json.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU, for example H100-80GB-SXM.", rich_help_panel=_HARDWARE)
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus", "--processes", help="GPUs (or CPU processes) per node.", rich_help_panel=_HARDWARE
-        ),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes.", rich_help_panel=_HARDWARE)] = None,
-    cluster: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--cluster", help="Cluster file (repeatable: offers are compared).", rich_help_panel=_HARDWARE
-        ),
-    ] = None,
-    gpus_file: Annotated[
-        Path | None, typer.Option(help="Further GPUs, as data.", rich_help_panel=_HARDWARE)
-    ] = None,
-    machine: Annotated[
-        Path | None, typer.Option(help="Table written by fsdptool calibrate.", rich_help_panel=_HARDWARE)
-    ] = None,
-    network: Annotated[
-        str | None,
-        typer.Option(help="Between nodes, per GPU: '400 Gbit/s', '50 GB/s'.", rich_help_panel=_HARDWARE),
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Host memory per node: '2 TiB'.", rich_help_panel=_HARDWARE)
-    ] = None,
-    price: Annotated[
-        float | None, typer.Option(help="Price per GPU hour.", rich_help_panel=_HARDWARE)
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(help="Whose memory: cuda, cpu-gloo or cpu-fake.", rich_help_panel=_HARDWARE),
-    ] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe file.", rich_help_panel=_RECIPE)] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="accelerate YAML (any dialect).", rich_help_panel=_RECIPE)
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="full, lora or distillation.", rich_help_panel=_RECIPE)
-    ] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="LoRA rank.", rich_help_panel=_RECIPE)] = None,
-    lora_target: Annotated[
-        list[str] | None, typer.Option(help="Module LoRA adapts (repeatable).", rich_help_panel=_RECIPE)
-    ] = None,
-    lora_base: Annotated[
-        str | None, typer.Option(help="Frozen base: unchanged, nf4, int8 or float8.", rich_help_panel=_RECIPE)
-    ] = None,
-    adapters: Annotated[
-        str | None, typer.Option(help="Adapters: sharded or replicated.", rich_help_panel=_RECIPE)
-    ] = None,
-    teacher: Annotated[
-        str | None, typer.Option(help="Teacher of a distillation.", rich_help_panel=_RECIPE)
-    ] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="Training objective.", rich_help_panel=_RECIPE)
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw, adamw8bit, adafactor or sgd.", rich_help_panel=_RECIPE)
-    ] = None,
-    optimizer_implementation: Annotated[
-        str | None, typer.Option(help="auto, fused, foreach or for_loop.", rich_help_panel=_RECIPE)
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="fp32, bf16, fp16 or fp8.", rich_help_panel=_RECIPE)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Stored parameters: float32, bfloat16, ...", rich_help_panel=_RECIPE)
-    ] = None,
-    attention: Annotated[
-        str | None, typer.Option(help="sdpa, eager or flash_attention_2.", rich_help_panel=_RECIPE)
-    ] = None,
-    ema: Annotated[
-        float | None, typer.Option(help="Decay of a moving average of weights.", rich_help_panel=_RECIPE)
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option("--seq-len", "--sequence-length", help="Tokens per sample.", rich_help_panel=_BATCH),
-    ] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels.", rich_help_panel=_BATCH)] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels.", rich_help_panel=_BATCH)] = None,
-    frames: Annotated[int | None, typer.Option(help="Video frames.", rich_help_panel=_BATCH)] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(help="Samples per rank and forward.", rich_help_panel=_BATCH)
-    ] = None,
-    accumulation: Annotated[
-        int | None, typer.Option(help="Forwards per optimizer step.", rich_help_panel=_BATCH)
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(help="Samples per step over all ranks.", rich_help_panel=_BATCH)
-    ] = None,
-    max_batch: Annotated[
-        bool,
-        typer.Option("--max-batch", help="Find the largest micro-batch that fits.", rich_help_panel=_BATCH),
-    ] = False,
-    layout: Annotated[
-        str | None, typer.Option(help="native or accelerate.", rich_help_panel=_SHARDING)
-    ] = None,
-    wrap: Annotated[
-        list[str] | None, typer.Option(help="Wrap this class (repeatable).", rich_help_panel=_SHARDING)
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="Never wrap this class (repeatable).", rich_help_panel=_SHARDING)
-    ] = None,
-    reshard: Annotated[
-        str | None,
-        typer.Option(help="After forward: true, false or a number of ranks.", rich_help_panel=_SHARDING),
-    ] = None,
-    checkpointing: Annotated[
-        str | None, typer.Option(help="none, selective, every_N or full.", rich_help_panel=_SHARDING)
-    ] = None,
-    offload: Annotated[
-        bool | None, typer.Option("--offload/--no-offload", help="CPU offload.", rich_help_panel=_SHARDING)
-    ] = None,
-    hsdp: Annotated[
-        str | None, typer.Option(help="Replicate x shard, for example 2x8.", rich_help_panel=_SHARDING)
-    ] = None,
-    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.", rich_help_panel=_SHARDING)] = None,
-    prefetch: Annotated[
-        int | None, typer.Option(help="Units gathered ahead.", rich_help_panel=_SHARDING)
-    ] = None,
-    reduce_dtype: Annotated[
-        str | None,
-        typer.Option(help="Gradients are reduced in: float32, bfloat16, param.", rich_help_panel=_SHARDING),
-    ] = None,
-    gradients: Annotated[
-        str | None, typer.Option(help="Accumulated: sharded or unsharded.", rich_help_panel=_SHARDING)
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Revision of a hub reference.", rich_help_panel=_MODEL)
-    ] = None,
-    component: Annotated[
-        str | None, typer.Option(help="Component of a pipeline.", rich_help_panel=_MODEL)
-    ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option(help="Replace a configuration value: KEY=JSON (repeatable).", rich_help_panel=_MODEL),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the reference's code.", rich_help_panel=_MODEL)
-    ] = False,
-    search: Annotated[
-        bool | None,
-        typer.Option(
-            "--search/--no-search",
-            help="Search widely; or judge exactly what is asked. Default: search what nobody set.",
-            rich_help_panel=_ANSWER,
-        ),
-    ] = None,
-    prefer: Annotated[str | None, typer.Option(help="speed or price.", rich_help_panel=_ANSWER)] = None,
     check: Annotated[
         Path | None,
         typer.Option(
-            "--check", help="Derive this plan anew; exit 1 if anything changed.", rich_help_panel=_ANSWER
+            "--check",
+            help="Recompute a saved plan; exit with 1 if anything has changed.",
+            rich_help_panel=_ANSWER,
         ),
     ] = None,
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Say which constraint bound, and show every candidate.", rich_help_panel=_ANSWER
+            "--explain", help="Show the limiting factor and every candidate.", rich_help_panel=_ANSWER
         ),
     ] = False,
     output: Annotated[
@@ -204,10 +40,11 @@ def command(
         bool, typer.Option("--force", help="Replace an existing file.", rich_help_panel=_ANSWER)
     ] = False,
     format: Annotated[
-        Format, typer.Option("--format", help="How the answer is printed.", rich_help_panel=_ANSWER)
+        Format, typer.Option("--format", help="Output format.", rich_help_panel=_ANSWER)
     ] = Format.TEXT,
+    **options: Any,
 ) -> int:
-    """Predict per-rank memory and step time, and find the fastest configuration that fits.
+    """Predict the memory of every rank and the step time, and find the fastest configuration that fits.
 
     Needs no GPU and no weights. Exit status: 0 fits, 1 does not fit, 5 unknown.
 
@@ -225,69 +62,63 @@ def command(
             for name in command_line_options(context)
             if name not in ("check", "format", "trust_remote_code")
         )
-        refuse(
-            context, others, "not beside --check, which derives a plan from its own inputs", "leave it out"
-        )
-        return check_saved(check, format, trust_remote_code=trust_remote_code)
+        reason = "not allowed with --check, which uses the inputs of the saved plan"
+        refuse(context, sorted(others), reason, "leave it out")
+        return check_saved(check, format, trust_remote_code=options["trust_remote_code"])
     check_output(output, force)
     from fsdptool.planning.plan import make_plan
-    from fsdptool.planning.request import Options, read_request
+    from fsdptool.planning.request import read_request
 
-    replicate, shard = hsdp_shape(hsdp)
-    options = Options(
-        reference=reference,
-        recipe=recipe,
-        config=config,
-        revision=revision,
-        component=component,
-        trust_remote_code=True if trust_remote_code else None,
-        overrides=override_values(override or []),
-        wrap=tuple(wrap or ()),
-        exclude=tuple(exclude or ()),
-        gpu=gpu,
-        gpus=gpus,
-        nodes=nodes,
-        clusters=tuple(cluster or ()),
-        gpus_file=gpus_file,
-        machine=machine,
-        network=network,
-        host_memory=host_memory,
-        price=price,
-        profile=profile,
-        method=method,
-        lora_rank=lora_rank,
-        lora_targets=tuple(lora_target) if lora_target else None,
-        lora_base=lora_base,
-        adapters=adapters,
-        teacher=teacher,
-        objective=objective,
-        precision=precision,
-        dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        attention=attention,
-        optimizer=optimizer,
-        optimizer_implementation=optimizer_implementation,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        global_batch=global_batch,
-        sequence_length=seq_len,
-        height=height,
-        width=width,
-        frames=frames,
-        checkpointing=checkpointing,
-        layout=layout,
-        reshard=reshard_value(reshard),
-        offload=offload,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        cp=cp,
-        prefetch=prefetch,
-        gradients=gradients,
-        ema=ema,
-        search=search,
-        max_batch=max_batch,
-        prefer=prefer,
+    # A flag without its opposite (--max-batch) says nothing where it is not given.
+    options = {n: v for n, v in options.items() if v is not None and (v is not False or _pair(n))}
+    if options.get("overrides"):
+        options["overrides"] = override_values(options["overrides"])
+    plan = make_plan(read_request(cast("Options", options)), progress=progress)
+    answer(plan, output, force=force, format=format, explain=explain)
+    return int(exit_code(plan))
+
+
+def _pair(name: str) -> bool:
+    """Whether an option has a flag for no (``--offload/--no-offload``), so that False says something."""
+    return "/" in declared()[name].flags[0]
+
+
+def _parameter(item: Declared) -> inspect.Parameter:
+    """Return the command's parameter for a declared option."""
+    option, kind = item.option, _type(item)
+    default = False if kind is bool and not _pair(item.name) else None
+    info: Any
+    if item.name == "reference":
+        info = typer.Argument(help=option.text())
+    else:
+        info = typer.Option(*item.flags, help=option.text(), rich_help_panel=option.panel)
+    hint = kind if default is False else kind | None
+    return inspect.Parameter(
+        item.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[hint, info],
     )
-    made = make_plan(read_request(options), progress=progress)
-    answer(made, output, force=force, format=format, explain=explain)
-    return int(exit_code(made))
+
+
+def _type(item: Declared) -> Any:
+    """Return how the command line reads an option: a path, a list, or the simplest type it may have."""
+    types = item.types
+    sequences = [hint for hint in types if get_origin(hint) is Sequence]
+    if sequences:
+        members = get_args(sequences[0])[0]
+        return list[Path] if Path in get_args(members) else list[str]
+    if any(get_origin(hint) is Mapping for hint in types):
+        return list[str]
+    return next(kind for kind in (Path, str, float, int, bool) if kind in types)
+
+
+def _signature() -> inspect.Signature:
+    """Return the command's signature: what the plan's options declare, then what only the command has."""
+    context, *own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+    shown = (item for item in declared().values() if item.option.panel or item.name == "reference")
+    generated = [_parameter(item) for item in shown]
+    return inspect.Signature([context, *generated, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)])
+
+
+command.__signature__ = _signature()  # type: ignore[attr-defined]  # Typer reads the options from it

@@ -63,19 +63,19 @@ def make_cluster(
     what = "GPUs" if gpu is not None else "processes"
     if gpus_per_node < 1:
         raise PlanError(
-            f"{gpus_per_node} {what} cannot train anything", help=f"give at least 1 of the {what}"
+            f"{gpus_per_node} {what} per node: at least 1 is required", help="give --gpus 1 or more"
         )
     if nodes < 1:
-        raise PlanError(f"{nodes} nodes cannot train anything", help="give --nodes 1 or more")
+        raise PlanError(f"{nodes} nodes: at least 1 is required", help="give --nodes 1 or more")
     if gpus_per_node * nodes > MAX_WORLD:
         raise PlanError(
-            f"{gpus_per_node} x {nodes} = {gpus_per_node * nodes:,} ranks: more than any cluster has"
+            f"{gpus_per_node} x {nodes} = {gpus_per_node * nodes:,} ranks are more than is supported"
         )
     if price_per_gpu_hour is not None and not 0 <= price_per_gpu_hour < math.inf:
-        raise PlanError(f"a price of {price_per_gpu_hour} per GPU hour: prices are numbers from 0")
+        raise PlanError(f"the price per GPU hour must be 0 or more, not {price_per_gpu_hour}")
     if inter_node_bandwidth is not None and not 0 < inter_node_bandwidth < math.inf:
         raise PlanError(
-            f"a network of {inter_node_bandwidth} bytes per second carries nothing",
+            f"the bandwidth between nodes must be positive, not {inter_node_bandwidth}",
             help="give --network '400 Gbit/s' (per GPU), or leave it out",
         )
     for variable in environment or {}:
@@ -126,13 +126,13 @@ def parse_size(value: int | str | None) -> int | None:
     """Return bytes from ``2 TiB``, ``512GB`` or a number; None stays None.
 
     Raises:
-        PlanError: The text is no size.
+        PlanError: The text is not a size.
     """
     if value is None or isinstance(value, int):
         return value
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", value)
     if match is None:
-        raise PlanError(f"{value!r} is no size", help="write bytes, or text such as 512 GiB")
+        raise PlanError(f"{value!r} is not a size", help="write bytes, or text such as 512 GiB")
     return int(_number(match[1], value) * _factor(match[2]))
 
 
@@ -140,14 +140,14 @@ def parse_rate(value: float | str | None) -> float | None:
     """Return bytes per second from ``50 GB/s``, ``400 Gbit/s`` or a number; None stays None.
 
     Raises:
-        PlanError: The text is no rate.
+        PlanError: The text is not a rate.
     """
     if value is None or isinstance(value, int | float):
         return float(value) if value is not None else None
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?(B|bit|b)?(?:/s|ps)?\s*", value)
     if match is None:
         raise PlanError(
-            f"{value!r} is no rate", help="write bytes per second, or text such as 50 GB/s or 400 Gbit/s"
+            f"{value!r} is not a rate", help="write bytes per second, or text such as 50 GB/s or 400 Gbit/s"
         )
     rate = _number(match[1], value) * _factor(match[2])
     return rate / 8 if match[3] in ("bit", "b") else rate
@@ -157,7 +157,7 @@ def _number(text: str, whole: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise PlanError(f"{whole!r} holds no number") from None
+        raise PlanError(f"{whole!r} is not a number") from None
 
 
 def _factor(prefix: str | None) -> int:

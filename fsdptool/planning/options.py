@@ -1,82 +1,312 @@
-"""The options a plan is asked with, and their canonical form."""
+"""The options of a plan, declared once: the command, ``fsdptool.plan`` and the request read them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_origin, get_type_hints
 
+from fsdptool.errors import PlanError
 from fsdptool.records.cluster import Cluster
-from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.plan import PlanInputs
+from fsdptool.records.plan import MemoryProfile, Preference
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 
-PROFILES = ("cuda", "cpu-fake", "cpu-gloo")
+Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
+
+
+def reshard_value(value: bool | int | str) -> bool | int:
+    """Return ``true``, ``false`` or a number of ranks as a value.
+
+    Raises:
+        PlanError: The text is none of them.
+    """
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "yes": True, "false": False, "no": False}
+    if value.lower() in words:
+        return words[value.lower()]
+    if value.isdecimal() and int(value) > 1:
+        return int(value)
+    raise PlanError(
+        f"--reshard {value!r} is not supported", help="write true, false or a number of ranks above 1"
+    )
+
+
+def hsdp_shape(text: str) -> tuple[int, int]:
+    """Return the replicate and shard sizes of ``2x8``.
+
+    Raises:
+        PlanError: The text is not a mesh shape.
+    """
+    left, _, right = text.lower().replace(" ", "").partition("x")
+    if not left.isdecimal() or not right.isdecimal():
+        raise PlanError(
+            f"--hsdp {text!r} is not a mesh shape", help="write replicate x shard, for example 2x8"
+        )
+    return int(left), int(right)
+
+
+def _decay(value: float) -> float:
+    if not 0.0 < value < 1.0:
+        raise PlanError(f"EMA decay {value} is not between 0 and 1", help="0.999 is usual")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Every knob ``plan`` offers; None means: not given. See ``fsdptool plan --help``."""
+class Option:
+    """What is declared of an option beside its name and type.
 
-    reference: str | None = None
-    recipe: Path | Recipe | None = None
-    config: Path | FsdpSettings | None = None
-    revision: str | None = None
-    component: str | None = None
-    trust_remote_code: bool | None = None
-    overrides: Mapping[str, Any] | None = None
-    wrap: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    gpu: str | None = None
-    gpus: int | None = None
-    nodes: int | None = None
-    clusters: tuple[Path | Cluster, ...] = ()
-    gpus_file: Path | None = None
-    machine: Path | None = None
-    network: str | float | None = None
-    host_memory: str | int | None = None
-    price: float | None = None
-    profile: str | None = None
-    method: str | None = None
-    lora_rank: int | None = None
-    lora_targets: tuple[str, ...] | None = None
-    lora_base: str | None = None
-    adapters: str | None = None
-    teacher: str | None = None
-    objective: str | None = None
-    precision: str | None = None
-    dtype: str | None = None
-    reduce_dtype: str | None = None
-    attention: str | None = None
-    optimizer: str | None = None
-    optimizer_implementation: str | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    global_batch: int | None = None
-    sequence_length: int | None = None
-    height: int | None = None
-    width: int | None = None
-    frames: int | None = None
-    checkpointing: str | None = None
-    layout: str | None = None
-    reshard: bool | int | None = None
-    offload: bool | None = None
-    dp_replicate: int | None = None
-    dp_shard: int | None = None
-    cp: int | None = None
-    prefetch: int | None = None
-    gradients: str | None = None
-    ema: float | None = None
-    search: bool | None = None
-    max_batch: bool = False
-    prefer: str | None = None
+    Attributes:
+        help: What it means, without its choices.
+        panel: Where ``--help`` shows it; None leaves it to Python callers.
+        sets: The field it sets, as ``recipe.batch.micro_batch`` or ``settings.cpu_offload``. The choices
+            are those of that field's type.
+        flags: Its spellings on the command line; none: its name with dashes.
+        choices: Its choices where the field has none, or others.
+        value: From the given value to the one the field takes.
+        closes: Search dimensions that keep their value when it is given.
+        minimum: The least it may be.
+    """
+
+    help: str
+    panel: Panel | None = None
+    sets: str = ""
+    flags: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    value: Callable[[Any], Any] | None = None
+    closes: tuple[str, ...] = ()
+    minimum: int | None = None
+
+    def allowed(self) -> tuple[str, ...]:
+        """Return the choices; empty where any value of the type may be given."""
+        if self.choices or not self.sets:
+            return self.choices
+        hint: Any = {"recipe": Recipe, "settings": FsdpSettings}[self.sets.split(".")[0]]
+        for name in self.sets.split(".")[1:]:
+            hints = [item for item in _members(_hints(hint)[name]) if item is not type(None)]
+            hint = hints[0]
+        return tuple(get_args(hint)) if get_origin(hint) is Literal else ()
+
+    def text(self) -> str:
+        """Return the help text with the choices."""
+        choices = self.allowed()
+        if not choices:
+            return self.help
+        listed = f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
+        return f"{self.help.removesuffix('.')}: {listed}."
+
+
+class Options(TypedDict, total=False):
+    """Every option of ``plan``; one that is left out or None is not given. See ``fsdptool plan --help``."""
+
+    # fmt: off
+    reference: Annotated[str | None, Option(
+        "Model: family:flavour, Hugging Face id, folder or config.json.", sets="recipe.model.reference")]
+    gpu: Annotated[str | None, Option("GPU, for example H100-80GB-SXM.", "Hardware")]
+    gpus: Annotated[int | None, Option(
+        "GPUs (or CPU processes) per node.", "Hardware", flags=("--gpus", "--processes"))]
+    nodes: Annotated[int | None, Option("Number of nodes.", "Hardware")]
+    clusters: Annotated[Sequence[str | Path | Cluster], Option(
+        "Cluster file (repeatable, to compare offers).", "Hardware", flags=("--cluster",))]
+    gpus_file: Annotated[str | Path | None, Option("File with extra GPU definitions.", "Hardware")]
+    machine: Annotated[str | Path | None, Option("Machine table written by fsdptool calibrate.", "Hardware")]
+    network: Annotated[str | float | None, Option(
+        "Bandwidth between nodes per GPU: '400 Gbit/s', '50 GB/s'.", "Hardware")]
+    host_memory: Annotated[str | int | None, Option("Host memory per node: '2 TiB'.", "Hardware")]
+    price: Annotated[float | None, Option("Price per GPU hour.", "Hardware")]
+    profile: Annotated[str | None, Option("Device profile", "Hardware", choices=get_args(MemoryProfile))]
+    recipe: Annotated[str | Path | Recipe | None, Option("Recipe file.", "Recipe")]
+    config: Annotated[str | Path | FsdpSettings | None, Option(
+        "accelerate YAML, or another dialect.", "Recipe")]
+    method: Annotated[str | None, Option("Training method", "Recipe", "recipe.method.name")]
+    lora_rank: Annotated[int | None, Option("LoRA rank.", "Recipe", "recipe.method.lora.rank", minimum=1)]
+    lora_targets: Annotated[Sequence[str], Option(
+        "LoRA target module (repeatable).", "Recipe", "recipe.method.lora.targets", ("--lora-target",),
+        value=tuple)]
+    lora_base: Annotated[str | None, Option(
+        "Storage of the frozen base weights", "Recipe", "recipe.method.lora.base")]
+    adapters: Annotated[str | None, Option(
+        "Placement of the adapters", "Recipe", "recipe.method.lora.adapters")]
+    teacher: Annotated[str | None, Option("Teacher model of a distillation.", "Recipe")]
+    objective: Annotated[str | None, Option("Training objective.", "Recipe", "recipe.objective.name")]
+    optimizer: Annotated[str | None, Option("Optimizer", "Recipe", "recipe.optimizer.name")]
+    optimizer_implementation: Annotated[str | None, Option(
+        "Optimizer kernels", "Recipe", "recipe.optimizer.implementation",
+        closes=("optimizer_implementation",))]
+    precision: Annotated[str | None, Option(
+        "Mixed precision", "Recipe", "settings.mixed_precision",
+        choices=("fp32", "bf16", "fp16", "fp8", "no"), value=lambda name: "no" if name == "fp32" else name)]
+    dtype: Annotated[str | None, Option("Stored parameters", "Recipe", "recipe.model.dtype")]
+    attention: Annotated[str | None, Option("Attention implementation", "Recipe", "recipe.model.attention")]
+    ema: Annotated[float | None, Option(
+        "EMA decay, between 0 and 1.", "Recipe", "recipe.ema.decay", value=_decay)]
+    sequence_length: Annotated[int | None, Option(
+        "Tokens per sample.", "Batch", "recipe.batch.sequence_length", ("--seq-len", "--sequence-length"),
+        minimum=1)]
+    height: Annotated[int | None, Option(
+        "Image height in pixels.", "Batch", "recipe.batch.height", minimum=1)]
+    width: Annotated[int | None, Option(
+        "Image width in pixels.", "Batch", "recipe.batch.width", minimum=1)]
+    frames: Annotated[int | None, Option(
+        "Video frames per sample.", "Batch", "recipe.batch.frames", minimum=1)]
+    micro_batch: Annotated[int | None, Option(
+        "Samples per rank and forward pass.", "Batch", "recipe.batch.micro_batch",
+        closes=("micro_batch", "accumulation"))]
+    accumulation: Annotated[int | None, Option(
+        "Forward passes per optimizer step.", "Batch", "recipe.batch.accumulation",
+        closes=("micro_batch", "accumulation"))]
+    global_batch: Annotated[int | None, Option(
+        "Samples per step, total over all ranks.", "Batch", "recipe.batch.global_batch")]
+    max_batch: Annotated[bool, Option("Find the largest micro-batch that fits.", "Batch")]
+    layout: Annotated[str | None, Option("Layout of the FSDP units", "Sharding", "recipe.sharding.layout")]
+    wrap: Annotated[Sequence[str], Option(
+        "Class to wrap (repeatable).", "Sharding", "settings.wrap_classes", value=tuple, closes=("wrap",))]
+    exclude: Annotated[Sequence[str], Option("Class never to wrap (repeatable).", "Sharding")]
+    reshard: Annotated[bool | int | str | None, Option(
+        "reshard_after_forward: true, false or a number of ranks.", "Sharding",
+        "settings.reshard_after_forward", value=bool, closes=("reshard_after_forward",))]
+    checkpointing: Annotated[str | None, Option(
+        "Activation checkpointing: none, selective, every_N or full.", "Sharding",
+        "settings.activation_checkpointing", value=lambda mode: mode != "none", closes=("checkpointing",))]
+    offload: Annotated[bool | None, Option(
+        "CPU offload of parameters, gradients and optimizer.", "Sharding", "settings.cpu_offload",
+        ("--offload/--no-offload",), closes=("cpu_offload",))]
+    hsdp: Annotated[str | None, Option("Hybrid sharding: replicate x shard, for example 2x8.", "Sharding")]
+    dp_replicate: Annotated[int | None, Option(
+        "Replicas of hybrid sharding.", sets="settings.mesh.dp_replicate", closes=("mesh",))]
+    dp_shard: Annotated[int | None, Option(
+        "Ranks that shard one replica.", sets="settings.mesh.dp_shard", closes=("mesh",))]
+    cp: Annotated[int | None, Option(
+        "Context-parallel ranks.", "Sharding", "settings.mesh.cp", closes=("cp",))]
+    prefetch: Annotated[int | None, Option(
+        "FSDP units to prefetch.", "Sharding", "recipe.sharding.prefetch", closes=("prefetch",), minimum=1)]
+    reduce_dtype: Annotated[str | None, Option(
+        "Gradient reduction dtype", "Sharding", "recipe.sharding.reduce_dtype",
+        choices=("float32", "bfloat16", "float16", "param"),
+        value=lambda name: None if name == "param" else name)]
+    gradients: Annotated[str | None, Option(
+        "Keep accumulated gradients", "Sharding", "recipe.sharding.accumulation", closes=("gradients",))]
+    revision: Annotated[str | None, Option(
+        "Revision of a Hugging Face id.", "Model", "recipe.model.revision")]
+    component: Annotated[str | None, Option(
+        "Component of a diffusers pipeline.", "Model", "recipe.model.component")]
+    overrides: Annotated[Mapping[str, Any], Option(
+        "Replace a configuration value: KEY=JSON (repeatable).", "Model", "recipe.model.overrides",
+        ("--override",))]
+    trust_remote_code: Annotated[bool, Option(
+        "Allow code that comes with the model to run.", "Model", "recipe.model.trust_remote_code")]
+    search: Annotated[bool | None, Option(
+        "Search all settings, or evaluate only this configuration. Default: search the settings that are not"
+        " given.", "Answer", flags=("--search/--no-search",))]
+    prefer: Annotated[str | None, Option("What to optimize", "Answer", choices=get_args(Preference))]
+    # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """Canonical inputs and what was noticed on the way."""
+class Declared:
+    """One option as declared: its name, the members of its type, and the rest."""
 
-    inputs: PlanInputs
-    diagnostics: tuple[Diagnostic, ...] = ()
+    name: str
+    hint: Any
+    option: Option
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Its spellings on the command line."""
+        return self.option.flags or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The members of its type, None left out."""
+        return tuple(item for item in _members(self.hint) if item is not type(None))
+
+
+@cache
+def declared() -> Mapping[str, Declared]:
+    """Return every option of :class:`Options`, in order."""
+    hints = get_type_hints(Options, include_extras=True)
+    return {name: Declared(name, *get_args(hint)) for name, hint in hints.items()}
+
+
+def signature(first: str) -> inspect.Signature:
+    """Return the signature of a function that takes every option, the first one also by position."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
+            inspect.Parameter(item.name, kinds[item.name != first], default=None, annotation=item.hint)
+            for item in declared().values()
+        ]
+    )
+
+
+def is_given(value: Any) -> bool:
+    """Return whether an option's value says anything: not None, nor an empty list or mapping."""
+    return value is not None and (not isinstance(value, Sequence | Mapping) or len(value) > 0)
+
+
+def read_options(options: Options) -> Options:
+    """Return the options that are given, choices spelled as declared, texts read.
+
+    Raises:
+        PlanError: An option is unknown, is none of its choices or is too small.
+    """
+    values: dict[str, Any] = {}
+    for name, value in cast("Mapping[str, Any]", options).items():
+        if name not in declared():
+            raise PlanError(f"plan has no option {name!r}", help=f"the options are: {', '.join(declared())}")
+        if not is_given(value):
+            continue
+        option, flag = declared()[name].option, declared()[name].flags[0]
+        if isinstance(value, str) and (choices := option.allowed()):
+            value = one_of(flag, value, choices)
+        if option.minimum is not None and value < option.minimum:
+            raise PlanError(f"{flag} must be at least {option.minimum}, not {value}")
+        values[name] = value
+    if "hsdp" in values:
+        values["dp_replicate"], values["dp_shard"] = hsdp_shape(values["hsdp"])
+    if "reshard" in values:
+        values["reshard"] = reshard_value(values["reshard"])
+    return cast("Options", values)
+
+
+def one_of(flag: str, value: str, choices: Sequence[str]) -> str:
+    """Return the choice ``value`` spells, forgiving case and dashes.
+
+    Raises:
+        PlanError: It is none of them.
+    """
+    spelled = {choice.replace("-", "_").lower(): choice for choice in choices}
+    match = spelled.get(value.replace("-", "_").lower())
+    if match is None:
+        raise PlanError(f"{flag} {value!r} is not supported", help=f"choose one of: {', '.join(choices)}")
+    return match
+
+
+def settings_of(options: Options, root: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and value of the fields that options set below a root, as ``recipe.method.lora``."""
+    prefix = f"{root}."
+    for name, value in cast("Mapping[str, Any]", options).items():
+        option = declared()[name].option
+        if option.sets.startswith(prefix):
+            path = tuple(option.sets.removeprefix(prefix).split("."))
+            yield path, option.value(value) if option.value is not None else value
+
+
+def closed_by(names: Sequence[str]) -> set[str]:
+    """Return the search dimensions that the named options close."""
+    return {dimension for name in names for dimension in declared()[name].option.closes}
+
+
+@cache
+def _hints(record: type) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

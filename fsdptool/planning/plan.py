@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from fsdptool.errors import PlanError
 from fsdptool.planning.advice import advise, does_not_fit, routing, routing_note
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.largest_batch import largest_batch
-from fsdptool.planning.options import Options, Request
+from fsdptool.planning.options import Options, signature
 from fsdptool.planning.plan_document import ShownPlan, inputs_of, shown
-from fsdptool.planning.request import read_request
+from fsdptool.planning.request import Request, read_request
 from fsdptool.planning.requested_recipe import check_sizes
 from fsdptool.planning.search import SearchResult, run_search
 from fsdptool.planning.search_point import apply_search_point, read_search_point
@@ -33,42 +32,27 @@ from fsdptool.records.settings import FsdpSettings
 Progress = Callable[[str], None]
 
 
-def plan(reference: str | None = None, **options: Any) -> ShownPlan:
+def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPlan:
     """Return what every rank will hold, whether it fits, and which configuration to run.
 
     Needs no GPU and no weights. The result shows itself in a notebook.
 
     Args:
         reference: The model: ``family:flavour``, a Hugging Face id, a folder or a ``config.json``.
-        **options: The knobs of :class:`~fsdptool.planning.request.Options`, for example
-            ``gpu="H100-80GB-SXM", gpus=8, sequence_length=4096, micro_batch=1, search=True``.
+        **options: The options of ``fsdptool plan``, for example ``gpu="H100-80GB-SXM", gpus=8,
+            sequence_length=4096, micro_batch=1, search=True``.
 
     Raises:
         PlanError: The options contradict each other; the message names the pair.
         ReferenceError: The model cannot be resolved.
         ConfigError: A recipe or configuration cannot be used.
     """
-    unknown = sorted(set(options) - set(Options.__dataclass_fields__))
-    if unknown:
-        raise PlanError(
-            f"plan has no option {unknown[0]!r}",
-            help=f"there are: {', '.join(Options.__dataclass_fields__)}",
-        )
-    return shown(make_plan(read_request(Options(reference=reference, **_tuples(options)))))
+    if reference is not None:
+        options["reference"] = reference
+    return shown(make_plan(read_request(options)))
 
 
-def _tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """Options hold tuples and paths; people pass lists and text."""
-    result: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-    }
-    for name in ("recipe", "config", "gpus_file", "machine"):
-        if isinstance(result.get(name), str):
-            result[name] = Path(result[name])
-    if "clusters" in result:
-        items = result["clusters"]
-        result["clusters"] = tuple(Path(item) if isinstance(item, str) else item for item in items)
-    return result
+plan.__signature__ = signature("reference")  # type: ignore[attr-defined]  # what inspect and editors show
 
 
 def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:

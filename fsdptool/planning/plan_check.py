@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.files.checked import read_data
-from fsdptool.planning.options import Request
 from fsdptool.planning.plan import make_plan
 from fsdptool.planning.plan_document import inputs_of, plan_from
+from fsdptool.planning.request import Request
 from fsdptool.records.document import library_versions, tool_version
 from fsdptool.records.plan import Candidate, Plan
 

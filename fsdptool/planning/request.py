@@ -7,19 +7,28 @@ Files come first, options given beside them win. Everything a plan depends on en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.gpu_catalogue import find_gpu
 from fsdptool.planning.machine import machine_for
-from fsdptool.planning.options import PROFILES, Options, Request
-from fsdptool.planning.requested_recipe import build_recipe, choice, given, one_of
+from fsdptool.planning.options import Options, closed_by, declared, read_options, settings_of
+from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.plan import MemoryProfile, PlanInputs, Preference, SearchScope
 from fsdptool.records.settings import FsdpSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Canonical inputs and what was noticed on the way."""
+
+    inputs: PlanInputs
+    diagnostics: tuple[Diagnostic, ...] = ()
 
 
 def read_request(options: Options) -> Request:
@@ -29,14 +38,15 @@ def read_request(options: Options) -> Request:
         PlanError: The options contradict each other or name what is not there.
         ConfigError: A recipe or configuration file cannot be used.
     """
-    wanted = one_of("profile", options.profile, PROFILES) if options.profile is not None else None
+    options = read_options(options)
     recipe = build_recipe(options)
-    settings, found = _settings(options, wanted)
-    profile = wanted or _own_profile(options, settings)
+    settings, diagnostics = _settings(options, options.get("profile"))
+    profile = cast("MemoryProfile", options.get("profile") or _own_profile(options, settings))
     offers = _offers(options, settings, profile)
     clusters = tuple(offer.cluster for offer in offers)
-    found += tuple(diagnostic for offer in offers for diagnostic in offer.diagnostics)
-    machines = tuple(machine_for(cluster.gpu, table=options.machine) for cluster in clusters)
+    diagnostics += tuple(diagnostic for offer in offers for diagnostic in offer.diagnostics)
+    table = _path(options.get("machine"))
+    machines = tuple(machine_for(cluster.gpu, table=table) for cluster in clusters)
     settings = replace(
         settings,
         use_cpu=profile != "cuda",
@@ -49,96 +59,61 @@ def read_request(options: Options) -> Request:
         clusters=clusters,
         machines=machines,
         profile=profile,
-        wrap=options.wrap,
-        exclude=options.exclude,
+        wrap=tuple(options.get("wrap", ())),
+        exclude=tuple(options.get("exclude", ())),
         search=_search_scope(options, profile),
         fixed=_fixed(options),
-        max_batch=options.max_batch,
+        max_batch=options.get("max_batch", False),
         prefer=_prefer(options, clusters),
     )
-    return Request(inputs, found)
+    return Request(inputs, diagnostics)
 
 
 def _search_scope(options: Options, profile: str) -> SearchScope:
     """Nobody searches on CPU unless asked: there is no step time to prefer one configuration by."""
-    if options.search is None:
-        return "open" if profile == "cuda" and not options.max_batch else "none"
-    return "wide" if options.search else "none"
-
-
-_CLOSED_BY_OPTION = {
-    "micro_batch": ("micro_batch", "accumulation"),
-    "accumulation": ("micro_batch", "accumulation"),
-    "checkpointing": ("checkpointing",),
-    "reshard": ("reshard_after_forward",),
-    "dp_replicate": ("mesh",),
-    "dp_shard": ("mesh",),
-    "cp": ("cp",),
-    "offload": ("cpu_offload",),
-    "optimizer_implementation": ("optimizer_implementation",),
-    "prefetch": ("prefetch",),
-    "gradients": ("gradients",),
-    "wrap": ("wrap",),
-}
-"""Option to the knobs it closes."""
-
-_CLOSED_BY_CONFIG = ("reshard_after_forward", "mesh", "cp", "cpu_offload", "wrap", "checkpointing")
-"""What an accelerate YAML decides."""
-
-_CLOSED_BY_RECIPE = ("micro_batch", "accumulation", "optimizer_implementation", "prefetch", "gradients")
+    search = options.get("search")
+    if search is None:
+        return "open" if profile == "cuda" and not options.get("max_batch") else "none"
+    return "wide" if search else "none"
 
 
 def _fixed(options: Options) -> tuple[str, ...]:
-    """Return the closed knobs: given as options, or, unless a search was asked for, by a file."""
-    closed = {
-        knob
-        for option, point in _CLOSED_BY_OPTION.items()
-        for knob in point
-        if getattr(options, option) not in (None, ())
-    }
-    if not options.search:
-        closed |= set(_CLOSED_BY_CONFIG) if options.config is not None else set()
-        closed |= set(_CLOSED_BY_RECIPE) if options.recipe is not None else set()
+    """Return the closed dimensions: by an option or, unless a search is requested, by a file.
+
+    An accelerate YAML decides what options set in the settings, a recipe what they set in the recipe.
+    """
+    closed = closed_by(list(options))
+    for source, root in (("config", "settings."), ("recipe", "recipe.")):
+        if not options.get("search") and source in options:
+            closed |= closed_by([n for n, item in declared().items() if item.option.sets.startswith(root)])
     return tuple(sorted(closed))
 
 
 def _prefer(options: Options, clusters: Sequence[Cluster]) -> Preference:
     priced = all(cluster.price_per_gpu_hour is not None for cluster in clusters)
-    wanted = one_of("prefer", options.prefer or "speed", ("speed", "price"))
-    if wanted == "price" and not priced:
-        raise PlanError("not every cluster has a price", help="give price_per_gpu_hour in each cluster file")
-    return "price" if wanted == "price" else "speed"
+    prefer = options.get("prefer") or "speed"
+    if prefer == "price" and not priced:
+        raise PlanError("a cluster has no price", help="set price_per_gpu_hour in each cluster file")
+    return "price" if prefer == "price" else "speed"
 
 
 def _own_profile(options: Options, settings: FsdpSettings) -> MemoryProfile:
     """A file that says ``use_cpu`` is planned for CPU ranks unless hardware is named."""
-    named = options.gpu is not None or options.clusters
+    named = "gpu" in options or "clusters" in options
     return "cpu-gloo" if settings.use_cpu and not named else "cuda"
 
 
 def _settings(options: Options, profile: str | None) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
-    found: tuple[Diagnostic, ...] = ()
-    if isinstance(options.config, FsdpSettings):
-        settings = options.config
-    elif options.config is not None:
-        settings, found = _read_config(options.config)
+    diagnostics: tuple[Diagnostic, ...] = ()
+    config = options.get("config")
+    if isinstance(config, FsdpSettings):
+        settings = config
+    elif config is not None:
+        settings, diagnostics = _read_config(Path(config))
     else:
         # On CPU nobody gains from half precision unless they say so.
         settings = FsdpSettings(mixed_precision="bf16" if profile in (None, "cuda") else "no")
-    mesh = given(settings.mesh, dp_replicate=options.dp_replicate, dp_shard=options.dp_shard, cp=options.cp)
-    checkpointing = None if options.checkpointing is None else options.checkpointing != "none"
-    precision = {"fp32": "no", "no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
-    wanted = choice("precision", options.precision, tuple(precision))
-    settings = given(
-        settings,
-        mesh=mesh,
-        activation_checkpointing=checkpointing,
-        mixed_precision=precision[wanted] if wanted is not None else None,
-        cpu_offload=options.offload,
-        reshard_after_forward=None if options.reshard is None else bool(options.reshard),
-        wrap_classes=options.wrap or None,
-    )
-    return settings, found
+    return set_fields(settings, settings_of(options, "settings")), diagnostics
 
 
 def _read_config(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
@@ -157,40 +132,47 @@ def _read_config(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
 
 
 def _offers(options: Options, settings: FsdpSettings, profile: str) -> tuple[Offer, ...]:
-    if options.clusters:
+    gpus_file, clusters = _path(options.get("gpus_file")), options.get("clusters")
+    if clusters:
         for name in ("gpu", "gpus", "nodes", "network", "host_memory", "price"):
-            if getattr(options, name) is not None:
+            if name in options:
                 raise PlanError(
                     f"both --cluster and --{name.replace('_', '-')} are given",
                     help="a cluster file says all of this itself: write it there, or leave --cluster out",
                 )
         return tuple(
-            Offer(item) if isinstance(item, Cluster) else read_cluster(item, gpus_file=options.gpus_file)
-            for item in options.clusters
+            Offer(item) if isinstance(item, Cluster) else read_cluster(Path(item), gpus_file=gpus_file)
+            for item in clusters
         )
-    nodes = options.nodes if options.nodes is not None else settings.num_machines
-    count = options.gpus if options.gpus is not None else _processes(settings, nodes)
-    host = parse_size(options.host_memory)
+    nodes = options.get("nodes")
+    nodes = settings.num_machines if nodes is None else nodes
+    count = options["gpus"] if "gpus" in options else _processes(settings, nodes)
+    host = parse_size(options.get("host_memory"))
+    gpu = options.get("gpu")
     if profile != "cuda":
-        if options.gpu is not None:
+        if gpu is not None:
             raise PlanError(f"profile {profile} has no GPU", help="leave --gpu out, or use --profile cuda")
         host = host if host is not None else _own_memory()
         return (Offer(make_cluster(None, count or 1, nodes, host_memory_bytes=host)),)
-    if options.gpu is None:
+    if gpu is None:
         raise PlanError(
-            "no GPU is named",
+            "no GPU is given",
             help="give --gpu H100-80GB-SXM --gpus 8, or --cluster FILE; on CPU: --profile cpu-gloo",
         )
-    found = find_gpu(options.gpu, gpus_file=options.gpus_file)
+    match = find_gpu(gpu, gpus_file=gpus_file)
     cluster = make_cluster(
-        found.gpu,
+        match.gpu,
         1 if count is None else count,
         nodes,
-        inter_node_bandwidth=parse_rate(options.network),
+        inter_node_bandwidth=parse_rate(options.get("network")),
         host_memory_bytes=host,
-        price_per_gpu_hour=options.price,
+        price_per_gpu_hour=options.get("price"),
     )
-    return (Offer(cluster, (found.diagnostic,) if found.diagnostic else ()),)
+    return (Offer(cluster, (match.diagnostic,) if match.diagnostic else ()),)
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return Path(value) if value is not None else None
 
 
 def _processes(settings: FsdpSettings, nodes: int) -> int | None:
@@ -209,6 +191,3 @@ def _own_memory() -> int:
     import psutil
 
     return int(psutil.virtual_memory().total)
-
-
-__all__ = ["Options", "PlanInputs", "Request", "read_request"]

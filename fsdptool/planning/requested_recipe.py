@@ -1,27 +1,28 @@
-"""The recipe a plan is asked for: a file's, changed by the options given beside it."""
+"""The recipe of a plan: a file's, changed by the options."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptool.config.recipe_constraints import MAX_RANK
 from fsdptool.errors import PlanError
-from fsdptool.modeling.optimizers import OPTIMIZERS
-from fsdptool.planning.options import Options
+from fsdptool.planning.options import Options, settings_of
 from fsdptool.planning.search_point import split_checkpointing
 from fsdptool.records.recipe import (
     Batch,
     Checkpointing,
     Distillation,
-    Ema,
     Lora,
     Method,
     ModelChoice,
     Recipe,
     Sharding,
 )
+
+R = TypeVar("R")
 
 
 def build_recipe(options: Options) -> Recipe:
@@ -31,181 +32,95 @@ def build_recipe(options: Options) -> Recipe:
         PlanError: There is no model, or the options contradict each other.
         ConfigError: The recipe file cannot be used.
     """
-    if options.recipe is not None:
+    source, reference = options.get("recipe"), options.get("reference")
+    if source is not None:
         from fsdptool.config.recipe import read_recipe
         from fsdptool.source import consented
 
-        if isinstance(options.recipe, Recipe):
-            recipe, where = options.recipe, "the recipe"
+        if isinstance(source, Recipe):
+            recipe, where = source, "the recipe"
         else:
-            recipe, where = _beside(read_recipe(options.recipe), options.recipe), str(options.recipe)
-        recipe = consented(recipe, where, trust_remote_code=bool(options.trust_remote_code))
-    elif options.reference is not None:
-        recipe = Recipe(ModelChoice(options.reference))
+            recipe, where = _locate_models(read_recipe(Path(source)), Path(source).parent), str(source)
+        consent = options.get("trust_remote_code", False)
+        recipe = consented(recipe, where, trust_remote_code=consent)
+    elif reference is not None:
+        recipe = Recipe(ModelChoice(reference))
     else:
-        raise PlanError(
-            "there is no model to plan", help="name one (fsdptool plan llama3:8b ...) or give --recipe"
-        )
+        raise PlanError("no model is given", help="name one (fsdptool plan llama3:8b ...) or give --recipe")
+    changes = [(path, value) for path, value in settings_of(options, "recipe") if path[0] != "method"]
+    changed = set_fields(recipe, changes)
     return replace(
-        recipe,
-        model=_model(options, recipe.model),
+        changed,
         method=_method(options, recipe.method),
-        objective=given(recipe.objective, name=options.objective),
-        batch=_batch(options, recipe),
-        optimizer=given(
-            recipe.optimizer,
-            name=choice("optimizer", options.optimizer, tuple(OPTIMIZERS)),
-            implementation=choice(
-                "optimizer-implementation",
-                options.optimizer_implementation,
-                ("auto", "fused", "foreach", "for_loop"),
-            ),
-        ),
-        sharding=_sharding(options, recipe),
-        ema=recipe.ema if options.ema is None else Ema(_decay(options.ema)),
+        batch=_batch(options, changed.batch),
+        sharding=_sharding(options, changed.sharding),
     )
 
 
-def _decay(value: float) -> float:
-    if not 0.0 < value < 1.0:
-        raise PlanError(f"a moving average with decay {value} averages nothing", help="give 0.999 or so")
-    return value
+def set_fields(record: R, changes: Iterable[tuple[tuple[str, ...], Any]]) -> R:
+    """Return a record with fields of it, or of records within it, replaced: path to value."""
+    for (name, *rest), value in changes:
+        inner = set_fields(getattr(record, name), [(tuple(rest), value)]) if rest else value
+        record = replace(record, **{name: inner})  # type: ignore[type-var]
+    return record
 
 
-def _beside(recipe: Recipe, path: Path) -> Recipe:
+def _locate_models(recipe: Recipe, folder: Path) -> Recipe:
     """Relative model paths count from the working directory, then from the recipe (as ``train`` does)."""
     from fsdptool.source import locate
 
     def located(model: ModelChoice) -> ModelChoice:
-        return replace(model, reference=locate(model.reference, path.parent))
+        return replace(model, reference=locate(model.reference, folder))
 
-    taught = recipe.method.distillation
-    if taught is not None:
-        taught = replace(taught, teacher=located(taught.teacher))
-        recipe = replace(recipe, method=replace(recipe.method, distillation=taught))
+    distillation = recipe.method.distillation
+    if distillation is not None:
+        distillation = replace(distillation, teacher=located(distillation.teacher))
+        recipe = replace(recipe, method=replace(recipe.method, distillation=distillation))
     return replace(recipe, model=located(recipe.model))
 
 
-def _model(options: Options, model: ModelChoice) -> ModelChoice:
-    return given(
-        model,
-        reference=options.reference,
-        revision=options.revision,
-        component=options.component,
-        trust_remote_code=options.trust_remote_code,
-        overrides=options.overrides or None,
-        dtype=choice("dtype", options.dtype, ("float32", "bfloat16", "float16", "float64")),
-        attention=choice("attention", options.attention, ("sdpa", "eager", "flash_attention_2")),
-    )
-
-
 def _method(options: Options, method: Method) -> Method:
-    name = choice("method", options.method, ("full", "lora", "distillation"))
-    lora_options = (options.lora_rank, options.lora_targets, options.lora_base, options.adapters)
-    if name is None and any(option is not None for option in lora_options):
-        name = "lora"
-    if name is None and options.teacher is not None:
-        name = "distillation"
-    name = name or method.name
+    lora_changes = list(settings_of(options, "recipe.method.lora"))
+    teacher = options.get("teacher")
+    implied = "lora" if lora_changes else "distillation" if teacher is not None else method.name
+    name = options.get("method") or implied
     if name == "lora":
-        if options.lora_rank is not None and options.lora_rank < 1:
-            raise PlanError(f"LoRA rank {options.lora_rank} adapts nothing", help="give 1 or more")
-        lora = given(
-            method.lora or Lora(),
-            rank=options.lora_rank,
-            targets=options.lora_targets,
-            base=choice("lora-base", options.lora_base, ("unchanged", "nf4", "int8", "float8")),
-            adapters=choice("adapters", options.adapters, ("replicated", "sharded")),
-        )
-        return Method("lora", lora)
+        return Method("lora", set_fields(method.lora or Lora(), lora_changes))
     if name == "distillation":
-        if options.teacher is None and method.distillation is None:
-            raise PlanError("distillation needs a teacher", help="give --teacher REFERENCE")
-        kept = method.distillation
-        teacher = ModelChoice(options.teacher) if options.teacher is not None else None
-        if kept is None:
-            return Method("distillation", None, Distillation(teacher)) if teacher else method
-        return Method("distillation", None, given(kept, teacher=teacher))
+        choice = ModelChoice(teacher) if teacher is not None else None
+        if method.distillation is None:
+            if choice is None:
+                raise PlanError("distillation needs a teacher", help="give --teacher REFERENCE")
+            return Method("distillation", None, Distillation(choice))
+        return Method(
+            "distillation", None, replace(method.distillation, teacher=choice or method.distillation.teacher)
+        )
     return Method("full")
 
 
-def _batch(options: Options, recipe: Recipe) -> Batch:
-    batch = given(
-        recipe.batch,
-        micro_batch=options.micro_batch,
-        accumulation=options.accumulation,
-        global_batch=options.global_batch,
-        sequence_length=options.sequence_length,
-        height=options.height,
-        width=options.width,
-        frames=options.frames,
-    )
-    for name in ("sequence_length", "height", "width", "frames"):
-        value = getattr(batch, name)
-        if value is not None and value < 1:
-            raise PlanError(f"{name.replace('_', ' ')} {value} is not positive")
-    if options.global_batch is not None and options.accumulation is not None:
-        raise PlanError("both accumulation and global batch are given", help="give one: it decides the other")
-    # An option replaces the file's other way of saying the same.
-    if options.accumulation is not None:
+def _batch(options: Options, batch: Batch) -> Batch:
+    """An option replaces the file's other way of saying the same: accumulation or global batch."""
+    if "global_batch" in options and "accumulation" in options:
+        raise PlanError(
+            "both --accumulation and --global-batch are given", help="give one: it decides the other"
+        )
+    if "accumulation" in options:
         return replace(batch, global_batch=None)
-    return replace(batch, accumulation=1) if options.global_batch is not None else batch
+    return replace(batch, accumulation=1) if "global_batch" in options else batch
 
 
-def _sharding(options: Options, recipe: Recipe) -> Sharding:
-    sharding = given(
-        recipe.sharding,
-        layout=choice("layout", options.layout, ("native", "accelerate")),
-        prefetch=options.prefetch,
-        accumulation=choice("gradients", options.gradients, ("sharded", "unsharded")),
-    )
-    if options.prefetch is not None and options.prefetch < 1:
-        raise PlanError(f"prefetch {options.prefetch} gathers nothing ahead", help="give 1 or more")
-    if options.reduce_dtype is not None:
-        names = ("float32", "bfloat16", "float16", "param")
-        wanted = one_of("reduce-dtype", options.reduce_dtype, names)
-        sharding = replace(sharding, reduce_dtype=None if wanted == "param" else wanted)
-    if options.reshard is not None:
-        integer = not isinstance(options.reshard, bool)
-        sharding = replace(sharding, reshard_after_forward=options.reshard if integer else None)
-    if options.checkpointing is not None:
-        mode, every_n = split_checkpointing(options.checkpointing)
-        plain = mode in ("none", "full")
-        kept = sharding.checkpointing or Checkpointing()
-        chosen = None if plain else replace(kept, mode=mode, every_n=every_n)
+def _sharding(options: Options, sharding: Sharding) -> Sharding:
+    """Set the part of resharding and checkpointing that no accelerate YAML can say."""
+    reshard, checkpointing = options.get("reshard"), options.get("checkpointing")
+    if reshard is not None:
+        ranks = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
+        sharding = replace(sharding, reshard_after_forward=ranks)
+    if checkpointing is not None:
+        mode, every_n = split_checkpointing(checkpointing)
+        base = sharding.checkpointing or Checkpointing()
+        chosen = None if mode in ("none", "full") else replace(base, mode=mode, every_n=every_n)
         sharding = replace(sharding, checkpointing=chosen)
     return sharding
-
-
-R = TypeVar("R")
-
-
-def given(record: R, **values: Any) -> R:
-    """Return ``record`` with the values that are not None."""
-    changed = {name: value for name, value in values.items() if value is not None}
-    return replace(record, **changed) if changed else record  # type: ignore[type-var]
-
-
-def choice(name: str, value: str | None, choices: tuple[str, ...]) -> Any:
-    """Return what :func:`one_of` returns; None stays None.
-
-    Raises:
-        PlanError: The value is none of the choices.
-    """
-    return None if value is None else one_of(name, value, choices)
-
-
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> Any:
-    """Return the choice ``value`` spells, forgiving case and dashes.
-
-    Raises:
-        PlanError: It is none of them.
-    """
-    spelled = {choice.replace("-", "_").lower(): choice for choice in choices}
-    found = spelled.get(value.replace("-", "_").lower())
-    if found is None:
-        raise PlanError(f"{name} {value!r} is not known", help=f"choose one of: {', '.join(choices)}")
-    return found
 
 
 MAX_SIZE = 1 << 40
@@ -225,7 +140,7 @@ def check_sizes(recipe: Recipe) -> None:
     lora = recipe.method.lora
     if lora is not None and lora.rank > MAX_RANK:
         raise PlanError(
-            f"LoRA rank {lora.rank:,} is larger than any layer is wide",
+            f"LoRA rank {lora.rank:,} is larger than the width of any layer",
             help="ranks of 8 to 256 are usual",
         )
     batch = recipe.batch
@@ -242,6 +157,8 @@ def check_sizes(recipe: Recipe) -> None:
             raise PlanError(
                 f"{name} {size:,} is too large for memory arithmetic", help="check for a typing error"
             )
+        if size is not None and size < 1 and name != "micro-batch":
+            raise PlanError(f"{name} must be at least 1, not {size}")
         total *= size or 1
     tokens = batch.micro_batch * (batch.sequence_length or 1)
     if tokens > MAX_TOKENS and total <= MAX_SIZE:

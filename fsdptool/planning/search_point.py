@@ -118,9 +118,9 @@ def resolve_accumulation(recipe: Recipe, mesh: ParallelDims) -> int:
     """
     batch = recipe.batch
     if batch.micro_batch < 1:
-        raise PlanError(f"micro-batch {batch.micro_batch} holds no samples", help="give 1 or more")
+        raise PlanError(f"the micro-batch must be at least 1, not {batch.micro_batch}")
     if batch.accumulation < 1:
-        raise PlanError(f"accumulation {batch.accumulation} makes no step", help="give 1 or more")
+        raise PlanError(f"accumulation must be at least 1, not {batch.accumulation}")
     if batch.global_batch is None:
         return batch.accumulation
     ranks = mesh.data_ranks
@@ -146,7 +146,8 @@ def split_checkpointing(name: str) -> tuple[CheckpointingMode, int]:
     if prefix == "every" and number.isdecimal() and int(number) >= 1:
         return "every_n", int(number)
     raise PlanError(
-        f"checkpointing {name!r} is not known", help="choose none, full, selective or every_2, every_3, ..."
+        f"checkpointing {name!r} is not supported",
+        help="choose none, full, selective or every_2, every_3, ...",
     )
 
 

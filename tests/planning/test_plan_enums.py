@@ -14,8 +14,8 @@ import pytest
 from fsdptool.files.schemas import load_schema
 from fsdptool.planning import Options, chosen_candidate, make_plan, plan_document, read_plan, read_request
 from fsdptool.planning.compare import compare
-from fsdptool.planning.options import Request
 from fsdptool.planning.plan_check import changes_between
+from fsdptool.planning.request import Request
 from fsdptool.records.component import Basis, ColourGroup, Component
 from fsdptool.records.plan import (
     ComponentBytes,

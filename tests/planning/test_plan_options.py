@@ -1,0 +1,103 @@
+"""The options of a plan are declared once: the command, the function and the request follow it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import get_args, get_type_hints
+
+import pytest
+
+import fsdptool
+from fsdptool.cli.plan import command
+from fsdptool.errors import PlanError
+from fsdptool.planning.options import Options, declared, read_options
+from fsdptool.planning.request import read_request
+from fsdptool.records.plan import SearchPoint
+from fsdptool.records.recipe import Lora, Method, ModelChoice, Optimizer, Sharding
+
+PYTHON_ONLY = {"dp_replicate", "dp_shard"}
+"""The command says both by ``--hsdp``."""
+COMMAND_ONLY = {"context", "check", "explain", "output", "force", "format"}
+
+
+def test_the_command_and_the_function_take_what_is_declared() -> None:
+    command_names = set(inspect.signature(command).parameters)
+    assert command_names == (set(declared()) - PYTHON_ONLY) | COMMAND_ONLY
+    function = inspect.signature(fsdptool.plan)
+    assert list(function.parameters) == list(declared())
+    for name, item in declared().items():
+        assert function.parameters[name].annotation == item.hint
+        assert item.option.help
+
+
+@pytest.mark.parametrize(
+    ("option", "record", "field"),
+    [
+        ("optimizer", Optimizer, "name"),
+        ("optimizer_implementation", Optimizer, "implementation"),
+        ("method", Method, "name"),
+        ("lora_base", Lora, "base"),
+        ("adapters", Lora, "adapters"),
+        ("dtype", ModelChoice, "dtype"),
+        ("attention", ModelChoice, "attention"),
+        ("layout", Sharding, "layout"),
+        ("gradients", Sharding, "accumulation"),
+    ],
+)
+def test_choices_are_those_of_the_record_and_stand_in_the_help(option: str, record: type, field: str) -> None:
+    choices = get_args(get_type_hints(record)[field])
+    assert declared()[option].option.allowed() == choices
+    text = declared()[option].option.text()
+    assert all(choice in text for choice in choices)
+    with pytest.raises(PlanError, match="is not supported") as refused:
+        read_options({option: "magic"})  # type: ignore[misc]  # any option's name
+    assert refused.value.help == f"choose one of: {', '.join(choices)}"
+    assert read_options({option: choices[0].upper()}) == {option: choices[0]}  # type: ignore[misc]
+
+
+def test_closed_dimensions_are_those_of_a_search_point() -> None:
+    dimensions = {dimension for item in declared().values() for dimension in item.option.closes}
+    assert dimensions - {"mesh", "wrap"} <= set(SearchPoint.__dataclass_fields__)
+
+
+def test_options_reach_the_records_they_set() -> None:
+    options = Options(
+        reference="gpt2:small",
+        gpu="L4-24GB",
+        gpus=4,
+        hsdp="2x2",
+        reshard="false",
+        precision="fp32",
+        reduce_dtype="param",
+        checkpointing="every_2",
+        offload=False,
+        ema=0.99,
+        overrides={"n_layer": 2},
+        lora_targets=["c_attn"],
+        adapters="Replicated",
+        wrap=["GPT2Block"],
+    )
+    inputs = read_request(options).inputs
+    assert (inputs.settings.mesh.dp_replicate, inputs.settings.mesh.dp_shard) == (2, 2)
+    assert inputs.settings.reshard_after_forward is False
+    assert inputs.settings.mixed_precision == "no"
+    assert inputs.settings.activation_checkpointing is True
+    assert inputs.settings.wrap_classes == inputs.wrap == ("GPT2Block",)
+    assert inputs.recipe.sharding.reduce_dtype is None
+    assert inputs.recipe.sharding.checkpointing is not None
+    assert inputs.recipe.sharding.checkpointing.every_n == 2
+    assert inputs.recipe.ema.decay == 0.99
+    assert inputs.recipe.model.overrides == {"n_layer": 2}
+    assert inputs.recipe.method.name == "lora"
+    assert inputs.recipe.method.lora is not None
+    assert (inputs.recipe.method.lora.targets, inputs.recipe.method.lora.adapters) == (
+        ("c_attn",),
+        "replicated",
+    )
+    assert inputs.fixed == ("checkpointing", "cpu_offload", "mesh", "reshard_after_forward", "wrap")
+
+
+def test_an_unknown_option_is_refused_with_the_list() -> None:
+    with pytest.raises(PlanError, match="plan has no option 'gpuz'") as refused:
+        fsdptool.plan("gpt2:small", gpuz=4)  # type: ignore[call-arg]
+    assert "gpus" in (refused.value.help or "")
