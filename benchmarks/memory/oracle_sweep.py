@@ -28,8 +28,9 @@ from matrix import FAMILIES
 from settings import Setting, inputs_of
 
 from fsdptool.families.registry import family_of
+from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.ledger import OPTIMIZER
-from fsdptool.memory.simulation.simulate import simulate
+from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.memory.tracing import make_trace as building
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.document import library_versions
@@ -85,7 +86,8 @@ def compare(setting: Setting) -> dict[str, Any]:
     if not trace.known:
         return {"error": "; ".join(trace.unknowns)}
     mesh = inputs.settings.mesh.resolve(setting.ranks)
-    played = simulate(trace, inputs.units, mesh, inputs.recipe, profile="cuda", grain=1)
+    rank = prepare(inputs.units, mesh, inputs.recipe, device=replace(DEVICES["cuda"], grain=1))
+    played = simulate(trace, rank, mesh, inputs.recipe)
     simulated = played.ledger.best - played.ledger.at_best[OPTIMIZER]
     seen = observe(
         lambda: building._student(inputs.spec, inputs.recipe, inputs.settings, inputs.units),

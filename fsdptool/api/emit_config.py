@@ -335,7 +335,7 @@ PRESETS = {
         ),
         Preset(
             "cpu",
-            "two processes over gloo, for trying things out with fsdptool train",
+            "two processes on the CPU, for trying things out with fsdptool train",
             FsdpSettings(num_processes=2, use_cpu=True, mixed_precision="no"),
         ),
     )

@@ -48,7 +48,7 @@ def command(
     precision: Annotated[
         str | None, typer.Option("--precision", help="Mixed precision: no, fp16, bf16 or fp8.")
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU (gloo).")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU.")] = False,
     layout: Annotated[
         str, typer.Option("--layout", help="FSDP unit layout: native or accelerate.")
     ] = "native",

@@ -3,7 +3,8 @@
 torch 2.13's gloo gathers into a flat buffer of the output's size and copies it out, makes a
 reduce-scatter of an all-reduce on a clone of the input (``ProcessGroupGloo.cpp``), and FSDP2 waits
 for each gather before it goes on, since a CPU has no streams. Sent directly, a gather needs no
-buffer and travels while the unit before it computes, and a reduction moves half the bytes.
+buffer and travels while the unit before it computes, and a reduction moves half the bytes. What they
+hold is said in ``memory/simulation/collectives.py``, which the memory plan reads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+
+from fsdptool.memory.simulation.collectives import received as received_size
 
 _GATHER_TAG, _REDUCE_TAG = 1, 2
 """Messages between two ranks arrive in the order they were sent, tag by tag."""
@@ -96,7 +99,7 @@ class DirectReduceScatter(_Direct):
             raise ValueError(f"gradients are summed here, not reduced by {op}")
         parts = input_tensor.view(group.size(), -1)
         rank, others = group.rank(), _others(group)
-        received = parts.new_empty((len(others), parts.shape[1]))
+        received = parts.new_empty(received_size(parts.numel(), group.size())).view(len(others), -1)
         came = dict(zip(others, received, strict=True))
         Transfers(_exchange({peer: (parts[peer], came[peer]) for peer in others}, group, _REDUCE_TAG)).wait()
         came[rank] = parts[rank]
@@ -104,6 +107,11 @@ class DirectReduceScatter(_Direct):
         torch.add(came[0], came[1], out=output_tensor.view(-1))
         for peer in range(2, group.size()):
             output_tensor.view(-1).add_(came[peer])
+
+
+def supports_direct_messages(device: torch.device) -> bool:
+    """Return whether the ranks on ``device`` exchange parts by sends and receives."""
+    return device.type == "cpu" and dist.get_backend() == "gloo"
 
 
 def send_directly(module: FSDPModule) -> None:

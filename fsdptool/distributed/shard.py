@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
-from fsdptool.distributed.direct_messages import send_directly
+from fsdptool.distributed.direct_messages import send_directly, supports_direct_messages
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.units import Unit, UnitPlan
 
@@ -120,8 +119,7 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     offload = (
         CPUOffloadPolicy(pin_memory=session.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     )
-    many, on_cpu = session.dims.shard_degree > 1, session.device.type == "cpu"
-    sends_directly = many and on_cpu and dist.get_backend() == "gloo"
+    direct = session.dims.shard_degree > 1 and supports_direct_messages(session.device)
     units: list[FSDPModule] = []
     for unit in plan.units:
         modules = [_module(model, path) for path in unit.modules]
@@ -141,11 +139,11 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
                 first.set_unshard_in_backward(False)
         if session.world_size > 1:
             # The step divides by the global weight itself, so gradients are summed, not averaged. Plain
-            # sums, too, because gloo has no pre-multiplied sum (torch 2.13,
+            # sums, too, because the CPU backend has no pre-multiplied sum (torch 2.13,
             # ``_get_gradient_divide_factors``). One rank sums nothing, and a factor costs it a copy.
             first.set_gradient_divide_factor(1.0)
             first.set_force_sum_reduction_for_comms(True)
-        if sends_directly:
+        if direct:
             send_directly(first)
     cast_inputs(model, to_dtype(plan.input_dtype), plan.exact_inputs)
     _set_prefetch(plan, model, units)

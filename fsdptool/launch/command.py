@@ -193,7 +193,8 @@ def name_for_others(nodes: Nodes) -> str | None:
 def interface_towards(nodes: Nodes) -> str | None:
     """Return the name of the network interface on the way to the other machines, or None if it is unknown.
 
-    gloo would take the one whose address this host's own name resolves to, often the loopback interface.
+    The CPU backend would take the one whose address this host's own name resolves to, often the
+    loopback interface.
     """
     import psutil
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.launch.prepare import Prepared
@@ -138,10 +138,10 @@ def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
     from fsdptool.planning.machine import machine_for
     from fsdptool.planning.search_point import read_search_point
     from fsdptool.planning.suggestions import suggest
-    from fsdptool.records.cluster import Cluster
+    from fsdptool.records.cluster import Cluster, device_profile
     from fsdptool.records.plan import PlanInputs
 
-    profile: Literal["cuda", "cpu-gloo"] = "cuda" if prepared.device == "cuda" else "cpu-gloo"
+    profile = device_profile(prepared.device)
     cluster = None
     if prepared.device == "cuda":
         from fsdptool.launch.devices import local_cluster

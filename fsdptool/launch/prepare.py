@@ -13,6 +13,7 @@ from fsdptool.launch.devices import count_gpus, local_cluster, visible_gpus
 from fsdptool.launch.slurm import PORT, Job
 from fsdptool.launch.versions import untested_versions
 from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.cluster import device_profile
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
@@ -251,7 +252,7 @@ def _predict(
             recipe,
             settings,
             cluster=cluster,
-            profile="cuda" if device == "cuda" else "cpu-gloo",
+            profile=device_profile(device),
         )
     except FsdptoolError as error:
         return None, (f"the memory could not be predicted: {error.message}",)

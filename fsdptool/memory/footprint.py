@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import host_bytes
-from fsdptool.memory.simulation.simulate import MemoryProfile, Prepared, Simulated, play, prepare
+from fsdptool.memory.simulation.simulate import Prepared, Simulated, prepare, simulate
+from fsdptool.records.cluster import DeviceProfile
 from fsdptool.records.component import Basis, Component
 from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import ComponentBytes, Footprint, Holding, Moment, Peak, Phase
@@ -18,7 +20,6 @@ from fsdptool.records.units import UnitPlan
 VERIFIED_TORCH = ("2.13",)
 """Minor versions of torch whose FSDP2 the schedule was held against (``tests/memory/fsdp_oracle.py``)."""
 
-_GRAIN = {"cuda": 512, "cpu-fake": 1, "cpu-gloo": 1}
 _BY_INDEX = tuple(Component)
 PHASES = (
     "load",
@@ -40,7 +41,7 @@ def footprint(
     mesh: ParallelDims,
     recipe: Recipe,
     *,
-    profile: MemoryProfile = "cuda",
+    profile: DeviceProfile = "cuda",
     timeline: bool = True,
     teacher: UnitPlan | None = None,
     reserved: bool | None = None,
@@ -79,12 +80,12 @@ def prepared(
     mesh: ParallelDims,
     recipe: Recipe,
     *,
-    profile: MemoryProfile = "cuda",
+    profile: DeviceProfile = "cuda",
     teacher: UnitPlan | None = None,
 ) -> Prepared:
     """Return what :func:`foresee` takes; only the ranks that share a copy, the optimizer and whether
     there is an average matter of mesh and recipe."""
-    return prepare(units, mesh, recipe, profile=profile, grain=_GRAIN[profile], teacher=teacher)
+    return prepare(units, mesh, recipe, device=DEVICES[profile], teacher=teacher)
 
 
 def foresee(
@@ -108,7 +109,9 @@ def foresee(
     """
 
     def played(ledger: Ledger, *, warm: bool = False) -> Simulated:
-        return play(trace, rank, mesh, recipe, ledger=ledger, warm=warm, saves=saves, workspaces=workspaces)
+        return simulate(
+            trace, rank, mesh, recipe, ledger=ledger, warm=warm, saves=saves, workspaces=workspaces
+        )
 
     made = played(Ledger(timeline=[] if timeline else None))
     ledger = made.ledger
@@ -117,7 +120,7 @@ def foresee(
     if not made.complete:
         return _states_only(ledger, trace, host, phases)
     segments = warmed = None
-    if rank.profile == "cuda" and (timeline if reserved is None else reserved):
+    if rank.rank.device.host_apart and (timeline if reserved is None else reserved):
         from fsdptool.memory.simulation.allocator import CachingAllocator, ReplayLedger
 
         # What the allocator has taken by the end depends on step 1, too.
@@ -151,15 +154,15 @@ def _phases(made: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
         top = made.ledger.tops.get(name)
         if top is None and name not in wanted:
             continue
-        every, first = host_bytes(made.beside, name)
+        every, first = host_bytes(made.off_step, name)
         if top is None:
             found.append(Phase(name, None, every, first, "unknown"))
             continue
         exact = all(component.basis == "exact" for component, _ in _lines(top.live))
         basis: Basis = "exact" if exact else "estimated"
         found.append(Phase(name, top.total, every, first, basis, top.moment))
-    if made.beside.saving:
-        found.append(Phase("export", 0, 0, made.beside.exporting, "estimated"))
+    if made.off_step.saving:
+        found.append(Phase("export", 0, 0, made.off_step.exporting, "estimated"))
     return tuple(found)
 
 

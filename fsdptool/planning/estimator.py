@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.planning.compute_time import (
     Cost,
     exchanged_bytes,
@@ -26,7 +27,7 @@ from fsdptool.planning.step_time import (
 )
 from fsdptool.planning.verdict import FitCheck, check_fit
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.cluster import Cluster, Gpu, Machine
+from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import Candidate, Footprint, SearchPoint
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from fsdptool.modeling.units import TrainedModel
     from fsdptool.records.trace import Trace
 
-Profile = Literal["cuda", "cpu-fake", "cpu-gloo"]
 Key = tuple[Any, ...]
 """What a trace depends on while a search turns the knobs."""
 
@@ -56,7 +56,7 @@ def predict(
     settings: FsdpSettings,
     *,
     cluster: Cluster | None = None,
-    profile: Profile = "cuda",
+    profile: DeviceProfile = "cuda",
     machine: Machine | None = None,
 ) -> Candidate:
     """Return what every rank will hold and how long a step takes, for exactly this configuration.
@@ -66,7 +66,7 @@ def predict(
         recipe: How it is trained.
         settings: What the accelerate YAML says; its mesh must suit the cluster.
         cluster: What it is trained on; None: CPU processes, as many as the settings name.
-        profile: Whose memory is predicted (``cuda``; ``cpu-gloo`` and ``cpu-fake`` for CPU runs).
+        profile: Whose memory is predicted .
         machine: Overheads and efficiencies; None takes the shipped table's.
 
     Raises:
@@ -101,7 +101,7 @@ class Estimator:
     anatomy: Anatomy
     recipe: Recipe
     settings: FsdpSettings
-    profile: Profile = "cuda"
+    profile: DeviceProfile = "cuda"
     _traces: dict[Any, Trace] = field(default_factory=dict)
     _costs: dict[Any, list[Cost]] = field(default_factory=dict)
     _flops: dict[int, float] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class Estimator:
         if key not in self._traces:
             from fsdptool.memory import trace
 
-            made = trace(self.spec, recipe, settings, gloo=self.profile == "cpu-gloo")
+            made = trace(self.spec, recipe, settings, staged=DEVICES[self.profile].direct)
             self._traces[key] = made
             self.notes |= dict.fromkeys(made.notes)
         return self._traces[key]

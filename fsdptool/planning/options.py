@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_origin, get_type_hints
 
 from fsdptool.errors import PlanError
-from fsdptool.records.cluster import Cluster
-from fsdptool.records.plan import MemoryProfile, Preference
+from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
+from fsdptool.records.plan import Preference
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 
@@ -119,7 +119,7 @@ class Options(TypedDict, total=False):
         "Bandwidth between nodes per GPU: '400 Gbit/s', '50 GB/s'.", "Hardware")]
     host_memory: Annotated[str | int | None, Option("Host memory per node: '2 TiB'.", "Hardware")]
     price: Annotated[float | None, Option("Price per GPU hour.", "Hardware")]
-    profile: Annotated[str | None, Option("Device profile", "Hardware", choices=get_args(MemoryProfile))]
+    profile: Annotated[str | None, Option("Device profile", "Hardware", choices=DEVICE_PROFILES)]
     recipe: Annotated[str | Path | Recipe | None, Option("Recipe file.", "Recipe")]
     config: Annotated[str | Path | FsdpSettings | None, Option(
         "accelerate YAML, or another dialect.", "Recipe")]

@@ -17,9 +17,9 @@ from fsdptool.planning.gpu_catalogue import find_gpu
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.options import Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
-from fsdptool.records.cluster import Cluster
+from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.plan import MemoryProfile, PlanInputs, Preference, SearchScope
+from fsdptool.records.plan import PlanInputs, Preference, SearchScope
 from fsdptool.records.settings import FsdpSettings
 
 
@@ -41,7 +41,7 @@ def read_request(options: Options) -> Request:
     options = read_options(options)
     recipe = build_recipe(options)
     settings, diagnostics = _settings(options, options.get("profile"))
-    profile = cast("MemoryProfile", options.get("profile") or _own_profile(options, settings))
+    profile = cast("DeviceProfile", options.get("profile") or _own_profile(options, settings))
     offers = _offers(options, settings, profile)
     clusters = tuple(offer.cluster for offer in offers)
     diagnostics += tuple(diagnostic for offer in offers for diagnostic in offer.diagnostics)
@@ -97,10 +97,10 @@ def _prefer(options: Options, clusters: Sequence[Cluster]) -> Preference:
     return "price" if prefer == "price" else "speed"
 
 
-def _own_profile(options: Options, settings: FsdpSettings) -> MemoryProfile:
+def _own_profile(options: Options, settings: FsdpSettings) -> DeviceProfile:
     """A file that says ``use_cpu`` is planned for CPU ranks unless hardware is named."""
     named = "gpu" in options or "clusters" in options
-    return "cpu-gloo" if settings.use_cpu and not named else "cuda"
+    return device_profile("cpu" if settings.use_cpu and not named else "cuda")
 
 
 def _settings(options: Options, profile: str | None) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:

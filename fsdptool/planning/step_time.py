@@ -14,7 +14,6 @@ from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.units import UnitPlan
 
 _ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "tail": 4}
 """Forward order by kind: the root gathers first, the tail computes last."""
@@ -155,7 +154,7 @@ def model_states(rank: Rank) -> dict[str, int]:
 
 
 def _stage(share: Share, rank: Rank) -> Stage:
-    reduce = sum(w.whole * _reduced(w.parameter.dtype, rank.plan) for w in share.weights if w.trainable)
+    reduce = sum(share.reduction.input.sizes)
     return Stage(
         gather_bytes=sum(share.buffers.whole.sizes),
         reduce_bytes=reduce,
@@ -165,10 +164,6 @@ def _stage(share: Share, rank: Rank) -> Stage:
         backward=0.0,
         exchanges=2 if share.unit.checkpointed else 1,
     )
-
-
-def _reduced(dtype: str, plan: UnitPlan) -> int:
-    return WIDTH.get(plan.reduce_dtype or plan.param_dtype or dtype, 4)
 
 
 def _backward_ranks(share: Share, ranks: int) -> int:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from fsdptool.records.schema import Count, Keywords, Positive, Text
 
 Link = Literal["nvlink", "pcie", "xgmi"]
+
+DeviceProfile = Literal["cuda", "cpu-fake", "cpu-gloo"]
+"""Whose memory a prediction counts: a GPU's, or the CPU's over torch's ``fake`` or ``gloo`` backend."""
+
+DEVICE_PROFILES: tuple[DeviceProfile, ...] = get_args(DeviceProfile)
+
+
+def device_profile(device: Literal["cpu", "cuda"]) -> DeviceProfile:
+    """Return the profile of a run on ``device``."""
+    return "cuda" if device == "cuda" else "cpu-gloo"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from fsdptool.records.cluster import Cluster, Machine
+from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.component import Basis, Component
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
@@ -15,7 +15,6 @@ from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
 from fsdptool.records.settings import FsdpSettings, WrapPolicy
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]
-MemoryProfile = Literal["cuda", "cpu-fake", "cpu-gloo"]
 SearchScope = Literal["none", "open", "wide"]
 Preference = Literal["speed", "price"]
 
@@ -306,7 +305,7 @@ class PlanInputs:
     settings: FsdpSettings
     clusters: Annotated[tuple[Cluster, ...], Keywords(minItems=1)]
     machines: tuple[Machine, ...]
-    profile: MemoryProfile = "cuda"
+    profile: DeviceProfile = "cuda"
     wrap: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     search: SearchScope = "none"

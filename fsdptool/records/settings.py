@@ -36,7 +36,7 @@ class FsdpSettings:
         num_processes: World size, or None when the file leaves it to the command line.
         num_machines, machine_rank: Nodes of the run, and the rank of this one.
         main_process_ip, main_process_port, rdzv_backend: Rendezvous of the nodes.
-        use_cpu: Train on CPU over gloo.
+        use_cpu: Train on the CPU.
         gpu_ids: ``all``, a comma-separated list, or None.
         debug: accelerate's own checks of collectives.
     """

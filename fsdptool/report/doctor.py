@@ -36,7 +36,7 @@ def print_doctor(document: Mapping[str, Any]) -> None:
             ],
         )
     else:
-        print_line("GPUs: none here; runs use the CPU over gloo")
+        print_line("GPUs: none here; runs use the CPU")
     origins: dict[str, list[str]] = {}
     for plugin in document["plugins"]:
         origins.setdefault(plugin["origin"], []).append(plugin["family"])

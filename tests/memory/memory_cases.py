@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_oracle import Observation, observe
@@ -11,7 +11,8 @@ from fsdp_oracle import Observation, observe
 import fsdptool.memory.tracing.make_trace as building
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.memory.simulation.simulate import simulate
+from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.component import Component
 from fsdptool.records.model import ModelSpec
@@ -92,14 +93,9 @@ class Case:
 
     def simulate(self, trace: Trace | None = None) -> tuple[int, dict[str, int]]:
         """Return the simulated peak, optimizer states left out unless stepping, and its components."""
-        made = simulate(
-            trace or self.trace(),
-            self.plan(),
-            self.mesh.resolve(self.ranks),
-            self.recipe(),
-            profile="cuda",
-            grain=1,
-        )
+        mesh, recipe = self.mesh.resolve(self.ranks), self.recipe()
+        rank = prepare(self.plan(), mesh, recipe, device=replace(DEVICES["cuda"], grain=1))
+        made = simulate(trace or self.trace(), rank, mesh, recipe)
         live = dict(zip(Component, made.ledger.at_best, strict=True))
         peak = made.ledger.best
         return peak if self.step else peak - live["optimizer"], live

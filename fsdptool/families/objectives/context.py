@@ -32,7 +32,7 @@ class Context:
         size: How many they are.
         rank: Which of them this is.
         group: Their process group; None exchanges nothing, though buffers are made (a trace).
-        staged: Whether a trace makes the buffers, too, that gloo copies a collective into.
+        staged: Whether a trace makes the buffers, too, that a CPU backend copies a collective into.
         ring: Whether keys and values are passed round rather than gathered.
     """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdptool.memory.simulation.collectives import gradient_block, reduction, staging, widened
 from fsdptool.memory.simulation.groups import (
     FORWARD,
     IDLE,
@@ -18,20 +19,16 @@ from fsdptool.memory.simulation.groups import (
     UNSHARDED_STATE,
     Group,
     Rank,
-    gradient_block,
     make_groups,
-    reduction,
-    widened,
 )
-from fsdptool.memory.simulation.ledger import ALL_REDUCE, REDUCE, STAGING, Block, Ledger
+from fsdptool.memory.simulation.ledger import ALL_REDUCE, REDUCE, Block, Ledger
 from fsdptool.memory.simulation.program import Piece
-from fsdptool.memory.simulation.sizes import rounded
-from fsdptool.memory.simulation.unshard import Gathering
+from fsdptool.memory.simulation.unshard import Unshard
 from fsdptool.modeling.objective import GradientSync
 from fsdptool.records.trace import Trace
 
 
-class Schedule(Gathering):
+class Schedule(Unshard):
     """One rank's units over a step; :meth:`micro_batch` plays the trace through them.
 
     Args:
@@ -39,13 +36,10 @@ class Schedule(Gathering):
         replicate: Copies of them (HSDP).
         ledger: Where bytes are counted.
         trace: What is played.
-        gloo: Whether ranks send to each other directly (``distributed/direct_messages.py``).
     """
 
-    def __init__(
-        self, rank: Rank, replicate: int, ledger: Ledger, trace: Trace, *, gloo: bool = False
-    ) -> None:
-        super().__init__(rank, ledger, gloo=gloo)
+    def __init__(self, rank: Rank, replicate: int, ledger: Ledger, trace: Trace) -> None:
+        super().__init__(rank, ledger)
         self.replicate = replicate
         self.plan = rank.plan
         self.trace = trace
@@ -260,7 +254,10 @@ class Schedule(Gathering):
         for block in gradients.values():
             ledger.drop(block)
         ledger.add(made.output)
-        self._receive(made.input)
+        received = staging(made.input, self.device, self.rank.degree)
+        if received is not None:
+            ledger.add(received)
+            ledger.drop(received)
         if self.rank.degree == 1 and self.replicate > 1:
             # The factor is set, and where nothing is scattered divides out of place (``foreach_reduce``).
             scaled = Block(REDUCE, made.input.total, made.input.sizes)
@@ -293,14 +290,6 @@ class Schedule(Gathering):
         else:
             # Added to what is there or, under offload, copied to the host (``foreach_reduce``).
             ledger.drop(kept)
-
-    def _receive(self, sent: Block) -> None:
-        """Hold what the other ranks send of this one's rows until it is summed, where it comes directly."""
-        if self.gloo and self.rank.degree > 1:
-            size = sum(sent.sizes) // self.rank.degree * (self.rank.degree - 1)
-            came = Block(STAGING, rounded(size, self.grain), (size,))
-            self.ledger.add(came)
-            self.ledger.drop(came)
 
     def _final(self, reduce: bool) -> None:
         """Run ``_root_post_backward_final_callback``: what had no gradient of its inputs, then cleanup."""

@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdptool.memory.simulation.ledger import (
-    GATHER,
-    GRADIENTS,
-    REDUCE,
-    RESHARDED,
-    UNSHARDED,
-    UNSHARDED_GRADIENTS,
-    Block,
+from fsdptool.memory.simulation.collectives import (
+    Device,
+    Reduction,
+    UnshardBuffers,
+    reduction,
+    unshard_buffers,
 )
-from fsdptool.memory.simulation.sizes import Weights, reduce_width, rounded, rounded_sum, weigh
+from fsdptool.memory.simulation.ledger import Block
+from fsdptool.memory.simulation.sizes import Weights, weigh
 from fsdptool.records.units import Unit, UnitPlan
 
 IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD = range(4)
 SHARDED, UNSHARDED_STATE, POST_FORWARD = range(3)
-
-COMPUTE, COPY_IN, REDUCE_SCATTER, ALL_REDUCE_STREAM = range(4)
-"""Streams FSDP2 allocates on (``FSDPCommContext``, torch 2.13)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """What one unit allocates when it is gathered; equal for units of one signature.
-
-    Attributes:
-        cast: Flat copy of the shards in the compute dtype, while gathering.
-        gather: The all-gather's output.
-        whole: The unsharded parameters.
-        smaller: What stays after forward when resharding to fewer ranks, and its cast.
-        offloaded: Device copies of host shards while gathering.
-    """
-
-    cast: Block | None
-    gather: Block | None
-    whole: Block
-    smaller: Block | None
-    smaller_cast: Block | None
-    offloaded: Block | None
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """Buffers of one unit's gradient reduction (``foreach_reduce``)."""
-
-    input: Block
-    output: Block
-    stored: Block | None
-    """The output in the parameters' own dtype, if that differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +35,7 @@ class Share:
     unit: Unit
     weights: tuple[Weights, ...]
     by_name: Mapping[str, Weights]
-    buffers: Buffers
+    buffers: UnshardBuffers
     reduction: Reduction
     reshard: bool | int
 
@@ -81,7 +47,7 @@ class Rank:
     Attributes:
         plan: The units.
         degree: Ranks that share one copy.
-        grain: Bytes the allocator rounds to.
+        device: Whose memory is counted.
         shares: Every unit, in the plan's order.
         distinct: The parameters' sizes of one unit of each signature.
         modules: Paths of every module that is (part of) a unit.
@@ -90,7 +56,7 @@ class Rank:
 
     plan: UnitPlan
     degree: int
-    grain: int
+    device: Device
     shares: tuple[Share, ...]
     distinct: tuple[tuple[Weights, ...], ...]
     modules: frozenset[str]
@@ -103,7 +69,7 @@ class Group:
 
     unit: Unit
     weights: tuple[Weights, ...]
-    sizes: Buffers
+    sizes: UnshardBuffers
     share: Share
     reshard: bool | int
     state: int = SHARDED
@@ -132,15 +98,15 @@ def make_groups(rank: Rank) -> list[Group]:
     return [Group(s.unit, s.weights, s.buffers, s, s.reshard) for s in rank.shares]
 
 
-def cut(plan: UnitPlan, degree: int, grain: int) -> Rank:
+def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
     """Return what one rank holds of a plan; units of one signature share their sizes.
 
     Args:
         plan: The units.
         degree: Ranks that share one copy.
-        grain: Bytes the allocator rounds to.
+        device: Whose memory is counted.
     """
-    known: dict[object, tuple[tuple[Weights, ...], Buffers, Reduction]] = {}
+    known: dict[object, tuple[tuple[Weights, ...], UnshardBuffers, Reduction]] = {}
     shares = []
     for unit in plan.units:
         reshard = _resharding(unit)
@@ -150,8 +116,8 @@ def cut(plan: UnitPlan, degree: int, grain: int) -> Rank:
             trained = [w for w in weights if w.trainable]
             known[key] = (
                 weights,
-                _buffers(weights, plan, degree, reshard, grain),
-                reduction(trained, plan, grain),
+                unshard_buffers(weights, plan, degree, reshard, device.grain),
+                reduction(trained, plan, device.grain),
             )
         weights, buffers, reduced = known[key]
         by_name = {p.fqn: w for p, w in zip(unit.parameters, weights, strict=True)}
@@ -159,7 +125,7 @@ def cut(plan: UnitPlan, degree: int, grain: int) -> Rank:
     return Rank(
         plan,
         degree,
-        grain,
+        device,
         tuple(shares),
         tuple(weights for weights, _, _ in known.values()),
         frozenset(path for unit in plan.units for path in unit.modules),
@@ -171,61 +137,3 @@ def _resharding(unit: Unit) -> bool | int:
     if unit.reshard_after_forward is None:
         return unit.kind != "root" and "" not in unit.modules
     return unit.reshard_after_forward
-
-
-def _buffers(
-    weights: Sequence[Weights], plan: UnitPlan, ranks: int, reshard: bool | int, grain: int
-) -> Buffers:
-    whole_sizes = tuple(w.whole * w.computed for w in weights)
-    whole = Block(UNSHARDED, rounded_sum(whole_sizes, grain), whole_sizes, COMPUTE)
-    if ranks == 1:
-        return Buffers(None, None, whole, None, None, None)
-    casts = [w for w in weights if w.casts]
-    cast_bytes = sum(w.shard * w.computed for w in casts)
-    gather_bytes = sum(whole_sizes)
-    gather = Block(GATHER, rounded(gather_bytes, grain), (gather_bytes,), COPY_IN)
-    cast = offloaded = None
-    if plan.cpu_offload:
-        sizes = tuple(w.shard * w.computed for w in weights)
-        offloaded = Block(GATHER, rounded_sum(sizes, grain), sizes, COPY_IN)
-    elif casts:
-        cast = Block(GATHER, rounded(cast_bytes, grain), (cast_bytes,), COPY_IN)
-    smaller = smaller_cast = None
-    if not isinstance(reshard, bool):
-        kept = tuple(size // reshard for size in whole_sizes)
-        smaller = Block(RESHARDED, rounded_sum(kept, grain), kept, COMPUTE)
-        if casts:
-            again = sum(w.whole * w.computed for w in casts) // reshard
-            smaller_cast = Block(GATHER, rounded(again, grain), (again,), COPY_IN)
-    return Buffers(cast, gather, whole, smaller, smaller_cast, offloaded)
-
-
-def reduction(weights: Sequence[Weights], plan: UnitPlan, grain: int) -> Reduction:
-    """Return the buffers that reduce the gradients of ``weights``."""
-    width = reduce_width(plan) or max((w.computed for w in weights), default=4)
-    shard = sum(w.shard for w in weights)
-    whole = sum(w.whole for w in weights)
-    stored = max((w.stored for w in weights), default=4)
-    output_kind = GRADIENTS if stored == width else REDUCE
-    kept = None
-    if stored != width:
-        kept = Block(GRADIENTS, rounded(shard * stored, grain), (shard * stored,), REDUCE_SCATTER)
-    return Reduction(
-        Block(REDUCE, rounded(whole * width, grain), (whole * width,), COMPUTE),
-        Block(output_kind, rounded(shard * width, grain), (shard * width,), REDUCE_SCATTER),
-        kept,
-    )
-
-
-def gradient_block(size: int) -> Block:
-    """Return a parameter's unsharded gradient as the trace made it."""
-    return Block(UNSHARDED_GRADIENTS, size, (size,), COMPUTE)
-
-
-def widened(weights: Weights, plan: UnitPlan, grain: int) -> Block | None:
-    """Return an unsharded gradient in the reduce dtype, or None where it stays as it is."""
-    width = reduce_width(plan)
-    if width is None or width == weights.computed:
-        return None
-    size = weights.parameter.numel * width
-    return Block(UNSHARDED_GRADIENTS, rounded(size, grain), (size,), COMPUTE)

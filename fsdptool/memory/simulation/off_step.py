@@ -1,4 +1,4 @@
-"""What a run does beside its steps: loading, averaging, evaluation, samples, checkpoints.
+"""What a run does between its steps: loading, averaging, evaluation, samples, checkpoints.
 
 Each is played in the order of the trainer's own code: ``training/trainer.py``,
 ``training/trainer.py`` and ``training/checkpoint``.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
+from fsdptool.memory.simulation.collectives import Device, full_tensor
 from fsdptool.memory.simulation.fsdp_schedule import Schedule
 from fsdptool.memory.simulation.ledger import (
     EMA,
@@ -40,21 +40,21 @@ _CONVERTED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OffStep:
     """A run's states and recipe, as far as what lies beside its steps depends on them.
 
     Attributes:
         schedule: The units, on the ledger everything is counted in.
         held: The rank's states.
         recipe: Evaluation, checkpoints, EMA.
-        profile: Whose memory is counted.
+        device: Whose memory is counted.
         saves: How checkpoints are written.
     """
 
     schedule: Schedule
     held: States
     recipe: Recipe
-    profile: Literal["cuda", "cpu-fake", "cpu-gloo"]
+    device: Device
     saves: StateDictType
 
     @property
@@ -73,7 +73,7 @@ class Beside:
     @property
     def staged(self) -> Block | None:
         """The copies where they are device memory, too: on the CPU. They are kept for the next save."""
-        if not self.staging or self.profile == "cuda":
+        if not self.staging or self.device.host_apart:
             return None
         copies = (*self.held.saved, *_persistent(self.schedule.trace))
         return Block(STAGED, sum(copies), copies)
@@ -88,14 +88,14 @@ class Beside:
 
         Host buffers are page-locked; shards that are offloaded are copied as they are.
         """
-        if not self.staging or self.profile != "cuda":
+        if not self.staging or not self.device.host_apart:
             return 0
         buffers = _persistent(self.schedule.trace)
         offloaded = self.schedule.plan.cpu_offload
         return self.held.copied + (sum(buffers) if offloaded else sum(map(pinned, buffers)))
 
 
-def loading(run: Beside, buffers: Block) -> None:
+def loading(run: OffStep, buffers: Block) -> None:
     """Add what exists once the model is filled: shards, whole parameters, buffers.
 
     On the CPU values are made or read in the same memory, one parameter at a time.
@@ -105,11 +105,11 @@ def loading(run: Beside, buffers: Block) -> None:
         if kind in device:
             ledger.add(device[kind])
     ledger.add(buffers)
-    if run.profile != "cuda":
+    if not run.device.host_apart:
         _spike(run, TEMPORARIES, loading_temporaries(run))
 
 
-def loading_temporaries(run: Beside) -> int:
+def loading_temporaries(run: OffStep) -> int:
     """Return the most bytes beside the values of one parameter while they are made or read.
 
     Random values are drawn in fp32 and cast; pretrained ones are cut out of a file's map and copied,
@@ -129,7 +129,7 @@ def loading_temporaries(run: Beside) -> int:
     return most
 
 
-def play_beside(run: Beside) -> None:
+def play_off_step(run: OffStep) -> None:
     """Play what happens between two steps, each as a phase of its own; the timeline is the step's."""
     ledger = run.schedule.ledger
     timeline, ledger.timeline = ledger.timeline, None
@@ -149,7 +149,7 @@ def play_beside(run: Beside) -> None:
     ledger.timeline = timeline
 
 
-def _forwards(run: Beside, name: str, trace: Trace | None, *, count: int) -> None:
+def _forwards(run: OffStep, name: str, trace: Trace | None, *, count: int) -> None:
     """Play forwards without gradients; units that stay gathered do so until the last one is over."""
     if trace is None or not trace.known:
         return
@@ -160,10 +160,10 @@ def _forwards(run: Beside, name: str, trace: Trace | None, *, count: int) -> Non
         # One parameter's copy in its average's dtype, while the two change places.
         _spike(run, EMA, max((numel * max(stored, 4) for numel, stored in _trained(run)), default=0))
     ledger.prefix = f"{name}: "
-    schedule = Schedule(before.rank, before.replicate, ledger, trace, gloo=before.gloo)
+    schedule = Schedule(before.rank, before.replicate, ledger, trace)
     # The loader's batch is all of a step's; on a device one micro-batch of it is alive.
     inputs = trace.input_bytes
-    if run.profile != "cuda" and name == "evaluation":
+    if not run.device.host_apart and name == "evaluation":
         inputs = inputs * run.recipe.batch.accumulation
     block = Block(INPUTS, rounded_sum(inputs, before.grain), inputs)
     ledger.add(block)
@@ -176,38 +176,27 @@ def _forwards(run: Beside, name: str, trace: Trace | None, *, count: int) -> Non
     ledger.prefix = ""
 
 
-def _save(run: Beside) -> None:
+def _save(run: OffStep) -> None:
     """A full checkpoint gathers one whole tensor at a time; a sharded one reads shards where they are."""
-    if run.profile != "cuda":
+    if not run.device.host_apart:
         _spike(run, STAGED, _RANDOM_STATES)
     if run.saves != "full" or run.schedule.plan.cpu_offload:
         return
     _spike(run, GATHER, *_gathered(run))
 
 
-def _gathered(run: Beside) -> tuple[int, ...]:
-    """Return the allocations behind the largest whole tensor of a full checkpoint.
-
-    ``full_tensor`` gathers padded rows; uneven ones are cut by a copy (torch 2.13,
-    ``placement_types.py``, ``Shard._to_replicate_tensor``). gloo receives into memory of its own.
-    """
-    ranks = run.schedule.rank.degree
-    largest: tuple[int, ...] = ()
-    for weights in _weights(run.schedule):
-        if not weights.trainable:
-            continue
-        width = max(weights.stored, 4 if run.recipe.ema.decay is not None else 0)
-        sizes = [weights.whole * width]
-        if run.profile == "cpu-gloo" and ranks > 1:
-            sizes.append(weights.whole * width)
-        elif weights.whole != weights.parameter.numel:
-            sizes.append(weights.parameter.numel * width)
-        if sum(sizes) > sum(largest):
-            largest = tuple(sizes)
-    return largest
+def _gathered(run: OffStep) -> tuple[int, ...]:
+    """Return the allocations behind the largest whole tensor of a full checkpoint."""
+    ranks, averaged = run.schedule.rank.degree, run.recipe.ema.decay is not None
+    trained = (weights for weights in _weights(run.schedule) if weights.trainable)
+    return max(
+        (full_tensor(w, max(w.stored, 4 if averaged else 0), run.device, ranks) for w in trained),
+        key=sum,
+        default=(),
+    )
 
 
-def host_bytes(run: Beside, phase: str) -> tuple[int, int]:
+def host_bytes(run: OffStep, phase: str) -> tuple[int, int]:
     """Return the host bytes of every rank in a phase, and what rank 0 holds besides.
 
     Counted are tensors: what the interpreter, the libraries and CUDA's own state take is not.
@@ -217,7 +206,7 @@ def host_bytes(run: Beside, phase: str) -> tuple[int, int]:
         phase: Its name.
     """
     offloaded = run.schedule.ledger.hosted
-    if run.profile != "cuda":
+    if not run.device.host_apart:
         return 0, 0
     steady = run.held.host
     if phase == "load":
@@ -237,7 +226,7 @@ def host_bytes(run: Beside, phase: str) -> tuple[int, int]:
     return steady + (0 if run.staging else max(run.held.saved, default=0)), 0
 
 
-def _spike(run: Beside, kind: int, *sizes: int) -> None:
+def _spike(run: OffStep, kind: int, *sizes: int) -> None:
     """Let allocations come and go."""
     kept = tuple(size for size in sizes if size)
     if kept:
@@ -251,7 +240,7 @@ def _weights(schedule: Schedule) -> Iterable[Weights]:
     return (weights for unit in schedule.rank.distinct for weights in unit)
 
 
-def _trained(run: Beside) -> list[tuple[int, int]]:
+def _trained(run: OffStep) -> list[tuple[int, int]]:
     """Return elements on this rank and bytes per element of everything that is trained."""
     plan = run.schedule.plan
     found = [(w.shard, w.stored) for g in run.schedule.groups for w in g.weights if w.trainable]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from fsdptool.memory.simulation.collectives import Device, replicated_messages
 from fsdptool.memory.simulation.fsdp_schedule import Schedule
 from fsdptool.memory.simulation.groups import Rank, cut
 from fsdptool.memory.simulation.ledger import (
-    ALL_REDUCE,
     BUFFERS,
     EMA,
     INPUTS,
@@ -18,9 +17,9 @@ from fsdptool.memory.simulation.ledger import (
     Block,
     Ledger,
 )
-from fsdptool.memory.simulation.off_step import Beside, loading, play_beside
+from fsdptool.memory.simulation.off_step import OffStep, loading, play_off_step
 from fsdptool.memory.simulation.program import Piece, program
-from fsdptool.memory.simulation.sizes import WIDTH, rounded_sum, stored_dtype
+from fsdptool.memory.simulation.sizes import WIDTH, rounded_sum
 from fsdptool.memory.simulation.states import States, states
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
@@ -29,8 +28,6 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
-
-MemoryProfile = Literal["cuda", "cpu-fake", "cpu-gloo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +38,11 @@ class Prepared:
         rank: The units.
         held: What the rank keeps between steps.
         teacher: A distillation's teacher, or None.
-        profile: Whose memory is counted.
     """
 
     rank: Rank
     held: States
     teacher: Rank | None
-    profile: MemoryProfile
 
 
 def prepare(
@@ -55,8 +50,7 @@ def prepare(
     mesh: ParallelDims,
     recipe: Recipe,
     *,
-    profile: MemoryProfile,
-    grain: int,
+    device: Device,
     teacher: UnitPlan | None = None,
 ) -> Prepared:
     """Work out everything that depends on units, ranks and optimizer alone.
@@ -65,18 +59,17 @@ def prepare(
         units, teacher: How model and teacher are sharded.
         mesh: Resolved; only how many ranks share a copy counts here.
         recipe: Optimizer and average.
-        profile: Whose memory is counted.
-        grain: Bytes sizes are rounded to.
+        device: Whose memory is counted.
     """
 
     def held(plan: UnitPlan) -> Rank:
         # Where the host is the device, nothing moves: ``.to("cpu")`` returns the tensor itself.
-        moves = plan.cpu_offload and profile == "cuda"
-        return cut(replace(plan, cpu_offload=moves), mesh.shard_degree, grain)
+        moves = plan.cpu_offload and device.host_apart
+        return cut(replace(plan, cpu_offload=moves), mesh.shard_degree, device)
 
     rank = held(units)
     taught = held(teacher) if teacher is not None else None
-    return Prepared(rank, states(rank, recipe, cuda=profile == "cuda"), taught, profile)
+    return Prepared(rank, states(rank, recipe, cuda=device.host_apart), taught)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +79,17 @@ class Simulated:
     Attributes:
         ledger: What was counted.
         held: The rank's states.
-        beside: What is done between steps.
+        off_step: What is done between steps.
         complete: Whether activations were known.
     """
 
     ledger: Ledger
     held: States
-    beside: Beside
+    off_step: OffStep
     complete: bool
 
 
 def simulate(
-    trace: Trace,
-    units: UnitPlan,
-    mesh: ParallelDims,
-    recipe: Recipe,
-    *,
-    profile: MemoryProfile,
-    grain: int,
-    teacher: UnitPlan | None = None,
-) -> Simulated:
-    """Play loading, step 2 and what happens between steps. Arguments as in :func:`footprint`."""
-    prepared = prepare(units, mesh, recipe, profile=profile, grain=grain, teacher=teacher)
-    return play(trace, prepared, mesh, recipe)
-
-
-def play(
     trace: Trace,
     prepared: Prepared,
     mesh: ParallelDims,
@@ -135,15 +113,15 @@ def play(
         saves: Whether checkpoints are sharded or full.
         workspaces: Bytes of each workspace that matrix products keep on the device.
     """
-    profile, held, grain = prepared.profile, prepared.held, prepared.rank.grain
+    held, device = prepared.held, prepared.rank.device
+    grain = device.grain
     ledger = ledger if ledger is not None else Ledger()
-    gloo = profile == "cpu-gloo"
-    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace, gloo=gloo)
-    beside = Beside(schedule, held, recipe, profile=profile, saves=saves)
+    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace)
+    off_step = OffStep(schedule, held, recipe, device, saves)
     ledger.note("between steps")
     ledger.begin("load")
-    loading(beside, _buffers(trace.buffers, grain))
-    taught = _teacher(trace, prepared.teacher, mesh.dp_replicate, ledger, gloo=gloo)
+    loading(off_step, _buffers(trace.buffers, grain))
+    taught = _teacher(trace, prepared.teacher, mesh.dp_replicate, ledger)
     _add(ledger, held, EMA)
     ledger.begin("between steps")
     # Made by the first products of forward and of backward, and kept to the end of the process.
@@ -155,13 +133,13 @@ def play(
         ledger.whole = None
     else:
         _add(ledger, held, OPTIMIZER)
-    if beside.staged is not None:
-        ledger.add(beside.staged)
+    if off_step.staged is not None:
+        ledger.add(off_step.staged)
     if complete:
         _step(schedule, taught, recipe, held, grain)
-        play_beside(beside)
+        play_off_step(off_step)
     ledger.close()
-    return Simulated(ledger, held, beside, complete)
+    return Simulated(ledger, held, off_step, complete)
 
 
 def _step(
@@ -208,20 +186,10 @@ def _add(ledger: Ledger, held: States, kind: int) -> None:
 
 
 def _reduce_replicated(schedule: Schedule) -> None:
-    """The gradients of parameters FSDP does not manage travel in one fp32 message per dtype."""
+    """Sum the gradients of parameters that FSDP does not manage (``training/step.py``)."""
     if schedule.rank.degree * schedule.replicate == 1:
         return
-    plan = schedule.plan
-    by_dtype: dict[str, int] = {}
-    for parameter in plan.ignored:
-        if parameter.trainable:
-            dtype = stored_dtype(parameter, plan)
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + parameter.numel
-    for dtype, count in by_dtype.items():
-        size = count * max(WIDTH.get(dtype, 4), 4)
-        # What is not wide enough is cast before it is put together.
-        sizes = (size, size) if WIDTH.get(dtype, 4) < 4 else (size,)
-        message = Block(ALL_REDUCE, rounded_sum(sizes, schedule.grain), sizes)
+    for message in replicated_messages(schedule.plan, schedule.grain):
         schedule.ledger.add(message)
         schedule.ledger.drop(message)
 
@@ -241,20 +209,18 @@ class _Taught:
         return self.answer
 
 
-def _teacher(
-    trace: Trace, rank: Rank | None, replicate: int, ledger: Ledger, *, gloo: bool
-) -> _Taught | None:
+def _teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledger) -> _Taught | None:
     """Hold the teacher's shards, and return it ready to run if its forward is known."""
     taught = trace.teacher
     if taught is None or rank is None:
         return None
-    schedule = Schedule(rank, replicate, ledger, taught, gloo=gloo)
+    schedule = Schedule(rank, replicate, ledger, taught)
     for group in schedule.groups:
         sizes = tuple(w.shard * w.stored for w in group.weights)
-        ledger.add(Block(TEACHER, rounded_sum(sizes, rank.grain), sizes))
+        ledger.add(Block(TEACHER, rounded_sum(sizes, rank.device.grain), sizes))
     if not taught.known:
         return None
-    pieces = program(taught, rank.modules, rank.grain)
+    pieces = program(taught, rank.modules, rank.device.grain)
     kept = sum(piece.body.total for piece in pieces)
     return _Taught(schedule, pieces, Block(TEACHER, kept, (kept,)))
 

@@ -43,7 +43,7 @@ def states(rank: Rank, recipe: Recipe, *, cuda: bool) -> States:
         recipe: Optimizer, EMA.
         cuda: Whether the states lie on a GPU.
     """
-    plan, grain = rank.plan, rank.grain
+    plan, grain = rank.plan, rank.device.grain
     tensors = {id(w): _shard(w, rank.degree) for weights in rank.distinct for w in weights}
     ordered = sorted(rank.shares, key=lambda share: _ORDER.index(share.unit.kind))
     shards = [(tensors[id(w)], w.trainable) for s in ordered for w in s.weights]

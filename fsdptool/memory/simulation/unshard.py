@@ -1,7 +1,7 @@
 """How a unit's parameters come and go: gather, wait, copy out, free. As torch 2.13 does it.
 
 Mirrors the unsharding half of ``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` in
-``torch/distributed/fsdp/_fully_shard``; ``schedule.py`` says when each of these happens.
+``torch/distributed/fsdp/_fully_shard``; ``fsdp_schedule.py`` says when each of these happens.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from fsdptool.memory.simulation.ledger import GATHER, Block, Ledger
 from fsdptool.memory.simulation.sizes import rounded
 
 
-class Gathering:
-    """One rank's gathers, and the buffers that outlive them.
+class Unshard:
+    """One rank's unsharding, and the buffers that outlive it.
 
     Args:
         rank: What it holds.
         ledger: Where bytes are counted.
-        gloo: Whether ranks send to each other directly (``distributed/direct_messages.py``).
     """
 
-    def __init__(self, rank: Rank, ledger: Ledger, *, gloo: bool) -> None:
+    def __init__(self, rank: Rank, ledger: Ledger) -> None:
         self.rank = rank
         self.ledger = ledger
-        self.grain = rank.grain
-        self.gloo = gloo
+        self.device = rank.device
+        self.grain = rank.device.grain
         self._gathered: Block | None = None
 
     def _unshard(self, group: Group, training: int) -> None:
@@ -68,8 +67,8 @@ class Gathering:
             self.ledger.drop(previous)
             self._gathered = None
         if sizes.gather is not None:
-            # What is still under way when FSDP comes to wait, it lets go of at once (``async_op``).
-            if training == FORWARD and not self.gloo:
+            # FSDP lets go at once of what is still under way when it comes to wait (``async_op``).
+            if training == FORWARD and not self.device.direct:
                 self._gathered = sizes.gather
             else:
                 self.ledger.drop(sizes.gather)

@@ -28,7 +28,7 @@ class Conditions:
         teacher: Forward without gradients only.
         off_step: Forward without gradients as in validation or sampling, on the model that is trained.
         sharing: Ranks that share a sequence; rank 0 of them is traced, which sees it to its end.
-        staged: Whether collectives inside the model are gloo's, which copies what it sends.
+        staged: Whether the backend of collectives inside the model copies what it sends.
         ring: Whether ranks that share a sequence pass keys and values round.
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
         master: dtype trainable parameters are stored in.

@@ -64,7 +64,7 @@ def make_trace(
     profile: Profile,
     teacher: ModelSpec | None,
     *,
-    gloo: bool = False,
+    staged: bool = False,
 ) -> Trace:
     """Trace afresh. See :func:`fsdptool.memory.trace`."""
     method = method_of(recipe)
@@ -74,7 +74,7 @@ def make_trace(
     plan = plan_units(anatomy, recipe, settings)
     objective = objective_for(recipe, spec)
     specs = family_of(spec).batch_spec(spec.config, recipe)
-    taught = _teacher(teacher, recipe, settings, profile, specs, gloo) if teacher is not None else None
+    taught = _teacher(teacher, recipe, settings, profile, specs, staged) if teacher is not None else None
 
     told: list[str | None] = []
 
@@ -93,7 +93,7 @@ def make_trace(
         uncast=frozenset(p.fqn for p in plan.ignored),
         master=_dtype(plan.master_dtype),
         sharing=settings.mesh.cp,
-        staged=gloo,
+        staged=staged,
         ring=settings.cp_comm_strategy == "alltoall",
     )
     try:
@@ -201,7 +201,7 @@ def _teacher(
     settings: FsdpSettings,
     profile: Profile,
     specs: Sequence[TensorSpec],
-    gloo: bool,
+    staged: bool,
 ) -> Trace:
     choice = method_of(recipe).teacher_choice(recipe)
     assert choice is not None
@@ -223,7 +223,7 @@ def _teacher(
         plan.exact_inputs,
         teacher=True,
         sharing=settings.mesh.cp,
-        staged=gloo,
+        staged=staged,
         ring=settings.cp_comm_strategy == "alltoall",
     )
     try:

@@ -27,7 +27,7 @@ def trace(
     *,
     profile: Profile | None = None,
     teacher: ModelSpec | None = None,
-    gloo: bool = False,
+    staged: bool = False,
     use_cache: bool = True,
     refresh: bool = False,
 ) -> Trace:
@@ -39,7 +39,8 @@ def trace(
         settings: Precision and checkpointing as the YAML says.
         profile: Whose kernels to assume; None follows ``settings.use_cpu``.
         teacher: A distillation's teacher; None resolves the recipe's.
-        gloo: Whether ranks that share a sequence exchange it over gloo, which copies what it sends.
+        staged: Whether ranks that share a sequence exchange it over a backend that copies what it sends
+            (``Device.direct`` of ``memory/simulation/collectives.py``).
         use_cache: Whether to read and keep cached traces.
         refresh: Trace afresh and keep it.
 
@@ -55,14 +56,14 @@ def trace(
 
         teacher = resolve_choice(choice)
     store = Store() if use_cache or refresh else None
-    key = store.key(_parts(spec, recipe, settings, assumed, teacher, gloo)) if store is not None else ""
+    key = store.key(_parts(spec, recipe, settings, assumed, teacher, staged)) if store is not None else ""
     if store is not None and not refresh:
         kept, _ = store.get(KIND, key)
         if kept is not None and (found := _decode(kept)) is not None:
             return found
     from fsdptool.memory.tracing.make_trace import make_trace
 
-    made = make_trace(spec, recipe, settings, assumed, teacher, gloo=gloo)
+    made = make_trace(spec, recipe, settings, assumed, teacher, staged=staged)
     if store is not None and made.known:
         store.put(KIND, key, to_json(made), about=f"{spec.model_class} of {spec.reference.id}")
     return made
@@ -81,7 +82,7 @@ def _parts(
     settings: FsdpSettings,
     profile: Profile,
     teacher: ModelSpec | None,
-    gloo: bool,
+    staged: bool,
 ) -> dict[str, Any]:
     """Return everything a trace depends on, and nothing that a search turns without changing it."""
     sharding = recipe.sharding
@@ -102,7 +103,7 @@ def _parts(
         "sharding": [sharding.layout, sharding.param_dtype, sharding.output_dtype],
         "precision": settings.mixed_precision,
         "ignored": settings.ignored_modules,
-        "context": [settings.mesh.cp, settings.cp_comm_strategy, gloo] if settings.mesh.cp > 1 else None,
+        "context": [settings.mesh.cp, settings.cp_comm_strategy, staged] if settings.mesh.cp > 1 else None,
         "profile": profile,
         "libraries": library_versions(),
         "tool": f"{tool_version()}:{source_digest(__name__)}",

@@ -56,7 +56,7 @@ def parts(format: Format, rows: int, columns: int) -> tuple[Part, Part]:
 
     nf4: two codes to a byte, one scale for each 64 weights of a row: 4.5 bits per weight. int8 and
     float8: one byte per weight, one scale per row. Scales are the bits of fp32 numbers, as int32
-    (neither gloo nor NCCL sends 16-bit integers).
+    (no collective backend of torch 2.13 sends 16-bit integers).
     """
     if format == "nf4":
         return ((rows, columns // 2), torch.uint8), ((rows, columns // BLOCK), torch.int32)

@@ -1,0 +1,210 @@
+"""What each collective copies, stages, rounds and keeps alive, by device profile. Torch-free.
+
+The one home of these rules: the schedule plays the buffers, the step-time model moves their bytes, and
+``distributed/direct_messages.py`` allocates what is said here. Sources: torch 2.13,
+``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdptool.memory.simulation.ledger import (
+    ALL_REDUCE,
+    GATHER,
+    GRADIENTS,
+    REDUCE,
+    RESHARDED,
+    STAGING,
+    UNSHARDED,
+    UNSHARDED_GRADIENTS,
+    Block,
+)
+from fsdptool.memory.simulation.sizes import (
+    WIDTH,
+    Weights,
+    reduce_width,
+    rounded,
+    rounded_sum,
+    stored_dtype,
+)
+from fsdptool.records.cluster import DeviceProfile
+from fsdptool.records.units import UnitPlan
+
+COMPUTE, COPY_IN, REDUCE_SCATTER, ALL_REDUCE_STREAM = range(4)
+"""Streams FSDP2 allocates on (``FSDPCommContext``, torch 2.13)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """How a device profile treats memory.
+
+    Attributes:
+        grain: Bytes its allocator rounds sizes to.
+        host_apart: Whether host memory is memory of its own: offloaded tensors move, copies to it are pinned.
+        direct: Whether ranks send each other their parts directly (``distributed/direct_messages.py``): a
+            gather's output is given back as soon as it is copied out, and a reduction receives the
+            other ranks' rows beside its input.
+    """
+
+    grain: int
+    host_apart: bool = False
+    direct: bool = False
+
+
+DEVICES: Mapping[DeviceProfile, Device] = {
+    "cuda": Device(512, host_apart=True),
+    "cpu-fake": Device(1),
+    "cpu-gloo": Device(1, direct=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UnshardBuffers:
+    """What one unit allocates when it is gathered; equal for units of one signature.
+
+    Attributes:
+        cast: Flat copy of the shards in the compute dtype, while gathering.
+        gather: The all-gather's output.
+        whole: The unsharded parameters.
+        smaller: What stays after forward when resharding to fewer ranks, and its cast.
+        offloaded: Device copies of host shards while gathering.
+    """
+
+    cast: Block | None
+    gather: Block | None
+    whole: Block
+    smaller: Block | None
+    smaller_cast: Block | None
+    offloaded: Block | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Buffers of one unit's gradient reduction (``foreach_reduce``)."""
+
+    input: Block
+    output: Block
+    stored: Block | None
+    """The output in the parameters' own dtype, if that differs."""
+
+
+def unshard_buffers(
+    weights: Sequence[Weights], plan: UnitPlan, ranks: int, reshard: bool | int, grain: int
+) -> UnshardBuffers:
+    """Return the buffers that gather the parameters ``weights`` of one unit.
+
+    Args:
+        weights: The unit's parameters.
+        plan: Whether shards are on the host.
+        ranks: Ranks that share one copy.
+        reshard: ``reshard_after_forward``.
+        grain: Bytes the allocator rounds to.
+    """
+    whole_sizes = tuple(w.whole * w.computed for w in weights)
+    whole = Block(UNSHARDED, rounded_sum(whole_sizes, grain), whole_sizes, COMPUTE)
+    if ranks == 1:
+        return UnshardBuffers(None, None, whole, None, None, None)
+    casts = [w for w in weights if w.casts]
+    cast_bytes = sum(w.shard * w.computed for w in casts)
+    gather_bytes = sum(whole_sizes)
+    gather = Block(GATHER, rounded(gather_bytes, grain), (gather_bytes,), COPY_IN)
+    cast = offloaded = None
+    if plan.cpu_offload:
+        sizes = tuple(w.shard * w.computed for w in weights)
+        offloaded = Block(GATHER, rounded_sum(sizes, grain), sizes, COPY_IN)
+    elif casts:
+        cast = Block(GATHER, rounded(cast_bytes, grain), (cast_bytes,), COPY_IN)
+    smaller = smaller_cast = None
+    if not isinstance(reshard, bool):
+        kept = tuple(size // reshard for size in whole_sizes)
+        smaller = Block(RESHARDED, rounded_sum(kept, grain), kept, COMPUTE)
+        if casts:
+            again = sum(w.whole * w.computed for w in casts) // reshard
+            smaller_cast = Block(GATHER, rounded(again, grain), (again,), COPY_IN)
+    return UnshardBuffers(cast, gather, whole, smaller, smaller_cast, offloaded)
+
+
+def reduction(weights: Sequence[Weights], plan: UnitPlan, grain: int) -> Reduction:
+    """Return the buffers that reduce-scatter the gradients of ``weights``."""
+    width = reduce_width(plan) or max((w.computed for w in weights), default=4)
+    shard = sum(w.shard for w in weights)
+    whole = sum(w.whole for w in weights)
+    stored = max((w.stored for w in weights), default=4)
+    output_kind = GRADIENTS if stored == width else REDUCE
+    kept = None
+    if stored != width:
+        kept = Block(GRADIENTS, rounded(shard * stored, grain), (shard * stored,), REDUCE_SCATTER)
+    return Reduction(
+        Block(REDUCE, rounded(whole * width, grain), (whole * width,), COMPUTE),
+        Block(output_kind, rounded(shard * width, grain), (shard * width,), REDUCE_SCATTER),
+        kept,
+    )
+
+
+def received(size: int, ranks: int) -> int:
+    """Return how much of a reduction's input of ``size`` a rank receives directly before it sums.
+
+    The other ranks' parts of its own rows; the unit of the result is that of ``size``.
+    """
+    return size // ranks * (ranks - 1)
+
+
+def staging(sent: Block, device: Device, ranks: int) -> Block | None:
+    """Return the buffer that holds what other ranks send of this one's rows, or None without one."""
+    if not device.direct or ranks == 1:
+        return None
+    size = received(sum(sent.sizes), ranks)
+    return Block(STAGING, rounded(size, device.grain), (size,))
+
+
+def replicated_messages(plan: UnitPlan, grain: int) -> list[Block]:
+    """Return the all-reduces of gradients FSDP does not manage: one message per dtype, at least fp32."""
+    by_dtype: dict[str, int] = {}
+    for parameter in plan.ignored:
+        if parameter.trainable:
+            dtype = stored_dtype(parameter, plan)
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + parameter.numel
+    messages = []
+    for dtype, count in by_dtype.items():
+        size = count * max(WIDTH.get(dtype, 4), 4)
+        # What is not wide enough is cast before it is put together.
+        sizes = (size, size) if WIDTH.get(dtype, 4) < 4 else (size,)
+        messages.append(Block(ALL_REDUCE, rounded_sum(sizes, grain), sizes))
+    return messages
+
+
+def full_tensor(weights: Weights, width: int, device: Device, ranks: int) -> tuple[int, ...]:
+    """Return the allocations behind one whole tensor of a full checkpoint.
+
+    ``full_tensor`` gathers padded rows; uneven ones are cut by a copy (torch 2.13,
+    ``placement_types.py``, ``Shard._to_replicate_tensor``). The CPU backend receives into memory of its
+    own.
+
+    Args:
+        weights: The parameter.
+        width: Bytes per element.
+        device: Where.
+        ranks: Ranks that share one copy.
+    """
+    whole = weights.whole * width
+    if device.direct and ranks > 1:
+        return whole, whole
+    if weights.whole != weights.parameter.numel:
+        return whole, weights.parameter.numel * width
+    return (whole,)
+
+
+def gradient_block(size: int) -> Block:
+    """Return a parameter's unsharded gradient as the trace made it."""
+    return Block(UNSHARDED_GRADIENTS, size, (size,), COMPUTE)
+
+
+def widened(weights: Weights, plan: UnitPlan, grain: int) -> Block | None:
+    """Return an unsharded gradient in the reduce dtype, or None where it stays as it is."""
+    width = reduce_width(plan)
+    if width is None or width == weights.computed:
+        return None
+    size = weights.parameter.numel * width
+    return Block(UNSHARDED_GRADIENTS, rounded(size, grain), (size,), COMPUTE)
