@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -30,8 +31,13 @@ def source_digest(module: str) -> str:
     Args:
         module: Dotted name, ``fsdptool.inspection.api``.
     """
+    return digest_of(reached_files(module))
+
+
+def digest_of(files: Collection[Path]) -> str:
+    """Return the SHA-256 of files of this package and of their names in it."""
     digest = hashlib.sha256()
-    for path in sorted(reached_files(module)):
+    for path in sorted(files):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -40,7 +46,16 @@ def source_digest(module: str) -> str:
 @cache
 def reached_files(module: str) -> frozenset[Path]:
     """Return the files of ``module`` and of every module of this package that it imports, at any depth."""
-    waiting, reached = [module], set[Path]()
+    return _reached([module])
+
+
+def files_imported_by(path: Path) -> frozenset[Path]:
+    """Return the files of this package that a file of another one imports, at any depth."""
+    return _reached(_imported(path))
+
+
+def _reached(waiting: list[str]) -> frozenset[Path]:
+    reached = set[Path]()
     while waiting:
         for path in _files_of(waiting.pop()):
             if path not in reached:

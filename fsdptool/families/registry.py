@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fsdptool.cache.source_digest import digest_of, files_imported_by, reached_files
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.protocol import API_VERSION, Family, Flavour
 from fsdptool.records.diagnostic import Diagnostic, Rule
@@ -280,22 +281,50 @@ def family_digest(name: str) -> str:
     """
     registry = load_registry()
     family, origin = registry.get(name), registry.origin(name)
-    tops = sorted({module.partition(".")[0] for module in (type(family).__module__, origin.module) if module})
-    return f"{origin.distribution}=={origin.version}:" + ",".join(_package_digest(top) for top in tops)
+    modules = [module for module in (type(family).__module__, origin.module) if module]
+    tops = sorted({module.partition(".")[0] for module in modules} - {__package__.partition(".")[0]})
+    parts = [*(_package_digest(top) for top in tops), digest_of(files_reached_by_family(name))]
+    return f"{origin.distribution}=={origin.version}:" + ",".join(parts)
+
+
+def files_reached_by_family(name: str) -> frozenset[Path]:
+    """Return the files of this package that a family and its distribution import, at any depth."""
+    registry = load_registry()
+    family, origin = registry.get(name), registry.origin(name)
+    reached = set[Path]()
+    for module in (type(family).__module__, origin.module):
+        top = module.partition(".")[0]
+        if top == __package__.partition(".")[0]:
+            reached |= reached_files(module)
+        elif top:
+            reached |= _imported_by_package(top)
+    return frozenset(reached)
+
+
+@cache
+def _package_files(package: str) -> tuple[Path, ...]:
+    """Return the source and data files of a package that was imported."""
+    top = sys.modules.get(package)
+    folders = getattr(top, "__path__", None)
+    if folders is None:
+        single = getattr(top, "__file__", None)
+        return (Path(single),) if single else ()
+    paths = (path for folder in folders for path in sorted(Path(folder).rglob("*")))
+    return tuple(path for path in paths if path.suffix in _SOURCE_SUFFIXES and path.is_file())
+
+
+@cache
+def _imported_by_package(package: str) -> frozenset[Path]:
+    sources = (path for path in _package_files(package) if path.suffix == ".py")
+    return frozenset[Path]().union(*(files_imported_by(path) for path in sources))
 
 
 @cache
 def _package_digest(package: str) -> str:
-    top = sys.modules.get(package)
     digest = hashlib.sha256()
-    for folder in getattr(top, "__path__", None) or ():
-        for path in sorted(Path(folder).rglob("*")):
-            if path.suffix in _SOURCE_SUFFIXES and path.is_file():
-                digest.update(str(path.relative_to(folder)).encode())
-                digest.update(path.read_bytes())
-    single = getattr(top, "__file__", None)
-    if not hasattr(top, "__path__") and single:
-        digest.update(Path(single).read_bytes())
+    for path in _package_files(package):
+        digest.update(path.as_posix().rpartition(f"/{package}/")[2].encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ from fsdptool.memory.simulation.simulate import Prepared, Simulated, prepare, si
 from fsdptool.records.cluster import DeviceProfile
 from fsdptool.records.component import Basis, Component
 from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.phase import STEP_PHASES, RunPhase
 from fsdptool.records.plan import ComponentBytes, Footprint, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import StateDictType
@@ -21,18 +22,6 @@ VERIFIED_TORCH = ("2.13",)
 """Minor versions of torch whose FSDP2 the schedule was held against (``tests/memory/fsdp_oracle.py``)."""
 
 _BY_INDEX = tuple(Component)
-PHASES = (
-    "load",
-    "first step",
-    "forward",
-    "backward",
-    "optimizer",
-    "average",
-    "evaluation",
-    "sampling",
-    "save",
-)
-"""What a run is made of, in the order a person meets it."""
 
 
 def footprint(
@@ -144,13 +133,13 @@ def foresee(
 
 def _phases(made: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
     """Return every phase the run has; what could not be traced is unknown, never absent."""
-    wanted = {"forward", "backward", "optimizer"}
+    wanted = set(STEP_PHASES)
     if recipe.evaluation.wanted:
-        wanted.add("evaluation")
+        wanted.add(RunPhase.EVALUATION)
     if recipe.evaluation.sampled:
-        wanted.add("sampling")
+        wanted.add(RunPhase.SAMPLING)
     found = []
-    for name in PHASES:
+    for name in RunPhase:
         top = made.ledger.tops.get(name)
         if top is None and name not in wanted:
             continue
@@ -162,7 +151,7 @@ def _phases(made: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
         basis: Basis = "exact" if exact else "estimated"
         found.append(Phase(name, top.total, every, first, basis, top.moment))
     if made.off_step.saving:
-        found.append(Phase("export", 0, 0, made.off_step.exporting, "estimated"))
+        found.append(Phase(RunPhase.EXPORT, 0, 0, made.off_step.exporting, "estimated"))
     return tuple(found)
 
 

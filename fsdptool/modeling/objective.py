@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_of
+from fsdptool.records.phase import RunPhase
 from fsdptool.spelling import nearest
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def run_micro_batch(
     *,
     scale: float,
     divisor: Tensor,
-    moment: Callable[[str], AbstractContextManager[None]],
+    moment: Callable[[RunPhase], AbstractContextManager[None]],
     observer: Observer | None = None,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Run forward and backward of one micro-batch; gradients add up in the parameters.
@@ -151,15 +152,15 @@ def run_micro_batch(
         batch: On the model's device.
         scale: Loss scale (fp16); else 1.
         divisor: What the whole step's loss is divided by.
-        moment: Entered around forward and backward with their names; what measures memory is there.
+        moment: Entered around forward and backward ; what measures memory is there.
         observer: Follows from inside; None in a run.
 
     Returns:
         The summed loss, detached, and the summed metrics.
     """
-    with moment("forward"):
+    with moment(RunPhase.FORWARD):
         loss, metrics = micro_loss(model, batch, observer)
-    with moment("backward"):
+    with moment(RunPhase.BACKWARD):
         if observer is None:
             (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
         else:

@@ -12,7 +12,10 @@ from fsdptool.errors import PlanError
 from fsdptool.planning.plan import chosen_candidate
 from fsdptool.planning.plan_document import read_plan
 from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.plan import Candidate, Moment, Plan
+
+_PHASES = [phase.value for phase in RunPhase]
 
 _SUMMARY, _METRICS, _PREDICTION = "summary.json", "metrics.jsonl", "prediction.json"
 
@@ -171,11 +174,9 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
 
 def _phases(predicted: Candidate, measured: Mapping[str, Sequence[int | None]]) -> Iterator[Row]:
     """Hold every phase the run measured against its prediction; the fullest rank counts."""
-    expected = {phase.name: phase.allocated_bytes for phase in predicted.phases}
-    for name in [
-        *(name for name in expected if name in measured),
-        *(n for n in measured if n not in expected),
-    ]:
+    expected = {phase.name.value: phase.allocated_bytes for phase in predicted.phases}
+    # Phases of another version's run, which this one does not know, come last.
+    for name in sorted(measured, key=lambda name: _PHASES.index(name) if name in _PHASES else len(_PHASES)):
         known = [value for value in measured[name] if value is not None]
         yield _row(name, expected.get(name), max(known, default=None), "bytes")
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.component import Basis, Component
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
 from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
 from fsdptool.records.settings import FsdpSettings, WrapPolicy
@@ -100,12 +101,6 @@ class Moment:
     reserved_bytes: int | None = None
 
 
-PHASES = (
-    *("load", "first step", "forward", "backward", "optimizer"),
-    *("average", "evaluation", "sampling", "save", "export"),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Phase:
     """One phase of a run: the most a rank holds then.
@@ -119,7 +114,7 @@ class Phase:
         moment: When in the phase the peak is.
     """
 
-    name: Annotated[str, Keywords(enum=list(PHASES))]
+    name: RunPhase
     allocated_bytes: int | None
     host_bytes_per_rank: Count
     host_bytes_rank_0: Count

@@ -14,6 +14,7 @@ from torch import nn
 from fsdptool.distributed.shard import reshard_all
 from fsdptool.families.objectives.context import share
 from fsdptool.modeling.objective import add_validation_loss
+from fsdptool.records.phase import RunPhase
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
 from fsdptool.training.step import per_item, to_device
@@ -123,7 +124,7 @@ class Validation:
         """Measure the validation loss and report it; a stop cuts it short, and nothing is reported."""
         if self._data is None:
             return None
-        with self._parts.meter.moment("evaluation"), self._averaged():
+        with self._parts.meter.moment(RunPhase.EVALUATION), self._averaged():
             result = evaluate(
                 self._assembled.model,
                 self._assembled.objective,
@@ -142,7 +143,7 @@ class Validation:
         if self._sampler is None:
             return
         watchdog.enter(WorkerPhase.SAMPLING)
-        with self._parts.meter.moment("sampling"), self._averaged():
+        with self._parts.meter.moment(RunPhase.SAMPLING), self._averaged():
             samples = self._sampler.make(self._assembled.model, stop=self._stop.agree)
         if self._stop.signal:
             return

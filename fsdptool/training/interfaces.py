@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fsdptool.records.phase import RunPhase
     from fsdptool.records.run import Metrics
 
 
@@ -167,7 +168,7 @@ class Meter(Protocol):
         """Enter around an optimizer step (forward, backward, clipping, update)."""
         ...
 
-    def moment(self, name: str) -> AbstractContextManager[None]:
+    def moment(self, name: RunPhase) -> AbstractContextManager[None]:
         """Enter around a part of a step (forward, backward, optimizer), or around what happens between
         steps (load, save, evaluation, sampling, average)."""
         ...

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.records.phase import STEP_PHASES, RunPhase
+
 if TYPE_CHECKING:
     import torch
 
 PROFILED_STEPS = 3
 """Steps of a start that the CPU meter profiles. Optimizer states are made in the first one, so the
 second is the first whole one; the third shows whether it repeats."""
-
-STEP_MOMENTS = ("forward", "backward", "optimizer")
-"""What a step is made of; everything else that is measured happens between steps."""
 
 _SPAN = "fsdptool moment: "
 """Begins the names of the spans a profile is cut by."""
@@ -66,7 +65,7 @@ class CudaMeter:
         self._last = self._seen
 
     @contextmanager
-    def moment(self, name: str) -> Iterator[None]:
+    def moment(self, name: RunPhase) -> Iterator[None]:
         """Measure a part of a step, or what happens between steps."""
         self._read()
         yield
@@ -107,7 +106,7 @@ class CpuMeter:
         self._last: int | None = None
         self._peak: int | None = None
         self._moments: dict[str, int] = {}
-        self._done = set(STEP_MOMENTS)
+        self._done = set(STEP_PHASES)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -122,7 +121,7 @@ class CpuMeter:
         self._last = self._moments.pop("step")
 
     @contextmanager
-    def moment(self, name: str) -> Iterator[None]:
+    def moment(self, name: RunPhase) -> Iterator[None]:
         """Measure a part of a step that is measured; between steps, a moment that was not seen yet."""
         from torch.profiler import record_function
 
@@ -135,9 +134,9 @@ class CpuMeter:
             with self._profiled(name):
                 yield
             self._done.add(name)
-            if name == "save":
+            if name == RunPhase.SAVE:
                 self._left = max(self._left, 1)
-                self._done = {*STEP_MOMENTS, "save"}
+                self._done = {*STEP_PHASES, RunPhase.SAVE}
 
     @contextmanager
     def _profiled(self, name: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdptool.distributed.shard import local
 from fsdptool.families.objectives.context import share
 from fsdptool.modeling.objective import GradientSync, MicroLoss, gradient_syncs, run_micro_batch
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.run import Metrics
 from fsdptool.runs.signals import SIGNALS
 
@@ -102,7 +103,7 @@ class Stepper:
             memory puts itself here.
     """
 
-    moment: Callable[[str], AbstractContextManager[None]]
+    moment: Callable[[RunPhase], AbstractContextManager[None]]
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class Stepper:
             total += loss
             for name, value in extra.items():
                 sums[name] = sums[name] + value if name in sums else value.detach()
-        with self.moment("optimizer"):
+        with self.moment(RunPhase.OPTIMIZER):
             self._reduce_replicated()
             found = self._agree(total, sums, stop)
             norm = math.sqrt(found.squares) / scale

@@ -29,6 +29,7 @@ from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
+from fsdptool.records.phase import RunPhase
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
 from fsdptool.runs.folder import read_inputs, read_prediction
@@ -77,7 +78,7 @@ def train(
     parts = RunParts(events, flag, checkpointer, open_meter(session.device))
     torch.manual_seed(recipe.seed)
 
-    with parts.meter.moment("load"):
+    with parts.meter.moment(RunPhase.LOAD):
         assembled = assemble(inputs, session, phase=partial(report_phase, events))
     if session.is_main:
         events.emit("proof", **assembled.proof)
@@ -377,7 +378,7 @@ class Trainer:
         state.tokens += outcome.weight
         self._last_loss = outcome.loss
         if self.assembled.ema is not None and outcome.finite:
-            with self.parts.meter.moment("average"):
+            with self.parts.meter.moment(RunPhase.AVERAGE):
                 self.assembled.ema.update()
         seconds, waited = time.perf_counter() - began, loaded - began
         self.parts.events.step(step_metrics(self, outcome, learning_rate, seconds, waited))
@@ -387,5 +388,5 @@ class Trainer:
         if self.state.step == 0:
             return  # a stop before the first step: there is nothing yet that a new start would not make
         watchdog.enter(WorkerPhase.SAVING)
-        with self.parts.meter.moment("save"):
+        with self.parts.meter.moment(RunPhase.SAVE):
             self.parts.checkpointer.save(self.state, wait=wait)

@@ -25,6 +25,7 @@ from fsdptool.memory.simulation.ledger import ALL_REDUCE, REDUCE, Block, Ledger
 from fsdptool.memory.simulation.program import Piece
 from fsdptool.memory.simulation.unshard import Unshard
 from fsdptool.modeling.objective import GradientSync
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.trace import Trace
 
 
@@ -116,7 +117,7 @@ class Schedule(Unshard):
             self.ledger.note("loss")
         elif marker == "backward":
             self.ledger.note("backward of the loss")
-            self.ledger.begin("backward")
+            self.ledger.begin(RunPhase.BACKWARD)
         elif marker == "grad_enter":
             if group is not None and group.hooked == path:
                 self.ledger.note(f"backward {group.name}")

@@ -9,6 +9,7 @@ from fsdptool.records.component import Component
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.program import Body
+    from fsdptool.records.phase import RunPhase
     from fsdptool.records.trace import Trace
 
 _INDEX = {component: index for index, component in enumerate(Component)}
@@ -87,15 +88,16 @@ class Ledger:
     timeline: list[tuple[str, int]] | None = None
     source: Trace | None = None
     """The trace whose pieces are being played."""
-    phase: str = ""
-    whole: str | None = None
+    phase: RunPhase | None = None
+    """None between the phases of a run."""
+    whole: RunPhase | None = None
     """While set, everything belongs to this phase: a step that is one phase to its reader."""
     hosted: int = 0
     """Most bytes of activations that were in host memory at a time: no part of ``total``."""
-    tops: dict[str, Top] = field(default_factory=dict)
+    tops: dict[RunPhase | None, Top] = field(default_factory=dict)
     """The peak of every phase that is over, by name."""
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase: RunPhase | None) -> None:
         """Let the next phase begin; one that comes again keeps its higher peak."""
         phase = self.whole or phase
         if phase == self.phase:

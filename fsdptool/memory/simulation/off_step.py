@@ -25,6 +25,7 @@ from fsdptool.memory.simulation.ledger import (
 from fsdptool.memory.simulation.program import program
 from fsdptool.memory.simulation.sizes import WIDTH, Weights, pinned, rounded, rounded_sum, stored_dtype
 from fsdptool.memory.simulation.states import States
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import Trace
@@ -135,35 +136,35 @@ def play_off_step(run: OffStep) -> None:
     timeline, ledger.timeline = ledger.timeline, None
     if run.recipe.ema.decay is not None:
         ledger.note("average")
-        ledger.begin("average")
+        ledger.begin(RunPhase.AVERAGE)
         # ``Ema.update`` compares in fp32: parameters kept in another dtype are cast, all at once.
         _spike(run, TEMPORARIES, *(4 * numel for numel, stored in _trained(run) if stored not in (4, 8)))
     trace = run.schedule.trace
-    _forwards(run, "evaluation", trace.evaluation, count=2)
-    _forwards(run, "sampling", trace.sampling, count=2)
+    _forwards(run, RunPhase.EVALUATION, trace.evaluation, count=2)
+    _forwards(run, RunPhase.SAMPLING, trace.sampling, count=2)
     if run.saving:
         ledger.note("save")
-        ledger.begin("save")
+        ledger.begin(RunPhase.SAVE)
         _save(run)
-    ledger.begin("between steps")
+    ledger.begin(None)
     ledger.timeline = timeline
 
 
-def _forwards(run: OffStep, name: str, trace: Trace | None, *, count: int) -> None:
+def _forwards(run: OffStep, phase: RunPhase, trace: Trace | None, *, count: int) -> None:
     """Play forwards without gradients; units that stay gathered do so until the last one is over."""
     if trace is None or not trace.known:
         return
     before, ledger = run.schedule, run.schedule.ledger
-    ledger.note(name)
-    ledger.begin(name)
+    ledger.note(phase)
+    ledger.begin(phase)
     if run.recipe.ema.decay is not None:
         # One parameter's copy in its average's dtype, while the two change places.
         _spike(run, EMA, max((numel * max(stored, 4) for numel, stored in _trained(run)), default=0))
-    ledger.prefix = f"{name}: "
+    ledger.prefix = f"{phase}: "
     schedule = Schedule(before.rank, before.replicate, ledger, trace)
     # The loader's batch is all of a step's; on a device one micro-batch of it is alive.
     inputs = trace.input_bytes
-    if not run.device.host_apart and name == "evaluation":
+    if not run.device.host_apart and phase is RunPhase.EVALUATION:
         inputs = inputs * run.recipe.batch.accumulation
     block = Block(INPUTS, rounded_sum(inputs, before.grain), inputs)
     ledger.add(block)
@@ -196,7 +197,7 @@ def _gathered(run: OffStep) -> tuple[int, ...]:
     )
 
 
-def host_bytes(run: OffStep, phase: str) -> tuple[int, int]:
+def host_bytes(run: OffStep, phase: RunPhase) -> tuple[int, int]:
     """Return the host bytes of every rank in a phase, and what rank 0 holds besides.
 
     Counted are tensors: what the interpreter, the libraries and CUDA's own state take is not.
@@ -209,15 +210,15 @@ def host_bytes(run: OffStep, phase: str) -> tuple[int, int]:
     if not run.device.host_apart:
         return 0, 0
     steady = run.held.host
-    if phase == "load":
+    if phase is RunPhase.LOAD:
         rows = max((w.shard * w.stored for w in _weights(run.schedule)), default=0)
         return steady + rows + loading_temporaries(run), 0
-    if phase == "first step":
+    if phase is RunPhase.FIRST_STEP:
         return steady + offloaded, 0
     steady += run.on_host()
-    if phase in ("forward", "backward"):
+    if phase in (RunPhase.FORWARD, RunPhase.BACKWARD):
         return steady + offloaded, 0
-    if phase != "save":
+    if phase is not RunPhase.SAVE:
         return steady, 0
     if run.saves == "full":
         largest = max((w.parameter.numel * w.stored for w in _weights(run.schedule)), default=0)

@@ -24,6 +24,7 @@ from fsdptool.memory.simulation.states import States, states
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
 from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import Trace
@@ -119,16 +120,16 @@ def simulate(
     schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace)
     off_step = OffStep(schedule, held, recipe, device, saves)
     ledger.note("between steps")
-    ledger.begin("load")
+    ledger.begin(RunPhase.LOAD)
     loading(off_step, _buffers(trace.buffers, grain))
     taught = _teacher(trace, prepared.teacher, mesh.dp_replicate, ledger)
     _add(ledger, held, EMA)
-    ledger.begin("between steps")
+    ledger.begin(None)
     # Made by the first products of forward and of backward, and kept to the end of the process.
     ledger.add(Block(WORKSPACES, rounded_sum(workspaces, grain), workspaces))
     complete = trace.known and (trace.teacher is None or taught is not None)
     if warm and complete:
-        ledger.whole = "first step"
+        ledger.whole = RunPhase.FIRST_STEP
         _step(schedule, taught, recipe, held, grain, first=True)
         ledger.whole = None
     else:
@@ -157,15 +158,15 @@ def _step(
     sizes = trace.input_bytes * accumulation
     inputs = Block(INPUTS, rounded_sum(sizes, grain), sizes)
     ledger.note("batch")
-    ledger.begin("forward")
+    ledger.begin(RunPhase.FORWARD)
     ledger.add(inputs)
     pieces = program(trace, schedule.rank.modules, grain)
     for sync in _distinct_syncs(recipe):
-        ledger.begin("forward")
+        ledger.begin(RunPhase.FORWARD)
         answer = taught.forward() if taught is not None else None
         schedule.micro_batch(pieces, sync, answer=answer)
     ledger.note("optimizer step")
-    ledger.begin("optimizer")
+    ledger.begin(RunPhase.OPTIMIZER)
     _reduce_replicated(schedule)
     if first:
         _add(ledger, held, OPTIMIZER)
@@ -174,7 +175,7 @@ def _step(
         ledger.drop(held.update)
     ledger.note("zero_grad")
     schedule.zero_gradients()
-    ledger.begin("between steps")
+    ledger.begin(None)
     ledger.drop(inputs)
     ledger.note("between steps")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.trace import Profile
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Conditions:
     teacher: bool = False
     uncast: frozenset[str] = frozenset()
     master: torch.dtype | None = None
-    off_step: Literal["evaluation", "sampling"] | None = None
+    off_step: RunPhase | None = None
     sharing: int = 1
     staged: bool = False
     ring: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.document import library_versions
 from fsdptool.records.model import ModelSpec
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
@@ -104,9 +105,10 @@ def make_trace(
         # Whatever a model's code trips over on fake tensors: states stay exact, the rest is unknown.
         return without_activations(anatomy, recipe, profile, _why(error, spec))
     evaluation, sampling = (
-        _beside(name, spec, recipe, conditions, make, anatomy) for name in ("evaluation", "sampling")
+        _off_step(phase, spec, recipe, conditions, make, anatomy)
+        for phase in (RunPhase.EVALUATION, RunPhase.SAMPLING)
     )
-    beside = [part for part in (evaluation, sampling) if part is not None]
+    off_step = [part for part in (evaluation, sampling) if part is not None]
     return replace(
         made,
         evaluation=evaluation,
@@ -119,15 +121,15 @@ def make_trace(
         unknowns=made.unknowns
         + ((_COMPILED,) if recipe.sharding.compile else ())
         + (taught.unknowns if taught is not None else ())
-        + tuple(why for part in beside for why in part.unknowns),
+        + tuple(why for part in off_step for why in part.unknowns),
         notes=made.notes
         + tuple(note for note in told if note is not None)
         + ((FLOAT8_NOTE,) if settings.mixed_precision == "fp8" else ()),
     )
 
 
-def _beside(
-    name: Literal["evaluation", "sampling"],
+def _off_step(
+    phase: RunPhase,
     spec: ModelSpec,
     recipe: Recipe,
     conditions: Conditions,
@@ -135,21 +137,21 @@ def _beside(
     anatomy: Anatomy,
 ) -> Trace | None:
     """Return a forward of validation or of sampling, or None if the recipe wants none."""
-    if not (recipe.evaluation.wanted if name == "evaluation" else recipe.evaluation.sampled):
+    if not (recipe.evaluation.wanted if phase is RunPhase.EVALUATION else recipe.evaluation.sampled):
         return None
-    told = recipe if name == "evaluation" else sampled_recipe(recipe)
+    told = recipe if phase is RunPhase.EVALUATION else sampled_recipe(recipe)
     specs = family_of(spec).batch_spec(spec.config, told)
     try:
         return _traced(
             lambda: make().eval(),
             Task(objective_for(recipe, spec)),
             specs,
-            replace(conditions, off_step=name),
+            replace(conditions, off_step=phase),
         )
     except FsdptoolError:
         raise
     except Exception as error:
-        why = f"{name}: {_why(error, spec)}"
+        why = f"{phase}: {_why(error, spec)}"
         return replace(without_activations(anatomy, told, conditions.profile, why), unknowns=(why,))
 
 

@@ -21,6 +21,7 @@ from fsdptool.memory.tracing.module_hooks import ModuleHooks
 from fsdptool.memory.tracing.recorder import Recorder
 from fsdptool.modeling.methods.distillation import predict_frozen
 from fsdptool.modeling.objective import MicroLoss, add_validation_loss, run_micro_batch
+from fsdptool.records.phase import RunPhase
 from fsdptool.records.trace import Trace
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def run_trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     materialise(model, mode, conditions)
     # Samples are generated from whole sequences.
-    split = conditions.sharing > 1 and conditions.off_step != "sampling"
+    split = conditions.sharing > 1 and conditions.off_step is not RunPhase.SAMPLING
     context = (
         Context(conditions.sharing, 0, staged=conditions.staged, ring=conditions.ring) if split else None
     )
@@ -80,9 +81,9 @@ def run_trace(
             objective = micro_loss.objective
             if conditions.teacher:
                 _predict_teacher(model, objective, batch, recorder)
-            elif conditions.off_step == "evaluation":
+            elif conditions.off_step is RunPhase.EVALUATION:
                 _validate(model, objective, batch, recorder, observer)
-            elif conditions.off_step == "sampling":
+            elif conditions.off_step is RunPhase.SAMPLING:
                 _sample(model, objective, batch, recorder)
             else:
                 _step(model, micro_loss, batch, recorder, observer)
@@ -135,9 +136,9 @@ class _Observer:
             loss.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def moment(self, name: str) -> Iterator[None]:
+    def moment(self, phase: RunPhase) -> Iterator[None]:
         """Begin a part of the step."""
-        if name == "backward":
+        if phase is RunPhase.BACKWARD:
             self._recorder.mark("backward", "")
         yield
 

@@ -1,0 +1,160 @@
+"""The digests of traces and anatomies cover every module that makes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdptool.cache import source_digest as digests
+from fsdptool.families.registry import files_reached_by_family
+from fsdptool.records.codec import to_json
+from fsdptool.records.recipe import Batch, Distillation, Lora, Method, ModelChoice, Recipe
+from fsdptool.records.settings import FsdpSettings, Mesh
+from fsdptool.source import resolve
+
+TRACER, ANATOMY = "fsdptool.memory.tracing.tracer", "fsdptool.inspection.api"
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+}
+SD3 = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 128,
+    "caption_projection_dim": 128,
+    "pooled_projection_dim": 64,
+}
+CHOICE = ModelChoice("llama3:8b", overrides=LLAMA)
+FULL = FsdpSettings(num_processes=2, activation_checkpointing=True)
+CASES: dict[str, tuple[str, dict[str, Any], Method, FsdpSettings]] = {
+    "LoRA": ("llama3:8b", LLAMA, Method("lora", lora=Lora(rank=4)), FULL),
+    "a quantised base": ("llama3:8b", LLAMA, Method("lora", lora=Lora(rank=4, base="nf4")), FULL),
+    "distillation": ("llama3:8b", LLAMA, Method("distillation", distillation=Distillation(CHOICE)), FULL),
+    "context parallelism": (
+        "llama3:8b",
+        LLAMA,
+        Method(),
+        FsdpSettings(num_processes=2, mesh=Mesh(cp=2), cp_comm_strategy="alltoall"),
+    ),
+    "diffusion": ("sd3:medium", SD3, Method(), FULL),
+}
+
+SCRIPT = """
+import importlib, json, sys
+work = json.loads(sys.stdin.read())
+def loaded():
+    return [m.__file__ for name, m in sys.modules.items() if name.partition(".")[0] == "fsdptool"]
+from fsdptool.families.registry import load_registry
+load_registry()
+listed = loaded()
+if work["planted"]:
+    from fsdptool.families import registry
+    plain = registry.family_of
+    registry.family_of = lambda *given: (importlib.import_module(work["planted"]), plain(*given))[1]
+from fsdptool.records.codec import from_json
+from fsdptool.records.model import ModelSpec
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.settings import FsdpSettings
+spec, recipe = from_json(ModelSpec, work["spec"]), from_json(Recipe, work["recipe"])
+settings = from_json(FsdpSettings, work["settings"])
+if work["module"].endswith("tracer"):
+    from fsdptool.memory.tracing.tracer import trace
+    made = trace(spec, recipe, settings, teacher=spec if recipe.method.distillation else None, refresh=True)
+    assert made.known, made.unknowns
+else:
+    from fsdptool.inspection.api import inspect
+    assert inspect(spec, refresh=True).parameters
+print(json.dumps([listed, loaded()]))
+"""
+
+
+def unreached(name: str, module: str, planted: str = "") -> set[str]:
+    """Return what a fresh process loads for a real answer, and neither its digest nor its family's covers."""
+    reference, overrides, method, settings = CASES[name]
+    text = {} if name == "diffusion" else {"sequence_length": 64}
+    sizes: dict[str, int] = {"height": 64, "width": 64} if name == "diffusion" else {}
+    recipe = Recipe(ModelChoice(reference, overrides=overrides), method, batch=Batch(**text, **sizes))
+    spec = resolve(reference, overrides=overrides)
+    work = {"module": module, "planted": planted, "spec": to_json(spec)}
+    work |= {"recipe": to_json(recipe), "settings": to_json(settings)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=json.dumps(work), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    # Listing every installed family loads what other families need, too.
+    listed, loaded = (set(paths) for paths in json.loads(done.stdout.splitlines()[-1]))
+    assert len(loaded - listed) > 20, loaded
+    covered = digests.reached_files(module) | files_reached_by_family(spec.family)
+    return loaded - listed - {str(path) for path in covered}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_traces_digest_covers_what_makes_it(name: str) -> None:
+    assert unreached(name, TRACER) == set()
+
+
+def test_an_anatomys_digest_covers_what_makes_it() -> None:
+    assert unreached("LoRA", ANATOMY) == set()
+
+
+def test_a_module_that_no_import_statement_names_is_noticed() -> None:
+    missed = unreached("LoRA", TRACER, planted="fsdptool.launch")
+    assert [path for path in missed if path.endswith("fsdptool/launch/__init__.py")]
+
+
+def test_a_familys_digest_covers_the_modules_its_package_imports() -> None:
+    covered = {path.name for path in files_reached_by_family("sd3")}
+    assert {"latents.py", "batches.py", "diffusion.py", "diffusers.py"} <= covered
+    assert "latents.py" not in {path.name for path in files_reached_by_family("llama")}
+
+
+def test_a_trace_depends_on_no_room_above_memory() -> None:
+    rooms = {path.relative_to(digests._PACKAGE).parts[0] for path in digests.reached_files(TRACER)}
+    above = {"api", "cli", "config", "distributed", "launch", "planning", "report", "runs", "training", "web"}
+    assert not rooms & above
+    assert {"memory", "modeling", "inspection", "families"} <= rooms
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Let digests be taken of a copy of the package."""
+    package = tmp_path / "fsdptool"
+    shutil.copytree(digests._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(digests, "_PACKAGE", package)
+    forget()
+    yield package
+    forget()
+
+
+def forget() -> None:
+    """Let the next digest be taken anew."""
+    digests.source_digest.cache_clear()
+    digests.reached_files.cache_clear()
+
+
+def test_a_changed_byte_changes_the_digests_that_reach_it(copied: Path) -> None:
+    def after_a_change(path: str) -> tuple[bool, bool]:
+        before = [digests.source_digest(module) for module in (TRACER, ANATOMY)]
+        with (copied / path).open("a", encoding="utf-8") as file:
+            file.write("#")
+        forget()
+        now = [digests.source_digest(module) for module in (TRACER, ANATOMY)]
+        return before[0] != now[0], before[1] != now[1]
+
+    assert after_a_change("modeling/methods/lora.py") == (True, False)
+    assert after_a_change("memory/tracing/known_values.py") == (True, False)
+    assert after_a_change("inspection/walk.py") == (True, True)
+    assert after_a_change("cli/app.py") == (False, False)
+    assert after_a_change("planning/step_time.py") == (False, False)
