@@ -122,7 +122,7 @@ def _refuse_nested(tree: ModuleTree, embedding: str, taken: set[str]) -> None:
     if owner is not None:
         name = tree.modules[owner].class_name
         raise ConfigError(
-            f"accelerate 1.15 cannot wrap {name}: it holds the input embedding {embedding}",
+            f"accelerate 1.15 cannot wrap {name}: it contains the input embedding {embedding}",
             help=f"leave {name} out of the wrap classes",
         )
 

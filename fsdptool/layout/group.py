@@ -89,8 +89,8 @@ def _ignored(anatomy: Anatomy, settings: FsdpSettings) -> set[str]:
 def _refuse_scalars(anatomy: Anatomy, scalars: set[str]) -> None:
     if scalars:
         raise ConfigError(
-            f"{anatomy.spec.model_class} has a parameter without dimensions ({min(scalars)}), which"
-            " fully_shard refuses and accelerate 1.15 hands to it",
+            f"{anatomy.spec.model_class} has a 0-dimensional parameter ({min(scalars)}), which"
+            " fully_shard rejects and accelerate 1.15 passes to it",
             help="train with fsdptool's native layout, which keeps it whole on every rank",
         )
 
@@ -98,8 +98,8 @@ def _refuse_scalars(anatomy: Anatomy, scalars: set[str]) -> None:
 def _refuse_extras(sharding: Sharding) -> None:
     if sharding.reshard_after_forward is not None:
         raise ConfigError(
-            f"sharding.reshard_after_forward: {sharding.reshard_after_forward} cannot be had in the"
-            " accelerate layout: accelerate 1.15 knows only true and false",
+            f"sharding.reshard_after_forward: {sharding.reshard_after_forward} is not supported in the"
+            " accelerate layout: accelerate 1.15 supports only true and false",
             help="use the native layout, or leave the key out",
         )
 
@@ -134,9 +134,9 @@ def native_dtypes(anatomy: Anatomy, settings: FsdpSettings, sharding: Sharding) 
     compute = sharding.param_dtype or _COMPUTE[settings.mixed_precision]
     master = "float32" if compute else None
     gradient = compute or _widest_trainable(anatomy)
-    wanted = sharding.reduce_dtype
-    narrows = wanted is not None and _BITS[wanted] <= _BITS.get(gradient, 32) and wanted != gradient
-    reduce = None if wanted is None or narrows or wanted == gradient else wanted
+    requested = sharding.reduce_dtype
+    narrows = requested is not None and _BITS[requested] <= _BITS.get(gradient, 32) and requested != gradient
+    reduce = None if requested is None or narrows or requested == gradient else requested
     return Dtypes(compute, reduce, sharding.output_dtype, master, compute or _prevailing(anatomy))
 
 

@@ -60,14 +60,14 @@ class ModuleTree:
             roots: Module paths given in one call.
             taken: Modules that are units already; they are not entered.
         """
-        found: dict[str, Parameter] = {}
+        claimed: dict[str, Parameter] = {}
         seen: set[str] = set()
         for root in roots:
             for path in self.postorder(root, stop=taken - set(roots)):
                 if path not in seen:
                     seen.add(path)
-                    found.update((parameter.fqn, parameter) for parameter in self._owned[path])
-        return tuple(found.values())
+                    claimed.update((parameter.fqn, parameter) for parameter in self._owned[path])
+        return tuple(claimed.values())
 
     def subtree(self, path: str) -> tuple[Parameter, ...]:
         """Return every parameter below and including ``path``, each once."""
@@ -84,9 +84,9 @@ class ModuleTree:
 
         accelerate 1.15 matches with ``isinstance`` (``fsdp2_prepare_auto_wrap_policy``).
         """
-        wanted = set(classes)
+        names = set(classes)
         return [
             path
             for path in self.postorder()
-            if path and not wanted.isdisjoint((self.modules[path].class_name, *self.modules[path].bases))
+            if path and not names.isdisjoint((self.modules[path].class_name, *self.modules[path].bases))
         ]

@@ -19,7 +19,7 @@ from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan
 
 VERIFIED_TORCH = ("2.13",)
-"""Minor versions of torch whose FSDP2 the schedule was held against (``tests/memory/fsdp_oracle.py``)."""
+"""Minor versions of torch whose FSDP2 the schedule was checked against (``tests/memory/fsdp_oracle.py``)."""
 
 _BY_INDEX = tuple(Component)
 
@@ -97,16 +97,16 @@ def foresee(
         expandable: Whether the replayed allocator uses expandable segments.
     """
 
-    def played(ledger: Ledger, *, warm: bool = False) -> Simulated:
+    def play(ledger: Ledger, *, warm: bool = False) -> Simulated:
         return simulate(
             trace, rank, mesh, recipe, ledger=ledger, warm=warm, saves=saves, workspaces=workspaces
         )
 
-    made = played(Ledger(timeline=[] if timeline else None))
-    ledger = made.ledger
-    phases = _phases(made, recipe)
+    simulated = play(Ledger(timeline=[] if timeline else None))
+    ledger = simulated.ledger
+    phases = _phases(simulated, recipe)
     host = max(phase.host_bytes_per_rank for phase in phases)
-    if not made.complete:
+    if not simulated.complete:
         return _states_only(ledger, trace, host, phases)
     segments = warmed = None
     if rank.rank.device.host_apart and (timeline if reserved is None else reserved):
@@ -114,10 +114,10 @@ def foresee(
 
         # What the allocator has taken by the end depends on step 1, too.
         replayed = ReplayLedger(allocator=CachingAllocator(expandable=expandable))
-        warmed = played(replayed, warm=True)
+        warmed = play(replayed, warm=True)
         segments = replayed.allocator.reserved_peak
     if timeline:
-        phases = _phases(warmed or played(Ledger(), warm=True), recipe)
+        phases = _phases(warmed or play(Ledger(), warm=True), recipe)
     return Footprint(
         allocated_peak_bytes=ledger.best,
         reserved_peak_bytes=segments,
@@ -131,28 +131,28 @@ def foresee(
     )
 
 
-def _phases(made: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
+def _phases(simulated: Simulated, recipe: Recipe) -> tuple[Phase, ...]:
     """Return every phase the run has; what could not be traced is unknown, never absent."""
-    wanted = set(STEP_PHASES)
+    expected = set(STEP_PHASES)
     if recipe.evaluation.wanted:
-        wanted.add(RunPhase.EVALUATION)
+        expected.add(RunPhase.EVALUATION)
     if recipe.evaluation.sampled:
-        wanted.add(RunPhase.SAMPLING)
-    found = []
+        expected.add(RunPhase.SAMPLING)
+    phases = []
     for name in RunPhase:
-        top = made.ledger.tops.get(name)
-        if top is None and name not in wanted:
+        top = simulated.ledger.tops.get(name)
+        if top is None and name not in expected:
             continue
-        every, first = host_bytes(made.off_step, name)
+        every, first = host_bytes(simulated.off_step, name)
         if top is None:
-            found.append(Phase(name, None, every, first, "unknown"))
+            phases.append(Phase(name, None, every, first, "unknown"))
             continue
         exact = all(component.basis == "exact" for component, _ in _lines(top.live))
         basis: Basis = "exact" if exact else "estimated"
-        found.append(Phase(name, top.total, every, first, basis, top.moment))
-    if made.off_step.saving:
-        found.append(Phase(RunPhase.EXPORT, 0, 0, made.off_step.exporting, "estimated"))
-    return tuple(found)
+        phases.append(Phase(name, top.total, every, first, basis, top.moment))
+    if simulated.off_step.saving:
+        phases.append(Phase(RunPhase.EXPORT, 0, 0, simulated.off_step.exporting, "estimated"))
+    return tuple(phases)
 
 
 def _states_only(ledger: Ledger, trace: Trace, host: int, phases: tuple[Phase, ...]) -> Footprint:
@@ -183,8 +183,8 @@ def _lines(live: Sequence[int]) -> list[tuple[Component, int]]:
 
 
 def _holdings(live: list[int]) -> tuple[Holding, ...]:
-    held = [Holding(component, size) for component, size in _lines(live)]
-    return tuple(sorted(held, key=lambda holding: -holding.bytes))
+    holdings = [Holding(component, size) for component, size in _lines(live)]
+    return tuple(sorted(holdings, key=lambda holding: -holding.bytes))
 
 
 def _confidence(trace: Trace) -> str:

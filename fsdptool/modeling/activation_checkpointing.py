@@ -35,7 +35,7 @@ cost far more time to repeat than memory to keep."""
 
 
 def checkpoint_units(
-    model: nn.Module, plan: UnitPlan, wanted: Checkpointing | None, *, offload: bool = False
+    model: nn.Module, plan: UnitPlan, options: Checkpointing | None, *, offload: bool = False
 ) -> int:
     """Make every checkpointed unit recompute its forward in backward; returns how many there are.
 
@@ -45,15 +45,15 @@ def checkpoint_units(
     Args:
         model: Before ``fully_shard``.
         plan: Says which units (none, all or every n-th).
-        wanted: ``selective`` and its operators; None is full.
+        options: ``selective`` and its operators; None is full.
         offload: Keep the saved inputs in host memory.
 
     Raises:
         ConfigError: An operator to save does not exist.
     """
     context = None
-    if wanted is not None and wanted.mode == "selective":
-        context = _selective(wanted.save_operators or SAVED_OPERATORS, strict=bool(wanted.save_operators))
+    if options is not None and options.mode == "selective":
+        context = _selective(options.save_operators or SAVED_OPERATORS, strict=bool(options.save_operators))
     count = 0
     for unit in plan.units:
         if not unit.checkpointed:
@@ -100,10 +100,10 @@ def _operator(name: str, strict: bool) -> Any:
     parts = name.removeprefix("torch.ops.").split(".")
     if len(parts) == 1 or (parts[0] not in dir(torch.ops) and parts[-1] == "default" and len(parts) == 2):
         parts = ["aten", *parts]
-    found: Any = torch.ops
+    operator: Any = torch.ops
     try:
         for part in parts:
-            found = getattr(found, part)
+            operator = getattr(operator, part)
     except AttributeError:
         if strict:
             raise ConfigError(
@@ -111,4 +111,4 @@ def _operator(name: str, strict: bool) -> Any:
                 help="name it as torch.ops does, for example aten.mm.default",
             ) from None
         return None
-    return found if isinstance(found, torch._ops.OpOverload) else getattr(found, "default", None)
+    return operator if isinstance(operator, torch._ops.OpOverload) else getattr(operator, "default", None)

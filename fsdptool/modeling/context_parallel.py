@@ -54,7 +54,7 @@ def check_context(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings) -> No
         return
     reason = _unsplit(spec, recipe, size) or _unpassed(recipe, settings)
     if reason is not None:
-        raise ConfigError(f"cp_size: {size} cannot be had: {reason}", help="set cp_size to 1")
+        raise ConfigError(f"cp_size {size} is not supported: {reason}", help="set cp_size to 1")
 
 
 def _unsplit(spec: ModelSpec, recipe: Recipe, size: int) -> str | None:
@@ -65,35 +65,34 @@ def _unsplit(spec: ModelSpec, recipe: Recipe, size: int) -> str | None:
     objective = recipe.objective.name or spec.objective or family.objective_for(spec.config)
     if objective != "causal_lm":
         return (
-            f"objective {objective} has no causal sequence of tokens to split ({spec.model_class}); only"
-            " causal_lm has"
+            f"objective {objective} does not train on causal token sequences ({spec.model_class}); only"
+            " causal_lm does"
         )
     if family.library != "transformers":
-        return f"{spec.model_class} is no transformers model, whose attention could be exchanged"
+        return f"{spec.model_class} is not a transformers model, so its attention cannot be replaced"
     config = spec.config
     text = next(
         (config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)), config
     )
     strange = [kind for kind in attention_kinds(config) if kind not in MASKED_KINDS]
     if strange:
-        return (
-            f"{spec.model_class} has layers of type {', '.join(strange)}, whose state runs along the tokens"
-        )
+        names = ", ".join(strange)
+        return f"{spec.model_class} has layers of type {names}, which carry a state along the sequence"
     rope = _rope(text)
     if rope in _LENGTH_ROPES:
-        return f"{spec.model_class} scales its positions by the longest in a forward (rope type {rope})"
-    taught = recipe.method.distillation
-    for choice in (recipe.model, *([taught.teacher] if taught is not None else ())):
+        return f"{spec.model_class} scales positions by the longest sequence of a batch (rope type {rope})"
+    distillation = recipe.method.distillation
+    for choice in (recipe.model, *([distillation.teacher] if distillation is not None else ())):
         if choice.attention not in (None, "sdpa"):
-            return f"attention {choice.attention} sees one rank's tokens only; leave it out"
+            return f"attention {choice.attention} sees only one rank's tokens; use sdpa"
     if recipe.sharding.compile:
-        return "sharding.compile cannot see through the exchange of keys and values; switch it off"
+        return "sharding.compile does not support the exchange of keys and values; disable it"
     length = recipe.batch.sequence_length
     balanced = "router_aux_loss_coef" in text and recipe.objective.options.get("auxiliary") != 0
     if balanced and (length is None or length % (2 * size)):
         return (
-            "routers would balance the load of tokens that fill sequences up; batch.sequence_length has to"
-            f" be a multiple of {2 * size}"
+            "padding tokens would count in the load balancing of the routers; batch.sequence_length must be"
+            f" a multiple of {2 * size}"
         )
     return None
 
@@ -102,17 +101,17 @@ def _unpassed(recipe: Recipe, settings: FsdpSettings) -> str | None:
     """Return why keys and values of this run cannot be passed round, or None."""
     if settings.cp_comm_strategy == "alltoall" and recipe.data.packing and recipe.data.document_mask:
         return (
-            "cp_comm_strategy alltoall has no masks to keep packed documents apart; write allgather, or"
-            " data.document_mask: false"
+            "cp_comm_strategy alltoall does not support the mask that separates packed documents; use"
+            " allgather, or set data.document_mask: false"
         )
     return None
 
 
 def _rope(config: Any) -> str | None:
-    found = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(found, dict):
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, dict):
         return None
-    kinds = [found, *(part for part in found.values() if isinstance(part, dict))]
+    kinds = [scaling, *(part for part in scaling.values() if isinstance(part, dict))]
     names = [str(part.get("rope_type") or part.get("type")) for part in kinds]
     return next((name for name in names if name in _LENGTH_ROPES), names[0])
 

@@ -32,7 +32,7 @@ HELD = {
     "unchanged": LAYERS * 4 * (ATTENTION + MLP),
     "int8": LAYERS * (ATTENTION + MLP + 4 * ROWS),
     "float8": LAYERS * (ATTENTION + MLP + 4 * ROWS),
-    # 160 is no multiple of 64: the down projection stays in fp32.
+    # 160 is not a multiple of 64: the down projection stays in fp32.
     "nf4": LAYERS * (4.5 * (ATTENTION + 2 * HIDDEN * MIDDLE) / 8 + 4 * HIDDEN * MIDDLE),
 }
 
@@ -64,7 +64,10 @@ def test_the_bytes_of_a_base_are_exact(model: str, capsys: pytest.CaptureFixture
     if base == "unchanged":
         assert not notes
     elif base == "nf4":
-        assert "6 layers whose rows are no multiple of 64 (model.layers.0.mlp.down_proj.weight" in notes[0]
+        assert (
+            "6 layers whose row length is not a multiple of 64 (model.layers.0.mlp.down_proj.weight"
+            in notes[0]
+        )
     else:
         bits = 8 * (1 + 4 * ROWS / (ATTENTION + MLP))
         assert notes == [f"{base} base: 42 linear layers of the blocks at {bits:.3g} bits per weight"]
@@ -100,4 +103,4 @@ def test_fp8_is_said_to_be_planned_as_bf16_and_refused_for_adapters(
     assert any(note.startswith("fp8 is planned as bf16") for note in plan["details"]["notes"])
     capsys.readouterr()
     assert run(["plan", model, *options, "--seq-len", "64", "--no-search", "--method", "lora"]) == 2
-    assert "fp8 is for training whole weights" in capsys.readouterr().err
+    assert "fp8 trains whole weights" in capsys.readouterr().err

@@ -181,7 +181,7 @@ REFUSED = {
     "compiled": "sharding.compile",
     "long rope": "rope type dynamic",
     "no positions": "Bloom",
-    "passed round, packed": "alltoall has no masks to keep packed documents apart",
+    "passed round, packed": "alltoall does not support the mask that separates packed documents",
     "passed round, windows": "alltoall cannot serve MistralAttention: it has a mask",
     "passed round, dropping": "alltoall cannot serve LlamaAttention: it drops attention",
     "experts, filled up": "multiple of 4",

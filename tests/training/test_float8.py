@@ -44,7 +44,7 @@ def recipe_of(method: Method | None = None) -> Recipe:
 
 
 def test_float8_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"needs float8 units, which this device \(cpu\) has not"):
+    with pytest.raises(ConfigError, match=r"needs float8 hardware, which this device \(cpu\) does not have"):
         float8.convert_layers(Blocks(), recipe_of(), FP8, CPU)
     with pytest.raises(ConfigError, match="training whole weights, which LoRA keeps frozen"):
         float8.convert_layers(Blocks(), recipe_of(Method("lora", lora=Lora())), FP8, CPU)

@@ -468,7 +468,7 @@ def refused(folder: Path, recipe: Recipe) -> str:
     [
         ({"sharding": Sharding(reshard_after_forward=3)}, "is not a proper divisor of the 2 ranks"),
         ({"method": Method("lora", lora=Lora(base="nf4", targets=("q_proj",)))}, "nf4"),
-        ({"method": Method("lora", lora=Lora(targets=("nowhere",)))}, "LoRA targets do not suit"),
+        ({"method": Method("lora", lora=Lora(targets=("nowhere",)))}, "LoRA targets do not match"),
         ({"optimizer": Optimizer(name="adafactor", implementation="fused")}, "no fused kernel"),
     ],
 )

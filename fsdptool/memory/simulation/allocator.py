@@ -56,12 +56,12 @@ class CachingAllocator:
 
     def allocate(self, size: int, stream: int = 0) -> Chunk:
         """Return a chunk of at least ``size`` bytes."""
-        wanted = max(-(-size // _MINIMUM) * _MINIMUM, _MINIMUM)
-        pool = (stream, wanted <= _SMALL)
-        chunk = self._best_fit(pool, wanted) or self._grow(pool, wanted)
-        left = chunk.size - wanted
+        rounded_size = max(-(-size // _MINIMUM) * _MINIMUM, _MINIMUM)
+        pool = (stream, rounded_size <= _SMALL)
+        chunk = self._best_fit(pool, rounded_size) or self._grow(pool, rounded_size)
+        left = chunk.size - rounded_size
         if left >= _MINIMUM if pool[1] or self.expandable else left > _SMALL:
-            self._split(chunk, wanted)
+            self._split(chunk, rounded_size)
         chunk.free = False
         self.allocated += chunk.size
         self.allocated_peak = max(self.allocated_peak, self.allocated)

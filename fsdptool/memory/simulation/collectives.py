@@ -44,7 +44,7 @@ class Device:
         grain: Bytes its allocator rounds sizes to.
         host_apart: Whether host memory is memory of its own: offloaded tensors move, copies to it are pinned.
         direct: Whether ranks send each other their parts directly (``distributed/direct_messages.py``): a
-            gather's output is given back as soon as it is copied out, and a reduction receives the
+            gather's output is freed as soon as it is copied out, and a reduction receives the
             other ranks' rows beside its input.
     """
 

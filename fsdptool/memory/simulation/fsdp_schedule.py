@@ -58,7 +58,7 @@ class Schedule(Unshard):
         pieces: Sequence[Piece],
         sync: GradientSync | None = None,
         *,
-        answer: Block | None = None,
+        teacher_output: Block | None = None,
     ) -> None:
         """Play one forward and backward.
 
@@ -67,7 +67,7 @@ class Schedule(Unshard):
             sync: What happens to its gradients (``set_requires_gradient_sync``,
                 ``set_is_last_backward``): only in a step's last micro-batch are buffers in flight given
                 back. None for a forward without gradients; :meth:`reshard` ends such a pass.
-            answer: A teacher's prediction, which the loss takes over.
+            teacher_output: A teacher's prediction, which the loss takes over.
         """
         self._last, self._backward = sync is None or sync.last, sync is not None
         reduce = sync is None or sync.reduce
@@ -76,8 +76,8 @@ class Schedule(Unshard):
         ledger.source = self.trace
         for piece in pieces:
             self._border(piece, reduce)
-            if answer is not None and piece.marker == "loss":
-                ledger.drop(answer)
+            if teacher_output is not None and piece.marker == "loss":
+                ledger.drop(teacher_output)
             ledger.run(piece.body, piece.copy)
             for name, size in piece.gradients:
                 self._own_gradient(name, size)
@@ -248,44 +248,44 @@ class Schedule(Unshard):
             ledger.drop(group.all_reduce)
             group.all_reduce = None
         weights = [w for name, w in group.share.by_name.items() if name in gradients]
-        made = group.share.reduction
+        buffers = group.share.reduction
         if len(weights) < sum(w.trainable for w in group.weights):
-            made = reduction(weights, self.plan, self.grain)
-        ledger.add(made.input)
+            buffers = reduction(weights, self.plan, self.grain)
+        ledger.add(buffers.input)
         for block in gradients.values():
             ledger.drop(block)
-        ledger.add(made.output)
-        received = staging(made.input, self.device, self.rank.degree)
+        ledger.add(buffers.output)
+        received = staging(buffers.input, self.device, self.rank.degree)
         if received is not None:
             ledger.add(received)
             ledger.drop(received)
         if self.rank.degree == 1 and self.replicate > 1:
             # The factor is set, and where nothing is scattered divides out of place (``foreach_reduce``).
-            scaled = Block(REDUCE, made.input.total, made.input.sizes)
+            scaled = Block(REDUCE, buffers.input.total, buffers.input.sizes)
             ledger.add(scaled)
             ledger.drop(scaled)
-        self._reducing.append(made.input)
+        self._reducing.append(buffers.input)
         if self.replicate > 1 and not self._last:
             # HSDP between micro-batches: only reduce-scattered, in the reduce dtype.
             if group.partial is None:
-                group.partial = made.output
+                group.partial = buffers.output
             else:
-                ledger.drop(made.output)
+                ledger.drop(buffers.output)
             return
         if group.partial is not None:
             ledger.drop(group.partial)
             group.partial = None
-        kept = made.output
-        if made.stored is not None:
-            ledger.add(made.stored)
-            kept = made.stored
-            ledger.drop(made.output)
+        kept = buffers.output
+        if buffers.stored is not None:
+            ledger.add(buffers.stored)
+            kept = buffers.stored
+            ledger.drop(buffers.output)
             if self.replicate > 1:
-                group.all_reduce = replace(made.output, kind=ALL_REDUCE)
+                group.all_reduce = replace(buffers.output, kind=ALL_REDUCE)
                 ledger.add(group.all_reduce)
         if group.sharded_gradient is None and not self.plan.cpu_offload:
             group.sharded_gradient = kept
-        elif self.replicate > 1 and made.stored is None:
+        elif self.replicate > 1 and buffers.stored is None:
             # The reduced buffer itself is held until backward ends.
             group.all_reduce = kept
         else:
@@ -315,7 +315,7 @@ class Schedule(Unshard):
             self.ledger.drop(group.all_reduce)
             group.all_reduce = None
         if group.pending:
-            # Gathered ahead and never needed.
+            # Prefetched, and never needed.
             group.pending = False
             if group.sizes.gather is not None:
                 self.ledger.drop(group.sizes.gather)

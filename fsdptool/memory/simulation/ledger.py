@@ -50,7 +50,7 @@ class Block:
     Attributes:
         kind: Its component.
         total: Bytes as the allocator counts them.
-        sizes: Bytes of each allocation, as asked for.
+        sizes: Bytes of each allocation before rounding.
         stream: 0 compute, 1 all-gather copy-in, 2 reduce-scatter, 3 all-reduce.
     """
 

@@ -37,23 +37,23 @@ _BLOCK = 1 << 16
 """Elements drawn at a time where a shard cuts a block (``distributed/recording.py``)."""
 
 _CONVERTED = 3
-"""Whole tensors held while experts of a checkpoint are fused: the parts, their stack, the result."""
+"""Whole tensors states while experts of a checkpoint are fused: the parts, their stack, the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffStep:
-    """A run's states and recipe, as far as what lies beside its steps depends on them.
+    """A run's states and recipe, as far as what happens between its steps depends on them.
 
     Attributes:
         schedule: The units, on the ledger everything is counted in.
-        held: The rank's states.
+        states: The rank's states.
         recipe: Evaluation, checkpoints, EMA.
         device: Whose memory is counted.
         saves: How checkpoints are written.
     """
 
     schedule: Schedule
-    held: States
+    states: States
     recipe: Recipe
     device: Device
     saves: StateDictType
@@ -76,7 +76,7 @@ class OffStep:
         """The copies where they are device memory, too: on the CPU. They are kept for the next save."""
         if not self.staging or self.device.host_apart:
             return None
-        copies = (*self.held.saved, *_persistent(self.schedule.trace))
+        copies = (*self.states.saved, *_persistent(self.schedule.trace))
         return Block(STAGED, sum(copies), copies)
 
     @property
@@ -85,7 +85,7 @@ class OffStep:
         return 2 * max((w.parameter.numel * w.stored for w in _weights(self.schedule)), default=0)
 
     def on_host(self) -> int:
-        """Return the host bytes the copies take beside a GPU.
+        """Return the host bytes the copies take in host memory where that is apart.
 
         Host buffers are page-locked; shards that are offloaded are copied as they are.
         """
@@ -93,7 +93,7 @@ class OffStep:
             return 0
         buffers = _persistent(self.schedule.trace)
         offloaded = self.schedule.plan.cpu_offload
-        return self.held.copied + (sum(buffers) if offloaded else sum(map(pinned, buffers)))
+        return self.states.copied + (sum(buffers) if offloaded else sum(map(pinned, buffers)))
 
 
 def loading(run: OffStep, buffers: Block) -> None:
@@ -101,7 +101,7 @@ def loading(run: OffStep, buffers: Block) -> None:
 
     On the CPU values are made or read in the same memory, one parameter at a time.
     """
-    ledger, device = run.schedule.ledger, {block.kind: block for block in run.held.device}
+    ledger, device = run.schedule.ledger, {block.kind: block for block in run.states.device}
     for kind in (PARAMETERS, REPLICATED):
         if kind in device:
             ledger.add(device[kind])
@@ -111,7 +111,7 @@ def loading(run: OffStep, buffers: Block) -> None:
 
 
 def loading_temporaries(run: OffStep) -> int:
-    """Return the most bytes beside the values of one parameter while they are made or read.
+    """Return the most bytes on top of the values of one parameter while they are made or read.
 
     Random values are drawn in fp32 and cast; pretrained ones are cut out of a file's map and copied,
     and stacked experts are put together whole on every rank (``distributed/weights.py``).
@@ -209,7 +209,7 @@ def host_bytes(run: OffStep, phase: RunPhase) -> tuple[int, int]:
     offloaded = run.schedule.ledger.hosted
     if not run.device.host_apart:
         return 0, 0
-    steady = run.held.host
+    steady = run.states.host
     if phase is RunPhase.LOAD:
         rows = max((w.shard * w.stored for w in _weights(run.schedule)), default=0)
         return steady + rows + loading_temporaries(run), 0
@@ -224,7 +224,7 @@ def host_bytes(run: OffStep, phase: RunPhase) -> tuple[int, int]:
         largest = max((w.parameter.numel * w.stored for w in _weights(run.schedule)), default=0)
         return steady + (largest if run.schedule.plan.cpu_offload else 0), largest
     # Without staging each tensor is read to the host when it is its turn.
-    return steady + (0 if run.staging else max(run.held.saved, default=0)), 0
+    return steady + (0 if run.staging else max(run.states.saved, default=0)), 0
 
 
 def _spike(run: OffStep, kind: int, *sizes: int) -> None:
@@ -244,8 +244,8 @@ def _weights(schedule: Schedule) -> Iterable[Weights]:
 def _trained(run: OffStep) -> list[tuple[int, int]]:
     """Return elements on this rank and bytes per element of everything that is trained."""
     plan = run.schedule.plan
-    found = [(w.shard, w.stored) for g in run.schedule.groups for w in g.weights if w.trainable]
-    return found + [(p.numel, WIDTH.get(stored_dtype(p, plan), 4)) for p in plan.ignored if p.trainable]
+    sharded = [(w.shard, w.stored) for g in run.schedule.groups for w in g.weights if w.trainable]
+    return sharded + [(p.numel, WIDTH.get(stored_dtype(p, plan), 4)) for p in plan.ignored if p.trainable]
 
 
 def _persistent(trace: Trace) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""A trace cut at the borders that matter to one unit plan, at full depth. Torch-free.
+"""A trace cut at the module boundaries that matter to one unit plan, at full depth. Torch-free.
 
-Everything between two borders becomes one piece: its net change by kind, and how high it rises on
+Everything between two boundaries becomes one piece: its net change by kind, and how high it rises on
 the way. A simulation then costs a few steps per unit instead of every event. Blocks that were not
 traced take the pieces of the period that stands for them, each event of it, never a maximum.
 """
@@ -44,7 +44,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A border and what follows it. ``path`` and ``gradients`` carry the real model's names."""
+    """A boundary and what follows it. ``path`` and ``gradients`` carry the real model's names."""
 
     marker: Marker
     path: str
@@ -58,7 +58,7 @@ _programs: OrderedDict[tuple[int, frozenset[str], int], tuple[Trace, list[Piece]
 
 
 def program(trace: Trace, modules: frozenset[str], grain: int) -> list[Piece]:
-    """Return the pieces of ``trace`` between the borders of ``modules``, at full depth.
+    """Return the pieces of ``trace`` between the boundaries of ``modules``, at full depth.
 
     Args:
         trace: A trace that is ``known``.
@@ -80,13 +80,15 @@ def program(trace: Trace, modules: frozenset[str], grain: int) -> list[Piece]:
     return pieces
 
 
-def _cut(trace: Trace, borders: set[str], grain: int) -> list[Piece]:
+def _cut(trace: Trace, boundaries: set[str], grain: int) -> list[Piece]:
     names = {number: fqn for fqn, number in trace.gradients.items()}
     sizes = [
         pinned(size) if kind == OFFLOADED else rounded(size, grain)
         for size, kind in zip(trace.sizes, trace.kinds, strict=True)
     ]
-    starts = [i for i, s in enumerate(trace.segments) if i == 0 or s.marker in _ALWAYS or s.path in borders]
+    starts = [
+        i for i, s in enumerate(trace.segments) if i == 0 or s.marker in _ALWAYS or s.path in boundaries
+    ]
     pieces = []
     for first, last in zip(starts, [*starts[1:], len(trace.segments)], strict=True):
         body = _body(trace, first, last, sizes, names)

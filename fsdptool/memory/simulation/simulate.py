@@ -20,7 +20,7 @@ from fsdptool.memory.simulation.ledger import (
 from fsdptool.memory.simulation.off_step import OffStep, loading, play_off_step
 from fsdptool.memory.simulation.program import Piece, program
 from fsdptool.memory.simulation.sizes import WIDTH, rounded_sum
-from fsdptool.memory.simulation.states import States, states
+from fsdptool.memory.simulation.states import States, rank_states
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
 from fsdptool.records.parallel_dims import ParallelDims
@@ -37,12 +37,12 @@ class Prepared:
 
     Attributes:
         rank: The units.
-        held: What the rank keeps between steps.
+        states: What the rank keeps between steps.
         teacher: A distillation's teacher, or None.
     """
 
     rank: Rank
-    held: States
+    states: States
     teacher: Rank | None
 
 
@@ -63,14 +63,14 @@ def prepare(
         device: Whose memory is counted.
     """
 
-    def held(plan: UnitPlan) -> Rank:
+    def cut_plan(plan: UnitPlan) -> Rank:
         # Where the host is the device, nothing moves: ``.to("cpu")`` returns the tensor itself.
         moves = plan.cpu_offload and device.host_apart
         return cut(replace(plan, cpu_offload=moves), mesh.shard_degree, device)
 
-    rank = held(units)
-    taught = held(teacher) if teacher is not None else None
-    return Prepared(rank, states(rank, recipe, cuda=device.host_apart), taught)
+    rank = cut_plan(units)
+    teacher_rank = cut_plan(teacher) if teacher is not None else None
+    return Prepared(rank, rank_states(rank, recipe, cuda=device.host_apart), teacher_rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class Simulated:
 
     Attributes:
         ledger: What was counted.
-        held: The rank's states.
+        states: The rank's states.
         off_step: What is done between steps.
         complete: Whether activations were known.
     """
 
     ledger: Ledger
-    held: States
+    states: States
     off_step: OffStep
     complete: bool
 
@@ -114,40 +114,40 @@ def simulate(
         saves: Whether checkpoints are sharded or full.
         workspaces: Bytes of each workspace that matrix products keep on the device.
     """
-    held, device = prepared.held, prepared.rank.device
+    states, device = prepared.states, prepared.rank.device
     grain = device.grain
     ledger = ledger if ledger is not None else Ledger()
     schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace)
-    off_step = OffStep(schedule, held, recipe, device, saves)
+    off_step = OffStep(schedule, states, recipe, device, saves)
     ledger.note("between steps")
     ledger.begin(RunPhase.LOAD)
     loading(off_step, _buffers(trace.buffers, grain))
-    taught = _teacher(trace, prepared.teacher, mesh.dp_replicate, ledger)
-    _add(ledger, held, EMA)
+    teacher = _teacher(trace, prepared.teacher, mesh.dp_replicate, ledger)
+    _add(ledger, states, EMA)
     ledger.begin(None)
     # Made by the first products of forward and of backward, and kept to the end of the process.
     ledger.add(Block(WORKSPACES, rounded_sum(workspaces, grain), workspaces))
-    complete = trace.known and (trace.teacher is None or taught is not None)
+    complete = trace.known and (trace.teacher is None or teacher is not None)
     if warm and complete:
         ledger.whole = RunPhase.FIRST_STEP
-        _step(schedule, taught, recipe, held, grain, first=True)
+        _step(schedule, teacher, recipe, states, grain, first=True)
         ledger.whole = None
     else:
-        _add(ledger, held, OPTIMIZER)
+        _add(ledger, states, OPTIMIZER)
     if off_step.staged is not None:
         ledger.add(off_step.staged)
     if complete:
-        _step(schedule, taught, recipe, held, grain)
+        _step(schedule, teacher, recipe, states, grain)
         play_off_step(off_step)
     ledger.close()
-    return Simulated(ledger, held, off_step, complete)
+    return Simulated(ledger, states, off_step, complete)
 
 
 def _step(
     schedule: Schedule,
-    taught: _Taught | None,
+    teacher: _Teacher | None,
     recipe: Recipe,
-    held: States,
+    states: States,
     grain: int,
     *,
     first: bool = False,
@@ -163,16 +163,16 @@ def _step(
     pieces = program(trace, schedule.rank.modules, grain)
     for sync in _distinct_syncs(recipe):
         ledger.begin(RunPhase.FORWARD)
-        answer = taught.forward() if taught is not None else None
-        schedule.micro_batch(pieces, sync, answer=answer)
+        output = teacher.forward() if teacher is not None else None
+        schedule.micro_batch(pieces, sync, teacher_output=output)
     ledger.note("optimizer step")
     ledger.begin(RunPhase.OPTIMIZER)
     _reduce_replicated(schedule)
     if first:
-        _add(ledger, held, OPTIMIZER)
-    if held.update is not None:
-        ledger.add(held.update)
-        ledger.drop(held.update)
+        _add(ledger, states, OPTIMIZER)
+    if states.update is not None:
+        ledger.add(states.update)
+        ledger.drop(states.update)
     ledger.note("zero_grad")
     schedule.zero_gradients()
     ledger.begin(None)
@@ -180,8 +180,8 @@ def _step(
     ledger.note("between steps")
 
 
-def _add(ledger: Ledger, held: States, kind: int) -> None:
-    for block in held.device:
+def _add(ledger: Ledger, states: States, kind: int) -> None:
+    for block in states.device:
         if block.kind == kind:
             ledger.add(block)
 
@@ -196,34 +196,34 @@ def _reduce_replicated(schedule: Schedule) -> None:
 
 
 @dataclass(slots=True)
-class _Taught:
+class _Teacher:
     """A teacher that runs before every forward of the student."""
 
     schedule: Schedule
     pieces: list[Piece]
-    answer: Block
+    output: Block
 
     def forward(self) -> Block:
         """Run it; returns its prediction, which is alive."""
         self.schedule.micro_batch(self.pieces)
         self.schedule.reshard()
-        return self.answer
+        return self.output
 
 
-def _teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledger) -> _Taught | None:
+def _teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledger) -> _Teacher | None:
     """Hold the teacher's shards, and return it ready to run if its forward is known."""
-    taught = trace.teacher
-    if taught is None or rank is None:
+    teacher_trace = trace.teacher
+    if teacher_trace is None or rank is None:
         return None
-    schedule = Schedule(rank, replicate, ledger, taught)
+    schedule = Schedule(rank, replicate, ledger, teacher_trace)
     for group in schedule.groups:
         sizes = tuple(w.shard * w.stored for w in group.weights)
         ledger.add(Block(TEACHER, rounded_sum(sizes, rank.device.grain), sizes))
-    if not taught.known:
+    if not teacher_trace.known:
         return None
-    pieces = program(taught, rank.modules, rank.device.grain)
+    pieces = program(teacher_trace, rank.modules, rank.device.grain)
     kept = sum(piece.body.total for piece in pieces)
-    return _Taught(schedule, pieces, Block(TEACHER, kept, (kept,)))
+    return _Teacher(schedule, pieces, Block(TEACHER, kept, (kept,)))
 
 
 def _distinct_syncs(recipe: Recipe) -> list[GradientSync]:

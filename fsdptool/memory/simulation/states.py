@@ -35,7 +35,7 @@ class States:
     """Host bytes of a copy of those: page-locked, but as they are where they are offloaded already."""
 
 
-def states(rank: Rank, recipe: Recipe, *, cuda: bool) -> States:
+def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool) -> States:
     """Return what the rank holds from step 2 on (optimizer states exist).
 
     Args:

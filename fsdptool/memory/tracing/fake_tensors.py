@@ -61,28 +61,28 @@ def materialise(model: nn.Module, mode: Any, conditions: Conditions) -> None:
         mode: The ``FakeTensorMode``.
         conditions: Precision.
     """
-    made: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
     kept = []
     with mode:
         for prefix, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                if id(parameter) not in made:
+                if id(parameter) not in fakes:
                     fqn = f"{prefix}.{name}" if prefix else name
                     fake = torch.empty(
                         parameter.shape, dtype=_computed(fqn, parameter, conditions), device="cpu"
                     )
-                    made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
                     kept.append(parameter)
-                module._parameters[name] = made[id(parameter)]
+                module._parameters[name] = fakes[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                if id(buffer) not in made:
-                    made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                if id(buffer) not in fakes:
+                    fakes[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                     kept.append(buffer)
-                module._buffers[name] = made[id(buffer)]
+                module._buffers[name] = fakes[id(buffer)]
 
 
 def _computed(fqn: str, parameter: torch.Tensor, conditions: Conditions) -> torch.dtype:

@@ -89,9 +89,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operator on fakes, and on values where all of its tensors have one."""
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = func._overloadpacket.__name__
-        known = (bool(given) or name in _CONSTANTS) and all(self._value(item) is not None for item in given)
+        known = (bool(inputs) or name in _CONSTANTS) and all(self._value(item) is not None for item in inputs)
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(("empty", "new_empty")):
             known = False
         try:
@@ -133,18 +133,18 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _positions(self, indices: Sequence[Any]) -> list[Any] | None:
         """Return indices with Boolean ones turned into the positions they select; None if unknown."""
-        found: list[Any] = []
+        positions: list[Any] = []
         for index in indices:
             if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
-                found.append(index)
+                positions.append(index)
                 continue
             value = self._value(index)
             if value is None:
                 return None
             with no_dispatch():
                 columns = value.nonzero().unbind(1)
-            found += [_imitated(column) for column in columns]
-        return found
+            positions += [_imitated(column) for column in columns]
+        return positions
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """Let go of every value that shares memory with a tensor that something unknown is written to."""

@@ -42,7 +42,7 @@ def shorten(model: nn.Module, periods: int) -> tuple[Shortened, ...]:
     recomputation agree. Irregular first and last blocks are kept. Per-layer lists in configurations
     are cut alike.
     """
-    found = []
+    shortened = []
     for path, blocks in _lists(model, ""):
         signatures = [_signature(block) for block in blocks]
         pattern = _pattern(signatures)
@@ -57,8 +57,8 @@ def shorten(model: nn.Module, periods: int) -> tuple[Shortened, ...]:
         parent = model.get_submodule(path.rpartition(".")[0])
         setattr(parent, path.rpartition(".")[2], nn.ModuleList(keep))
         _cut_configurations(model, total, cut, skipped)
-        found.append(Shortened(path, pattern.period, cut, len(keep), total))
-    return tuple(found)
+        shortened.append(Shortened(path, pattern.period, cut, len(keep), total))
+    return tuple(shortened)
 
 
 def lengthened(trace: Trace, shortened: Sequence[Shortened], totals: dict[str, int] | None = None) -> Trace:
@@ -80,10 +80,10 @@ def verified(shallow: Trace, deep: Trace) -> bool:
 
 
 def _outline(trace: Trace) -> list[Any]:
-    borders = frozenset(_real(segment.path, trace) for segment in trace.segments)
+    boundaries = frozenset(_real(segment.path, trace) for segment in trace.segments)
     return [
         (p.marker, p.path, p.body.net, p.body.peak, p.body.at_peak, sorted(p.gradients))
-        for p in program(trace, borders, 1)
+        for p in program(trace, boundaries, 1)
     ]
 
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 _COMPILED = (
-    "what compiled blocks keep for backward: their kernels choose it, and the figures are those of the"
-    " blocks as they run uncompiled; what compiling itself takes in the first step is in no figure"
+    "the memory that compiled blocks keep for backward: their kernels decide it, so the figures are those"
+    " of uncompiled blocks; the memory that compilation takes in the first step is not included"
 )
 
 
@@ -75,14 +75,16 @@ def make_trace(
     plan = plan_units(anatomy, recipe, settings)
     objective = objective_for(recipe, spec)
     specs = family_of(spec).batch_spec(spec.config, recipe)
-    taught = _teacher(teacher, recipe, settings, profile, specs, staged) if teacher is not None else None
+    teacher_trace = (
+        _teacher(teacher, recipe, settings, profile, specs, staged) if teacher is not None else None
+    )
 
-    told: list[str | None] = []
+    base_notes: list[str | None] = []
 
     def make() -> nn.Module:
         model = _student(spec, recipe, settings, plan)
-        if not told:
-            told.append(describe_base(model))
+        if not base_notes:
+            base_notes.append(describe_base(model))
         return model
 
     conditions = Conditions(
@@ -98,7 +100,7 @@ def make_trace(
         ring=settings.cp_comm_strategy == "alltoall",
     )
     try:
-        made = _traced(make, method.micro_loss(recipe, objective), specs, conditions)
+        traced = _traced(make, method.micro_loss(recipe, objective), specs, conditions)
     except FsdptoolError:
         raise
     except Exception as error:
@@ -110,20 +112,20 @@ def make_trace(
     )
     off_step = [part for part in (evaluation, sampling) if part is not None]
     return replace(
-        made,
+        traced,
         evaluation=evaluation,
         sampling=sampling,
-        buffers=anatomy.buffers + (taught.buffers if taught is not None else ()),
+        buffers=anatomy.buffers + (teacher_trace.buffers if teacher_trace is not None else ()),
         samples=recipe.batch.micro_batch,
         tokens=_tokens(recipe, specs),
-        teacher=taught,
+        teacher=teacher_trace,
         model=spec.model_class,
-        unknowns=made.unknowns
+        unknowns=traced.unknowns
         + ((_COMPILED,) if recipe.sharding.compile else ())
-        + (taught.unknowns if taught is not None else ())
+        + (teacher_trace.unknowns if teacher_trace is not None else ())
         + tuple(why for part in off_step for why in part.unknowns),
-        notes=made.notes
-        + tuple(note for note in told if note is not None)
+        notes=traced.notes
+        + tuple(note for note in base_notes if note is not None)
         + ((FLOAT8_NOTE,) if settings.mixed_precision == "fp8" else ()),
     )
 
@@ -139,8 +141,8 @@ def _off_step(
     """Return a forward of validation or of sampling, or None if the recipe wants none."""
     if not (recipe.evaluation.wanted if phase is RunPhase.EVALUATION else recipe.evaluation.sampled):
         return None
-    told = recipe if phase is RunPhase.EVALUATION else sampled_recipe(recipe)
-    specs = family_of(spec).batch_spec(spec.config, told)
+    own = recipe if phase is RunPhase.EVALUATION else sampled_recipe(recipe)
+    specs = family_of(spec).batch_spec(spec.config, own)
     try:
         return _traced(
             lambda: make().eval(),
@@ -152,7 +154,7 @@ def _off_step(
         raise
     except Exception as error:
         why = f"{phase}: {_why(error, spec)}"
-        return replace(without_activations(anatomy, told, conditions.profile, why), unknowns=(why,))
+        return replace(without_activations(anatomy, own, conditions.profile, why), unknowns=(why,))
 
 
 def sampled_recipe(recipe: Recipe) -> Recipe:
@@ -172,19 +174,19 @@ def sampled_recipe(recipe: Recipe) -> Recipe:
 def _sampled_tokens(value: Any) -> int:
     if not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"data.options.sample_tokens {value!r} is no number of tokens", help="give 1 or more"
+            f"data.options.sample_tokens {value!r} is not a number of tokens", help="give 1 or more"
         )
     return value
 
 
 def _why(error: Exception, spec: ModelSpec) -> str:
-    told = "cannot be traced on fake tensors"
+    failure = f"{spec.model_class} cannot be traced on fake tensors"
     reason = family_of(spec).untraceable(spec.config)
     if reason and isinstance(error, BY_VALUE):
         # torch's words name an operator deep inside the model; the family knows what it is for.
-        return f"{spec.model_class} {told}: it {reason}"
+        return f"{failure}: it {reason}"
     text = " ".join(str(error).split())[:200]
-    return f"{spec.model_class} {told} ({type(error).__name__}: {text})"
+    return f"{failure} ({type(error).__name__}: {text})"
 
 
 def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
@@ -229,12 +231,12 @@ def _teacher(
         ring=settings.cp_comm_strategy == "alltoall",
     )
     try:
-        made = _traced(make, Task(objective), specs, conditions)
+        traced = _traced(make, Task(objective), specs, conditions)
     except FsdptoolError:
         raise
     except Exception as error:
         return without_activations(anatomy, recipe, profile, _why(error, spec))
-    return replace(made, buffers=anatomy.buffers, model=spec.model_class)
+    return replace(traced, buffers=anatomy.buffers, model=spec.model_class)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,7 @@ def _extrapolated(
         except RuntimeError as error:
             if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
                 raise
-            # A module edits its input in place, which borders inside blocks forbid.
+            # A module edits its input in place, which hooks inside blocks forbid.
             model = make()
             shortened = shorten(model, periods) if periods is not None else ()
             return _Attempt(
@@ -299,8 +301,8 @@ def _extrapolated(
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    found: Any = getattr(torch, name) if name is not None else None
-    return found  # type: ignore[no-any-return]
+    dtype: Any = getattr(torch, name) if name is not None else None
+    return dtype  # type: ignore[no-any-return]
 
 
 def _tokens(recipe: Recipe, specs: Sequence[TensorSpec]) -> int | None:

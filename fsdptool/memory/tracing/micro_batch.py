@@ -44,7 +44,7 @@ def run_trace(
         micro_loss: The method's loss, as ``train`` computes it.
         specs: The micro-batch.
         conditions: Precision, kernels, method.
-        fine: Whether to mark borders inside blocks, too.
+        fine: Whether to mark module boundaries inside blocks, too.
         values: Whether to follow the values that the specs fix, for models that decide shapes by them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -90,14 +90,14 @@ def run_trace(
     finally:
         if collecting:
             gc.enable()
-    made = recorder.trace(
+    traced = recorder.trace(
         profile=conditions.profile,
         compute_dtype=str(conditions.compute or _widest(model)).removeprefix("torch."),
         input_bytes=tuple(tensor.untyped_storage().nbytes() for tensor in batch.values()),
         torch=torch.__version__.split("+")[0],
     )
     recorder.detach()
-    return made
+    return traced
 
 
 class _Observer:

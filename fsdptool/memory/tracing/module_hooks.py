@@ -1,4 +1,4 @@
-"""Module borders: the places where ``fully_shard`` would act, marked while a model is traced.
+"""Module boundaries: the places where ``fully_shard`` would act, marked while a model is traced.
 
 The order of marks is that of FSDP2's own hooks (torch 2.13, ``_fsdp_state.py`` and
 ``_fsdp_param_group.py``): inputs are cast, then parameters are needed; the gradient of an output
@@ -62,7 +62,7 @@ class ModuleHooks:
     def attach(self, model: nn.Module, *, fine: bool = True) -> None:
         """Register the hooks. ``fine`` False leaves out what is inside listed blocks."""
         casting = cast_points(model)
-        for path in border_paths(model, fine=fine):
+        for path in boundary_paths(model, fine=fine):
             module = model.get_submodule(path)
             casts = path in casting
             module.register_forward_pre_hook(self._enter(path, casts), prepend=True, with_kwargs=True)
@@ -84,8 +84,8 @@ class ModuleHooks:
                 return args, kwargs
             tensors = collect_grad_tensors((args, kwargs))
             if tensors:
-                made = _Complete.apply(self, path, *tensors)  # type: ignore[no-untyped-call]
-                args, kwargs = replace_grad_tensors((args, kwargs), iter(made))
+                marked = _Complete.apply(self, path, *tensors)  # type: ignore[no-untyped-call]
+                args, kwargs = replace_grad_tensors((args, kwargs), iter(marked))
             return args, kwargs
 
         return hook
@@ -127,18 +127,18 @@ def _to(values: Any, dtype: torch.dtype) -> Any:
 
 def listed_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules with parameters that are children of a ModuleList, by path."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if isinstance(module, nn.ModuleList) and any(True for _ in child.parameters()):
-                found[path] = child
+                blocks[path] = child
             else:
                 visit(child, f"{path}.")
 
     visit(model, "")
-    return found
+    return blocks
 
 
 def cast_points(model: nn.Module) -> Collection[str]:
@@ -146,7 +146,7 @@ def cast_points(model: nn.Module) -> Collection[str]:
     return {"", *listed_blocks(model)}
 
 
-def border_paths(model: nn.Module, *, fine: bool = True) -> list[str]:
+def boundary_paths(model: nn.Module, *, fine: bool = True) -> list[str]:
     """Return the paths to mark, in ``named_modules`` order.
 
     Everything with parameters outside listed blocks; inside them, what has children of its own and

@@ -1,4 +1,4 @@
-"""Watches a model run on fake tensors: every allocation and free, between module borders.
+"""Watches a model run on fake tensors: every allocation and free, between module boundaries.
 
 Storages are followed by weak reference, so a tensor is freed in the record exactly when the last
 reference to its memory goes, whoever held it (Python, autograd's saved tensors, the engine's

@@ -59,14 +59,14 @@ def trace(
     key = store.key(_parts(spec, recipe, settings, assumed, teacher, staged)) if store is not None else ""
     if store is not None and not refresh:
         kept, _ = store.get(KIND, key)
-        if kept is not None and (found := _decode(kept)) is not None:
-            return found
+        if kept is not None and (cached := _decode(kept)) is not None:
+            return cached
     from fsdptool.memory.tracing.make_trace import make_trace
 
-    made = make_trace(spec, recipe, settings, assumed, teacher, staged=staged)
-    if store is not None and made.known:
-        store.put(KIND, key, to_json(made), about=f"{spec.model_class} of {spec.reference.id}")
-    return made
+    traced = make_trace(spec, recipe, settings, assumed, teacher, staged=staged)
+    if store is not None and traced.known:
+        store.put(KIND, key, to_json(traced), about=f"{spec.model_class} of {spec.reference.id}")
+    return traced
 
 
 def _decode(data: Any) -> Trace | None:
@@ -93,7 +93,7 @@ def _parts(
         "method": to_json(recipe.method),
         "objective": to_json(recipe.objective),
         "data": [recipe.data.packing, recipe.data.document_mask, recipe.data.source],
-        "beside": [
+        "off_step": [
             recipe.evaluation.wanted,
             recipe.evaluation.sampled,
             recipe.data.options.get("sample_tokens"),

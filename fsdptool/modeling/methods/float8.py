@@ -2,7 +2,7 @@
 
 Weights stay what they were: names, masters, checkpoints and exports are those of a bf16 run, and FSDP2
 gathers bf16. A converted layer rounds its input, its weight and the gradient of its output to float8,
-each with one scale per tensor found anew each time, and multiplies those.
+each with one scale per tensor that is computed each time, and multiplies those.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ EMULATE = "FSDPTOOL_EMULATE_FLOAT8"
 """Set to 1 in the environment, layers round to float8 and multiply in wider numbers, on any device."""
 
 PLANNED = (
-    "fp8 is planned as bf16, in memory and in time: float8 copies of one layer's input and weight come on"
-    " top while it computes"
+    "fp8 is planned as bf16, in memory and in time; float8 copies of one layer's input and weight are"
+    " added while that layer computes"
 )
 """What a plan says of fp8."""
 
@@ -62,8 +62,8 @@ def convert_layers(model: nn.Module, recipe: Recipe, settings: FsdpSettings, dev
     chosen = _layers(model)
     if not chosen:
         raise ConfigError(
-            f"mixed_precision fp8 finds no layer to convert in the blocks of {type(model).__name__}",
-            help=f"rows and columns have to be multiples of {_MULTIPLE}; use bf16",
+            f"mixed_precision fp8: no layer in the blocks of {type(model).__name__} can be converted",
+            help=f"rows and columns must be multiples of {_MULTIPLE}; use bf16",
         )
     with quiet("torchao"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -86,16 +86,16 @@ def _check_device(device: torch.device, emulate: bool) -> None:
 def _check_units(device: torch.device) -> None:
     if device.type != "cuda":
         raise ConfigError(
-            f"mixed_precision fp8 needs float8 units, which this device ({device.type}) has not",
-            help="use bf16; it takes a GPU of compute capability 8.9 or newer",
+            f"mixed_precision fp8 needs float8 hardware, which this device ({device.type}) does not have",
+            help="use bf16; fp8 needs a GPU of compute capability 8.9 or later",
         )
     import torch
 
-    found = torch.cuda.get_device_capability(device)
-    if found < _CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
         raise ConfigError(
-            f"mixed_precision fp8 needs compute capability 8.9 or newer and"
-            f" {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
+            f"mixed_precision fp8 needs compute capability 8.9 or later and"
+            f" {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}",
             help="use bf16",
         )
 

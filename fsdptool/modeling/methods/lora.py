@@ -32,8 +32,8 @@ class LoraMethod(TrainingMethod):
         """Refuse float8 training, which is for trained weights."""
         if settings.mixed_precision == "fp8":
             raise ConfigError(
-                "mixed_precision fp8 is for training whole weights, which LoRA keeps frozen",
-                help="use bf16, and method.lora.base: float8 to hold the base in 8 bits",
+                "mixed_precision fp8 trains whole weights, but LoRA keeps them frozen",
+                help="use bf16, and method.lora.base: float8 to store the base in 8 bits",
             )
 
     def prepare(self, model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
@@ -102,10 +102,10 @@ def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) ->
 
 
 def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
-    """Freeze ``model`` and inject adapters, on meta as the model is; quantise the base if asked to.
+    """Freeze ``model`` and inject adapters, on meta as the model is; quantise the base if the recipe says so.
 
     Raises:
-        ConfigError: A target is not in the model, or the base cannot be stored as asked.
+        ConfigError: A target is not in the model, or the base cannot be stored in the requested format.
     """
     import torch
 
@@ -121,7 +121,7 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
             inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(
-            f"LoRA targets do not suit {type(model).__name__}: {str(error).splitlines()[0]}",
+            f"LoRA targets do not match {type(model).__name__}: {str(error).splitlines()[0]}",
             help="name module suffixes that `fsdptool detect` lists under method.lora.targets",
         ) from error
     for name, parameter in model.named_parameters():

@@ -94,9 +94,9 @@ def encode(
     step = max(_AT_ONCE.get(weight.device.type, _AT_ONCE_ELSEWHERE) // max(columns, 1), 1)
     for first in range(0, rows, step):
         some = weight[first : first + step].float()
-        made = _encode_blocks(some) if format == "nf4" else _encode_rows(format, some)
-        codes[first : first + step] = made[0]
-        scales[first : first + step] = made[1]
+        encoded = _encode_blocks(some) if format == "nf4" else _encode_rows(format, some)
+        codes[first : first + step] = encoded[0]
+        scales[first : first + step] = encoded[1]
     return codes, scales
 
 

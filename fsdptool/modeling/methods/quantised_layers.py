@@ -17,7 +17,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LayerChoice:
     """What of a model's blocks a quantised base takes.
 
     Attributes:
@@ -29,7 +29,7 @@ class Taken:
     left: dict[str, tuple[str, ...]]
 
 
-def choose_layers(model: nn.Module, format: Format) -> Taken:
+def choose_layers(model: nn.Module, format: Format) -> LayerChoice:
     """Choose the layers: every frozen ``nn.Linear`` inside a list of blocks whose rows suit the format.
 
     Embeddings, heads and whatever else is outside the lists stay, as QLoRA has it; so do layers that
@@ -53,7 +53,7 @@ def choose_layers(model: nn.Module, format: Format) -> Taken:
                 layers.append(path)
             else:
                 left.setdefault(reason, []).append(fqn)
-    return Taken(tuple(layers), {reason: tuple(names) for reason, names in left.items()})
+    return LayerChoice(tuple(layers), {reason: tuple(names) for reason, names in left.items()})
 
 
 def quantise_base(model: nn.Module, format: Format) -> None:
@@ -66,8 +66,8 @@ def quantise_base(model: nn.Module, format: Format) -> None:
     taken = choose_layers(model, format)
     if not taken.layers:
         raise ConfigError(
-            f"method.lora.base: {format} finds no linear layer to quantise in the blocks of"
-            f" {type(model).__name__}{_told(taken)}",
+            f"method.lora.base: {format} cannot quantise any linear layer in the blocks of"
+            f" {type(model).__name__}{_unchanged(taken)}",
             help="leave the base unchanged",
         )
     for path in taken.layers:
@@ -88,20 +88,22 @@ def describe_base(model: nn.Module) -> str | None:
         return None
     first = next(iter(layers.values()))
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
-    held = sum(p.numel() * p.element_size() for layer in layers.values() for p in (layer.codes, layer.scales))
+    stored = sum(
+        p.numel() * p.element_size() for layer in layers.values() for p in (layer.codes, layer.scales)
+    )
     taken = choose_layers(model, first.format)
     return (
-        f"{first.format} base: {len(layers)} linear layers of the blocks at {8 * held / weights:.3g} bits per"
-        f" weight{_told(taken)}"
+        f"{first.format} base: {len(layers)} linear layers of the blocks at {8 * stored / weights:.3g} bits"
+        f" per weight{_unchanged(taken)}"
     )
 
 
-def _told(taken: Taken) -> str:
-    told = []
+def _unchanged(taken: LayerChoice) -> str:
+    reasons = []
     for reason, names in taken.left.items():
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-        told.append(f"{len(names)} {reason} ({shown})")
-    return f"; unchanged: {'; '.join(told)}" if told else ""
+        reasons.append(f"{len(names)} {reason} ({shown})")
+    return f"; unchanged: {'; '.join(reasons)}" if reasons else ""
 
 
 def in_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -123,7 +125,7 @@ def _why_not(
     if path in exempt:
         return "layers kept in fp32 or adapted as parameters"
     if not suits(format, parameter.shape[1]):
-        return f"layers whose rows are no multiple of {BLOCK}"
+        return f"layers whose row length is not a multiple of {BLOCK}"
     return None
 
 
@@ -132,15 +134,15 @@ def _exempt(model: Any) -> set[str]:
     kept: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         kept |= set(getattr(model, attribute, None) or ())
-    found = set()
+    layers = set()
     for path, module in model.named_modules():
         names = path.replace(".base_layer", "").split(".")
         if kept.intersection(names):
-            found.add(path)
+            layers.add(path)
         # peft's ParamWrapper (0.21) computes with the wrapped layer's parameter, not with the layer.
         if hasattr(module, "parameter_name") and hasattr(module, "base_layer"):
-            found.add(f"{path}.base_layer")
-    return found
+            layers.add(f"{path}.base_layer")
+    return layers
 
 
 class _Product(torch.autograd.Function):
@@ -198,13 +200,13 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The weight made anew, for the few models that look at a layer's weight themselves."""
+        """The decoded weight, for the few models that look at a layer's weight themselves."""
         return decode(self.format, self.codes, self.scales, self.plain_dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the product in the input's dtype."""
-        made: torch.Tensor = _Product.apply(input, self.codes, self.scales, self.bias, self.format)  # type: ignore[no-untyped-call]
-        return made
+        product: torch.Tensor = _Product.apply(input, self.codes, self.scales, self.bias, self.format)  # type: ignore[no-untyped-call]
+        return product
 
     def extra_repr(self) -> str:
         """Return sizes and format."""
