@@ -156,7 +156,7 @@ class Family(ABC):
 
     @abstractmethod
     def flavours(self) -> Mapping[str, Flavour]:
-        """Return the published sizes by name, as data; empty if there are none."""
+        """Return the published sizes by name; empty if there are none."""
 
     @abstractmethod
     def match(self, config: Mapping[str, Any]) -> Match | None:

@@ -81,7 +81,7 @@ class Registry:
         """Return where the family called ``name`` comes from.
 
         Raises:
-            ReferenceError: There is no such family.
+            ReferenceError: The family is unknown.
         """
         self.get(name)
         return self._families[name][1]
@@ -100,11 +100,12 @@ class Registry:
         if name in self._contested:
             owners = " and ".join(str(origin) for origin in self._contested[name])
             raise ReferenceError(
-                f"family {name!r} is claimed by {owners}", help="uninstall one of them, or rename its family"
+                f"family {name!r} is registered by {owners}",
+                help="uninstall one of them, or rename its family",
             )
         raise ReferenceError(
-            f"there is no family called {name!r}",
-            help=_suggestion(name, self._families) or "`fsdptool families` lists those there are",
+            f"unknown family {name!r}",
+            help=_suggestion(name, self._families) or "`fsdptool families` lists the installed families",
         )
 
     def flavour(self, family: str, name: str) -> Flavour:
@@ -118,7 +119,7 @@ class Registry:
             return flavours[name]
         if not flavours:
             raise ReferenceError(
-                f"family {family!r} has no flavours", help="give a Hugging Face id, a folder or a config.json"
+                f"family {family!r} has no flavours", help="use a Hugging Face id, a folder or a config.json"
             )
         nearest = _suggestion(name, flavours, prefix=f"{family}:")
         listed = ", ".join(sorted(flavours))
@@ -144,7 +145,7 @@ class Registry:
                 claims.append((family.precedence, found.score, family, origin, found.evidence))
         if not claims:
             raise ReferenceError(
-                f"no installed family claims {_describe(config)}",
+                f"no installed family matches {_describe(config)}",
                 help="install a plugin for it; docs/families.md shows how to write one",
             )
         best = max(claim[:2] for claim in claims)
@@ -152,8 +153,8 @@ class Registry:
         if len(winners) > 1:
             names = " and ".join(f"{c[2].name!r} of {c[3].distribution} ({c[4]})" for c in winners)
             raise ReferenceError(
-                f"{_describe(config)} is claimed equally by {names}",
-                help="name the family: family:flavour, or uninstall one plugin",
+                f"{_describe(config)} is matched equally by {names}",
+                help="select the family (family:flavour), or uninstall one plugin",
             )
         winner: Family = winners[0][2]
         return winner
@@ -179,7 +180,7 @@ def _contested(name: str, origin: Origin, origins: tuple[Origin, ...]) -> Diagno
     return Diagnostic(
         code=DUPLICATE_FAMILY,
         severity="warning",
-        message=f"{origin} claims the family name {name!r}, and so does {others}; neither is used",
+        message=f"both {origin} and {others} register the family name {name!r}; neither is used",
         help="uninstall one of them, or rename its family",
     )
 
@@ -235,16 +236,16 @@ def _problem(family: Any) -> Any:
         return lambda origin: Diagnostic(
             code=WRONG_API,
             severity="warning",
-            message=f"family {getattr(family, 'name', '?')!r} of {origin} speaks protocol"
-            f" {family.api_version!r}; this fsdptool speaks {API_VERSION}",
-            help="install versions of the two that fit together",
+            message=f"family {getattr(family, 'name', '?')!r} of {origin} uses protocol"
+            f" {family.api_version!r}; this fsdptool uses {API_VERSION}",
+            help="install compatible versions of the two",
         )
     for field in ("name", "library", "default_objective"):
         value = getattr(family, field, None)
         if not isinstance(value, str) or not value:
             return lambda origin: _broken(origin, f"{type(family).__name__} has no {field}")
     if any(character in family.name for character in ":/\\@ \t\n"):
-        what = f"family name {family.name!r} holds a colon, a slash, an at sign or a space"
+        what = f"family name {family.name!r} contains a colon, a slash, an at sign or a space"
         return lambda origin: _broken(origin, what)
     return None
 
@@ -253,8 +254,8 @@ def _broken(origin: Origin, what: str) -> Diagnostic:
     return Diagnostic(
         code=BROKEN_PLUGIN,
         severity="warning",
-        message=f"plugin {origin} is left out: {what}",
-        help=f"repair or uninstall {origin.distribution}",
+        message=f"plugin {origin} is ignored: {what}",
+        help=f"fix or uninstall {origin.distribution}",
     )
 
 
@@ -277,7 +278,7 @@ def family_digest(name: str) -> str:
     The detection cache keys on it, so editing a plugin in place is a miss.
 
     Raises:
-        ReferenceError: There is no such family.
+        ReferenceError: The family is unknown.
     """
     registry = load_registry()
     family, origin = registry.get(name), registry.origin(name)
@@ -329,15 +330,15 @@ def _package_digest(package: str) -> str:
 
 
 RULES = (
-    Rule("DET001", "plugin left out", "warning",
-         "A family plugin failed to load, or its entry point yields something that is no family. Every other "
-         "plugin is used.",
-         "Repair or uninstall the named distribution."),
+    Rule("DET001", "plugin ignored", "warning",
+         "A family plugin failed to load, or its entry point yields something that is not a family. Every "
+         "other plugin is used.",
+         "Fix or uninstall the named distribution."),
     Rule("DET002", "plugin of another protocol version", "warning",
-         "The family speaks another version of the protocol than this fsdptool, and is left out.",
-         "Install versions of the two that fit together."),
-    Rule("DET003", "family name claimed twice", "warning",
-         "Two plugins claim one name. Neither is used: which one won would depend on the order of "
+         "The family uses a different version of the protocol than this fsdptool, and is ignored.",
+         "Install compatible versions of the two."),
+    Rule("DET003", "family name registered twice", "warning",
+         "Two plugins register one name. Neither is used, because the winner would depend on the order of "
          "installation.",
          "Uninstall one of them, or rename its family."),
 )  # fmt: skip

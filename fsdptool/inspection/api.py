@@ -64,7 +64,7 @@ def detect(
         refresh: Derive the answer afresh and keep it.
 
     Raises:
-        ReferenceError: The reference names nothing usable.
+        ReferenceError: The reference cannot be resolved.
         ModelError: The model cannot be built, or a named class is not in it.
     """
     from fsdptool.source import resolve

@@ -50,13 +50,13 @@ def build(
     except ModelError as error:
         # The family knows the class and the value, not where the configuration lies.
         where = "" if spec.reference.id in error.message else f"{spec.reference.id}: "
-        usual = "repair that value, or take the one of a published configuration"
+        usual = "correct that value, or use the value of a published configuration"
         raise ModelError(f"{where}{error.message}", help=error.help or usual) from error
     except FsdptoolError:
         raise
     except RecursionError as error:
         raise ModelError(
-            f"{spec.model_class} of {spec.reference.id} recurses without end while it is built",
+            f"{spec.model_class} of {spec.reference.id} recurses infinitely while it is built",
             help="its constructor or its ties refer to themselves",
         ) from error
     except Exception as error:

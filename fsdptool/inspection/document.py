@@ -38,7 +38,7 @@ def detect_document(
         diagnostics: Findings from outside (plugins that failed to load).
 
     Raises:
-        ConfigError: The layout cannot be had for this model.
+        ConfigError: The layout does not support this model.
     """
     anatomy = found.anatomy
     census = Census(anatomy.modules, anatomy.parameters)
@@ -96,7 +96,7 @@ def detect_document(
         inputs,
         body,
         diagnostics=(*diagnostics, *spec.diagnostics, *anatomy.diagnostics, *found.store),
-        unknowns=() if world_size else ("which parameters shard unevenly: no --world-size was given",),
+        unknowns=() if world_size else ("parameters that shard unevenly (use --world-size)",),
     )
 
 

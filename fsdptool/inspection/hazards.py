@@ -75,7 +75,7 @@ def _ties(anatomy: Anatomy) -> Iterator[Diagnostic]:
                 TWO_WAY_TIE,
                 f"input and output embedding are one tensor of {parameter.numel:,} parameters:"
                 " accelerate 1.15 keeps it gathered from forward to backward",
-                "expected for tied models; plan counts it",
+                "expected for tied models; `plan` accounts for this",
             )
         elif parameter.aliases:
             other.append(parameter)
@@ -85,7 +85,7 @@ def _ties(anatomy: Anatomy) -> Iterator[Diagnostic]:
         yield _info(
             OTHER_TIES,
             f"{_some([parameter.fqn for parameter in other], 'tensor')} shared by several modules ({listed})",
-            "all owners must be in one FSDP unit; fsdptool's native layout sees to it",
+            "all owners must be in one FSDP unit; fsdptool's native layout ensures this",
         )
 
 
@@ -97,12 +97,12 @@ def _scalars(anatomy: Anatomy) -> Iterator[Diagnostic]:
             f"{_some(scalars, 'scalar parameter')}: fully_shard refuses parameters without dimensions, and"
             " accelerate 1.15 has no setting for it",
             f"reshape before prepare: model.{scalars[0]} = nn.Parameter(model.{scalars[0]}.data.reshape(1));"
-            " fsdptool keeps scalars whole on every rank",
+            " fsdptool replicates scalars on every rank",
         )
 
 
 def _refused(anatomy: Anatomy) -> Iterator[Diagnostic]:
-    """Ask the layout room, which follows accelerate 1.15 call by call, whether the choice can be had."""
+    """Ask the layout room, which follows accelerate 1.15 call by call, whether the choice is supported."""
     classes = anatomy.wrap.classes
     settings = FsdpSettings(wrap_policy="transformer" if classes else "none", wrap_classes=classes)
     try:
@@ -131,8 +131,8 @@ def _names(anatomy: Anatomy, census: Census) -> Iterator[Diagnostic]:
         if choice.classes:
             yield _warn(
                 EMPTY_NAMES,
-                "_no_split_modules is empty: without explicit classes accelerate 1.15 wraps nothing, in"
-                " silence, and gathers the whole model at once",
+                "_no_split_modules is empty: without explicit classes accelerate 1.15 silently wraps no"
+                " class and gathers the whole model at once",
                 explicit,
             )
         return
@@ -149,7 +149,7 @@ def _names(anatomy: Anatomy, census: Census) -> Iterator[Diagnostic]:
     try:
         group(anatomy, FsdpSettings(wrap_classes=names), layout="accelerate")
     except ConfigError as error:
-        yield _warn(NAMES_REFUSED, f"with _no_split_modules as it is: {error.message}", explicit)
+        yield _warn(NAMES_REFUSED, f"with the current _no_split_modules: {error.message}", explicit)
     if missed := [name for name in choice.classes if name not in names]:
         yield _warn(
             UNLISTED_BLOCKS,
@@ -163,8 +163,8 @@ def _classes(choice: WrapChoice, census: Census) -> Iterator[Diagnostic]:
     if not choice.classes:
         yield _warn(
             NOTHING_TO_WRAP,
-            "no class to wrap: every parameter outside the embeddings is in one unit, gathered whole",
-            "fsdp_auto_wrap_policy: NO_WRAP says so plainly; leave fsdp_activation_checkpointing off with it",
+            "no class to wrap: every parameter outside the embeddings is in one unit, gathered as a whole",
+            "set fsdp_auto_wrap_policy: NO_WRAP explicitly, without fsdp_activation_checkpointing",
         )
     wrapped = {path for name in choice.classes for path in census.by_class.get(name, ())}
     for path in sorted(wrapped):
@@ -176,7 +176,7 @@ def _classes(choice: WrapChoice, census: Census) -> Iterator[Diagnostic]:
                     NESTED_CLASSES,
                     f"{census.modules[path].class_name} is wrapped inside"
                     f" {census.modules[above].class_name} ({path})",
-                    "correct, but each level gathers by itself; --exclude one of the classes",
+                    "correct, but each level has collectives of its own; --exclude one of the classes",
                 )
                 return
 
@@ -211,8 +211,8 @@ def _experts(anatomy: Anatomy) -> Iterator[Diagnostic]:
         FUSED_EXPERTS,
         f"{len(held)} fused expert tensors hold {share:.1%} of the parameters; FSDP2 shards them by expert"
         f" ({', '.join(map(str, counts))}), the largest is {max(p.numel for p in held):,}",
-        "ranks beyond the number of experts hold nothing of them (--world-size shows it); LoRA by module"
-        " name does not reach them",
+        "ranks beyond the number of experts hold no part of them (see --world-size); LoRA targets by module"
+        " name do not match them",
     )
 
 
@@ -222,7 +222,7 @@ def _plan(anatomy: Anatomy) -> Iterator[Diagnostic]:
             LIBRARY_PLAN,
             f"transformers' own FSDP plan has rules that match nothing here:"
             f" {', '.join(anatomy.fsdp_plan_unmatched[:6])}",
-            "a script that relies on DistributedConfig(fsdp_plan=...) shards less than it seems",
+            "a script that relies on DistributedConfig(fsdp_plan=...) shards fewer modules than expected",
         )
 
 
@@ -248,7 +248,7 @@ def _judge(name: str, census: Census, choice: WrapChoice) -> NoSplitEntry:
     paths = census.by_class.get(name)
     if not paths:
         return NoSplitEntry(
-            name, "absent", "no module of this class in the model: accelerate 1.15 stops at it"
+            name, "absent", "no module of this class in the model: accelerate 1.15 raises an error"
         )
     if name in choice.classes:
         return NoSplitEntry(name, "right", f"{len(paths)} instances, chosen")

@@ -1,6 +1,6 @@
 """Finds configuration keys that the class will not read.
 
-transformers 5.23 keeps unknown keys as attributes and diffusers 0.42 drops them, both in silence, so
+transformers 5.23 keeps unknown keys as attributes and diffusers 0.42 drops them, both silently, so
 a misspelt ``hidden_sizes`` builds a model of the default width. Keys are compared with what the
 class itself declares, never with a list of ours alone.
 """
@@ -154,16 +154,14 @@ def _compare(
                 MISSPELT,
                 "warning",
                 f"{reader} {does} the key {prefix}{key}; it knows {near[0]}",
-                f"write {near[0]} if that is meant: as it stands the default is used",
+                f"write {near[0]} if that is meant; currently the default is used",
             )
         else:
             unread.append(prefix + key)
     if unread:
         listed = ", ".join(unread[:8]) + (f" and {len(unread) - 8} more" if len(unread) > 8 else "")
-        yield _finding(
-            UNREAD, "info", f"{reader} {does}: {listed}", "harmless unless a size hides among them"
-        )
+        yield _finding(UNREAD, "info", f"{reader} {does}: {listed}", "harmless unless one of them is a size")
 
 
 def _finding(code: str, severity: Any, message: str, help: str | None = None) -> Diagnostic:
-    return Diagnostic(code=code, severity=severity, message=message, help=help or "repair the configuration")
+    return Diagnostic(code=code, severity=severity, message=message, help=help or "correct the configuration")

@@ -64,7 +64,7 @@ def unit_plan(anatomy: Anatomy, *, layout: str = "native") -> UnitPlan:
     """Return the units of the wrap choice under default settings.
 
     Raises:
-        ConfigError: The layout cannot be had for this model (accelerate's, mostly).
+        ConfigError: The layout does not support this model (accelerate's, mostly).
     """
     from fsdptool.layout import group
 

@@ -90,8 +90,7 @@ def walk(model: nn.Module) -> Walked:
                 code=CYCLE,
                 severity="error",
                 message=f"module {path or '(root)'} contains itself",
-                help="a module tree without cycles is needed: hold the back reference outside nn.Module's"
-                " registration (in a list or a weakref)",
+                help="keep the back reference in a list or a weakref, outside nn.Module's registration",
             )
             for path in seen.cycles
         ),

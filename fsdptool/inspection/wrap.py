@@ -77,7 +77,7 @@ def select(choice: WrapChoice, census: Census, wrap: Sequence[str], exclude: Seq
     for name in (*wrap, *exclude):
         _must_be_live(census, name)
     if both := sorted(set(wrap) & set(exclude)):
-        raise ModelError(f"{both[0]} is both in --wrap and in --exclude", help="leave it out of one of them")
+        raise ModelError(f"{both[0]} is in both --wrap and --exclude", help="remove it from one of them")
     classes = tuple(dict.fromkeys(wrap)) if wrap else choice.classes
     classes = tuple(name for name in classes if name not in set(exclude))
     if not wrap and not exclude:
@@ -85,12 +85,12 @@ def select(choice: WrapChoice, census: Census, wrap: Sequence[str], exclude: Seq
     reasons = {item.name: (item.reason_code, item.reason) for item in choice.candidates}
     for name in choice.classes:
         if name not in classes:
-            given = "given to --exclude" if name in exclude else "not among the classes given to --wrap"
+            given = "excluded by --exclude" if name in exclude else "not selected by --wrap"
             reasons[name] = ("excluded" if name in exclude else "passed_over", given)
     for name in exclude:
-        reasons[name] = ("excluded", "given to --exclude")
+        reasons[name] = ("excluded", "excluded by --exclude")
     for name in wrap:
-        reasons[name] = ("person", "given to --wrap")
+        reasons[name] = ("person", "selected by --wrap")
     return WrapChoice(
         classes=classes,
         candidates=_describe(census, classes, reasons),
@@ -104,15 +104,17 @@ def _must_be_live(census: Census, name: str) -> None:
         if name in CONTAINERS:
             raise ModelError(
                 f"{name} cannot be wrapped: fully_shard refuses containers without a forward",
-                help="name the class of the blocks inside it",
+                help="use the class of the blocks inside it",
             )
         return
     root = census.modules[""].class_name
     if name == root:
-        raise ModelError(f"{name} is the whole model", help="the root is always sharded; name its blocks")
+        raise ModelError(
+            f"{name} is the whole model", help="the root is always sharded; use the class of its blocks"
+        )
     near = get_close_matches(name, census.by_class, n=3)
     raise ModelError(
-        f"there is no {name} in {root}",
+        f"{root} does not contain {name}",
         help=f"did you mean {' or '.join(near)}?" if near else "`fsdptool detect REF` lists its classes",
     )
 
@@ -240,9 +242,9 @@ def _structural_reasons(
     for name in classes:
         paths = search.chosen[name]
         share = census.union(paths) / max(census.total, 1)
-        text = f"{len(paths)} alike side by side hold {share:.1%} of the parameters"
+        text = f"{len(paths)} identical instances in a list hold {share:.1%} of the parameters"
         if name in search.after_stage:
-            reasons[name] = ("repeated_in_stages", f"{text}; the stages around them hold little else")
+            reasons[name] = ("repeated_in_stages", f"{text}; the enclosing stages hold little else")
         else:
             reasons[name] = ("repeated_block", text)
     for name, code in dropped.items():
@@ -256,10 +258,10 @@ def _structural_reasons(
 
 def _dropped_text(code: WrapReason, count: int, share: float) -> str:
     if code == "too_small":
-        return f"{count} instances hold {share:.2%} of the parameters: a collective costs more than it saves"
+        return f"{count} instances hold {share:.2%} of the parameters: not worth a collective for each"
     if code == "helper":
-        return f"no inner structure and {share:.1%} of the parameters: a helper beside real blocks"
-    return "occurs once outside other blocks: nothing repeats"
+        return f"no inner structure and {share:.1%} of the parameters: a helper module"
+    return "occurs once outside other blocks"
 
 
 def _describe(
@@ -305,16 +307,16 @@ def _why_left(
     prefixes = tuple(f"{path}." for path in roots)
     if prefixes and all(path.startswith(prefixes) for path in paths):
         holder = next(root for root in roots if paths[0].startswith(f"{root}."))
-        return "inside_block", f"lies inside {census.modules[holder].class_name}"
+        return "inside_block", f"is inside {census.modules[holder].class_name}"
     if name in CONTAINERS:
         return "container", "a bare container: its class name would match every other container"
     if any(_among_experts(path) for path in paths):
-        return "expert", "one expert of a mixture: a unit of its own would gather each expert alone"
+        return "expert", "one expert of a mixture: as units, experts would be gathered one by one"
     if len(paths) == 1:
-        return "once", "occurs once: nothing repeats"
+        return "once", "occurs once"
     signatures = Counter(census.signature(path) for path in paths)
     if max(signatures.values()) < 2:
         return "different_each", f"{len(paths)} instances, no two with the same shapes"
     if prefixes and any(path.startswith(prefixes) for path in paths):
-        return "inside_block", "lies inside a chosen block in most places"
-    return "unlisted", f"{len(paths)} instances, but not side by side in a list"
+        return "inside_block", "is inside a selected block in most places"
+    return "unlisted", f"{len(paths)} instances, but not in a list"

@@ -42,10 +42,10 @@ def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
 
     Raises:
         ConfigError: There is a run already and neither ``resume`` nor ``force`` says what to do with it,
-            or ``resume`` names nothing that can be resumed.
+            or ``resume`` is not a checkpoint that can be resumed.
     """
     if resume and force:
-        raise ConfigError("--resume and --force exclude each other", help="give one of them")
+        raise ConfigError("--resume and --force cannot be combined", help="use only one of them")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file", help="choose another folder with --output")
     if resume and resume != "auto":
@@ -55,14 +55,15 @@ def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
             return read_start(folder).number + 1
         if not force:
             raise ConfigError(
-                f"{folder} holds a run already",
+                f"{folder} already contains a run",
                 help="continue it with --resume auto, replace it with --force, or choose another --output",
             )
         return 0
     # With our lock in it, it is what a start left that ended before the folder was whole.
     if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK).exists():
         raise ConfigError(
-            f"{folder} is not empty and holds no run", help="choose an empty or new folder with --output"
+            f"{folder} is not empty and does not contain a run",
+            help="choose an empty or new folder with --output",
         )
     return 0
 
@@ -132,7 +133,7 @@ def write_run(
     except OSError as error:
         raise StorageError(
             f"the run folder {folder} cannot be written: {error.strerror or error}",
-            help="free space, or choose another folder with --output",
+            help="free disk space, or choose another folder with --output",
         ) from error
 
 

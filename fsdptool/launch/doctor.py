@@ -57,14 +57,14 @@ def examine(*, with_probe: bool = True) -> Health:
     if with_probe:
         kinds = ["cpu"] + (["cuda"] if len(devices) > 1 else [])
         probes = [_probe(kind) for kind in kinds]
-        for found in probes:
-            if not found["ok"]:
+        for probe in probes:
+            if not probe["ok"]:
                 diagnostics.append(
                     Diagnostic(
                         "DOC003",
                         "error",
-                        f"FSDP2 does not shard on two {found['device']} processes: {found['reason']}",
-                        help="runs of more than one process will fail here; read the reason",
+                        f"FSDP2 sharding failed on two {probe['device']} processes: {probe['reason']}",
+                        help="runs with more than one process will fail on this machine",
                     )
                 )
     return Health(
@@ -131,7 +131,7 @@ def _devices(diagnostics: list[Diagnostic]) -> list[dict[str, Any]]:
                     "DOC001",
                     "warning",
                     f"GPU {index} has only {free / total:.0%} of its memory free",
-                    help="another process holds the rest; nvidia-smi names it",
+                    help="another process uses the rest; find it with nvidia-smi",
                 )
             )
     return found
@@ -161,7 +161,7 @@ def _cache(diagnostics: list[Diagnostic]) -> dict[str, Any]:
             Diagnostic(
                 "DOC002",
                 "warning",
-                f"the cache folder {folder} cannot be written; every answer is derived afresh",
+                f"the cache folder {folder} is not writable; every result is recomputed",
                 help="set FSDPTOOL_CACHE to a writable folder",
             )
         )
@@ -195,7 +195,7 @@ def _probe(device: str) -> dict[str, Any]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return _verdict(device, [], f"no answer within {PROBE_SECONDS:.0f} s")
+            return _verdict(device, [], f"no result within {PROBE_SECONDS:.0f} s")
         found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     if done.returncode == 0 and len(found) == 2:
         return _verdict(device, found, None)
@@ -210,7 +210,7 @@ def _verdict(device: str, found: list[dict[str, Any]], reason: str | None) -> di
         reason = "parameters are not sharded by rows"
     if reason is None and not equal:
         worst = max(item["difference"] for item in found)
-        reason = f"weights after three steps differ from a plain loop's by {worst:.1e}"
+        reason = f"weights after three steps differ from those of an unsharded loop by {worst:.1e}"
     return {
         "device": device,
         "backend": found[0]["backend"] if found else None,
@@ -224,15 +224,16 @@ def _verdict(device: str, found: list[dict[str, Any]], reason: str | None) -> di
 
 
 RULES = (
-    Rule("DOC001", "GPU memory is taken", "warning",
-         "Less than nine tenths of a GPU's memory are free.",
-         "See who holds it with nvidia-smi."),
-    Rule("DOC002", "cache cannot be written", "warning",
-         "Every answer is derived afresh.",
-         "Set FSDPTOOL_CACHE to a folder that can be written."),
-    Rule("DOC003", "FSDP2 does not shard here", "error",
-         "A probe of two processes that shard a small model failed: runs of more than one process will, too.",
-         "Read the reason in the message."),
+    Rule("DOC001", "GPU memory is in use", "warning",
+         "Less than 90% of a GPU's memory is free.",
+         "Find the process that uses it with nvidia-smi."),
+    Rule("DOC002", "cache is not writable", "warning",
+         "Every result is recomputed.",
+         "Set FSDPTOOL_CACHE to a writable folder."),
+    Rule("DOC003", "FSDP2 sharding failed", "error",
+         "A probe in which two processes shard a small model failed. Runs with more than one process will "
+         "fail, too.",
+         "Read the reason in the message and repair the installation."),
     Rule("DOC004", "library version not tested", "warning",
          "fsdptool uses internals of torch and exact behaviour of the model libraries. This version is "
          "outside the range that was tested: it may work, fail, or shard differently.",

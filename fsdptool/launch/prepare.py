@@ -36,7 +36,7 @@ class Prepared:
         device: ``cpu`` or ``cuda``.
         world_size, per_machine: Processes in all and on each machine.
         prediction: What the plan says, or None with the reason in ``notes``.
-        diagnostics: Findings in the YAML that are no errors.
+        diagnostics: Findings in the YAML that are not errors.
         notes: One line each for the person.
         files: The files as given, by their name in the run folder.
     """
@@ -103,7 +103,7 @@ def prepare(
     settings = replace(settings, num_processes=world_size, use_cpu=device == "cpu")
     _check_mesh(settings, world_size, config_path)
     if recipe.steps is None and recipe.epochs is None:
-        raise ConfigError(f"{recipe_path} says neither steps nor epochs", help="set one of them")
+        raise ConfigError(f"{recipe_path} sets neither steps nor epochs", help="set one of them")
     spec = resolve_choice(recipe.model, recipe_path.parent)
     check_context(spec, recipe, settings)
     objective_for(recipe, spec)
@@ -169,7 +169,7 @@ def absolute_job(
     world_size = settings.num_processes
     if world_size is None or world_size < 1:
         if cluster is None:
-            raise ConfigError(f"{config_path} does not say num_processes", help="set it, or give --cluster")
+            raise ConfigError(f"{config_path} does not set num_processes", help="set it, or give --cluster")
         world_size = cluster.world_size
     if cluster is not None and (nodes, world_size) != (cluster.nodes, cluster.world_size):
         raise ConfigError(
@@ -179,7 +179,7 @@ def absolute_job(
         )
     if world_size % nodes:
         raise ConfigError(
-            f"{config_path}: {world_size} processes cannot be shared equally by {nodes} machines",
+            f"{config_path}: {world_size} processes cannot be divided equally among {nodes} machines",
             help="make num_processes a multiple of num_machines",
         )
     _check_mesh(settings, world_size, config_path)
@@ -255,7 +255,7 @@ def _predict(
             profile=device_profile(device),
         )
     except FsdptoolError as error:
-        return None, (f"the memory could not be predicted: {error.message}",)
+        return None, (f"memory could not be predicted: {error.message}",)
     return candidate, ()
 
 
@@ -269,8 +269,8 @@ def choose_device(settings: FsdpSettings, config_path: Path) -> Device:
         return "cpu"
     if not count_gpus():
         raise ConfigError(
-            f"{config_path} is for {settings.num_processes or 'some'} GPUs and this machine has none",
-            help="run it where the GPUs are, or train on the CPU with use_cpu: true (or --cpu)",
+            f"{config_path} is for {settings.num_processes or 'some'} GPUs but this machine has none",
+            help="run it on a machine with GPUs, or train on the CPU with use_cpu: true (or --cpu)",
         )
     return "cuda"
 
@@ -292,11 +292,11 @@ def count_processes(
             help="change num_processes, or leave --processes out",
         )
     if world_size < 1:
-        raise ConfigError(f"{config_path}: num_processes is {world_size}", help="give at least 1")
+        raise ConfigError(f"{config_path}: num_processes is {world_size}", help="set it to 1 or more")
     machines = max(settings.num_machines, 1)
     if world_size % machines:
         raise ConfigError(
-            f"{config_path}: {world_size} processes cannot be shared equally by {machines} machines",
+            f"{config_path}: {world_size} processes cannot be divided equally among {machines} machines",
             help="make num_processes a multiple of num_machines",
         )
     per_machine = world_size // machines
@@ -330,8 +330,8 @@ def place_nodes(
         endpoint = f"{settings.main_process_ip}:{settings.main_process_port or PORT}"
     if endpoint is None:
         raise ConfigError(
-            f"the configuration is for {count} machines and does not say where they meet",
-            help="set main_process_ip, or give --rendezvous HOST:PORT",
+            f"the configuration is for {count} machines and does not set a rendezvous endpoint",
+            help="set main_process_ip, or use --rendezvous HOST:PORT",
         )
     return Nodes(count, rank, endpoint, launch_id)
 

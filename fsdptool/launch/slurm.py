@@ -124,9 +124,9 @@ def slurm_script(
         *setup,
         *exports,
         'head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
-        "# A requeued job keeps its number: the restart count tells its launches apart.",
+        "# A requeued job keeps its ID; the restart count makes the launch ID unique.",
         f'launch_id="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.{random_id()}"',
-        "# Jobs that share a node meet at ports of their own.",
+        "# Jobs that share a node use different ports.",
         f"port=$(({PORT} + SLURM_JOB_ID % 1000))",
         "export head_node launch_id port",
         f"srun --kill-on-bad-exit=0 {cores}bash -c {shlex.quote(line)}",
@@ -141,7 +141,9 @@ def _check_limit(time: str) -> None:
     """Refuse what sbatch would, and a limit within which the run would be asked to save at its start."""
     found = _LIMIT.fullmatch(time)
     if found is None:
-        raise ConfigError(f"--time {time!r} is no time limit", help="write minutes, H:M:S or DAYS-H:M:S")
+        raise ConfigError(
+            f"--time {time!r} is not a valid time limit", help="write minutes, H:M:S or DAYS-H:M:S"
+        )
     if found["days"] is not None:
         days, parts = int(found["days"]), [int(part) for part in found["rest"].split(":")]
         hours, minutes, seconds = (*parts, 0, 0)[:3]
@@ -152,12 +154,12 @@ def _check_limit(time: str) -> None:
     limit = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if 0 < limit <= SIGNAL_LEAD_SECONDS:
         raise ConfigError(
-            f"--time {time} leaves no time to train: a run is to save {SIGNAL_LEAD_SECONDS} s before its end",
-            help=f"give more than {SIGNAL_LEAD_SECONDS // 60} minutes",
+            f"--time {time} is too short: the run saves its state {SIGNAL_LEAD_SECONDS} s before the limit",
+            help=f"use more than {SIGNAL_LEAD_SECONDS // 60} minutes",
         )
 
 
 def _value(key: str, value: str) -> str:
     if not value.strip() or any(character in value for character in "\n\r \t"):
-        raise ConfigError(f"--{key} {value!r} cannot stand in a #SBATCH line", help="give one word")
+        raise ConfigError(f"--{key} {value!r} is not allowed in an #SBATCH line", help="use a single word")
     return value

@@ -316,18 +316,18 @@ class Supervisor:
             return replace(
                 seen,
                 rank=gone[0],
-                message=f"{where} ended without a word; {seen.message}",
-                help="look at that machine; start all machines again, with a new --launch-id",
+                message=f"{where} ended without reporting an error; {seen.message}",
+                help="check that node, then restart all nodes with a new --launch-id",
             )
         last = next((line for line in reversed(self._tail) if line.strip()), "no output")
-        return Failure(None, f"the workers did not start: {last}", f"read {self._folder / LOGS}")
+        return Failure(None, f"the workers failed to start: {last}", f"read {self._folder / LOGS}")
 
     def _silent(self, number: int) -> Failure:
         pid = self._ranks[number].pid
         code = self._exit_codes.get(pid)
-        how = "died without a word"
+        how = "ended without reporting an error"
         if code is not None:
-            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
         return Failure(
             number,
             f"rank {number} (process {pid}) {how}",

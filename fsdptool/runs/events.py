@@ -165,7 +165,8 @@ class EventLog:
             self._metrics.append(record)
         except OSError as error:
             raise StorageError(
-                f"metrics.jsonl cannot be written: {error.strerror}", help="free space and resume the run"
+                f"metrics.jsonl cannot be written: {error.strerror}",
+                help="free disk space and resume the run",
             ) from error
         if metrics.step % self._log_every == 0:
             self._track(lambda tracker: tracker.log(metrics))

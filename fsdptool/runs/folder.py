@@ -73,7 +73,7 @@ def read_start(folder: Path) -> Start:
     """Read ``run.json``.
 
     Raises:
-        ConfigError: The folder is no run folder, or the file is damaged.
+        ConfigError: The folder is not a run folder, or the file is damaged.
     """
     document = read_json(folder / RUN)
     names = Start.__dataclass_fields__
@@ -117,7 +117,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} is not a run folder: {path.name} is missing",
-            help="give a folder that fsdptool train wrote",
+            help="use a folder that `fsdptool train` wrote",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -191,7 +191,7 @@ def read_inputs(folder: Path, *, trust_remote_code: bool = False) -> RunInputs:
         found[name] = _read(folder / f"{name}.json", record)
     inputs = RunInputs(folder, **found)
     if method_of(inputs.recipe).teacher_choice(inputs.recipe) is not None and inputs.teacher_units is None:
-        raise ConfigError(f"{folder} has no teacher_units.json", help="start the run with fsdptool train")
+        raise ConfigError(f"{folder} has no teacher_units.json", help="start the run with `fsdptool train`")
     for spec in (inputs.spec, inputs.teacher_spec):
         check_consent(spec, folder, trust_remote_code=trust_remote_code)
     consented(inputs.recipe, folder, trust_remote_code=trust_remote_code)

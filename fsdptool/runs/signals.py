@@ -168,4 +168,4 @@ def take_stops(before: str, advice: str) -> Iterator[Stops]:
     if stops.ended == signal.SIGINT:
         raise KeyboardInterrupt
     if stops.ended:
-        raise StoppedError(f"{signal_name(stops.ended)} came before {before}", help=advice)
+        raise StoppedError(f"{signal_name(stops.ended)} was received before {before}", help=advice)

@@ -109,8 +109,9 @@ def describe_stall(
     where = f" (line {stack[-1].lineno} of {Path(stack[-1].filename).name})" if stack else ""
     return {
         "error": "Stalled",
-        "message": f"no sign of life for {seconds:.0f} s while {phase}{where}",
-        "help": "read the stacks in logs/; raise --timeout if it was only slow; continue with --resume auto",
+        "message": f"no progress for {seconds:.0f} s while {phase}{where}",
+        "help": "read the stack traces in logs/; increase --timeout if the run was only slow;"
+        " continue with --resume auto",
         "exit_code": int(ExitCode.WORKER_FAILED),
         "retryable": True,
         "secondary": False,

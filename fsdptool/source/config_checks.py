@@ -46,20 +46,20 @@ def check_sizes(config: Mapping[str, Any], where: str) -> tuple[Diagnostic, ...]
         elif value == -1 and key in (*_LAYERS, "hidden_size", "vocab_size", "d_model", "num_attention_heads"):
             problem = f"{path} is -1: a size cannot be negative"
         elif value == 0 and path in _NEVER_ZERO:
-            problem = f"{path} is 0: nothing can be built of that"
+            problem = f"{path} is 0: the model would be empty"
         elif abs(value) > _MAX_SIZE and _SIZE.search(key):
-            problem = f"{path} is {value:,}: no model is that large"
+            problem = f"{path} is {value:,}: no model has such a size"
         elif abs(value) > _MAX_DEPTH and _DEPTH.search(key):
-            problem = f"{path} is {value:,}: no model is that deep"
+            problem = f"{path} is {value:,}: no model has that many layers"
         if problem:
-            raise ModelError(f"{where}: {problem}", help="repair the value")
+            raise ModelError(f"{where}: {problem}", help="correct the value")
         if value == 0 and key in _LAYERS and path == key:
             findings.append(
                 Diagnostic(
                     code=ZERO_LAYERS,
                     severity="warning",
                     message=f"{where}: {path} is 0: the model has no layers to wrap",
-                    help="FSDP2 would gather the whole model at once; set the real depth",
+                    help="FSDP2 would gather the whole model at once; set the number of layers of the model",
                 )
             )
     return tuple(findings)
@@ -107,8 +107,8 @@ def check_known(config: Mapping[str, Any], where: str, *, trust_remote_code: boo
     if model_type not in known:
         if remote and not trust_remote_code:
             raise BadReference(
-                f"{where}: model_type {model_type!r} needs code from the reference itself (auto_map)",
-                help="read that code, then give --trust-remote-code if you trust it",
+                f"{where}: model_type {model_type!r} requires the code that comes with the model (auto_map)",
+                help="read that code, then use --trust-remote-code if you trust it",
             )
         if not remote:
             raise BadReference(
@@ -121,9 +121,9 @@ def check_known(config: Mapping[str, Any], where: str, *, trust_remote_code: boo
             Diagnostic(
                 code=IGNORED_REMOTE_CODE,
                 severity="info",
-                message=f"{where}: auto_map names code in the reference;"
+                message=f"{where}: auto_map refers to code that comes with the model;"
                 f" transformers' own {model_type} is used",
-                help="--trust-remote-code runs the reference's code instead",
+                help="use --trust-remote-code to run that code instead",
             ),
         )
     return ()
@@ -137,7 +137,7 @@ def check_quantization(config: Mapping[str, Any], where: str) -> tuple[Diagnosti
         Diagnostic(
             code=IGNORED_QUANTIZATION,
             severity="info",
-            message=f"{where}: quantization_config is left out: shapes and totals are those of the"
+            message=f"{where}: quantization_config is ignored: shapes and totals are those of the"
             " unquantised model",
         ),
     )
@@ -183,24 +183,24 @@ RULES = (
     Rule("DET101", "a model without layers", "warning",
          "The configuration sets a number of layers to 0: nothing can be wrapped, and FSDP2 would gather the "
          "whole model at once.",
-         "Set the real depth."),
+         "Set the number of layers of the model."),
     Rule("DET102", "remote code not used", "info",
-         "`auto_map` names code in the reference. transformers has the model type itself, and its own "
-         "class is used: nothing is run that a reference brings along.",
-         "Nothing, or pass --trust-remote-code to run the reference's code."),
-    Rule("DET103", "quantisation left out", "info",
+         "`auto_map` refers to code that comes with the model. transformers has the model type itself, and "
+         "its own class is used. Code that comes with the model is not run.",
+         "No action, or use --trust-remote-code to run that code."),
+    Rule("DET103", "quantisation ignored", "info",
          "Shapes and totals are those of the unquantised model: quantised tensors are packed, and FSDP2 "
          "shards what training holds.",
-         "Nothing needs to be done."),
-    Rule("DET104", "key written again in a model's file", "warning",
-         "A JSON object names a key more than once. transformers, diffusers and peft take the last value and "
-         "say nothing; the reader of the file may believe the first.",
-         "Keep one of them."),
+         "No action is needed."),
+    Rule("DET104", "duplicate key in a model's file", "warning",
+         "A JSON object contains a key more than once. transformers, diffusers and peft silently use the "
+         "last value; a reader of the file may expect the first.",
+         "Keep one of the entries."),
     Rule("DET110", "pipeline with a second denoiser", "info",
-         "The pipeline holds two models that are trained; the answer is about the first alone.",
-         "Name the other with --component."),
+         "The pipeline contains two trainable denoisers. The result covers the first one only.",
+         "Select the other with --component."),
     Rule("DET111", "pipeline index and component disagree", "warning",
          "`model_index.json` and the component's own config.json name different classes; diffusers builds "
-         "either without a word. The component's own is used.",
-         "Repair the wrong one."),
+         "either without a warning. The component's own class is used.",
+         "Correct the wrong one."),
 )  # fmt: skip

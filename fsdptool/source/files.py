@@ -36,7 +36,7 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
         if len(content) > _LARGEST:
             size = f"{found.st_size:,}" if S_ISREG(found.st_mode) else f"more than {_LARGEST:,}"
             raise ReferenceError(
-                f"{path} is {size} bytes: that is no configuration file",
+                f"{path} is {size} bytes, which is too large for a configuration file",
                 help="give the model's config.json or its folder",
             )
     except OSError as error:
@@ -70,7 +70,7 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
             f"{path}: nested too deeply for a configuration", help="give the model's config.json"
         ) from error
     except ValueError as error:
-        raise ReferenceError(f"{path}: not JSON that can be used: {error}", help="repair the file") from error
+        raise ReferenceError(f"{path}: invalid JSON: {error}", help="repair the file") from error
     if not isinstance(loaded, dict):
         raise ReferenceError(
             f"{path} holds a JSON {type(loaded).__name__}, not an object", help="give the model's config.json"
@@ -98,12 +98,12 @@ def _repetitions(path: Path, text: str, keys: list[str]) -> Iterator[Diagnostic]
     for key in keys:
         place = places.get(key)
         line = place[0] if place else None
-        again = f"is written again on line {place[1]}" if place else "is written more than once"
+        again = f"is set again on line {place[1]}" if place else "is set more than once"
         yield Diagnostic(
             code=REPEATED_KEY,
             severity="warning",
-            message=f"{path}{f':{line}' if line else ''}: {key} {again}; the last one counts",
-            help="keep one of them",
+            message=f"{path}{f':{line}' if line else ''}: {key} {again}; the last value is used",
+            help="keep one of the entries",
             path=str(path),
             line=line,
         )
@@ -156,4 +156,4 @@ def refuse_pages(text: str) -> None:
         return
     host, *parts = rest.split("/")
     name = "/".join(parts[:2]) if host == "huggingface.co" and len(parts) > 1 else "organisation/name"
-    raise ReferenceError(f"{short(text)} is a page, not a model", help=f"give its id: {name}")
+    raise ReferenceError(f"{short(text)} is a web address, not a model", help=f"use its id: {name}")

@@ -70,7 +70,7 @@ class HubFiles:
             ) from error
         except hub.RevisionNotFoundError as error:
             raise ReferenceError(
-                f"{self.repo_id} has no revision {self.revision!r}", help="give an existing --revision"
+                f"{self.repo_id} has no revision {self.revision!r}", help="use an existing --revision"
             ) from error
         except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
             raise ReferenceError(
@@ -78,7 +78,7 @@ class HubFiles:
                 help=self._hint or "check the spelling, or log in with `hf auth login`",
             ) from error
         except OSError as error:
-            raise self._missing(f"the Hub cannot be asked ({_words(error)})") from error
+            raise self._missing(f"the Hub request failed ({_words(error)})") from error
         except Exception as error:
             # The HTTP library under huggingface_hub differs by version; all it raises means the same here.
             raise self._missing(f"the Hub cannot be reached ({_words(error)})") from error
@@ -109,7 +109,7 @@ class HubFiles:
 
         at = f" at revision {self.revision}" if self.revision else ""
         supply = (
-            f"where there is a network run `hf download {self.repo_id} --include '*.json'"
+            f"on a machine with network access, run `hf download {self.repo_id} --include '*.json'"
             + (f" --revision {self.revision}" if self.revision else "")
             + "`, or give a local folder or config.json"
         )

@@ -47,7 +47,7 @@ def pick(
     """Return the component to inspect: ``wanted``, else the denoiser.
 
     Raises:
-        ReferenceError: There is no such component, or none that looks like a denoiser.
+        ReferenceError: The component does not exist, or none that looks like a denoiser.
     """
     have = {component.name: component for component in components(index)}
     listed = ", ".join(have) or "none that is a model"
@@ -71,8 +71,8 @@ def pick(
             Diagnostic(
                 code=SECOND_DENOISER,
                 severity="info",
-                message=f"{where} also has {' and '.join(present[1:])}; this is about {present[0]} alone",
-                help=f"--component {present[1]} inspects the other",
+                message=f"{where} also has {' and '.join(present[1:])}; this result covers {present[0]} only",
+                help=f"use --component {present[1]} to inspect the other",
             ),
         )
     return have[present[0]], diagnostics

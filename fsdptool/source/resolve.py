@@ -74,7 +74,7 @@ def resolve(
         overrides: Configuration values that replace those read (nested mappings are merged).
 
     Raises:
-        ReferenceError: The reference names nothing usable; the message says what and what next.
+        ReferenceError: The reference cannot be resolved; the message says what and what next.
         ModelError: Its configuration has sizes no model can have.
     """
     text = text.strip()
@@ -109,7 +109,7 @@ def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec
             the recipe's folder.
 
     Raises:
-        ReferenceError: The reference names nothing usable; the message says what and what next.
+        ReferenceError: The reference cannot be resolved; the message says what and what next.
         ModelError: Its configuration has sizes no model can have.
     """
     return resolve(
@@ -150,13 +150,13 @@ def _from_flavour(text: str, options: _Options) -> ModelSpec:
     if options.revision is not None:
         raise ReferenceError(
             f"{text} is a registered flavour and has no revisions",
-            help="--revision goes with a Hugging Face id",
+            help="--revision applies to Hugging Face ids only",
         )
     family = registry.get(name)
     flavour = registry.flavour(name, flavour_name)
     if options.component is not None and options.component != flavour.component:
         have = f"only {flavour.component}" if flavour.component else "no components"
-        raise ReferenceError(f"{text} has {have}", help="leave --component out, or give a pipeline folder")
+        raise ReferenceError(f"{text} has {have}", help="omit --component, or use a pipeline folder")
     return ModelSpec(
         reference=Reference("flavour", text),
         family=family.name,
@@ -172,7 +172,9 @@ def _from_flavour(text: str, options: _Options) -> ModelSpec:
 
 def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
     if options.revision is not None:
-        raise ReferenceError(f"{text} is a path and has no revisions", help="--revision goes with a Hub id")
+        raise ReferenceError(
+            f"{text} is a path and has no revisions", help="--revision applies to Hugging Face ids only"
+        )
     if not exists(path):
         raise ReferenceError(f"there is no file or folder {text}", help="check the path")
     if path.is_dir():
@@ -201,7 +203,7 @@ def _from_hub(text: str, options: _Options) -> ModelSpec:
     if not looks_like_id(text):
         raise ReferenceError(
             f"{short(text)!r} is neither a path, a registered family:flavour nor a Hugging Face id",
-            help="`fsdptool families` lists what ships",
+            help="`fsdptool families` lists the shipped families",
         )
     files = HubFiles(text, options.revision, _hint(text))
     spec = _from_files(text, _Hub(files), None, options)
@@ -214,7 +216,7 @@ def _hint(text: str) -> str | None:
     for family in registry.all():
         for flavour in family.flavours().values():
             if flavour.hub_id and flavour.hub_id.casefold() == text.casefold():
-                return f"its shape ships as {family.name}:{flavour.name}"
+                return f"an architecture of the same size ships as {family.name}:{flavour.name}"
     if "/" in text:
         return None
     try:
@@ -241,14 +243,14 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
         kind = "folder"
     found = index or adapter or config
     if found is None:
-        raise ReferenceError(f"{text} has none of {_CONFIG}, {_INDEX}, {_ADAPTER}", help=_beside(folder))
+        raise ReferenceError(f"{text} contains none of {_CONFIG}, {_INDEX}, {_ADAPTER}", help=_beside(folder))
     folder = found.parent
     if index is not None:
         return _pipeline(text, files, index, folder, options)
     if adapter is not None and not (config is not None and safetensors_in(folder, "model")):
         return _adapter(text, options.read(adapter), folder, options)
     if options.component is not None:
-        raise ReferenceError(f"{text} is one model, not a pipeline", help="leave --component out")
+        raise ReferenceError(f"{text} is one model, not a pipeline", help="omit --component")
     assert config is not None
     return _plain(text, kind, options.read(config), config, folder, options)
 
@@ -286,7 +288,7 @@ def _pipeline(text: str, files: _Files, index: Path, folder: Path, options: _Opt
                 severity="warning",
                 message=f"{index.name} says {part.name} is a {named}, {part.name}/{_CONFIG} says"
                 f" {config.get('_class_name')!r}; the latter is used",
-                help="diffusers builds either in silence: repair the wrong one",
+                help="diffusers builds either without a warning: correct the wrong one",
                 path=str(path),
             ),
         )
@@ -324,7 +326,8 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
         if options.depth:
             raise
         raise ReferenceError(
-            f"{text}: adapters name one another in a circle, by {error}", help="name a real base model"
+            f"{text}: adapters refer to one another in a circle, at {error}",
+            help="set base_model_name_or_path to a base model",
         ) from None
     except ReferenceError as error:
         raise ReferenceError(f"{text} adapts {base}: {error.message}", help=error.help) from error

@@ -84,7 +84,7 @@ def check_family(family: Family) -> list[str]:
     """Return what is wrong with a family's own fields, its data and its objectives."""
     problems = []
     if family.api_version != API_VERSION:
-        problems.append(f"api_version is {family.api_version}, this fsdptool speaks {API_VERSION}")
+        problems.append(f"api_version is {family.api_version}, this fsdptool uses {API_VERSION}")
     for field in ("name", "library", "default_objective"):
         if not isinstance(getattr(family, field, None), str):
             problems.append(f"{field} is not set")

@@ -98,7 +98,7 @@ class Cosmos3(Denoiser):
         Raises:
             ConfigError: The sizes do not divide, or the micro-batch is not one sample.
         """
-        one_sample(self.name, recipe, "samples packed into one call would see one another")
+        one_sample(self.name, recipe, "samples packed into one call would attend to one another")
         return super().latent_shape(full, recipe)
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:

@@ -141,7 +141,7 @@ class MiniMaxH3(Joint):
         Raises:
             ConfigError: The sizes do not divide, or the micro-batch is not one sample.
         """
-        one_sample(self.name, recipe, "the model's noise level is one per call")
+        one_sample(self.name, recipe, "the model takes one noise level per call")
         channels, _, *sides = super().latent_shape(full, recipe)
         frames = recipe.batch.frames or self.geometry.frames
         if frames < self.kept or frames % self.chunk != self.kept:

@@ -58,7 +58,7 @@ class Wav2Vec2(TransformersFamily):
             frames = (frames - kernel) // stride + 1
         if frames < 2:
             raise ConfigError(
-                f"batch.sequence_length is {count} audio samples, too few for two frames",
+                f"batch.sequence_length is {count} audio samples, which is too short for two frames",
                 help="one frame is about 400 samples",
             )
         return (

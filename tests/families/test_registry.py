@@ -119,15 +119,15 @@ def test_two_plugins_with_one_name_are_both_named_and_neither_is_used(plugin: Pa
     found = registry("registry_plugin:Toy", "registry_plugin:Rival")
     assert [finding.code for finding in found.diagnostics] == ["DET003", "DET003"]
     assert found.all() == ()
-    with pytest.raises(BadReference, match=r"claimed by .*Toy.* and .*Rival"):
+    with pytest.raises(BadReference, match=r"registered by .*Toy.* and .*Rival"):
         found.get("toy")
 
 
 def test_equal_claims_are_an_error(plugin: Path) -> None:
     found = registry("registry_plugin:several")
-    with pytest.raises(BadReference, match="claimed equally by 'toy'"):
+    with pytest.raises(BadReference, match="matched equally by 'toy'"):
         found.match({"model_type": "toy"})
-    with pytest.raises(BadReference, match="no installed family claims a configuration with model_type 'x'"):
+    with pytest.raises(BadReference, match="no installed family matches a configuration with model_type 'x'"):
         found.match({"model_type": "x"})
 
 

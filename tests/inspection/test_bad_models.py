@@ -105,7 +105,7 @@ def bad_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("inside", "contains itself"),
         ("raises", "cannot be built: KeyError"),
-        ("endless", "recurses without end"),
+        ("endless", "recurses infinitely"),
         ("nothing", "has no parameters"),
         ("greedy", "cannot be built"),
     ],

@@ -183,4 +183,4 @@ def test_workers_that_never_start_leave_their_last_line(stage: Stage) -> None:
     command = LaunchCommand((sys.executable, "-c", "raise SystemExit('no such thing')"))
     outcome = Supervisor(stage.folder, command).run()
     assert outcome.failure is not None
-    assert outcome.failure.message == "the workers did not start: no such thing"
+    assert outcome.failure.message == "the workers failed to start: no such thing"

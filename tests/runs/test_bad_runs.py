@@ -67,7 +67,7 @@ def test_a_file_that_is_not_text(place: Work, capsys: pytest.CaptureFixture[str]
 def test_a_config_for_gpus_where_there_are_none(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(place)
     (place.folder / "accelerate.yaml").write_text(CONFIG.replace("use_cpu: true\n", ""))
-    assert "is for 2 GPUs and this machine has none" in complain(place, capsys)
+    assert "is for 2 GPUs but this machine has none" in complain(place, capsys)
 
 
 def test_a_config_for_another_number_of_processes(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,14 +129,14 @@ def test_a_teacher_for_something_else(place: Work, capsys: pytest.CaptureFixture
 def test_a_run_is_never_overwritten_unasked(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     (place.folder / "run").mkdir()
     (place.folder / "run" / "run.json").write_text("{}")
-    assert "holds a run already" in complain(place, capsys)
-    assert "exclude each other" in complain(place, capsys, "--resume", "auto", "--force")
+    assert "already contains a run" in complain(place, capsys)
+    assert "cannot be combined" in complain(place, capsys, "--resume", "auto", "--force")
 
 
 def test_a_folder_of_somebody_elses_is_left_alone(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     (place.folder / "run").mkdir()
     (place.folder / "run" / "thesis.tex").write_text("x")
-    assert "is not empty and holds no run" in complain(place, capsys)
+    assert "is not empty and does not contain a run" in complain(place, capsys)
     assert "holds no run" in complain(place, capsys, "--force")
 
 
@@ -165,7 +165,7 @@ def test_a_run_that_came_and_went_meanwhile_is_not_overwritten(
 
     monkeypatch.setattr("fsdptool.launch.prepare.prepare", slowly)
     assert run(place.arguments("run")) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert made.read_text() == "{}"
 
 

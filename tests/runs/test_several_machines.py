@@ -133,7 +133,7 @@ def test_a_rank_and_a_machine_die(
                 os.killpg(node.pid, signal.SIGKILL)
     said = logs[0].read_text()
     assert "restart 1: rank" in said
-    assert f"error: rank {there} on {os.uname().nodename} ended without a word" in said
+    assert f"error: rank {there} on {os.uname().nodename} ended without reporting an error" in said
     assert "new --launch-id" in said
     assert "main_process_ip" not in said, "where they meet was said on the command line"
     assert steps(folder) < STEPS

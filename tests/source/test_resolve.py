@@ -90,8 +90,8 @@ def test_a_key_that_is_written_again_is_a_finding_and_the_last_counts(tmp_path: 
     assert (spec.config["hidden_size"], spec.config["rope_scaling"]) == (32, {"factor": 4})
     said = [(item.code, item.line, item.message.partition(": ")[2]) for item in spec.diagnostics]
     assert said == [
-        ("DET104", 13, "factor is written again on line 14; the last one counts"),
-        ("DET104", 6, "hidden_size is written again on line 16; the last one counts"),
+        ("DET104", 13, "factor is set again on line 14; the last value is used"),
+        ("DET104", 6, "hidden_size is set again on line 16; the last value is used"),
     ]
     twice = f'{{"peft_type": "LORA", "r": 8, "r": 4, "base_model_name_or_path": "{tmp_path}"}}'
     adapter = write(tmp_path, "a/adapter_config.json", twice)
@@ -99,7 +99,7 @@ def test_a_key_that_is_written_again_is_a_finding_and_the_last_counts(tmp_path: 
     labels = ", ".join(f'"{number}": "label"' for number in range(30_000))
     long = write(tmp_path, "long.json", text[:-2] + f', "id2label": {{{labels}}}, "r": 1, "r": 2}}')
     assert [item.message.partition(": ")[2] for item in resolve(str(long)).diagnostics] == [
-        "r is written more than once; the last one counts"
+        "r is set more than once; the last value is used"
     ]
 
 
@@ -177,7 +177,7 @@ def test_adapters_in_a_circle_end(tmp_path: Path) -> None:
         )
     with pytest.raises(BadReference, match="circle") as caught:
         resolve(str(tmp_path / "a"))
-    assert caught.value.message.startswith(f"{tmp_path / 'a'}: adapters name one another in a circle")
+    assert caught.value.message.startswith(f"{tmp_path / 'a'}: adapters refer to one another in a circle")
     assert len(caught.value.message) < 400
 
 
@@ -186,10 +186,10 @@ def test_adapters_in_a_circle_end(tmp_path: Path) -> None:
     [
         ({"hidden_size": -64}, "hidden_size is -64: a size cannot be negative"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
-        ({"num_hidden_layers": 10**18}, "no model is that"),
-        ({"hidden_size": 10**18}, "no model is that large"),
-        ({"intermediate_size": 1e18}, "no model is that large"),
-        ({"num_attention_heads": 10**9}, "no model is that deep"),
+        ({"num_hidden_layers": 10**18}, "no model has"),
+        ({"hidden_size": 10**18}, "no model has such a size"),
+        ({"intermediate_size": 1e18}, "no model has such a size"),
+        ({"num_attention_heads": 10**9}, "no model has that many layers"),
         ({"text_config": {"vocab_size": -5}}, "text_config.vocab_size is -5"),
     ],
 )
@@ -224,8 +224,8 @@ def test_unset_sizes_are_fine(tmp_path: Path) -> None:
         ('{"model_type": "nobody-knows-it"}', "model_type 'nobody-knows-it' is unknown to transformers"),
         ('{"_class_name": "FluxTransformer3DModel"}', "is not in diffusers"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"hidden_size": ' + "9" * 5000 + "}", "not JSON that can be used"),
-        ('{"model_type": "llama", "hidden_size": 0}', "hidden_size is 0: nothing can be built of that"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", "invalid JSON"),
+        ('{"model_type": "llama", "hidden_size": 0}', "hidden_size is 0: the model would be empty"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads is 0"),
     ],
     ids=[
@@ -262,7 +262,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     assert resolve(str(path)).model_class == "LlamaForCausalLM", "a byte-order mark is harmless"
     with path.open("wb") as stream:
         stream.truncate(17 * 1024 * 1024)
-    with pytest.raises(BadReference, match="no configuration file"):
+    with pytest.raises(BadReference, match="too large for a configuration file"):
         resolve(str(path))
 
 
@@ -302,7 +302,7 @@ def test_folders_without_a_configuration_name_what_is_near(tmp_path: Path) -> No
     write(tmp_path, "checkpoint-5/config.json", LLAMA)
     with pytest.raises(BadReference) as caught:
         resolve(str(tmp_path))
-    assert "has none of config.json" in caught.value.message
+    assert "contains none of config.json" in caught.value.message
     assert "checkpoint-5" in (caught.value.help or "")
     with pytest.raises(BadReference, match="there is no file or folder"):
         resolve(str(tmp_path / "nowhere"))
@@ -314,15 +314,15 @@ def test_folders_without_a_configuration_name_what_is_near(tmp_path: Path) -> No
     ("reference", "words", "help"),
     [
         ("llama3", "is a family, not a model", "llama3:8b"),
-        ("lama3:8b", "no family called 'lama3'", "llama3"),
+        ("lama3:8b", "unknown family 'lama3'", "llama3"),
         ("llama3:8bb", "no flavour '8bb'", "llama3:8b"),
         ("", "empty", "family:flavour"),
         ("a b c", "neither a path", "fsdptool families"),
         ("../../etc/passwd-not", "no file or folder", "path"),
         ("~nobody-of-that-name/model", "no file or folder", "path"),
         ("a" * 5000, "neither a path", "fsdptool families"),
-        ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "is a page", "Qwen/Qwen3-8B"),
-        ("https://example.org", "is a page", "organisation/name"),
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "is a web address", "Qwen/Qwen3-8B"),
+        ("https://example.org", "is a web address", "organisation/name"),
     ],
 )
 def test_names_that_are_nothing(reference: str, words: str, help: str) -> None:
@@ -365,7 +365,7 @@ def test_hub_ids_offline_answer_at_once(tmp_path: Path) -> None:
     assert "hf download somebody/some-model" in (caught.value.help or "")
     with pytest.raises(BadReference) as caught:
         resolve("meta-llama/Meta-Llama-3-8B")
-    assert "its shape ships as llama3:8b" in (caught.value.help or "")
+    assert "an architecture of the same size ships as llama3:8b" in (caught.value.help or "")
 
 
 def test_no_network_is_found_out_at_once(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def vocabulary(config: Any) -> int:
             return size
     raise ModelError(
         f"{type(config).__name__} has no vocab_size",
-        help="give the model's inputs through a family of its own",
+        help="write a family plugin for the model",
     )
 
 
@@ -237,15 +237,15 @@ def batch_for(objective: str, config: Any, recipe: Recipe) -> tuple[TensorSpec, 
     """
     if objective not in _BATCHES:
         raise ConfigError(
-            f"objective {objective!r} has no batch for {type(config).__name__}",
+            f"objective {objective!r} is not supported for {type(config).__name__}",
             help=f"choose one of: {', '.join(sorted(_BATCHES))}",
         )
     try:
         return _BATCHES[objective](config, recipe)
     except AttributeError as error:
         raise ModelError(
-            f"{type(config).__name__} does not say what objective {objective!r} needs: {error}",
-            help="give the model's inputs through a family of its own (docs/families.md)",
+            f"{type(config).__name__} lacks what objective {objective!r} needs: {error}",
+            help="write a family plugin for the model (docs/families.md)",
         ) from error
 
 
@@ -278,7 +278,7 @@ def time(uniform: Tensor, options: Mapping[str, Any]) -> Tensor:
         options: The objective's options.
 
     Raises:
-        ConfigError: An option has a value that means nothing.
+        ConfigError: An option has an invalid value.
     """
     import torch
 
@@ -308,7 +308,7 @@ def stacked(samples: Sequence[Sample], name: str) -> Tensor:
     if missing := [number for number, sample in enumerate(samples) if name not in sample]:
         raise ConfigError(
             f"cached sample {missing[0]} has no {name}",
-            help=f"it has: {', '.join(sorted(samples[missing[0]]))}; make the cache again",
+            help=f"it has: {', '.join(sorted(samples[missing[0]]))}; recreate the cache",
         )
     tensors = [sample[name] for sample in samples]
     longest = max(tensor.shape[0] if tensor.dim() else 0 for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Families and flavours as data: ``data/families.jsonl`` and ``data/flavours.jsonl`` of a package.
+"""Families and flavours in JSON lines: ``data/families.jsonl`` and ``data/flavours.jsonl`` of a package.
 
 Nothing is read before somebody asks, and flavours are read only when one family's are wanted.
 """

@@ -34,7 +34,7 @@ class DiffusersFamily(CatalogueFamily):
         if isinstance(name, str) and name:
             return name
         raise ModelError(
-            "the configuration has no _class_name", help="diffusers writes one; name the class there"
+            "the configuration has no _class_name", help="set _class_name to the diffusers class of the model"
         )
 
     def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class DiffusersFamily(CatalogueFamily):
         """
         raise ModelError(
             f"the inputs of {self.model_class(config)} are not known",
-            help="give them through a family of its own (docs/families.md)",
+            help="write a family plugin for the model (docs/families.md)",
         )
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ class DiffusersFamily(CatalogueFamily):
         """
         raise ModelError(
             f"how to call {type(model).__name__} is not known",
-            help="say so in a family of its own (docs/families.md)",
+            help="write a family plugin for the model (docs/families.md)",
         )
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
@@ -111,7 +111,7 @@ def load_class(name: str) -> Any:
     """Return a diffusers class by name, importing only the module that defines it.
 
     Raises:
-        ModelError: There is no such class, or its module needs a package that is not installed.
+        ModelError: The class does not exist, or its module needs a package that is not installed.
     """
     import diffusers
 

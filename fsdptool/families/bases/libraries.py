@@ -130,7 +130,7 @@ def a_model(name: str, found: Any) -> Any:
     if not stand_in and not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ModelError(
             f"{name} is not the class of a model",
-            help="name the class that is trained under 'architectures' or '_class_name'",
+            help="set 'architectures' or '_class_name' to the class that is trained",
         )
     return found
 

@@ -45,7 +45,7 @@ class TransformersFamily(CatalogueFamily):
             return found
         raise ModelError(
             f"no class is known for model_type {model_type!r}",
-            help="name the class under 'architectures' in the configuration",
+            help="set 'architectures' in the configuration",
         )
 
     def config_object(self, config: Mapping[str, Any], model_class: str) -> Any:
@@ -130,7 +130,7 @@ def load_class(name: str) -> Any:
     """Return a transformers class by name, importing only the module that defines it.
 
     Raises:
-        ModelError: There is no such class, or its module needs a package that is not installed.
+        ModelError: The class does not exist, or its module needs a package that is not installed.
     """
     import transformers
 
@@ -139,7 +139,7 @@ def load_class(name: str) -> Any:
     except AttributeError:
         raise ModelError(
             f"transformers {transformers.__version__} has no class {name!r}",
-            help="a model with code of its own needs --trust-remote-code; a newer one, a newer transformers",
+            help="use --trust-remote-code if the model has its own code, or upgrade transformers",
         ) from None
     except Exception as error:
         raise ModelError(f"{name}: {one_line(error)}") from error
@@ -164,17 +164,17 @@ def remote_class(
             return None
         raise ModelError(
             f"{model_class} exists only as code that comes with the model",
-            help="read that code, then pass --trust-remote-code to run it",
+            help="read that code, then use --trust-remote-code to run it",
         )
     if folder is None:
         raise ModelError(
-            f"{model_class}: the model's own code is not at hand",
-            help="give the folder that holds configuration and code",
+            f"{model_class}: the model's own code is not available locally",
+            help="use the folder that contains the configuration and the code",
         )
     auto = next((name for name, target in auto_map.items() if _last(target) == model_class), None)
     if auto is None:
         raise ModelError(
-            f"auto_map names no class {model_class!r}",
+            f"auto_map does not contain class {model_class!r}",
             help=f"it has: {', '.join(sorted(_last(target) for target in auto_map.values()))}",
         )
     factory = getattr(transformers, auto)

@@ -156,7 +156,8 @@ def share(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     strange = sorted(set(batch) - _SPLIT)
     if tokens is None or strange or any(value.shape != tokens.shape for value in batch.values()):
         raise ConfigError(
-            f"context parallelism splits plain text; this batch has {', '.join(strange or sorted(batch))}",
+            "context parallelism supports plain text only; this batch has"
+            f" {', '.join(strange or sorted(batch))}",
             help="set cp_size to 1",
         )
     targets = batch.get("shift_labels")

@@ -148,7 +148,7 @@ def attend(
         reason = "has a mask" if attention_mask is not None else "drops attention" if dropout else None
         if reason is not None:
             raise ConfigError(
-                f"cp_comm_strategy alltoall cannot serve {type(module).__name__}: it {reason}",
+                f"cp_comm_strategy alltoall does not support {type(module).__name__}: it {reason}",
                 help="write cp_comm_strategy: allgather",
             )
         return attend_round(query, key, value, context, scaling).transpose(1, 2), None
@@ -249,7 +249,7 @@ def mask(
         return made
     if attention_mask is not None or others.get("use_vmap"):
         raise ConfigError(
-            "context parallelism cannot split this model's mask: it depends on more than tokens' places",
+            "context parallelism cannot split this model's mask, which depends on more than positions",
             help="set cp_size to 1 for this model",
         )
     whole = q_length * context.size
@@ -279,7 +279,7 @@ def complete(model: nn.Module) -> Iterator[None]:
     """Let a model's first split forward through only if every block attended to the whole sequence.
 
     Whatever else mixes tokens (recurrent layers, convolutions, attention of the model's own) would
-    see this rank's tokens only, without a word.
+    see this rank's tokens only, without an error.
 
     Raises:
         ConfigError: A block of the model did not.
@@ -290,7 +290,7 @@ def complete(model: nn.Module) -> Iterator[None]:
     for block in _blocks(model):
         if not any(module in _attended for module in block.modules()):
             raise ConfigError(
-                f"context parallelism cannot split {type(block).__name__}: what mixes its tokens is not"
+                f"context parallelism cannot split {type(block).__name__}: it does not mix tokens by"
                 " attention over the whole sequence",
                 help="set cp_size to 1 for this model",
             )

@@ -41,7 +41,7 @@ class _Denoising(Objective):
         if unknown := sorted(set(options) - SAMPLING):
             raise ConfigError(
                 f"objective {self.name}: unknown option {unknown[0]!r}",
-                help=f"it knows: {', '.join(sorted(SAMPLING))}",
+                help=f"available options: {', '.join(sorted(SAMPLING))}",
             )
         self.denoise = denoise
         self.options = options
