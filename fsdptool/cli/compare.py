@@ -28,14 +28,13 @@ def command(
     A run folder that is given twice is compared with its own prediction.
     """
     from fsdptool.planning.compare import compare
-    from fsdptool.records.codec import to_json
     from fsdptool.records.document import envelope
     from fsdptool.report.compare import print_comparison
 
     comparison = compare(left, right)
     if tolerance is not None and comparison.kind == "plans":
         raise PlanError("--tolerance requires a plan and a run", help="two plans do not contain measurements")
-    document = envelope("compare", [str(left), str(right)], to_json(comparison))
+    document = envelope("compare", [str(left), str(right)], comparison)
     if format is Format.JSON:
         print_document(document)
     else:

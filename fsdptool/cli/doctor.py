@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -22,14 +21,13 @@ def command(
     from fsdptool.launch.doctor import examine
     from fsdptool.records.document import envelope
 
-    health = examine(with_probe=probe)
-    body = {name: value for name, value in asdict(health).items() if name != "diagnostics"}
-    document = envelope("doctor", body, body, diagnostics=health.diagnostics)
+    health, diagnostics = examine(with_probe=probe)
+    document = envelope("doctor", health, health, diagnostics=diagnostics)
     if format is Format.JSON:
         print_document(document)
     else:
         from fsdptool.report.doctor import print_doctor
 
         print_doctor(document)
-    failed = any(item.severity == "error" for item in health.diagnostics)
+    failed = any(item.severity == "error" for item in diagnostics)
     return int(ExitCode.FINDINGS if failed else ExitCode.CLEAN)

@@ -40,7 +40,7 @@ def command(
     from fsdptool.source import consented, resolve_choice
     from fsdptool.training.data import data_cache
     from fsdptool.training.data.sources import with_places
-    from fsdptool.training.precompute import done_json, plan_work
+    from fsdptool.training.precompute import plan_work, precompute_report
     from fsdptool.training.precompute.processes import run_processes
 
     with take_stops("all shards were encoded", "run the command again: it continues with the missing shards"):
@@ -53,7 +53,7 @@ def command(
             device=device,
             tell=lambda text: print(text, file=sys.stderr),  # noqa: T201
         )
-    body = done_json(done, device or "auto")
+    body = precompute_report(done, device or "auto")
     if format is Format.JSON:
         from fsdptool.records.document import envelope
 

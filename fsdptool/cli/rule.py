@@ -12,6 +12,9 @@ from fsdptool.cli.output import print_document
 from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fsdptool.records.config_documents import RuleList
     from fsdptool.records.diagnostic import Rule
 
 
@@ -37,13 +40,13 @@ def command(
 ) -> int:
     """Explain the code of a finding: what it means, why it matters, what to do, and whether a fix is safe."""
     from fsdptool.records.document import envelope
-    from fsdptool.report.rules import render_list, render_rule, rule_data
+    from fsdptool.report.rules import render_list, render_rule
     from fsdptool.spelling import nearest
 
     table = all_rules()
     if code is None:
         if format is Format.JSON:
-            print_document(envelope("rules", {}, {"rules": [rule_data(rule) for rule in table.values()]}))
+            print_document(envelope("rules", {}, _documents(table.values())))
         else:
             sys.stdout.write(render_list(table.values()))
         return 0
@@ -54,7 +57,14 @@ def command(
             f"unknown code {code!r}", help=f"did you mean {near}?" if near else "see `fsdptool rule`"
         )
     if format is Format.JSON:
-        print_document(envelope("rules", {"code": wanted}, {"rules": [rule_data(table[wanted])]}))
+        print_document(envelope("rules", {"code": wanted}, _documents([table[wanted]])))
     else:
         sys.stdout.write(render_rule(table[wanted]))
     return 0
+
+
+def _documents(rules: Iterable[Rule]) -> RuleList:
+    from fsdptool.records.config_documents import RuleList, RuleText
+
+    names = RuleText.__dataclass_fields__
+    return RuleList(tuple(RuleText(**{name: getattr(rule, name) for name in names}) for rule in rules))

@@ -24,18 +24,6 @@ def synthesise(
     return {spec.name: _draw(spec, generator, compute_dtype) for spec in specs}
 
 
-def fakes(specs: Iterable[TensorSpec], *, compute_dtype: str | None = None) -> dict[str, Tensor]:
-    """Return one micro-batch without contents, on the current device and under the current fake mode."""
-    import torch
-
-    return {
-        spec.name: torch.empty(
-            spec.shape, dtype=getattr(torch, compute_dtype if spec.compute and compute_dtype else spec.dtype)
-        )
-        for spec in specs
-    }
-
-
 def _draw(spec: TensorSpec, generator: Generator, compute_dtype: str | None) -> Tensor:
     import torch
 

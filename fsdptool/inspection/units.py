@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fsdptool.inspection.census import Census
 from fsdptool.records.anatomy import Anatomy, Parameter, WrapConcern
+from fsdptool.records.detection import Uneven
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.units import Unit, UnitPlan
 
@@ -18,23 +19,6 @@ _BYTES = {
     "float16": 2, "bfloat16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Uneven:
-    """A parameter whose first dimension the ranks do not divide.
-
-    Attributes:
-        fqn: Its name.
-        dim0: Size of the sharded dimension.
-        padding_bytes: Padding over all ranks, in the parameter's own dtype.
-        empty_ranks: Ranks that hold nothing of it.
-    """
-
-    fqn: str
-    dim0: int
-    padding_bytes: int
-    empty_ranks: int
 
 
 def item_bytes(dtype: str) -> int:

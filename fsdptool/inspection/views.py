@@ -5,59 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from fsdptool.inspection.census import CONTAINERS, Census
 from fsdptool.records.anatomy import Anatomy
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A language model, a vision tower, a projector, a head: each parameter is in one part.
-
-    ``trainable`` counts those with ``requires_grad``.
-    """
-
-    path: str
-    class_name: str
-    parameters: int
-    trainable: int
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class LeafClass:
-    """A class that owns parameters directly, with what all its instances own themselves."""
-
-    name: str
-    instances: int
-    parameters_total: int
-    share: float
-    paths: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """One module of the tree; ``count`` equal siblings are folded into the first."""
-
-    name: str
-    class_name: str
-    count: int
-    parameters_each: int
-    wrapped: bool
-    children: tuple[Branch, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a class is defined. ``file`` and ``line`` are None if its source is not at hand."""
-
-    name: str
-    module: str
-    file: str | None
-    line: int | None
+from fsdptool.records.detection import Branch, LeafClass, Part, Place
 
 
 def parts(anatomy: Anatomy, census: Census) -> tuple[Part, ...]:

@@ -9,16 +9,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.launch.versions import TESTED, untested_versions
+from fsdptool.records.command_documents import CacheState, Device, Health, Host, InstalledFamily, Probe
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.document import tool_version
+from fsdptool.records.run import DeviceType
 from fsdptool.runs.trackers import TRACKERS
 
 LIBRARIES = (
@@ -32,78 +32,65 @@ _PROBE = "fsdptool.distributed.probe"
 PROBE_SECONDS = 180.0
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """What ``doctor`` found. ``diagnostics`` of severity ``error`` mean that runs will fail here."""
-
-    versions: Mapping[str, str | None]
-    machine: Mapping[str, Any]
-    devices: tuple[Mapping[str, Any], ...]
-    plugins: tuple[Mapping[str, Any], ...]
-    cache: Mapping[str, Any]
-    probes: tuple[Mapping[str, Any], ...]
-    diagnostics: tuple[Diagnostic, ...]
-
-
-def examine(*, with_probe: bool = True) -> Health:
-    """Look at everything; nothing is changed outside the temporary folder.
+def examine(*, with_probe: bool = True) -> tuple[Health, tuple[Diagnostic, ...]]:
+    """Return the state of the machine and findings; nothing is changed outside the temporary folder.
 
     Args:
         with_probe: Start two processes per device type and really shard (several seconds).
     """
     diagnostics: list[Diagnostic] = [*untested_versions()]
     devices = _devices(diagnostics)
-    probes: list[dict[str, Any]] = []
+    probes: list[Probe] = []
     if with_probe:
-        kinds = ["cpu"] + (["cuda"] if len(devices) > 1 else [])
+        kinds: list[DeviceType] = ["cpu", "cuda"] if len(devices) > 1 else ["cpu"]
         probes = [_probe(kind) for kind in kinds]
         for probe in probes:
-            if not probe["ok"]:
+            if not probe.ok:
                 diagnostics.append(
                     Diagnostic(
                         "DOC003",
                         "error",
-                        f"FSDP2 sharding failed on two {probe['device']} processes: {probe['reason']}",
+                        f"FSDP2 sharding failed on two {probe.device} processes: {probe.reason}",
                         help="runs with more than one process will fail on this machine",
                     )
                 )
-    return Health(
+    health = Health(
         versions=_versions(),
         machine=_machine(),
         devices=tuple(devices),
         plugins=tuple(_plugins(diagnostics)),
         cache=_cache(diagnostics),
         probes=tuple(probes),
-        diagnostics=tuple(diagnostics),
     )
+    return health, tuple(diagnostics)
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"fsdptool": tool_version(), "python": platform.python_version()}
+    versions: dict[str, str | None] = {"fsdptool": tool_version(), "python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> Host:
     import psutil
 
     from fsdptool.launch.command import available_cores
 
     shared = Path("/dev/shm")
-    return {
-        "platform": platform.platform(),
-        "cores": available_cores(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "memory_available_bytes": psutil.virtual_memory().available,
-        "shared_memory_free_bytes": shutil.disk_usage(shared).free if shared.exists() else None,
-    }
+    return Host(
+        platform=platform.platform(),
+        cores=available_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        memory_available_bytes=psutil.virtual_memory().available,
+        shared_memory_free_bytes=shutil.disk_usage(shared).free if shared.exists() else None,
+    )
 
 
-def _devices(diagnostics: list[Diagnostic]) -> list[dict[str, Any]]:
+def _devices(diagnostics: list[Diagnostic]) -> list[Device]:
     from fsdptool.launch.devices import count_gpus, live_claims
 
     if not count_gpus():
@@ -111,19 +98,19 @@ def _devices(diagnostics: list[Diagnostic]) -> list[dict[str, Any]]:
     import torch
 
     claimed = {gpu: run for gpus, run in live_claims() for gpu in gpus}
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found.append(
-            {
-                "id": str(index),
-                "name": properties.name,
-                "memory_bytes": total,
-                "memory_free_bytes": free,
-                "capability": f"{properties.major}.{properties.minor}",
-                "run": claimed.get(str(index)),
-            }
+        devices.append(
+            Device(
+                id=str(index),
+                name=properties.name,
+                memory_bytes=total,
+                memory_free_bytes=free,
+                capability=f"{properties.major}.{properties.minor}",
+                run=claimed.get(str(index)),
+            )
         )
         if free < 0.9 * total:
             diagnostics.append(
@@ -134,21 +121,21 @@ def _devices(diagnostics: list[Diagnostic]) -> list[dict[str, Any]]:
                     help="another process uses the rest; find it with nvidia-smi",
                 )
             )
-    return found
+    return devices
 
 
-def _plugins(diagnostics: list[Diagnostic]) -> list[dict[str, Any]]:
+def _plugins(diagnostics: list[Diagnostic]) -> list[InstalledFamily]:
     from fsdptool.families.registry import load_registry
 
     registry = load_registry()
     diagnostics.extend(registry.diagnostics)
     return [
-        {"family": family.name, "library": family.library, "origin": str(registry.origin(family.name))}
+        InstalledFamily(family.name, family.library, str(registry.origin(family.name)))
         for family in registry.all()
     ]
 
 
-def _cache(diagnostics: list[Diagnostic]) -> dict[str, Any]:
+def _cache(diagnostics: list[Diagnostic]) -> CacheState:
     from fsdptool.cache import Store
 
     store = Store()
@@ -165,15 +152,10 @@ def _cache(diagnostics: list[Diagnostic]) -> dict[str, Any]:
                 help="set FSDPTOOL_CACHE to a writable folder",
             )
         )
-    return {
-        "folder": str(folder),
-        "writable": writable,
-        "entries": len(entries),
-        "bytes": sum(entry.bytes for entry in entries),
-    }
+    return CacheState(str(folder), writable, len(entries), sum(entry.bytes for entry in entries))
 
 
-def _probe(device: str) -> dict[str, Any]:
+def _probe(device: DeviceType) -> Probe:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -196,31 +178,31 @@ def _probe(device: str) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired:
             return _verdict(device, [], f"no result within {PROBE_SECONDS:.0f} s")
-        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
-    if done.returncode == 0 and len(found) == 2:
-        return _verdict(device, found, None)
+        reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+    if done.returncode == 0 and len(reports) == 2:
+        return _verdict(device, reports, None)
     errors = [line.strip() for line in done.stderr.splitlines() if "Error" in line]
-    return _verdict(device, found, errors[0] if errors else f"exit status {done.returncode}")
+    return _verdict(device, reports, errors[0] if errors else f"exit status {done.returncode}")
 
 
-def _verdict(device: str, found: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
-    sharded = bool(found) and all(item["sharded"] for item in found)
-    equal = bool(found) and all(item["equal"] for item in found)
+def _verdict(device: DeviceType, reports: list[dict[str, Any]], reason: str | None) -> Probe:
+    sharded = bool(reports) and all(item["sharded"] for item in reports)
+    equal = bool(reports) and all(item["equal"] for item in reports)
     if reason is None and not sharded:
         reason = "parameters are not sharded by rows"
     if reason is None and not equal:
-        worst = max(item["difference"] for item in found)
+        worst = max(item["difference"] for item in reports)
         reason = f"weights after three steps differ from those of an unsharded loop by {worst:.1e}"
-    return {
-        "device": device,
-        "backend": found[0]["backend"] if found else None,
-        "processes": 2,
-        "sharded": sharded,
-        "equal": equal,
-        "difference": max((item["difference"] for item in found), default=None),
-        "ok": reason is None,
-        "reason": reason,
-    }
+    return Probe(
+        device=device,
+        backend=reports[0]["backend"] if reports else None,
+        processes=2,
+        sharded=sharded,
+        equal=equal,
+        difference=max((item["difference"] for item in reports), default=None),
+        ok=reason is None,
+        reason=reason,
+    )
 
 
 RULES = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,50 +11,13 @@ from fsdptool.errors import PlanError
 from fsdptool.planning.plan import chosen_candidate
 from fsdptool.planning.plan_document import read_plan
 from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.command_documents import ComparedFigure, Comparison, FigureUnit
 from fsdptool.records.phase import RunPhase
 from fsdptool.records.plan import Candidate, Moment, Plan
 
 _PHASES = [phase.value for phase in RunPhase]
 
 _SUMMARY, _METRICS, _PREDICTION = "summary.json", "metrics.jsonl", "prediction.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure on both sides. ``unit`` is ``bytes``, ``seconds``, ``rate`` or ``text``.
-
-    ``percent`` is how far the right side lies above the left one (a run: how far measurement lies
-    above prediction), or None where that means nothing.
-    """
-
-    what: str
-    left: Any
-    right: Any
-    unit: str
-    percent: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What :func:`compare` found.
-
-    Attributes:
-        kind: ``plans`` or ``run``.
-        left, right: What the sides are called.
-        rows: Figures of the whole.
-        moments: Allocated bytes moment by moment (plans); phase by phase, rank by rank, and at every step
-            that held more than those before it (a run).
-        error_percent: For a run: prediction over measurement of the allocated peak, in percent.
-        notes: What could not be compared, one sentence each.
-    """
-
-    kind: str
-    left: str
-    right: str
-    rows: tuple[Row, ...]
-    moments: tuple[Row, ...]
-    error_percent: float | None = None
-    notes: tuple[str, ...] = ()
 
 
 def compare(left: Path, right: Path) -> Comparison:
@@ -78,9 +40,9 @@ def compare(left: Path, right: Path) -> Comparison:
 
 def _plans(a: Plan, b: Plan, left: str, right: str) -> Comparison:
     first, second = chosen_candidate(a), chosen_candidate(b)
-    rows = [Row("verdict", a.verdict, b.verdict, "text"), *_figures(first, second)]
+    rows = [ComparedFigure("verdict", a.verdict, b.verdict, "text"), *_figures(first, second)]
     rows += [
-        Row(f"{where}{key}", x, y, "text")
+        ComparedFigure(f"{where}{key}", x, y, "text")
         for where, x_data, y_data in (
             ("", to_json(first.settings), to_json(second.settings)),
             ("recipe.", _flat(a.inputs.get("recipe", {})), _flat(b.inputs.get("recipe", {}))),
@@ -92,28 +54,28 @@ def _plans(a: Plan, b: Plan, left: str, right: str) -> Comparison:
     return Comparison("plans", left, right, tuple(rows), moments)
 
 
-def _both(a: Candidate, b: Candidate) -> Iterator[Row]:
+def _both(a: Candidate, b: Candidate) -> Iterator[ComparedFigure]:
     """Pair the phases of two runs; one that only one of them has is missing on the other side."""
     x, y = ({phase.name: phase.allocated_bytes for phase in side.phases} for side in (a, b))
     for name in dict.fromkeys([*x, *y]):
         yield _row(f"phase {name}", x.get(name), y.get(name), "bytes")
 
 
-def _figures(a: Candidate, b: Candidate) -> Iterator[Row]:
+def _figures(a: Candidate, b: Candidate) -> Iterator[ComparedFigure]:
     for name in ("device_total_bytes", "allocated_peak_bytes", "reserved_peak_bytes", "host_bytes_per_node"):
         yield _row(name.removesuffix("_bytes").replace("_", " "), getattr(a, name), getattr(b, name), "bytes")
     yield _row("step", a.step_seconds, b.step_seconds, "seconds")
     yield _row("samples per second", a.samples_per_second, b.samples_per_second, "rate")
     first, second = (item.rejected_by.kind.value if item.rejected_by else None for item in (a, b))
     if first != second:
-        yield Row("rejected by", first, second, "text")
+        yield ComparedFigure("rejected by", first, second, "text")
     x = {component.name: component.bytes for component in a.components}
     y = {component.name: component.bytes for component in b.components}
     for name in dict.fromkeys([*x, *y]):
         yield _row(name, x.get(name, 0), y.get(name, 0), "bytes")
 
 
-def _moments(a: Sequence[Moment], b: Sequence[Moment]) -> Iterator[Row]:
+def _moments(a: Sequence[Moment], b: Sequence[Moment]) -> Iterator[ComparedFigure]:
     """Pair moments by name and by how often the name was seen before."""
     x, y = _numbered(a), _numbered(b)
     for key in dict.fromkeys([*x, *y]):
@@ -172,7 +134,7 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
     return Comparison("run", left, str(folder), tuple(rows), tuple(moments), error, tuple(notes))
 
 
-def _phases(predicted: Candidate, measured: Mapping[str, Sequence[int | None]]) -> Iterator[Row]:
+def _phases(predicted: Candidate, measured: Mapping[str, Sequence[int | None]]) -> Iterator[ComparedFigure]:
     """Hold every phase the run measured against its prediction; the fullest rank counts."""
     expected = {phase.name.value: phase.allocated_bytes for phase in predicted.phases}
     # Phases of another version's run, which this one does not know, come last.
@@ -181,7 +143,7 @@ def _phases(predicted: Candidate, measured: Mapping[str, Sequence[int | None]]) 
         yield _row(name, expected.get(name), max(known, default=None), "bytes")
 
 
-def _rising(expected: int | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+def _rising(expected: int | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[ComparedFigure]:
     """Name the steps that held more than every step before them."""
     highest = -1
     for line in metrics:
@@ -227,11 +189,11 @@ def _most(lines: Sequence[Mapping[str, Any]], key: str) -> int | None:
     return max((line[key] for line in lines if line.get(key) is not None), default=None)
 
 
-def _row(what: str, left: Any, right: Any, unit: str) -> Row:
+def _row(what: str, left: Any, right: Any, unit: FigureUnit) -> ComparedFigure:
     percent = None
     if isinstance(left, int | float) and isinstance(right, int | float) and left:
         percent = 100.0 * (right - left) / left
-    return Row(what, left, right, unit, percent)
+    return ComparedFigure(what, left, right, unit, percent)
 
 
 def _flat(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Estimator:
 
         Args:
             id: What the candidate is called.
-            knobs: The configuration.
+            point: The configuration.
             cluster, machine: The hardware.
             detail: Keep the timeline (long; searches keep it for few).
             replay: Replay the caching allocator for the reserved peak (about a second) instead of

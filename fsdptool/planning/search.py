@@ -46,7 +46,7 @@ def run_search(
     Args:
         estimator: Judges one configuration.
         inputs: The canonical inputs.
-        asked: Where the person stands on each cluster.
+        requested: The search point of the requested configuration on each cluster.
         progress: Called with a line now and then.
     """
     candidates: list[Candidate] = []
@@ -132,7 +132,7 @@ def choose(
 
     Args:
         candidates: Everything that was weighed.
-        asked: Where the person stands on each cluster.
+        requested: Ids of the requested candidates.
         prefer: ``speed`` or ``price``.
         among: Ids that may be chosen; None: any.
     """

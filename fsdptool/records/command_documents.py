@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from fsdptool.records.run import DeviceType
 from fsdptool.records.schema import Count, Keywords, Positive
 
 
@@ -53,6 +54,7 @@ class CacheReport:
 
 
 Figure = str | float | int | bool | None
+FigureUnit = Literal["bytes", "seconds", "rate", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class ComparedFigure:
     what: str
     left: Figure
     right: Figure
-    unit: Literal["bytes", "seconds", "rate", "text"]
+    unit: FigureUnit
     percent: float | None = None
 
 
@@ -155,7 +157,7 @@ class Probe:
         reason: Why it did not pass, or null.
     """
 
-    device: Literal["cpu", "cuda"]
+    device: DeviceType
     backend: str | None
     processes: Count
     sharded: bool

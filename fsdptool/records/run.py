@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from fsdptool.records.schema import Count, Keywords, Positive
 
+DeviceType = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -23,7 +25,7 @@ class Start:
     """
 
     world_size: Positive
-    device: Literal["cpu", "cuda"]
+    device: DeviceType
     resume: str | None = None
     number: Count = 0
     argv: tuple[str, ...] = ()

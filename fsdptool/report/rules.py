@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdptool.records.diagnostic import Rule
@@ -15,19 +15,6 @@ _SAFETY = {
     "unsafe": "--unsafe-fixes (the run changes)",
     "none": "none: a person decides",
 }
-
-
-def rule_data(rule: Rule) -> dict[str, Any]:
-    """Return a rule as plain data."""
-    return {
-        "code": rule.code,
-        "family": rule.family,
-        "severity": rule.severity,
-        "title": rule.title,
-        "why": rule.why,
-        "fix": rule.fix,
-        "safety": rule.safety,
-    }
 
 
 def render_rule(rule: Rule) -> str:

@@ -16,7 +16,7 @@ from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data import build_batches, build_evaluation, load_tokenizer, prepare
 from fsdptool.training.data.order import fit, wrap
-from fsdptool.training.data.tokenizer import BYTE_VOCABULARY, byte_tokenizer
+from fsdptool.training.data.tokenizer import BYTE_SPECIALS, byte_tokenizer
 from fsdptool.training.interfaces import Batches
 
 PAD, BOS, EOS, MASK, START, END = range(256, 262)
@@ -33,7 +33,7 @@ def test_byte_tokenizer_is_the_bytes_of_utf8(tmp_path: Path) -> None:
     text = "héllo\n  wörld 日本\t" + "".join(map(chr, range(0x20, 0x250)))
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert len(tokenizer) == BYTE_VOCABULARY
+    assert len(tokenizer) == 256 + len(BYTE_SPECIALS)
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
     assert again(text)["input_ids"] == list(text.encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdptool.errors import ConfigError
@@ -141,8 +141,3 @@ def is_adapter(name: str) -> bool:
 def base_name(name: str) -> str:
     """Return the name a parameter had before adapters were injected (peft nests ``base_layer``)."""
     return name.replace(".base_layer", "")
-
-
-def as_dict(config: Any) -> dict[str, Any]:
-    """Return a LoraConfig as plain data, as peft writes ``adapter_config.json``."""
-    return {key: value for key, value in asdict(config).items() if value is not None}

@@ -16,9 +16,6 @@ from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Data
 
 BYTE_SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>", "<|im_start|>", "<|im_end|>")
-BYTE_VOCABULARY = 256 + len(BYTE_SPECIALS)
-"""Tokens of the byte-level tokenizer: 0 to 255 are the bytes of UTF-8, then the special tokens."""
-
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -58,10 +55,6 @@ class Encoder:
             return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) for text in texts]
         found = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)
         return [np.asarray(row, dtype=np.int64) for row in found["input_ids"]]
-
-    def special_mask(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which tokens are special ones."""
-        return np.isin(tokens, np.asarray(self.tokenizer.all_special_ids, dtype=np.int64))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, assistant_only: bool, tools: Any = None

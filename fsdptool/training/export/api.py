@@ -131,7 +131,7 @@ def _check_target(target: Path, *, force: bool) -> None:
     if not target.exists():
         return
     if not force:
-        raise StorageError(f"{target} exists already", help="give --force to replace it, or another --output")
+        raise StorageError(f"{target} already exists", help="give --force to replace it, or another --output")
     if not target.is_dir() or (any(target.iterdir()) and not (target / MARK).exists()):
         raise StorageError(
             f"{target} is no export of fsdptool's ({MARK} is missing) and is left alone",

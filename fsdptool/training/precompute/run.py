@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.registry import family_of
-from fsdptool.records.codec import to_json
+from fsdptool.records.command_documents import BucketCount, PrecomputeReport
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data.build import for_micro_batch
@@ -326,14 +326,14 @@ def _done(work: Work, made: int) -> Done:
     )
 
 
-def done_json(done: Done, device: str) -> dict[str, Any]:
-    """Return what a precompute did as JSON data (``schemas/precompute.schema.json``)."""
-    return {
-        "folder": str(done.folder),
-        "pictures": done.pictures,
-        "buckets": [{**to_json(bucket), "pictures": count} for bucket, count in done.buckets],
-        "shards": done.shards,
-        "made": done.made,
-        "finished": done.finished,
-        "device": device,
-    }
+def precompute_report(done: Done, device: str) -> PrecomputeReport:
+    """Return what a precompute did, as ``fsdptool precompute --format json`` prints it."""
+    return PrecomputeReport(
+        folder=str(done.folder),
+        pictures=done.pictures,
+        buckets=tuple(BucketCount(b.height, b.width, b.frames, count) for b, count in done.buckets),
+        shards=done.shards,
+        made=done.made,
+        finished=done.finished,
+        device=device,
+    )
