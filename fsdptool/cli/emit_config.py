@@ -58,13 +58,13 @@ def command(
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Write the accelerate YAML for a plan or a model, or merge it into an existing file."""
-    from fsdptool.api import emit_config as emission
+    from fsdptool.api import emit_config
 
     if list_presets:
         return _list_presets(format)
     if into is not None and output is not None:
         raise ConfigError("--into and --output cannot be combined", help="use only one of them")
-    made = emission.start(
+    emission = emit_config.start(
         reference,
         plan=plan,
         candidate=candidate,
@@ -76,9 +76,11 @@ def command(
         component=component,
         trust_remote_code=trust_remote_code,
     )
-    settings = emission.adjust(made.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
-    made = replace(made, settings=settings)
-    if recipe_output is not None and made.recipe is None:
+    settings = emit_config.adjust(
+        emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu
+    )
+    emission = replace(emission, settings=settings)
+    if recipe_output is not None and emission.recipe is None:
         raise ConfigError(
             "--recipe-output requires --plan", help="a plan contains the recipe that it was made for"
         )
@@ -86,29 +88,29 @@ def command(
         if path is not None:
             check_free(path, force=force)
     if into is not None:
-        if not _merge(made, into, force, format):
+        if not _merge(emission, into, force, format):
             return int(ExitCode.FINDINGS)
     else:
-        _write(made, output, force, format)
-    if recipe_output is not None and made.recipe is not None:
+        _write(emission, output, force, format)
+    if recipe_output is not None and emission.recipe is not None:
         from fsdptool.config.recipe import dump_recipe
 
-        write_file(recipe_output, dump_recipe(made.recipe), force=force)
+        write_file(recipe_output, dump_recipe(emission.recipe), force=force)
         sys.stderr.write(f"wrote {recipe_output}\n")
-        if made.recipe.data.source == "synthetic":
+        if emission.recipe.data.source == "synthetic":
             sys.stderr.write(
                 f"note: {recipe_output} trains on synthetic samples until you name yours under data:\n"
             )
     return 0
 
 
-def _write(made: Emission, output: Path | None, force: bool, format: Format) -> None:
-    text = made.text()
+def _write(emission: Emission, output: Path | None, force: bool, format: Format) -> None:
+    text = emission.text()
     if output is not None:
         write_file(output, text, force=force)
         sys.stderr.write(f"wrote {output}\n")
     if format is Format.JSON:
-        print_document(made.document(text, output))
+        print_document(emission.document(text, output))
     elif output is None:
         sys.stdout.write(text)
 
@@ -127,16 +129,16 @@ def _list_presets(format: Format) -> int:
     return 0
 
 
-def _merge(made: Emission, into: Path, force: bool, format: Format) -> bool:
+def _merge(emission: Emission, into: Path, force: bool, format: Format) -> bool:
     """Merge into a file after showing the difference; return False where that was not wanted."""
     from fsdptool.config.writer import merge_into
     from fsdptool.files.replace import replace_file
     from fsdptool.report.findings import unified
 
-    merged = merge_into(into, made.settings)
+    merged = merge_into(into, emission.settings)
     difference = unified(merged.before, merged.after)
     if format is Format.JSON:
-        print_document(made.document(merged.after, into))
+        print_document(emission.document(merged.after, into))
     else:
         sys.stdout.write(difference or f"{into} already contains all of these settings\n")
     if not difference:
