@@ -95,6 +95,7 @@ def test_no_name_drives_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not any(mark in streams.out + streams.err for mark in "\x1b\x07")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
 def test_every_encoding_of_a_terminal_takes_the_answer(encoding: str, tmp_path: Path) -> None:
     """In a process of its own: the streams are the interpreter's."""

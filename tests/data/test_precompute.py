@@ -150,6 +150,7 @@ def test_dropped_captions_are_the_empty_ones(cached: tuple[Path, Path, Path]) ->
     assert not any(torch.allclose(embeds, empty, atol=1e-5) for embeds in shown)
 
 
+@pytest.mark.distributed
 def test_a_kill_or_a_stop_loses_nothing_that_was_finished(
     pipelines: Mapping[str, Path],
     tmp_path: Path,

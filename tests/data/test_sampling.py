@@ -77,6 +77,7 @@ def _recipe(reference: str, **sections: Any) -> dict[str, Any]:
     return {"model": {"reference": reference, "weights": "random"}, "evaluation": {"samples": 2}, **sections}
 
 
+@pytest.mark.distributed
 def test_two_ranks_write_what_one_process_computes(pipelines: Mapping[str, Path], tmp_path: Path) -> None:
     flux = pipelines["flux"]
     images = tiny_material.pictures(tmp_path / "images", [(64, 64)] * 3)

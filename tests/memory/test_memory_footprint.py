@@ -134,6 +134,7 @@ def test_an_unchecked_torch_is_unverified() -> None:
     assert made.confidence == "unverified"
 
 
+@pytest.mark.slow
 def test_shortened_and_full_depth_agree() -> None:
     """Forty blocks from four are forty blocks traced, to the byte."""
     from fsdptool.memory.tracing import layer_extrapolation as depth
@@ -186,6 +187,7 @@ def test_a_trace_survives_json() -> None:
     assert from_json(Trace, to_json(trace)) == trace
 
 
+@pytest.mark.slow
 def test_a_cached_trace_and_its_footprint_need_no_torch(tmp_path: Path) -> None:
     script = f"""
 import sys

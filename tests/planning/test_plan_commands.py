@@ -103,6 +103,7 @@ def test_experts_are_said_to_need_the_same_however_they_are_hit(
     assert any(note.startswith("6 experts: ") for note in plan["details"]["notes"])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_gets_suggestions(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +137,7 @@ def test_what_does_not_fit_gets_suggestions(
     assert document(capsys, [*again, "--accumulation", str(sizes["accumulation"])])["verdict"] == "fits"
 
 
+@pytest.mark.slow
 def test_a_search_is_deterministic_and_every_candidate_but_one_has_a_reason(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +262,7 @@ def test_plans_on_cpu_are_judged_by_the_hosts_memory(model: str, capsys: pytest.
     assert document(capsys, [*arguments, "--host-memory", "1 MiB"], status=1)["verdict"] == "does_not_fit"
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_bytes_of_a_base_are_exact(model: str, capsys: pytest.CaptureFixture
         assert notes == [f"{base} base: 42 linear layers of the blocks at {bits:.3g} bits per weight"]
 
 
+@pytest.mark.slow
 def test_a_base_that_does_not_fit_is_offered_in_fewer_bits(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
