@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from fsdptool.modeling.units import TrainedModel
     from fsdptool.records.trace import Trace
 
-Key = tuple[Any, ...]
-"""What a trace depends on while a search turns the knobs."""
 
 _CONTEXT_PARALLEL = (
     "context parallel on GPUs is unverified: which attention kernel runs follows torch's rules, and what"
@@ -66,7 +65,7 @@ def predict(
         recipe: How it is trained.
         settings: What the accelerate YAML says; its mesh must suit the cluster.
         cluster: What it is trained on; None: CPU processes, as many as the settings name.
-        profile: Whose memory is predicted .
+        profile: Device profile (``cuda``; ``cpu-gloo`` and ``cpu-fake`` for CPU runs).
         machine: Overheads and efficiencies; None takes the shipped table's.
 
     Raises:
@@ -79,22 +78,22 @@ def predict(
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What one rank holds and moves under one sharding; ``taught`` is what a teacher moves."""
+class RankState:
+    """What one rank stores and moves under one sharding; a distillation's teacher moves bytes, too."""
 
     memory: Prepared
     traffic: Traffic
-    taught: Traffic | None
+    teacher_traffic: Traffic | None
 
 
 @dataclass(slots=True)
 class Estimator:
-    """Judges many configurations of one model and keeps what they share.
+    """Evaluates many configurations of one model and keeps what they share.
 
     Args:
         spec, anatomy: The model.
-        recipe, settings: What no knob touches.
-        profile: Whose memory is predicted.
+        recipe, settings: What no search point changes.
+        profile: Device profile whose memory is predicted.
     """
 
     spec: ModelSpec
@@ -102,11 +101,11 @@ class Estimator:
     recipe: Recipe
     settings: FsdpSettings
     profile: DeviceProfile = "cuda"
-    _traces: dict[Any, Trace] = field(default_factory=dict)
+    _traces: dict[str, Trace] = field(default_factory=dict)
     _costs: dict[Any, list[Cost]] = field(default_factory=dict)
     _flops: dict[int, float] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
-    _ranks: dict[Any, _Held] = field(default_factory=dict)
+    _ranks: dict[Any, RankState] = field(default_factory=dict)
     _teacher: Anatomy | None = None
     _trained: TrainedModel | None = None
     notes: dict[str, None] = field(default_factory=dict)
@@ -136,12 +135,12 @@ class Estimator:
         from fsdptool.memory import foresee
 
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
-        trace = self._trace(_trace_key(point), recipe, settings)
+        key, trace = self._trace(recipe, settings)
         mesh = resolve_dims(settings.mesh, cluster.world_size)
-        held = self._hold(point, recipe, settings, mesh)
+        rank = self._rank(point, recipe, settings, mesh)
         footprint = foresee(
             trace,
-            held.memory,
+            rank.memory,
             mesh,
             recipe,
             saves=settings.state_dict_type,
@@ -161,39 +160,41 @@ class Estimator:
             if point.cp > 1:
                 self.notes[_CONTEXT_PARALLEL] = None
                 alone = replace(settings, mesh=replace(settings.mesh, cp=1))
-                worked = self._trace(_trace_key(replace(point, cp=1)), recipe, alone)
+                key, worked = self._trace(recipe, alone)
             if worked.known and trace.known:
-                timing = self._time(point, held, trace, worked, recipe, mesh, cluster, cluster.gpu, machine)
-        made = _assemble(id, point, cluster, footprint, verdict, timing)
+                work = (key, worked)
+                timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
+        candidate = _assemble(id, point, cluster, footprint, verdict, timing)
         if not worked.known or (point.cp > 1 and worked is trace):
-            return made
+            return candidate
         flops = self._work(worked) * (recipe.batch.accumulation * cluster.world_size // point.cp)
         if cluster.gpu is None:
-            return replace(made, step_flops=flops)
+            return replace(candidate, step_flops=flops)
         peak = peak_flops(cluster.gpu, worked.compute_dtype)
         mfu = None
         if timing is not None and flops:
             mfu = flops / (cluster.world_size * timing.step.seconds * peak)
-        return replace(made, step_flops=flops, peak_flops=peak, mfu=mfu)
+        return replace(candidate, step_flops=flops, peak_flops=peak, mfu=mfu)
 
     def _time(
         self,
         point: SearchPoint,
-        held: _Held,
+        rank: RankState,
         trace: Trace,
-        worked: Trace,
+        work: tuple[str, Trace],
         recipe: Recipe,
         mesh: ParallelDims,
         cluster: Cluster,
         gpu: Gpu,
         machine: Machine,
     ) -> Timing | None:
-        """Return the step's time from the work of ``worked`` and what ``trace`` exchanges."""
+        """Return the step's time: ``work`` is a whole sequence's trace and its key, ``trace`` one rank's."""
+        work_key, worked = work
 
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
-            where = (name, point.layout, point.wrap_policy, point.wrap_classes)
-            key = (*where, _trace_key(replace(point, cp=1)), gpu.name, machine.name)
+            units = (name, point.layout, point.wrap_policy, point.wrap_classes)
+            key = (*units, work_key, gpu.name, machine.name)
             if key not in self._costs:
                 self._costs[key] = unit_costs(module_costs(whole, gpu, machine), whole.repeats, plan)
             shared = None
@@ -201,14 +202,14 @@ class Estimator:
                 shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
             return fill(traffic, self._costs[key], point.cp, shared)
 
-        student = stages(held.traffic, held.memory.rank.plan, trace, worked, "student")
+        student = stages(rank.traffic, rank.memory.rank.plan, trace, worked, "student")
         teacher: list[Stage] = []
-        if held.taught is not None and held.memory.teacher is not None:
+        if rank.teacher_traffic is not None and rank.memory.teacher is not None:
             part, whole = trace.teacher, worked.teacher
             if part is None or whole is None or not (part.known and whole.known):
                 return None
-            teacher = stages(held.taught, held.memory.teacher.plan, part, whole, "teacher")
-        return time_candidate(held.traffic, student, recipe, mesh, cluster, machine, teacher=teacher)
+            teacher = stages(rank.teacher_traffic, rank.memory.teacher.plan, part, whole, "teacher")
+        return time_candidate(rank.traffic, student, recipe, mesh, cluster, machine, teacher=teacher)
 
     def _work(self, trace: Trace) -> float:
         if id(trace) not in self._flops:
@@ -222,19 +223,23 @@ class Estimator:
         """
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         mesh = resolve_dims(settings.mesh, cluster.world_size)
-        return model_states(self._hold(point, recipe, settings, mesh).memory.rank)
+        return model_states(self._rank(point, recipe, settings, mesh).memory.rank)
 
-    def _trace(self, key: Key, recipe: Recipe, settings: FsdpSettings) -> Trace:
+    def _trace(self, recipe: Recipe, settings: FsdpSettings) -> tuple[str, Trace]:
+        """Return the trace of a configuration, and what it depends on as text."""
+        from fsdptool.memory.tracing.tracer import trace, traced_configuration
+
+        staged = DEVICES[self.profile].direct
+        key = json.dumps(traced_configuration(recipe, settings, staged=staged), sort_keys=True)
         if key not in self._traces:
-            from fsdptool.memory import trace
+            self._traces[key] = trace(self.spec, recipe, settings, staged=staged)
+            self.notes |= dict.fromkeys(self._traces[key].notes)
+        return key, self._traces[key]
 
-            made = trace(self.spec, recipe, settings, staged=DEVICES[self.profile].direct)
-            self._traces[key] = made
-            self.notes |= dict.fromkeys(made.notes)
-        return self._traces[key]
-
-    def _hold(self, point: SearchPoint, recipe: Recipe, settings: FsdpSettings, mesh: ParallelDims) -> _Held:
-        """Return what a rank holds and moves: worked out once for all that only differs in micro-batches."""
+    def _rank(
+        self, point: SearchPoint, recipe: Recipe, settings: FsdpSettings, mesh: ParallelDims
+    ) -> RankState:
+        """Return what a rank stores and moves: once for all points that differ in their batch only."""
         from fsdptool.memory import prepared
 
         grouped = (
@@ -257,10 +262,10 @@ class Estimator:
                 mesh,
                 recipe,
                 profile=self.profile,
-                teacher=self._teach(recipe, settings),
+                teacher=self._teacher_units(recipe, settings),
             )
-            taught = measure_traffic(memory.teacher) if memory.teacher is not None else None
-            self._ranks[key] = _Held(memory, measure_traffic(memory.rank), taught)
+            teacher = measure_traffic(memory.teacher) if memory.teacher is not None else None
+            self._ranks[key] = RankState(memory, measure_traffic(memory.rank), teacher)
         return self._ranks[key]
 
     def _plan_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
@@ -270,7 +275,7 @@ class Estimator:
             self._trained = as_trained(self.anatomy, recipe)
         return plan_units(self._trained, recipe, settings)
 
-    def _teach(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan | None:
+    def _teacher_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan | None:
         """Return the units of a distillation's teacher; its anatomy is inspected once."""
         from fsdptool.modeling.methods import method_of
         from fsdptool.modeling.units import plan_teacher
@@ -285,12 +290,6 @@ class Estimator:
 
             self._teacher = inspect(resolve_choice(choice))
         return plan_teacher(self._teacher, recipe, settings)
-
-
-def _trace_key(point: SearchPoint) -> Key:
-    """Wrap classes matter only where blocks are recomputed."""
-    wrapped = () if point.checkpointing == "none" else (point.wrap_policy, point.wrap_classes)
-    return point.micro_batch, point.checkpointing, point.layout, point.cp, wrapped
 
 
 def _assemble(

@@ -219,7 +219,6 @@ def test_a_check_notices_a_changed_model(
 def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fsdptool.memory
     from fsdptool.inspection import inspect
     from fsdptool.memory.tracing.make_trace import without_activations
     from fsdptool.records.recipe import Recipe
@@ -228,7 +227,7 @@ def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
         return without_activations(inspect(spec), recipe, "cuda", "no example inputs")
 
     exact = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "64", "--no-search"])
-    monkeypatch.setattr(fsdptool.memory, "trace", untraceable)
+    monkeypatch.setattr("fsdptool.memory.tracing.tracer.trace", untraceable)
     arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--no-search"]
     plan = document(capsys, arguments, status=5)
     jsonschema.validate(plan, load_schema("plan"))

@@ -84,11 +84,21 @@ def _parts(
     teacher: ModelSpec | None,
     staged: bool,
 ) -> dict[str, Any]:
-    """Return everything a trace depends on, and nothing that a search turns without changing it."""
-    sharding = recipe.sharding
-    parts: dict[str, Any] = {
+    """Return everything a trace depends on."""
+    return {
         "model": _model(spec),
         "teacher": _model(teacher) if teacher is not None else None,
+        **traced_configuration(recipe, settings, staged=staged),
+        "profile": profile,
+        "libraries": library_versions(),
+        "tool": f"{tool_version()}:{source_digest(__name__)}",
+    }
+
+
+def traced_configuration(recipe: Recipe, settings: FsdpSettings, *, staged: bool = False) -> dict[str, Any]:
+    """Return what a trace depends on beside the model: nothing that changes without changing it."""
+    sharding = recipe.sharding
+    parts: dict[str, Any] = {
         "choice": [recipe.model.dtype, recipe.model.attention],
         "method": to_json(recipe.method),
         "objective": to_json(recipe.objective),
@@ -104,9 +114,6 @@ def _parts(
         "precision": settings.mixed_precision,
         "ignored": settings.ignored_modules,
         "context": [settings.mesh.cp, settings.cp_comm_strategy, staged] if settings.mesh.cp > 1 else None,
-        "profile": profile,
-        "libraries": library_versions(),
-        "tool": f"{tool_version()}:{source_digest(__name__)}",
     }
     if sharding.compile:
         parts["compiled"] = True
