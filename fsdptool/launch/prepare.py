@@ -105,6 +105,7 @@ def prepare(
     if recipe.steps is None and recipe.epochs is None:
         raise ConfigError(f"{recipe_path} sets neither steps nor epochs", help="set one of them")
     spec = resolve_choice(recipe.model, recipe_path.parent)
+    method_of(recipe).check(recipe, settings)
     check_context(spec, recipe, settings)
     objective_for(recipe, spec)
     anatomy = inspect(spec)

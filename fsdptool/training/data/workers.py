@@ -46,7 +46,7 @@ class Workers:
     Args:
         make: Makes the micro-batch of a number.
         count: Number of processes.
-        start_method: How they start. A fork of a process that runs gloo, NCCL and a checkpoint
+        start_method: How they start. A fork of a process that runs collectives and a checkpoint
             thread may inherit a lock that nobody frees, so the default asks a fork server.
     """
 
