@@ -31,12 +31,14 @@ class TrainedTensor:
         shape: Global shape.
         rows: Shape of this rank's shard, padded as every rank allocates it.
         width: Bytes per stored element.
+        ranks: Ranks that share it; 1 where it is whole.
     """
 
     fqn: str
     shape: tuple[int, ...]
     rows: tuple[int, ...]
     width: int
+    ranks: int = 1
 
     @property
     def numel(self) -> int:
@@ -83,6 +85,7 @@ class OptimizerSpec:
         passes: Kernels per tensor where each operation is one.
         work: Matrix products and communication of an update, for (recipe, trained tensors).
         library: Python module it needs besides torch, or None.
+        check: Raises ``ConfigError`` for options the optimizer cannot use.
     """
 
     name: str
@@ -94,6 +97,7 @@ class OptimizerSpec:
     passes: int
     work: Callable[[Optimizer, Trained], UpdateWork] = field(default=lambda optimizer, trained: UpdateWork())
     library: str | None = None
+    check: Callable[[Optimizer], None] = field(default=lambda optimizer: None)
 
     def kernel(self, implementation: str) -> str:
         """Return the kernel an ``optimizer.implementation`` means.
@@ -232,6 +236,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """
     spec = optimizer_spec(optimizer)
     spec.kernel(optimizer.implementation)
+    spec.check(optimizer)
     if spec.library is not None and find_spec(spec.library) is None:
         raise ConfigError(
             f"optimizer {spec.name} needs {spec.library}, which is not installed",

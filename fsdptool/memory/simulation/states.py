@@ -89,7 +89,7 @@ def _shard(weights: Weights, ranks: int) -> TrainedTensor:
     parameter = weights.parameter
     shape = parameter.shape
     rows = (-(-shape[0] // ranks), *shape[1:]) if shape else ()
-    return TrainedTensor(parameter.fqn, shape, rows, weights.stored)
+    return TrainedTensor(parameter.fqn, shape, rows, weights.stored, ranks)
 
 
 def _whole(parameter: Parameter, plan: UnitPlan) -> TrainedTensor:
