@@ -79,7 +79,7 @@ class OptimizerSpec:
         kernels: What ``optimizer.implementation`` may name; ``auto`` is the first, ``own`` is not named.
         states: Bytes of each state of a tensor, for (recipe, tensor, kernel, whether on CUDA).
         temporaries: Bytes of what is alive at the worst moment of an update besides states and gradients,
-            for (recipe, trained tensors, kernel).
+            for (recipe, trained tensors, kernel, whether on CUDA).
         update_bytes: Bytes an update moves per element, by kernel: gradient, weight and states are read,
             weight and states written.
         passes: Kernels per tensor where each operation is one.
@@ -92,7 +92,7 @@ class OptimizerSpec:
     builder: str
     kernels: tuple[str, ...]
     states: Callable[[Optimizer, TrainedTensor, str, bool], list[int]]
-    temporaries: Callable[[Optimizer, Trained, str], list[int]]
+    temporaries: Callable[[Optimizer, Trained, str, bool], list[int]]
     update_bytes: Mapping[str, int]
     passes: int
     work: Callable[[Optimizer, Trained], UpdateWork] = field(default=lambda optimizer, trained: UpdateWork())
@@ -146,18 +146,20 @@ def _sgd_states(optimizer: Optimizer, tensor: TrainedTensor, kernel: str, cuda: 
     return [tensor.bytes] if optimizer.momentum else []
 
 
-def _no_temporaries(optimizer: Optimizer, trained: Trained, kernel: str) -> list[int]:
+def _no_temporaries(optimizer: Optimizer, trained: Trained, kernel: str, cuda: bool) -> list[int]:
     return []
 
 
-def _adamw_temporaries(optimizer: Optimizer, trained: Trained, kernel: str) -> list[int]:
+def _adamw_temporaries(optimizer: Optimizer, trained: Trained, kernel: str, cuda: bool) -> list[int]:
     """foreach AdamW holds the square roots of a parameter group's second moments (``_multi_tensor_adam``)."""
     if kernel == "fused" or not trained:
         return []
-    return max(_groups(trained), key=sum) if kernel == "foreach" else _two_of_one(optimizer, trained, kernel)
+    if kernel == "foreach":
+        return max(_groups(trained), key=sum)
+    return _two_of_one(optimizer, trained, kernel, cuda)
 
 
-def _two_of_one(optimizer: Optimizer, trained: Trained, kernel: str) -> list[int]:
+def _two_of_one(optimizer: Optimizer, trained: Trained, kernel: str, cuda: bool) -> list[int]:
     """Two temporaries of one parameter and one of the parameter before it.
 
     The previous parameter's denominator is still bound while the next one's is computed

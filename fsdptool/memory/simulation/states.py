@@ -54,7 +54,7 @@ def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool) -> States:
     def kept(trained: Sequence[TrainedTensor]) -> tuple[Block, Block, Block]:
         optimizer = [s for t in trained for s in spec.states(recipe.optimizer, t, kernel, cuda)]
         average = [t.numel * max(t.width, 4) for t in trained] if recipe.ema.decay is not None else []
-        update = spec.temporaries(recipe.optimizer, trained, kernel)
+        update = spec.temporaries(recipe.optimizer, trained, kernel, cuda)
         return (
             _block(OPTIMIZER, optimizer, grain),
             _block(EMA, average, grain),
