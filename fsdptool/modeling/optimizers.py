@@ -178,6 +178,120 @@ def _groups(trained: Trained) -> list[list[int]]:
     return [[t.bytes for t in trained if (len(t.rows) >= 2) is wide] for wide in (True, False)]
 
 
+_EXPERT_ELEMENTS = 1 << 26
+"""Elements of fused experts that Muon orthogonalises at once: 128 MiB in bfloat16."""
+
+
+def is_hidden_matrix(fqn: str, shape: tuple[int, ...]) -> bool:
+    """Return whether Muon updates a parameter: a matrix, or fused experts, inside a list of blocks.
+
+    Embeddings, heads, norms and biases lie outside such a list or have another shape. An embedding inside
+    a block (T5's relative positions) has its own name. transformers 5 calls every fused mixture ``experts``;
+    other three-dimensional weights are convolutions.
+    """
+    *path, _ = parts = fqn.split(".")
+    if not any(part.isdecimal() for part in path):
+        return False
+    if any("embed" in part or part.endswith("_bias") for part in parts):
+        return False
+    return min(shape[-2:], default=0) > 1 and (len(shape) == 2 or (len(shape) == 3 and "experts" in path))
+
+
+def rounds_of(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return places of matrices in rounds of one per rank, largest first, so that rounds are even."""
+    order = sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    return [order[start : start + ranks] for start in range(0, len(order), ranks)]
+
+
+def expert_chunk(shape: tuple[int, ...]) -> int:
+    """Return how many experts of a rank are orthogonalised at once."""
+    return max(_EXPERT_ELEMENTS // (shape[1] * shape[2]), 1)
+
+
+def _by_muon(trained: Trained) -> list[TrainedTensor]:
+    return [tensor for tensor in trained if is_hidden_matrix(tensor.fqn, tensor.shape)]
+
+
+def _muon_rounds(trained: Trained) -> list[list[TrainedTensor]]:
+    """Return the matrices of each exchange; a sharded plan cuts all of them over the same ranks."""
+    cut = [t for t in _by_muon(trained) if len(t.shape) == 2 and t.ranks > 1]
+    if not cut:
+        return []
+    return [[cut[p] for p in places] for places in rounds_of([prod(t.shape) for t in cut], cut[0].ranks)]
+
+
+def _muon_whole(trained: Trained) -> list[tuple[TrainedTensor, int]]:
+    """Return what a rank orthogonalises without an exchange, and how many matrices of it at once."""
+    own = [t for t in _by_muon(trained) if (len(t.shape) == 3 or t.ranks == 1) and t.numel]
+    return [(t, min(expert_chunk(t.rows), t.rows[0]) if len(t.shape) == 3 else 1) for t in own]
+
+
+def _muon_states(optimizer: Optimizer, tensor: TrainedTensor, kernel: str, cuda: bool) -> list[int]:
+    if is_hidden_matrix(tensor.fqn, tensor.shape):
+        return [tensor.bytes]
+    return _adamw_states(optimizer, tensor, kernel, cuda)
+
+
+def _muon_temporaries(optimizer: Optimizer, trained: Trained, kernel: str, cuda: bool) -> list[int]:
+    """Newton-Schulz in bfloat16: two buffers of the matrix and two of its smaller side's square.
+
+    Before it, rows wait in the send buffer while one matrix's momentum is mixed in the stored dtype.
+    """
+    others = [tensor for tensor in trained if not is_hidden_matrix(tensor.fqn, tensor.shape)]
+    worst = [_adamw_temporaries(optimizer, others, kernel, cuda)]
+    for places in _muon_rounds(trained):
+        send = 2 * sum(tensor.numel for tensor in places)
+        largest = places[0]
+        worst.append([send, max(tensor.bytes for tensor in places)])
+        worst.append([send, *_newton_schulz_bytes(largest.shape, 1, cuda)])
+    for tensor, count in _muon_whole(trained):
+        worst.append([count * prod(tensor.shape[-2:]) * tensor.width, 2 * count * prod(tensor.shape[-2:])])
+        worst.append(_newton_schulz_bytes(tensor.shape[-2:], count, cuda))
+    return max(worst, key=sum)
+
+
+def _newton_schulz_bytes(shape: tuple[int, ...], count: int, cuda: bool) -> list[int]:
+    """On a CPU, oneDNN also accumulates a bfloat16 product in float32 (torch 2.13)."""
+    matrix, square = count * prod(shape), count * min(shape) ** 2
+    return [2 * matrix] * 2 + [2 * square] * 2 + ([] if cuda else [4 * matrix])
+
+
+def _muon_work(optimizer: Optimizer, trained: Trained) -> UpdateWork:
+    """The slowest rank's products: the first matrix of every round, and its own experts."""
+    steps = 5 if optimizer.muon is None else optimizer.muon.newton_schulz_steps
+
+    def flops(shape: tuple[int, ...]) -> float:
+        small, large = sorted(shape)
+        return steps * (4.0 * small * small * large + 2.0 * small**3)
+
+    rounds, whole = _muon_rounds(trained), _muon_whole(trained)
+    total = sum(flops(places[0].shape) for places in rounds)
+    batches = 0
+    for tensor, count in whole:
+        matrices = tensor.rows[0] if len(tensor.shape) == 3 else 1
+        total += matrices * flops(tensor.shape[-2:])
+        batches += -(-matrices // count)
+    sent = sum(2 * 2 * tensor.numel for places in rounds for tensor in places)
+    return UpdateWork(total, sent, (len(rounds) + batches) * (3 * steps + 6) + 4 * len(_by_muon(trained)))
+
+
+def _check_muon(optimizer: Optimizer) -> None:
+    options = optimizer.muon
+    if options is None:
+        return
+    rate, steps = options.adamw_learning_rate, options.newton_schulz_steps
+    for name, value, good, words in (
+        ("momentum", options.momentum, 0.0 <= options.momentum < 1.0, "at least 0 and below 1"),
+        ("newton_schulz_steps", steps, 0 < steps < 100, "1 to 99"),
+        ("epsilon", options.epsilon, options.epsilon > 0.0, "above 0"),
+        ("adamw_learning_rate", rate, rate is None or rate >= 0.0, "at least 0"),
+    ):
+        if not good:
+            raise ConfigError(f"optimizer.muon.{name} is {value}; it must be {words}")
+    if rate is not None and not optimizer.learning_rate:
+        raise ConfigError("optimizer.muon.adamw_learning_rate needs a learning_rate above 0")
+
+
 _TORCH_KERNELS = ("fused", "foreach", "for_loop")
 
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {
@@ -219,6 +333,18 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
             temporaries=_no_temporaries,
             update_bytes={"fused": 12, "foreach": 20, "for_loop": 20},
             passes=3,
+        ),
+        OptimizerSpec(
+            name="muon",
+            builder="fsdptool.training.optimizers.muon:Muon",
+            kernels=_TORCH_KERNELS,
+            states=_muon_states,
+            temporaries=_muon_temporaries,
+            # The momentum is mixed, read again and cast, the rows are copied out and added.
+            update_bytes={"fused": 48, "foreach": 48, "for_loop": 48},
+            passes=12,
+            work=_muon_work,
+            check=_check_muon,
         ),
     )
 }

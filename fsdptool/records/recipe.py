@@ -116,10 +116,26 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Muon:
+    """Options of ``optimizer.name: muon``, with the defaults of ``torch.optim.Muon`` (torch 2.13)."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = 5
+    newton_schulz_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    epsilon: float = 1e-7
+    """Added to the norm that a momentum is divided by."""
+    adjust_learning_rate: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor on the rate of an A x B matrix: ``0.2 sqrt(max(A, B))``, or ``sqrt(max(1, A / B))``."""
+    adamw_learning_rate: float | None = None
+    """Rate of the parameters that AdamW updates; None is ``learning_rate``. Both follow the schedule."""
+
+
+@dataclass(frozen=True, slots=True)
 class Optimizer:
     """The optimizer. ``implementation`` auto is the fused kernel on every device."""
 
-    name: Literal["adamw", "adamw8bit", "adafactor", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"] = "adamw"
     learning_rate: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
@@ -129,6 +145,7 @@ class Optimizer:
     clip_grad_norm: float | None = 1.0
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
     """How the rate follows the world size; ``none`` keeps it (the global batch is explicit)."""
+    muon: Muon | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,10 @@ steps: 2
 evaluation: {every_steps: 2, batches: 2, holdout: 0.2, samples: 1}
 """
 
+MUON = PACKED.replace("ema: {decay: 0.99}", "optimizer: {name: muon}").replace("steps: 4", "steps: 3")
+
 RECIPES = {
+    "muon": (MUON, "  fsdp_reshard_after_forward: true\n"),
     "packed": (PACKED, "  fsdp_reshard_after_forward: true\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n"),
     "gathered": (
         GATHERED,
@@ -111,6 +114,7 @@ def read(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("name", "phases"),
     [
+        ("muon", {"load", "forward", "backward", "optimizer", "evaluation", "save"}),
         ("packed", {"load", "forward", "backward", "optimizer", "average", "evaluation", "save"}),
         ("gathered", {"load", "forward", "backward", "optimizer", "evaluation", "sampling", "save"}),
     ],

@@ -55,7 +55,7 @@ def test_states_are_as_large_as_the_table_says(name: str) -> None:
 def test_a_kernel_the_optimizer_lacks_is_refused_by_the_table_and_the_trainer(name: str) -> None:
     for kernel in get_args(CHOICES["implementation"]):
         options = Optimizer(name=name, implementation=kernel)  # type: ignore[arg-type]
-        named = {"weight": nn.Parameter(torch.zeros(4, 4))}
+        named = {"blocks.0.weight": nn.Parameter(torch.zeros(4, 4))}
         if kernel == "auto" or kernel in OPTIMIZERS[name].kernels:
             build_optimizer(options, named.items(), rate=1e-3)
             continue

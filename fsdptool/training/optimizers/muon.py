@@ -1,0 +1,235 @@
+"""Muon (Jordan 2024): momentum orthogonalised by Newton-Schulz for hidden matrices, AdamW for the rest.
+
+The mathematics and the defaults are those of ``torch.optim.Muon`` (torch 2.13, ``torch/optim/_muon.py``),
+which takes whole matrices only. Here a matrix is cut in rows over the ranks that share a copy. Matrices go
+in rounds of one per rank: an all-to-all gives each rank one whole update, which it orthogonalises, and a
+second one returns the rows. Each product is computed once, and no rank holds more than one whole matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdptool.errors import ConfigError
+from fsdptool.modeling.optimizers import expert_chunk, is_hidden_matrix, rounds_of
+from fsdptool.records.recipe import Muon as MuonOptions
+from fsdptool.training.optimizers.sharded import Groups, Pairs, ShardedOptimizer, torch_kernel
+
+if TYPE_CHECKING:
+    from fsdptool.records.recipe import Optimizer
+
+
+class Muon(ShardedOptimizer):
+    """Muon over hidden matrices and fused experts, AdamW over every other parameter."""
+
+    def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
+        matrices = {
+            self._stand_ins[name]: _Matrix.of(parameter)
+            for name, parameter in self._names.items()
+            if is_hidden_matrix(name, tuple(parameter.shape))
+        }
+        if not matrices:
+            raise ConfigError(
+                "optimizer muon: no hidden matrix is trained (2-D weights and fused experts of blocks)",
+                help="use adamw",
+            )
+        others = [
+            {**group, "params": rest}
+            for group in groups
+            if (rest := [stand_in for stand_in in group["params"] if stand_in not in matrices])
+        ]
+        return MuonAndAdamW(matrices, others, options, rate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """How a parameter lies over ranks: its global shape, rows of each rank, and the ranks (None: whole)."""
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Matrix:
+        shape = tuple(parameter.shape)
+        if not isinstance(parameter, DTensor):
+            return cls(shape, (shape[0],), None)
+        mesh = parameter.device_mesh
+        ranks = mesh.size(mesh.ndim - 1)
+        chunk = -(-shape[0] // ranks)
+        ends = [min(rank * chunk, shape[0]) for rank in range(ranks + 1)]
+        rows = tuple(end - start for start, end in pairwise(ends))
+        return cls(shape, rows, mesh.get_group(mesh.ndim - 1) if ranks > 1 else None)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon's groups first, then those of an AdamW whose states and groups are shared with this one.
+
+    Args:
+        matrices: Rows of each matrix on this rank, and how they lie.
+        others: Parameter groups of AdamW.
+        options: The recipe's choice.
+        rate: Learning rate.
+    """
+
+    def __init__(
+        self,
+        matrices: dict[nn.Parameter, _Matrix],
+        others: Groups,
+        options: Optimizer,
+        rate: float,
+    ) -> None:
+        groups = [{"params": list(matrices), "weight_decay": options.weight_decay}]
+        super().__init__(groups, {"lr": rate})
+        self._matrices = matrices
+        self._options = options.muon or MuonOptions()
+        self._adamw: torch.optim.Optimizer | None = None
+        if others:
+            self._adamw = torch.optim.AdamW(
+                others, lr=rate, betas=options.betas, eps=options.epsilon, **torch_kernel(options)
+            )
+            self._adamw.state = self.state
+            self.param_groups += self._adamw.param_groups
+        own = self._options.adamw_learning_rate
+        self._adamw_ratio = 1.0 if own is None else own / options.learning_rate
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Change the rows by their gradients."""
+        group = self.param_groups[0]
+        rate, decay = float(group["lr"]), float(group["weight_decay"])
+        present = [parameter for parameter in group["params"] if parameter.grad is not None]
+        cut = []
+        for parameter in present:
+            matrix = self._matrices[parameter]
+            if matrix.group is not None and len(matrix.shape) == 2:
+                cut.append(parameter)
+            elif parameter.numel():
+                self._step_whole(parameter, rate, decay)
+            else:
+                self._update(parameter)  # a rank without experts has the state, too: it is saved
+        if cut:
+            sizes = [math.prod(self._matrices[parameter].shape) for parameter in cut]
+            ranks = len(self._matrices[cut[0]].rows)
+            for places in rounds_of(sizes, ranks):
+                self._step_round([cut[place] for place in places], rate, decay)
+        if self._adamw is not None:
+            for other in self._adamw.param_groups:
+                other["lr"] *= self._adamw_ratio
+            self._adamw.step()
+
+    def _step_whole(self, parameter: nn.Parameter, rate: float, decay: float) -> None:
+        """Step a matrix, or experts a few at a time: dimension 0 is cut, so each rank has whole experts."""
+        if parameter.dim() == 2:
+            self._apply(parameter, self._orthogonalise(self._update(parameter)), rate, decay)
+            return
+        chunk = expert_chunk(tuple(parameter.shape))
+        for first in range(0, len(parameter), chunk):
+            experts = slice(first, first + chunk)
+            update = self._orthogonalise(self._update(parameter, experts))
+            self._apply(parameter, update, rate, decay, experts)
+
+    def _step_round(self, parameters: Sequence[nn.Parameter], rate: float, decay: float) -> None:
+        """Step one matrix per rank: rows to the rank that owns the update, its result back as rows."""
+        matrices = [self._matrices[parameter] for parameter in parameters]
+        group = matrices[0].group
+        assert group is not None
+        me, ranks = group.rank(), group.size()
+        mine = matrices[me] if me < len(matrices) else None
+        # Bytes, because gloo exchanges no bfloat16 (torch 2.13).
+        rows = [2 * matrix.rows[me] * matrix.shape[1] for matrix in matrices]
+        rows += [0] * (ranks - len(rows))
+        whole = [2 * count * mine.shape[1] for count in mine.rows] if mine is not None else [0] * ranks
+        device = parameters[0].device
+        sent = torch.empty(sum(rows) // 2, dtype=torch.bfloat16, device=device)
+        parts = torch.split(sent, [size // 2 for size in rows])[: len(parameters)]
+        for parameter, part in zip(parameters, parts, strict=True):
+            part.copy_(self._update(parameter, dtype=None).view(-1))
+        gathered = torch.empty(sum(whole) // 2, dtype=torch.bfloat16, device=device)
+        _exchange(gathered, whole, sent, rows, group)
+        if mine is not None:
+            gathered = self._orthogonalise(gathered.view(mine.shape)).view(-1)
+        _exchange(sent, rows, gathered, whole, group)
+        for parameter, part in zip(parameters, parts, strict=True):
+            if parameter.numel():
+                self._apply(parameter, part.view_as(parameter), rate, decay)
+
+    def _update(
+        self,
+        parameter: nn.Parameter,
+        part: slice = slice(None),
+        dtype: torch.dtype | None = torch.bfloat16,
+    ) -> Tensor:
+        """Take in the gradient and return the momentum to orthogonalise, rows as they lie on this rank."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        gradient, buffer = parameter.grad[part], state["momentum_buffer"][part]
+        momentum = self._options.momentum
+        buffer.lerp_(gradient, 1.0 - momentum)
+        update = gradient.lerp(buffer, momentum) if self._options.nesterov else buffer
+        return update if dtype is None else update.to(dtype, copy=True)
+
+    def _orthogonalise(self, update: Tensor) -> Tensor:
+        """Return the nearest semi-orthogonal matrix of each [rows, columns]; ``update`` is overwritten.
+
+        Five products per iteration in buffers made once: two of the matrix's size and two of the smaller
+        side's square.
+        """
+        a, b, c = self._options.newton_schulz_coefficients
+        tall = update.shape[-2] > update.shape[-1]
+        x = update.mT if tall else update
+        if x.dim() == 2:
+            x.div_(x.norm().clamp(min=self._options.epsilon))
+        else:
+            norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+            x.div_(norms.clamp(min=self._options.epsilon))
+        product, fused = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
+        other = x.new_empty(x.shape)
+        gram = x.new_empty((*x.shape[:-1], x.shape[-2]))
+        polynomial = torch.empty_like(gram)
+        for _ in range(self._options.newton_schulz_steps):
+            product(x, x.mT, out=gram)
+            fused(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+            fused(x, polynomial, x, beta=a, out=other)
+            x, other = other, x
+        if not tall:
+            return x
+        # Transposed into the buffer that does not hold the result.
+        spare = update if x.data_ptr() != update.data_ptr() else other.view(update.shape)
+        return spare.copy_(x.mT)
+
+    def _apply(
+        self,
+        parameter: nn.Parameter,
+        update: Tensor,
+        rate: float,
+        decay: float,
+        part: slice = slice(None),
+    ) -> None:
+        rows, columns = self._matrices[parameter].shape[-2:]
+        if self._options.adjust_learning_rate == "original":
+            ratio = math.sqrt(max(1.0, rows / columns))
+        else:
+            ratio = 0.2 * math.sqrt(max(rows, columns))
+        target = parameter[part]
+        target.mul_(1.0 - rate * decay)
+        target.add_(update, alpha=-rate * ratio)
+
+
+def _exchange(
+    output: Tensor, output_bytes: list[int], input: Tensor, input_bytes: list[int], group: dist.ProcessGroup
+) -> None:
+    dist.all_to_all_single(
+        output.view(torch.uint8), input.view(torch.uint8), output_bytes, input_bytes, group=group
+    )
