@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 _MISWRITTEN = frozenset({"FSD201", "FSD202", "FSD203", "FSD210", "FSD211", "FSD216"})
 """Findings about keys that do not count, for their spelling or their place."""
 
-_DEPENDENT = {
-    "wrap_policy": ("FSD315", "FSD325"),
-    "fsdp_version": ("FSD301", "FSD302", "FSD303", "FSD338"),
-}
+_DEPENDENT = {"wrap_policy": ("FSD315", "FSD325"), "fsdp_version": ("FSD301", "FSD302", "FSD303", "FSD338")}
 """Fixes that are right only while a setting stays as it runs now."""
 
 

@@ -77,10 +77,7 @@ def _count(lint: LintContext, hardware: Hardware) -> None:
     processes = lint.get("num_processes")
     if hardware.gpus is not None and isinstance(processes, int) and processes != hardware.gpus:
         lint.report(
-            "FSD504",
-            f"{processes} processes for {hardware.gpus} GPUs",
-            lint.at("num_processes"),
-            value=True,
+            "FSD504", f"{processes} processes for {hardware.gpus} GPUs", lint.at("num_processes"), value=True
         )
 
 

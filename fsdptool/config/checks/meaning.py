@@ -130,10 +130,7 @@ def _version(lint: LintContext) -> None:
     if lint.get("fsdp_version") != 1:
         if lint.get("state_dict_type") == "local":
             lint.report(
-                "FSD333",
-                "LOCAL_STATE_DICT is not supported by FSDP2",
-                lint.at("state_dict_type"),
-                value=True,
+                "FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", lint.at("state_dict_type"), value=True
             )
         return
     from fsdptool.config.fsdp1 import migration

@@ -129,10 +129,7 @@ def _products(lint: LintContext, sizes: dict[str, int], open_shard: bool, proces
             )
         else:
             lint.report(
-                "FSD309",
-                "the mesh only replicates: nothing is sharded",
-                lint.at("dp_replicate"),
-                value=True,
+                "FSD309", "the mesh only replicates: nothing is sharded", lint.at("dp_replicate"), value=True
             )
 
 

@@ -43,9 +43,7 @@ def read_top(lint: LintContext, key: str, entry: Entry) -> None:
         number = spelling.integer(value)
         good = number if number is not None and number >= low else None
         lint.set(
-            key,
-            good if good is not None else {"num_machines": 1, "machine_rank": 0}.get(key),
-            entry=entry,
+            key, good if good is not None else {"num_machines": 1, "machine_rank": 0}.get(key), entry=entry
         )
         lint.report_value("FSD205", f"{key} must be a whole number, not {value!r}", entry, good, safe=True)
 

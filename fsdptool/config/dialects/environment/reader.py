@@ -124,11 +124,7 @@ def _read(lint: LintContext, key: str, name: str, entry: Entry | None, version: 
         _default(lint, name, version)
         return
     if name == "sharding_strategy":
-        lint.set(
-            name,
-            spelling.choice(entry.node.value, spelling.STRATEGIES) or "full_shard",
-            entry=entry,
-        )
+        lint.set(name, spelling.choice(entry.node.value, spelling.STRATEGIES) or "full_shard", entry=entry)
     elif name == "backward_prefetch":
         text = str(entry.node.value).upper()
         lint.set(name, None if text == "NO_PREFETCH" else text, entry=entry)

@@ -45,9 +45,7 @@ def _read_v1(lint: LintContext, dist: Entry) -> None:
     lint.fsdp_entry = dist
     entry = root.get("bf16")
     lint.set(
-        "mixed_precision",
-        "bf16" if entry is not None and entry.node.value is True else "no",
-        entry=entry,
+        "mixed_precision", "bf16" if entry is not None and entry.node.value is True else "no", entry=entry
     )
     cp = root.get("cp_size")
     size = spelling.integer(cp.node.value) if cp is not None else 1

@@ -50,11 +50,7 @@ def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> No
         switch,
         value=True,
         edits=_modern(
-            lint,
-            switch,
-            version,
-            reshard if not written else None,
-            offload and "cpu_offload" not in chosen,
+            lint, switch, version, reshard if not written else None, offload and "cpu_offload" not in chosen
         ),
         fix="write fsdp: true and the options in fsdp_config",
     )
