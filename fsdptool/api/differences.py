@@ -24,66 +24,66 @@ def list_differences(anatomy: Anatomy, settings: FsdpSettings, sharding: Shardin
         plain = group(anatomy, settings, Sharding(layout="accelerate"), layout="accelerate")
     except FsdptoolError as error:
         return (f"accelerate 1.15 cannot run it: {error.message}",)
-    found = [*_precision(native, plain), *_recipe_only(sharding), *_units(native, plain)]
+    differences = [*_precision(native, plain), *_recipe_only(sharding), *_units(native, plain)]
     if settings.use_cpu:
-        found.insert(0, "on CPU accelerate 1.15 does not shard at all")
-    return tuple(found)
+        differences.insert(0, "on CPU, accelerate 1.15 does not shard the model")
+    return tuple(differences)
 
 
 def _precision(native: UnitPlan, plain: UnitPlan) -> list[str]:
-    found = []
+    lines = []
     if native.reduce_dtype != plain.reduce_dtype:
-        found.append(
+        lines.append(
             f"gradients are reduced in {plain.reduce_dtype or 'the parameter dtype'} instead of "
             f"{native.reduce_dtype or 'the parameter dtype'}"
         )
     if native.output_dtype != plain.output_dtype:
         own = "the dtype the model computes"
-        found.append(
+        lines.append(
             f"outputs (logits and loss) come in {plain.output_dtype or own} instead of "
             f"{native.output_dtype or own}"
         )
     if native.param_dtype != plain.param_dtype:
-        found.append(
+        lines.append(
             f"parameters are gathered as {plain.param_dtype or 'stored'} instead of "
             f"{native.param_dtype or 'stored'}"
         )
     if native.master_dtype != plain.master_dtype:
-        found.append(
+        lines.append(
             f"trainable parameters are stored as {plain.master_dtype or 'loaded'} instead of "
             f"{native.master_dtype or 'loaded'}"
         )
-    return found
+    return lines
 
 
 def _recipe_only(sharding: Sharding) -> list[str]:
-    found = []
+    lines = []
     if sharding.reshard_after_forward is not None:
-        found.append(f"resharding to {sharding.reshard_after_forward} ranks after forward is not available")
+        lines.append(f"resharding to {sharding.reshard_after_forward} ranks after forward is not available")
     if sharding.prefetch != 1:
-        found.append(f"units are prefetched one at a time instead of {sharding.prefetch}")
+        lines.append(f"units are prefetched one at a time instead of {sharding.prefetch}")
     if sharding.checkpointing is not None and sharding.checkpointing.mode not in ("none", "full"):
-        found.append(f"activation checkpointing is full instead of {sharding.checkpointing.mode}")
+        lines.append(f"activation checkpointing is full instead of {sharding.checkpointing.mode}")
     if sharding.accumulation == "sharded":
-        found.append("gradients stay unsharded between the micro-batches of one step (no_sync)")
+        lines.append("gradients stay unsharded between the micro-batches of one step (no_sync)")
     if sharding.compile:
-        found.append("units are not compiled")
-    return found
+        lines.append("units are not compiled")
+    return lines
 
 
 def _units(native: UnitPlan, plain: UnitPlan) -> list[str]:
-    found = []
+    lines = []
     if len(native.units) != len(plain.units):
-        found.append(f"{len(plain.units)} units instead of {len(native.units)}")
+        lines.append(f"{len(plain.units)} units instead of {len(native.units)}")
     kept = _kept(plain) - _kept(native)
     if kept:
         direction = "more" if kept > 0 else "less"
-        found.append(f"{abs(kept):,} bytes {direction} stay gathered from forward to backward on every rank")
+        lines.append(f"{abs(kept):,} bytes {direction} stay gathered from forward to backward on every rank")
     largest = _largest(plain) - _largest(native)
     if largest:
         direction = "more" if largest > 0 else "less"
-        found.append(f"the largest unit holds {abs(largest):,} bytes {direction} while it is gathered")
-    return found
+        lines.append(f"the largest unit holds {abs(largest):,} bytes {direction} while it is gathered")
+    return lines
 
 
 def _bytes(plan: UnitPlan, index: int) -> int:

@@ -53,20 +53,14 @@ class Emission:
 
     def text(self) -> str:
         """Return the file."""
-        notes = (
-            ()
-            if self.reference is not None
-            else (
-                "Wrap classes are the model's: write fsdp_transformer_layer_cls_to_wrap (fsdptool detect).",
-            )
-        )
+        note = "Wrap classes depend on the model (fsdptool detect): fsdp_transformer_layer_cls_to_wrap."
         return emit_yaml(
             self.settings,
             layout=self.layout,
             reference=self.reference,
             plan_digest=self.plan_digest,
             differences=self.differences(),
-            notes=notes,
+            notes=() if self.reference is not None else (note,),
         )
 
     def document(self, text: str, path: Path | None) -> dict[str, Any]:
@@ -100,63 +94,62 @@ def emit_config(
     component: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return the accelerate YAML for a plan or a model.
+    """Return the accelerate YAML for a plan or a model; arguments and errors as :func:`prepare_emission`."""
+    return prepare_emission(**locals()).text()
+
+
+def prepare_emission(
+    reference: str | None = None,
+    *,
+    plan: str | PathLike[str] | Plan | None = None,
+    candidate: str | None = None,
+    preset: str | None = None,
+    layout: str = "native",
+    wrap: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    processes: int | None = None,
+    nodes: int | None = None,
+    precision: str | None = None,
+    cpu: bool = False,
+    revision: str | None = None,
+    component: str | None = None,
+    trust_remote_code: bool = False,
+) -> Emission:
+    """Return what a plan chose, or a preset's settings for a model.
 
     Args:
         reference: A model: ``family:flavour``, hub id, folder.
         plan: A plan instead: the record, or the path of its document.
         candidate: Candidate of the plan; None: the chosen one.
         preset: What a model's settings start from; None: ``single-node``.
-        layout, wrap, exclude, revision, component, trust_remote_code: Of a model, as for ``detect``.
         processes, nodes, precision, cpu: Replace what the plan or preset says.
+        layout, wrap, exclude, revision, component, trust_remote_code: Of a model, as for ``detect``.
 
     Raises:
-        ConfigError: Neither or both of model and plan are given, the plan chose nothing, or an argument
-            is impossible.
+        ConfigError: Neither or both of model and plan are given, the plan has no chosen candidate, or an
+            argument is impossible.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
-
-    emission = start(
-        reference,
-        plan=plan,
-        candidate=candidate,
-        preset=preset,
-        layout=layout,
-        wrap=tuple(wrap),
-        exclude=tuple(exclude),
-        revision=revision,
-        component=component,
-        trust_remote_code=trust_remote_code,
-    )
-    settings = adjust(emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
-    return replace(emission, settings=settings).text()
-
-
-def start(
-    reference: str | None,
-    *,
-    plan: str | PathLike[str] | Plan | None = None,
-    candidate: str | None = None,
-    preset: str | None = None,
-    **model: Any,
-) -> Emission:
-    """Return what a plan chose, or a preset's settings for a model.
-
-    Args:
-        reference, preset, model: As for :func:`from_reference`.
-        plan, candidate: As for :func:`from_plan`.
-
-    Raises:
-        ConfigError: Nothing or too much is given; else as those.
-    """
     if reference is not None and plan is not None:
-        raise ConfigError("give a model or a plan, not both", help="a plan names its model")
+        raise ConfigError("give a model or a plan, not both", help="the plan already names its model")
     if plan is not None:
-        trusted = bool(model.get("trust_remote_code"))
-        return from_plan(plan, candidate=candidate, trust_remote_code=trusted)
-    if reference is None and preset is None:
-        raise ConfigError("nothing to emit", help="give a model, --plan FILE or --preset NAME")
-    return from_reference(reference, preset=preset, **model)
+        emission = from_plan(plan, candidate=candidate, trust_remote_code=trust_remote_code)
+    elif reference is None and preset is None:
+        advice = "give a model, --plan FILE or --preset NAME"
+        raise ConfigError("a model, a plan or a preset is required", help=advice)
+    else:
+        emission = from_reference(
+            reference,
+            preset=preset,
+            layout=layout,
+            wrap=tuple(wrap),
+            exclude=tuple(exclude),
+            revision=revision,
+            component=component,
+            trust_remote_code=trust_remote_code,
+        )
+    settings = adjust(emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
+    return replace(emission, settings=settings)
 
 
 def from_plan(
@@ -165,7 +158,7 @@ def from_plan(
     """Return what a plan (the record, or the path of its document) chose.
 
     Raises:
-        ConfigError: The file is no plan, or has no such candidate, or chose none; or it asks to run the
+        ConfigError: The file is not a plan, or has no such candidate, or chose none; or it asks to run the
             model's own code, and ``trust_remote_code`` is not set.
     """
     from fsdptool.inspection import inspect
@@ -183,8 +176,8 @@ def from_plan(
         )
     if candidate is None and plan.chosen is None:
         raise ConfigError(
-            f"{where}: nothing was chosen (verdict: {plan.verdict})",
-            help=f"name one with --candidate ({', '.join(ids[:4])}), or follow the plan's next steps",
+            f"{where}: the plan has no chosen candidate (verdict: {plan.verdict})",
+            help=f"name one with --candidate ({', '.join(ids[:4])}), or follow the plan's suggestions",
         )
     plan = replace(plan, chosen=candidate or plan.chosen)
     recipe, settings, _ = chosen_run(plan)
@@ -223,10 +216,8 @@ def from_reference(
 
     Raises:
         ReferenceError, ModelError: The model cannot be resolved or built.
-        ConfigError: There is no such preset or layout.
+        ConfigError: The preset or the layout is unknown.
     """
-    from fsdptool.api.emit_config import find_preset
-
     if layout not in ("native", "accelerate"):
         raise ConfigError(f"unknown layout {layout!r}", help="native or accelerate")
     settings = find_preset(preset or "single-node").settings
@@ -269,17 +260,21 @@ def adjust(
     """
     if processes is not None:
         if processes < 1:
-            raise ConfigError(f"{processes} processes cannot run", help="give 1 or more")
+            raise ConfigError(
+                f"the number of processes must be at least 1, not {processes}", help="give 1 or more"
+            )
         settings = replace(settings, num_processes=processes)
     if nodes is not None:
         if nodes < 1 or (settings.num_processes or nodes) % nodes:
-            raise ConfigError(f"{settings.num_processes} processes do not divide over {nodes} machines")
+            raise ConfigError(
+                f"{settings.num_processes} processes cannot be divided evenly over {nodes} machines"
+            )
         settings = replace(settings, num_machines=nodes)
     if precision is not None:
-        found = spelling.choice(precision, spelling.PRECISIONS)
-        if found is None:
+        mixed_precision = spelling.choice(precision, spelling.PRECISIONS)
+        if mixed_precision is None:
             raise ConfigError(f"unknown precision {precision!r}", help="no, fp16, bf16 or fp8")
-        settings = replace(settings, mixed_precision=found)  # type: ignore[arg-type]
+        settings = replace(settings, mixed_precision=mixed_precision)  # type: ignore[arg-type]
     if cpu:
         settings = replace(settings, use_cpu=True)
     mesh, total = settings.mesh, settings.num_processes
@@ -290,7 +285,7 @@ def adjust(
             settings = replace(settings, mesh=ParallelDims())
         elif others * mesh.dp_shard != total:
             if total % others:
-                raise ConfigError(f"{total} processes do not divide by {others}")
+                raise ConfigError(f"{total} processes cannot be divided evenly by {others}")
             settings = replace(settings, mesh=replace(mesh, dp_shard=total // others))
     return settings
 

@@ -50,7 +50,7 @@ def validate(
         ``document()`` gives the JSON document ``validate``, ``exit_code()`` the command's status.
 
     Raises:
-        ConfigError: An argument names nothing known, or a folder holds no configuration. What is wrong
+        ConfigError: An argument names something unknown, or a folder holds no configuration. What is wrong
             with a file is a finding.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
@@ -79,7 +79,9 @@ def conditions(
         from fsdptool.planning.gpu_catalogue import load_gpu
 
         if gpus is not None and gpus < 1:
-            raise PlanError(f"{gpus} GPUs cannot train", help="give the total number of GPUs, 1 or more")
+            raise PlanError(
+                f"--gpus must be at least 1, not {gpus}", help="give the total number of GPUs, 1 or more"
+            )
         device = load_gpu(gpu) if gpu is not None else None
         hardware = Hardware(device, gpus, parse_size(host_memory) if host_memory else None)
     if model is not None:
@@ -143,10 +145,10 @@ def expand(paths: Iterable[Path]) -> dict[Path, bool]:
         if not path.is_dir():
             files[path] = True
             continue
-        found = sorted(_configurations(path))
-        if not found:
+        configurations = sorted(_configurations(path))
+        if not configurations:
             raise ConfigError(f"there is no YAML or JSON file in {path}", help="name the files")
-        for item in found:
+        for item in configurations:
             files.setdefault(item, False)
     return files
 
@@ -166,7 +168,7 @@ _INSTALLED = ("node_modules", "site-packages")
 
 
 def as_unnamed(reading: Reading) -> Reading:
-    """Return the reading of a file that nobody named: what is no configuration of ours is a warning."""
+    """Return the reading of a file that was found in a folder: an unknown format is a warning only."""
     if not any(item.code in _NOT_OURS for item in reading.diagnostics):
         return reading
     diagnostics = tuple(

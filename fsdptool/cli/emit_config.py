@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,13 +57,13 @@ def command(
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Write the accelerate YAML for a plan or a model, or merge it into an existing file."""
-    from fsdptool.api import emit_config
+    from fsdptool.api.emit_config import prepare_emission
 
     if list_presets:
         return _list_presets(format)
     if into is not None and output is not None:
         raise ConfigError("--into and --output cannot be combined", help="use only one of them")
-    emission = emit_config.start(
+    emission = prepare_emission(
         reference,
         plan=plan,
         candidate=candidate,
@@ -74,12 +73,12 @@ def command(
         exclude=tuple(exclude or ()),
         revision=revision,
         component=component,
+        processes=processes,
+        nodes=nodes,
+        precision=precision,
+        cpu=cpu,
         trust_remote_code=trust_remote_code,
     )
-    settings = emit_config.adjust(
-        emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu
-    )
-    emission = replace(emission, settings=settings)
     if recipe_output is not None and emission.recipe is None:
         raise ConfigError(
             "--recipe-output requires --plan", help="a plan contains the recipe that it was made for"

@@ -196,19 +196,19 @@ def check_expressible(settings: FsdpSettings, dialect: str, cannot: Iterable[str
         if facts[name] != _DEFAULT[name]:
             raise ConfigError(
                 f"{dialect} cannot express {name} = {_shown(facts[name])}",
-                help="leave it at its default, or write another dialect (accelerate expresses everything)",
+                help="leave it at its default, or write another dialect (accelerate has every setting)",
             )
     if settings.wrap_classes and settings.wrap_policy != "transformer":
-        raise ConfigError(f"wrap_classes mean nothing under the wrap policy {settings.wrap_policy!r}")
+        raise ConfigError(f"wrap_classes cannot be combined with the wrap policy {settings.wrap_policy!r}")
     if settings.min_num_params is not None and settings.wrap_policy != "size":
-        raise ConfigError(f"min_num_params means nothing under the wrap policy {settings.wrap_policy!r}")
+        raise ConfigError(f"min_num_params cannot be combined with the wrap policy {settings.wrap_policy!r}")
     if settings.wrap_policy == "size" and settings.min_num_params is None:
-        raise ConfigError(f"{dialect} needs min_num_params written out under the wrap policy 'size'")
+        raise ConfigError(f"{dialect} requires min_num_params with the wrap policy 'size'")
     for name in settings.wrap_classes:
         if not name.isidentifier():
             raise ConfigError(f"{dialect} cannot express the wrap class {name!r}: not a class name")
     if settings.activation_checkpointing_offload and not settings.activation_checkpointing:
-        raise ConfigError("activation_checkpointing_offload needs activation_checkpointing")
+        raise ConfigError("activation_checkpointing_offload requires activation_checkpointing")
 
 
 def _shown(value: object) -> str:

@@ -95,7 +95,7 @@ def resolve_consumer(
         programs: Programs that the file's dialect brings.
 
     Raises:
-        ConfigError: There is no such consumer, the target is malformed or names an unknown program, or
+        ConfigError: The consumer is unknown, the target is malformed or names an unknown program, or
             name and target are two programs.
     """
     chosen = name or noted or natural

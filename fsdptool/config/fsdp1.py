@@ -52,12 +52,12 @@ def migration(lint: LintContext) -> Migration:
         mesh = hybrid_mesh(lint.get("num_processes"), lint.get("num_machines"))
     target = Target(RESHARD_OF_STRATEGY[strategy], lint.get("state_dict_type") or "full", mesh)
     if not lint.dialect.in_place:
-        return Migration(None, refusal=f"write the file anew: fsdptool migrate --to {lint.dialect.name} FILE")
+        return Migration(None, refusal=f"rewrite the file: fsdptool migrate --to {lint.dialect.name} FILE")
     try:
         steps = Rewriter(lint.source, lint.dialect)
         further = lint.dialect.migrate(steps, lint, target)
     except NotEditableError as error:
-        return Migration(None, refusal=f"the file's form does not allow it: {error}")
+        return Migration(None, refusal=f"the form of the file does not allow it: {error}")
     changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh, **further}
     changes.update(dict.fromkeys(LEGACY))
     if mesh:
@@ -74,7 +74,7 @@ def _refusal(lint: LintContext) -> str | None:
     if lint.migration_refusal:
         return lint.migration_refusal
     if lint.has("FSD336", severity="error"):
-        return "decide first: the strategy that is written never ran (FULL_SHARD did)"
+        return "decide which strategy you want: the one in the file has never run (FULL_SHARD has)"
     if strategy is not None and strategy.startswith("hybrid"):
         machines, processes = lint.get("num_machines"), lint.get("num_processes")
         if "dp_replicate" in lint.dialect.cannot:
@@ -83,7 +83,7 @@ def _refusal(lint: LintContext) -> str | None:
                 "fsdptool migrate --to accelerate"
             )
         if isinstance(machines, int) and machines > 1 and not hybrid_mesh(processes, machines):
-            return "hybrid sharding needs num_processes, a multiple of num_machines, for its mesh"
+            return "hybrid sharding requires num_processes, a multiple of num_machines, for its mesh"
     return None
 
 

@@ -71,7 +71,7 @@ def migrate_file(
         return Migrated(path, None, before, None, first.message, first.help)
     if not any(item.code != "FSD113" for item in reading.diagnostics) and reading.settings is None:
         if to is not None and to != reading.dialect:
-            nothing = f"there is nothing to write for {to}"
+            nothing = f"there are no settings to write for {to}"
             return Migrated(path, reading.dialect, before, None, "the file does not configure FSDP", nothing)
         return Migrated(path, reading.dialect, before, before, notes=("the file does not configure FSDP",))
     refusal = _refusal(reading)
@@ -104,7 +104,7 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
             reading.dialect,
             reading.source.text,
             None,
-            "cannot be migrated: the file's form does not allow the edits",
+            "cannot be migrated: the form of the file does not allow the edits",
             "write a new file with --to accelerate -o FILE",
         )
     return Migrated(
@@ -124,14 +124,14 @@ def _remaining(reading: Reading) -> Iterable[str]:
 
 def _lost(reading: Reading) -> Iterable[str]:
     if reading.version == 1 and reading.facts.get("forward_prefetch"):
-        yield "forward prefetch is dropped: accelerate's FSDP2 has none (fsdptool train: sharding.prefetch)"
+        yield "forward prefetch is dropped: accelerate has no equivalent (fsdptool train: sharding.prefetch)"
     if reading.version == 1 and reading.facts.get("wrap_policy") == "size":
-        yield "size-based wrapping stays: FSDP2 refuses layer lists above the threshold, see FSD324"
+        yield "size-based wrapping is kept, but FSDP2 refuses layer lists above the threshold (see FSD324)"
 
 
 def _switched(before: Reading, after: Reading) -> Iterable[str]:
     if before.facts.get("cpu_ram_efficient_loading") and not after.facts.get("cpu_ram_efficient_loading"):
-        yield "RAM-efficient loading is switched off: axolotl refuses it with load_in_4bit under FSDP2"
+        yield "RAM-efficient loading is disabled: axolotl refuses it with load_in_4bit under FSDP2"
 
 
 def _across(path: Path, reading: Reading, to: str) -> Migrated:
@@ -173,7 +173,7 @@ def write_across(
     default = FsdpSettings()
     lost = [name for name in _LAUNCH if name in cannot and getattr(settings, name) != getattr(default, name)]
     notes = tuple(
-        f"give {name} = {getattr(settings, name)} at launch: {to} has no word for it" for name in lost
+        f"give {name} = {getattr(settings, name)} at launch: {to} cannot express it" for name in lost
     )
     rest = replace(settings, **{name: getattr(default, name) for name in lost})
     return write_settings(rest, to, header=header), notes

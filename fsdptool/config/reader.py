@@ -110,8 +110,12 @@ def _lack(source: SourceText, document: Document) -> str:
     if document.root is None and not source.text.strip():
         return "is empty"
     if document.language in ("env", "flags"):
-        return "holds no `NAME=value` lines" if document.language == "env" else "holds no `--flag`"
-    return "holds comments only" if document.root is None else "holds no `key: value` pairs"
+        return (
+            "does not contain `NAME=value` lines"
+            if document.language == "env"
+            else "does not contain a `--flag`"
+        )
+    return "contains comments only" if document.root is None else "does not contain `key: value` pairs"
 
 
 def _advice(dialect: Dialect, natural: str, consumer: str) -> str:
@@ -119,7 +123,7 @@ def _advice(dialect: Dialect, natural: str, consumer: str) -> str:
     also = " (accelerate launch reads it, whatever script it starts)" if dialect.name == "accelerate" else ""
     readable = [other.name for other in load_registry().read_by(consumer)]
     rewrite = f", or write it for {consumer}: fsdptool migrate --to {readable[0]} FILE" if readable else ""
-    return f"judge it with --consumer {natural}{also}{rewrite}"
+    return f"check it with --consumer {natural}{also}{rewrite}"
 
 
 def _source(path_or_text: str | Path | SourceText) -> SourceText:
@@ -147,10 +151,10 @@ def _check_text(lint: LintContext) -> None:
         if node.error:
             lint.report("FSD111", node.error, node)
         for loser, winner in duplicates(node):
-            lint.ignore(loser, f"written again on line {lint.line(winner)}, which counts")
+            lint.ignore(loser, f"written again on line {lint.line(winner)}, which takes effect")
             lint.report(
                 "FSD108",
-                f"{loser.key} is written again on line {lint.line(winner)}; that one counts",
+                f"{loser.key} is written again on line {lint.line(winner)}, which takes effect",
                 loser,
                 edits=lint.editor.remove(node, loser),
                 fix=f"remove this {loser.key}",
@@ -282,8 +286,10 @@ class Comments:
     def _silence(self, number: int, own_line: bool, at: int, named: str | None) -> None:
         codes = {"*"} if named is None else {code.strip().upper() for code in named.split(",")} - {""}
         if not codes:
-            self.unknown.append((at, "ignore[] names no rule"))
-        self.unknown.extend((at, f"{code} is no rule") for code in sorted(codes - {"*"}) if code not in RULES)
+            self.unknown.append((at, "ignore[] does not name a rule"))
+        self.unknown.extend(
+            (at, f"{code} is not a rule") for code in sorted(codes - {"*"}) if code not in RULES
+        )
         (self._file if own_line else self._lines.setdefault(number, set())).update(codes)
 
 

@@ -82,11 +82,11 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
     root = document.root
     if root is None or root.kind != "map":
         raise _error(
-            source, 0, "a recipe is a mapping that begins with `model:`", "see `fsdptool schema recipe`"
+            source, 0, "a recipe must be a mapping that begins with `model:`", "see `fsdptool schema recipe`"
         )
     _check_record(source, Recipe, root, "")
     for node, message in out_of_range(root):
-        raise _error(source, node.start, message, "leave it out to take the default")
+        raise _error(source, node.start, message, "leave it out to use the default")
     for node, message, advice in contradictions(root):
         raise _error(source, node.start, message, advice)
     return from_json(Recipe, to_python(root), where="recipe")
@@ -164,7 +164,7 @@ def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> Conf
         return _error(
             source,
             entry.key_node.start,
-            f"{shown} belongs to the accelerate YAML, not to the recipe",
+            f"{shown} belongs in the accelerate YAML, not in the recipe",
             f"write it there as {owner}",
         )
     near = spelling.nearest(key, fields, cutoff=0.6)

@@ -1,4 +1,4 @@
-"""What a recipe says twice, or says and then does not use: each would train something else in silence."""
+"""What a recipe must not say: numbers out of range, and keys that contradict each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _batch(root: Node) -> Iterator[tuple[Node, str, str]]:
     if both[0] is not None and both[1] is not None and both[1].node.value is not None:
         yield (
             both[1].key_node,
-            "batch.accumulation and batch.global_batch decide each other",
+            "batch.accumulation and batch.global_batch determine each other",
             "keep one of the two",
         )
 
@@ -37,19 +37,20 @@ def _batch(root: Node) -> Iterator[tuple[Node, str, str]]:
 def _method(root: Node) -> Iterator[tuple[Node, str, str]]:
     name = _value(root, "method", "name") or Method().name
     for block in _METHODS:
-        given = _entry(root, "method", block)
-        if given is not None and given.node.kind == "map" and name != block:
+        settings = _entry(root, "method", block)
+        if settings is not None and settings.node.kind == "map" and name != block:
             yield (
-                given.key_node,
-                f"method.{block} is given and method.name is {name}",
+                settings.key_node,
+                f"method.{block} is given, but method.name is {name}",
                 f"write `name: {block}`, or leave the block out",
             )
-    taught = _entry(root, "method", "distillation")
+    distillation = _entry(root, "method", "distillation")
     entry = root.get("method")
-    if name == "distillation" and entry is not None and (taught is None or taught.node.kind != "map"):
+    has_teacher = distillation is not None and distillation.node.kind == "map"
+    if name == "distillation" and entry is not None and not has_teacher:
         yield (
             entry.key_node,
-            "method distillation needs a teacher",
+            "method distillation requires a teacher",
             "name one: method.distillation.teacher.reference",
         )
 
@@ -63,7 +64,7 @@ def _evaluation(root: Node) -> Iterator[tuple[Node, str, str]]:
     if not (has_data or _value(root, "evaluation", "holdout") or _value(root, "evaluation", "samples")):
         yield (
             when.key_node,
-            "evaluation.every_steps is given, and nothing to evaluate on",
+            "evaluation.every_steps is given without data to evaluate on",
             "set evaluation.holdout to a share of the data, or give evaluation.data or evaluation.samples",
         )
 

@@ -103,7 +103,7 @@ class Reading:
         if self.errors or self.settings is None:
             first = self.errors[0] if self.errors else None
             if first is None:
-                raise ConfigError(f"{self.path or 'the configuration'} holds no FSDP settings")
+                raise ConfigError(f"{self.path or 'the configuration'} does not contain FSDP settings")
             place = (
                 f"{first.path or 'configuration'}:{first.line}:{first.column}: "
                 if first.line

@@ -65,11 +65,11 @@ def emit_yaml(
     head.append(f"fsdptool: layout={layout}" + (f" plan={plan_digest}" if plan_digest else ""))
     if settings.use_cpu:
         head.append("fsdptool: consumer=fsdptool")
-        head.append("FSDP on CPU shards with `fsdptool train`; accelerate 1.15 would run it unsharded.")
+        head.append("`fsdptool train` shards on CPU; accelerate 1.15 would run this unsharded.")
     head.extend(notes)
     if differences:
         head.append("")
-        head.append("A plain accelerate script on this file differs from the plan:")
+        head.append("With this file, a plain accelerate script differs from the plan:")
         head.extend(f"- {line}" for line in differences)
     return MODELINE + "\n" + write_settings(resolved(settings), header=head)
 
@@ -98,7 +98,7 @@ def merge_into(path: str | Path | SourceText, settings: FsdpSettings) -> Merged:
     """Return the file with the settings merged in; comments, order and every other key stay.
 
     Raises:
-        ConfigError: The file cannot be read, is no accelerate file, or its form does not allow the edit.
+        ConfigError: The file cannot be read, is not an accelerate file, or its form does not allow the edit.
     """
     try:
         source = path if isinstance(path, SourceText) else read_source(path)
@@ -106,9 +106,9 @@ def merge_into(path: str | Path | SourceText, settings: FsdpSettings) -> Merged:
         raise ConfigError(f"{path}: {error.message}", help="give an existing accelerate file") from error
     reading = read_settings(source, consumer="fsdptool")
     if reading.dialect != "accelerate":
-        found = reading.dialect or (reading.diagnostics[0].message if reading.diagnostics else "unknown")
+        actual = reading.dialect or (reading.diagnostics[0].message if reading.diagnostics else "unknown")
         raise ConfigError(
-            f"{source.path}: not an accelerate file ({found})", help="merge into an accelerate YAML"
+            f"{source.path}: not an accelerate file ({actual})", help="merge into an accelerate YAML"
         )
     if reading.settings is not None and settings.wrap_policy == "transformer" and not settings.wrap_classes:
         # A preset knows no model; the classes somebody already wrote are worth keeping.
@@ -129,7 +129,7 @@ def merge_into(path: str | Path | SourceText, settings: FsdpSettings) -> Merged:
             _note_consumer(steps)
     except NotEditableError as error:
         raise ConfigError(
-            f"{source.path}: {error} cannot be changed in the form the file is written in",
+            f"{source.path}: {error} cannot be changed in the current form of the file",
             help="write a new file with emit-config -o",
         ) from error
     _verify(steps.source, settings)
@@ -146,7 +146,7 @@ def _verify(source: SourceText, settings: FsdpSettings) -> None:
         kept = name in ("main_process_ip", "main_process_port", "gpu_ids", "rdzv_backend", "debug")
         if getattr(got, name) != getattr(settings, name) and not kept:
             raise ConfigError(
-                f"{source.path}: its form does not allow {name} to be merged",
+                f"{source.path}: the form of the file does not allow {name} to be merged",
                 help="write a new file with emit-config -o",
             )
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _SAFETY = {
     "safe": "--fix (the run stays the same)",
     "unsafe": "--unsafe-fixes (the run changes)",
-    "none": "none: a person decides",
+    "none": "no automatic fix",
 }
 
 

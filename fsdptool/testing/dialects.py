@@ -100,9 +100,9 @@ def check_dialect(dialect: Dialect, *, fsdp1: Iterable[str] = ()) -> list[str]:
     checks = [("writing and reading", _round_trips(dialect)), ("recognising files", _recognition(dialect))]
     checks += [("damaged files", _damaged(dialect))]
     checks += [("migrating FSDP1", _migrates(dialect, text)) for text in fsdp1]
-    for what, found in checks:
+    for what, messages in checks:
         try:
-            problems.extend(found)
+            problems.extend(messages)
         except Exception as error:
             problems.append(f"{what} raised {type(error).__name__}: {error}")
     return problems

@@ -196,10 +196,10 @@ def test_notes_are_no_annotations_when_quiet(capsys: pytest.CaptureFixture[str])
     [
         ("", {}, "is empty"),
         (" \n\n", {}, "is empty"),
-        ("# nothing\n---\n", {}, "holds comments only"),
-        ("- a\n- b\n", {}, "holds no `key: value` pairs"),
-        (GOOD, {"dialect": "env"}, "holds no `NAME=value` lines"),
-        (GOOD, {"dialect": "flags"}, "holds no `--flag`"),
+        ("# nothing\n---\n", {}, "contains comments only"),
+        ("- a\n- b\n", {}, "does not contain `key: value` pairs"),
+        (GOOD, {"dialect": "env"}, "does not contain `NAME=value` lines"),
+        (GOOD, {"dialect": "flags"}, "does not contain a `--flag`"),
     ],
 )
 def test_a_file_without_settings_says_what_it_lacks(text: str, options: dict[str, str], said: str) -> None:

@@ -51,7 +51,7 @@ def test_a_model_alone_starts_from_a_preset() -> None:
 
 
 def test_neither_or_both_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="nothing to emit"):
+    with pytest.raises(ConfigError, match="a model, a plan or a preset is required"):
         fsdptool.emit_config()
     with pytest.raises(ConfigError, match="not both"):
         fsdptool.emit_config("gpt2:small", plan="plan.json")

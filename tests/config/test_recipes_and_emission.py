@@ -46,7 +46,7 @@ WRONG = {
     "optimizer:\n  betas: [0.9, 1.5]\n": ("recipe:4:16: optimizer.betas must be at least 0", None),
     "method:\n  name: lora\n  lora: {rank: 0}\n": ("method.lora.rank must be from 1 to 65536, not 0", None),
     "method:\n  lora: {rank: 4}\n": ("recipe:4:3: method.lora is given and method.name is full", "leave"),
-    "method:\n  name: distillation\n": ("recipe:3:1: method distillation needs a teacher", "name one"),
+    "method:\n  name: distillation\n": ("recipe:3:1: method distillation requires a teacher", "name one"),
     "evaluation:\n  every_steps: 2\n": ("nothing to evaluate on", "evaluation.holdout"),
     "steps: inf\n": ("steps must be a whole number", None),
     "seed: 1\nseed: 2\n": ("written again on line 4", "keep one"),

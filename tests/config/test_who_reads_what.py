@@ -100,7 +100,7 @@ def test_a_command_line_is_for_the_program_it_starts(tmp_path: Path) -> None:
     assert not read_settings(path, consumer="fsdptool").errors
     path.write_text(path.read_text().replace("fsdp-enable", "fsdp_enable --fsdp_version 1"))
     refused = migrate_file(path)
-    assert refused.after is None and refused.help == "write --fsdp_version 2 on the command line yourself"
+    assert refused.after is None and refused.help == "change the command line to --fsdp_version 2 by hand"
     path.write_text("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 train.py\n")
     assert read_settings(path).consumer.name == "accelerate"
 

@@ -41,10 +41,8 @@ IDIOMS = {
 PENDING = (
     "README.md",
     "docs/rules.md",
-    "fsdptool/api",
     "fsdptool/cache",
     "fsdptool/cli/plan.py",
-    "fsdptool/config",
     "fsdptool/distributed",
     "fsdptool/files",
     "fsdptool/planning",

@@ -1,4 +1,4 @@
-"""The example family, installed by pip beside ours in a throw-away environment, through the command line."""
+"""The example family and dialect, installed by pip in a temporary environment, through the command line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_family"
+DIALECT = Path(__file__).parents[2] / "examples" / "third_party_dialect"
 
 
 def _run(python: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -46,7 +47,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"),
-            *("--no-build-isolation", "--disable-pip-version-check", "-q", str(EXAMPLE)),
+            *("--no-build-isolation", "--disable-pip-version-check", "-q", str(EXAMPLE), str(DIALECT)),
         ],
         check=True,
         timeout=300,
@@ -102,5 +103,32 @@ def test_trained_on_two_ranks(installed: tuple[Path, Path]) -> None:
 def test_conforms(installed: tuple[Path, Path]) -> None:
     python, folder = installed
     test = EXAMPLE / "tests" / "test_conforms.py"
+    done = _run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), folder=folder)
+    assert "1 passed" in done.stdout
+
+
+def test_the_dialect_validates_migrates_and_writes(installed: tuple[Path, Path]) -> None:
+    python, folder = installed
+    file = folder / "run.yaml"
+    file.write_text((DIALECT / "run.yaml").read_text())
+    answer = json.loads(
+        _run(python, "-m", "fsdptool", "validate", "run.yaml", "--format", "json", folder=folder).stdout
+    )
+    (judged,) = answer["files"]
+    assert judged["dialect"] == "minitrain" and judged["consumer"] == {"name": "minitrain", "version": "1.0"}
+    assert [(item["code"], item["line"]) for item in judged["findings"]] == [("FSD202", 10)]
+    _run(python, "-m", "fsdptool", "validate", "--fix", "run.yaml", folder=folder)
+    assert "ofload" not in file.read_text() and "# A file of the imaginary" in file.read_text()
+    moved = _run(python, "-m", "fsdptool", "migrate", "--to", "accelerate", "run.yaml", folder=folder).stdout
+    (folder / "moved.yaml").write_text(moved)
+    back = _run(python, "-m", "fsdptool", "migrate", "--to", "minitrain", "moved.yaml", folder=folder).stdout
+    (folder / "back.yaml").write_text(back)
+    again = _run(python, "-m", "fsdptool", "migrate", "--to", "accelerate", "back.yaml", folder=folder).stdout
+    assert again == moved and "LlamaDecoderLayer" in moved and "minitrain: 1" in back
+
+
+def test_the_dialect_conforms(installed: tuple[Path, Path]) -> None:
+    python, folder = installed
+    test = DIALECT / "tests" / "test_conforms.py"
     done = _run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), folder=folder)
     assert "1 passed" in done.stdout

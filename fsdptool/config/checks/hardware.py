@@ -91,8 +91,8 @@ def _offload(lint: LintContext, hardware: Hardware) -> None:
     if needed > hardware.host_memory:
         lint.report(
             "FSD502",
-            f"offload needs about {needed:,} bytes of host memory per machine, there are "
-            f"{hardware.host_memory:,} (AdamW, fp32 masters)",
+            f"offload needs about {needed:,} bytes of host memory per machine, but only "
+            f"{hardware.host_memory:,} are available (AdamW, fp32 masters)",
             lint.at("cpu_offload"),
         )
 
@@ -102,20 +102,20 @@ def _fit(lint: LintContext, hardware: Hardware, gpu: Gpu, fit: Fit) -> None:
     processes = lint.get("num_processes")
     total = hardware.gpus or (processes if isinstance(processes, int) else None)
     if total is None:
-        lint.report("FSD506", "the number of GPUs is not known: give --gpus")
+        lint.report("FSD506", "the number of GPUs is unknown: give --gpus")
         return
     settings = settings_from({key: fact.value for key, fact in lint.facts.items()})
     layout: Layout = "native" if lint.consumer.name == "fsdptool" else "accelerate"
     try:
         needed, usable = fit(settings, layout, total, lint.get("num_machines") or 1)
     except FsdptoolError as error:
-        lint.report("FSD506", f"the fit could not be judged: {error.message}")
+        lint.report("FSD506", f"could not check whether the run fits: {error.message}")
         return
     if needed is None or usable is None:
-        lint.report("FSD506", "the fit could not be judged")
+        lint.report("FSD506", "could not check whether the run fits")
     elif needed > usable:
         lint.report(
             "FSD503",
-            f"{needed:,} bytes are needed on {gpu.name} and {usable:,} can be used, at micro-batch 1",
+            f"the run needs {needed:,} bytes on {gpu.name}, of which {usable:,} are usable, at micro-batch 1",
             lint.root.get("fsdp_config"),
         )

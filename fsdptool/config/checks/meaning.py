@@ -54,7 +54,7 @@ def check_meaning(
         hardware: GPUs and hosts, for the family ``hardware``.
     """
     if not lint.consumer.checked:
-        lint.report("FSD354", f"judged for {lint.consumer}; the rules were checked against another version")
+        lint.report("FSD354", f"checked for {lint.consumer}; the rules were verified with another version")
     if not lint.configures_fsdp:
         return
     _conflicts(lint)
@@ -95,7 +95,7 @@ def _conflicts(lint: LintContext) -> None:
             edits = lint.editor.replace(entry.node, "FSDP")
         lint.report(
             "FSD330",
-            f"the FSDP settings do nothing: distributed_type is {kind}",
+            f"the FSDP settings have no effect: distributed_type is {kind}",
             entry,
             value=True,
             edits=edits,
@@ -140,14 +140,14 @@ def _version(lint: LintContext) -> None:
     what = f"{lint.name('fsdp_version')} is 1" if written else f"{lint.name('fsdp_version')} is not written"
     severity: Any = "error" if lint.consumer.name in ("fsdptool", "simpletuner") else "warning"
     if lint.consumer.name == "fsdptool":
-        what += "; fsdptool runs FSDP2 only"
+        what += "; fsdptool supports FSDP2 only"
     place = lint.at("fsdp_version") or lint.fsdp_entry or lint.root.get("fsdp_config")
     lint.report(
         "FSD301",
-        f"{what}: FSDP1 runs",
+        f"{what}: the run uses FSDP1",
         place,
         severity=severity,
-        help=migrated.refusal or "fsdptool migrate FILE writes the same settings for FSDP2",
+        help=migrated.refusal or "fsdptool migrate FILE writes the equivalent FSDP2 settings",
         edits=migrated.edits,
         safe=False,
         fix="migrate to FSDP2",
@@ -199,7 +199,7 @@ def _wrapping(lint: LintContext) -> None:
         # accelerate 1.15 set_auto_wrap_policy: "If zero, we silently ignore it."
         lint.report(
             "FSD315",
-            f"{lint.name('min_num_params')} is 0: nothing is wrapped, and the whole model is one unit",
+            f"{lint.name('min_num_params')} is 0: no module is wrapped, and the whole model is one unit",
             lint.at("min_num_params", "wrap_policy"),
             value=True,
             help="write a threshold, or wrap by class",
@@ -226,7 +226,7 @@ def _wrapping(lint: LintContext) -> None:
         if class_name in _LEAVES:
             what = "a layer inside the blocks, not a block"
         elif class_name.endswith(_WHOLE) or (class_name.endswith("Model") and len(class_name) > 5):
-            what = "a whole model, by its name"
+            what = "a whole model, judging by its name"
         if what is not None:
             lint.report("FSD335", f"{class_name} is {what}", lint.at("wrap_classes"), value=True)
 
@@ -237,17 +237,19 @@ def _checkpointing(lint: LintContext) -> None:
     if on and wraps_nothing(lint) and lint.consumer.name != "fsdptool":
         lint.report(
             "FSD316",
-            "activation checkpointing without wrapped blocks crashes",
+            "activation checkpointing crashes without wrapped blocks",
             lint.at("activation_checkpointing"),
         )
     if offload and (not on or lint.get("fsdp_version") != 2):
         need = "activation checkpointing" if not on else "fsdp_version 2"
-        lint.report("FSD318", f"activation offload needs {need}", lint.at("activation_checkpointing_offload"))
+        lint.report(
+            "FSD318", f"activation offload requires {need}", lint.at("activation_checkpointing_offload")
+        )
     entry = lint.gradient_checkpointing
     if on and entry is not None:
         lint.report(
             "FSD317",
-            f"{entry.key} and FSDP's activation checkpointing are both on",
+            f"{entry.key} and FSDP's activation checkpointing are both enabled",
             entry,
             edits=lint.editor.replace(entry.node, False),
             safe=False,
@@ -267,7 +269,7 @@ def _loading(lint: LintContext) -> None:
         return
     if lint.written("wrap_policy"):
         entry = lint.at("cpu_ram_efficient_loading") or lint.at("wrap_policy")
-        lint.report("FSD319", "RAM-efficient loading with nothing wrapped", entry)
+        lint.report("FSD319", "RAM-efficient loading without wrapped modules", entry)
 
 
 def _defaults(lint: LintContext) -> None:
@@ -279,7 +281,7 @@ def _defaults(lint: LintContext) -> None:
     if lint.consumer.name == "accelerate" and unwritten:
         lint.report(
             "FSD352",
-            "mixed_precision is not written: no, by default",
+            "mixed_precision is not written; the default is 'no'",
             edits=lint.editor.add(lint.root, None, {"mixed_precision": "no"}),
             fix="write mixed_precision: 'no'",
         )
@@ -297,7 +299,7 @@ def _defaults(lint: LintContext) -> None:
         edits = lint.editor.add(block.node if block else None, block, {key: value})
         lint.report(
             "FSD320",
-            f"{key} is not written: {str(value).lower() if value is True else value} by default",
+            f"{key} is not written; the default is {str(value).lower() if value is True else value}",
             block,
             edits=edits,
             fix=f"write {key}: {str(value).lower() if value is True else value}",

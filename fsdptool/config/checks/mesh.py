@@ -62,7 +62,7 @@ def _combinations(lint: LintContext, sizes: dict[str, int], open_shard: bool) ->
     if sizes["sp"] > 1:
         lint.report(
             "FSD312",
-            f"sp {sizes['sp']} does nothing under FSDP2: the sequence is not split",
+            f"sp {sizes['sp']} has no effect under FSDP2: sequences are not split",
             lint.at("sp"),
             value=True,
         )
@@ -72,7 +72,7 @@ def _combinations(lint: LintContext, sizes: dict[str, int], open_shard: bool) ->
     if beside and sizes["dp_shard"] == 1 and not open_shard:
         lint.report(
             "FSD313",
-            "tp or cp with dp_replicate above 1 and dp_shard 1 is refused",
+            "accelerate refuses tp or cp with dp_replicate above 1 and dp_shard 1",
             lint.at("dp_replicate"),
             value=True,
         )
@@ -94,9 +94,9 @@ def _products(lint: LintContext, sizes: dict[str, int], open_shard: bool, proces
         refused = lint.consumer.name == "fsdptool" and known and processes > 1
         lint.report(
             "FSD343",
-            f"all mesh sizes are 1: not {processes} processes"
+            f"all mesh sizes are 1, but there are {processes} processes"
             if refused
-            else "all mesh sizes are 1: accelerate builds no mesh and shards over all processes",
+            else "all mesh sizes are 1: accelerate does not build a mesh and shards over all processes",
             entry,
             severity="error" if refused else "warning",
             edits=edits,
@@ -117,19 +117,22 @@ def _products(lint: LintContext, sizes: dict[str, int], open_shard: bool, proces
             return
     elif known and total != processes:
         shown = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
-        lint.report("FSD308", f"the mesh {shown} has {total} places for {processes} processes", place)
+        lint.report("FSD308", f"the mesh {shown} is for {total} processes, not {processes}", place)
         return
     if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
         if sizes["tp"] > 1 and sizes["dp_replicate"] == 1:
             lint.report(
                 "FSD310",
-                f"tp {sizes['tp']} takes all processes: nothing is left to shard across",
+                f"tp {sizes['tp']} uses all processes: no dimension is left to shard over",
                 lint.at("tp"),
                 value=True,
             )
         else:
             lint.report(
-                "FSD309", "the mesh only replicates: nothing is sharded", lint.at("dp_replicate"), value=True
+                "FSD309",
+                "the mesh only replicates: parameters are not sharded",
+                lint.at("dp_replicate"),
+                value=True,
             )
 
 
@@ -143,7 +146,7 @@ def check_processes(lint: LintContext) -> None:
     processes, machines = lint.get("num_processes"), lint.get("num_machines") or 1
     cpu = lint.get("use_cpu")
     if cpu and lint.consumer.name == "accelerate":
-        lint.report("FSD314", "FSDP on CPU: accelerate runs this unsharded", lint.at("use_cpu"))
+        lint.report("FSD314", "accelerate runs FSDP on CPU without sharding", lint.at("use_cpu"))
     # Our trainer has an attention of its own for split sequences, on every device.
     if cpu and (lint.get("cp") or 1) > 1 and lint.consumer.name != "fsdptool":
         lint.report("FSD347", "context parallelism does not work on CPU", lint.at("cp"))
@@ -159,7 +162,7 @@ def check_processes(lint: LintContext) -> None:
         elif processes % machines:
             lint.report(
                 "FSD328",
-                f"{processes} processes do not divide over {machines} machines",
+                f"{processes} processes cannot be divided evenly over {machines} machines",
                 lint.at("num_processes"),
                 value=True,
             )
@@ -171,7 +174,7 @@ def check_processes(lint: LintContext) -> None:
             value=True,
         )
     if machines > 1 and not lint.get("main_process_ip"):
-        lint.report("FSD329", "several machines and no main_process_ip", lint.at("num_machines"))
+        lint.report("FSD329", "several machines without main_process_ip", lint.at("num_machines"))
     _gpu_ids(lint, processes, machines)
 
 

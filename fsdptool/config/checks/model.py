@@ -96,7 +96,7 @@ def _hints(lint: LintContext, anatomy: Anatomy, edits: Any, changes: dict[str, A
     if not anatomy.no_split_modules:
         lint.report(
             "FSD406",
-            f"{anatomy.spec.model_class} has no _no_split_modules and the file no class: nothing is wrapped",
+            f"{anatomy.spec.model_class} has no _no_split_modules, and the file names no wrap class",
             place,
             edits=edits,
             safe=False,
@@ -106,7 +106,7 @@ def _hints(lint: LintContext, anatomy: Anatomy, edits: Any, changes: dict[str, A
     elif absent:
         lint.report(
             "FSD410",
-            f"_no_split_modules of {anatomy.spec.model_class} name {', '.join(absent)}, which it lacks",
+            f"_no_split_modules of {anatomy.spec.model_class} list {', '.join(absent)}, which it lacks",
             place,
             edits=edits,
             safe=False,
@@ -164,7 +164,7 @@ def _containers(lint: LintContext, anatomy: Anatomy) -> None:
         if size >= threshold > 0:
             lint.report(
                 "FSD409",
-                f"{module.path} ({module.class_name}) holds {size:,} parameters, over the {threshold:,}",
+                f"{module.path} ({module.class_name}) holds {size:,} parameters, more than {threshold:,}",
                 lint.at("wrap_policy"),
                 value=True,
             )
@@ -229,7 +229,7 @@ def _ignored(lint: LintContext, anatomy: Anatomy) -> None:
     except re.error as error:
         lint.report(
             "FSD206",
-            f"fsdp_ignored_modules is no regular expression: {error}",
+            f"fsdp_ignored_modules is not a valid regular expression: {error}",
             lint.at("ignored_modules"),
             value=True,
         )

@@ -7,26 +7,25 @@ from fsdptool.records.diagnostic import Rule
 MEANING = (
     Rule("FSD301", "FSDP1 runs", "warning",
          "accelerate 1.15 takes a missing `fsdp_version` as 1. FSDP1 is deprecated in torch and leaves "
-         "transformers after 5.23; most of its keys mean nothing to FSDP2.",
-         "Migrate: `fsdptool migrate FILE` (or --unsafe-fixes) writes the FSDP2 settings with the same "
-         "meaning, every default that flips included.", "unsafe"),
-    Rule("FSD302", "FSDP1 key without meaning under version 2", "warning",
-         "accelerate 1.15 ignores it under version 2 when it comes from a file. This value says nothing that "
-         "FSDP2 does not do by itself.",
+         "transformers after 5.23; FSDP2 does not have most of its keys.",
+         "Migrate: `fsdptool migrate FILE` (or --unsafe-fixes) writes the equivalent FSDP2 settings, "
+         "including every default that differs.", "unsafe"),
+    Rule("FSD302", "FSDP1 key without effect under version 2", "warning",
+         "accelerate 1.15 ignores it under version 2 when it comes from a file. FSDP2 does by itself what "
+         "this value requests.",
          "Remove it (--fix: the run stays the same).", "safe"),
     Rule("FSD303", "FSDP1 setting lost under version 2", "error",
-         "The key is ignored under version 2, and what it asks for is not what runs: SHARD_GRAD_OP becomes "
-         "full sharding, HYBRID_SHARD full sharding over all ranks, forward prefetch is off.",
-         "Write what was meant the FSDP2 way (--unsafe-fixes: the run changes), or remove the key.",
-         "unsafe"),
+         "The key is ignored under version 2, and the run differs from what it requests: SHARD_GRAD_OP "
+         "becomes full sharding, HYBRID_SHARD full sharding over all ranks, forward prefetch is off.",
+         "Write the FSDP2 equivalent (--unsafe-fixes: the run changes), or remove the key.", "unsafe"),
     Rule("FSD304", "FSDP and DeepSpeed together", "error",
-         "Each wants to own the model. accelerate 1.15 picks the one `distributed_type` names and ignores "
-         "the other block; TrainingArguments and SimpleTuner stop.",
+         "Only one of them can shard the model. accelerate 1.15 uses the one that `distributed_type` names "
+         "and ignores the other block; TrainingArguments and SimpleTuner stop.",
          "Keep one of the two."),
     Rule("FSD305", "context parallelism without FSDP2", "error",
-         "accelerate 1.15 shards the sequence on the mesh that FSDP2 builds; with FSDP1, DDP or no FSDP the "
-         "run stops or ignores it. SimpleTuner 4.8 runs replicas where its page says it refuses; axolotl "
-         "runs it without FSDP on purpose, which is a note only.",
+         "accelerate 1.15 shards the sequence on the mesh that FSDP2 builds; with FSDP1, DDP or no FSDP "
+         "the run stops or ignores it. SimpleTuner 4.8 runs replicas although its documentation says that "
+         "it refuses; axolotl supports it without FSDP, which is a note only.",
          "Set fsdp_version to 2, or the context-parallel size to 1."),
     Rule("FSD306", "context-parallel size against process count", "error",
          "The size must be a whole number of at least 1 that divides the number of processes.",
@@ -39,16 +38,16 @@ MEANING = (
          "that are not written are 1, never filled in.",
          "Make dp_replicate x dp_shard x cp x sp x tp equal to num_processes."),
     Rule("FSD309", "mesh that only replicates", "error",
-         "With dp_shard 1 and cp 1 FSDP2 has nothing to shard across: `FSDP is enabled but the parallelism "
-         "config has no dimension for FSDP to shard across`.",
+         "With dp_shard 1 and cp 1, FSDP2 cannot shard over any dimension: `FSDP is enabled but the "
+         "parallelism config has no dimension for FSDP to shard across`.",
          "Give dp_shard a size above 1, or use MULTI_GPU for plain data parallelism."),
     Rule("FSD310", "tensor parallelism over all processes", "error",
-         "tp_size equal to the process count leaves FSDP2 no dimension; accelerate 1.15 stops.",
+         "With tp_size equal to the process count, no dimension is left for FSDP2; accelerate 1.15 stops.",
          "Lower tp_size, or launch without FSDP."),
     Rule("FSD311", "context and sequence parallelism together", "error",
          "accelerate 1.15: Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive.",
          "Set one of the two sizes to 1."),
-    Rule("FSD312", "sequence parallelism that silently does nothing", "error",
+    Rule("FSD312", "sequence parallelism without effect", "error",
          "SP in accelerate 1.15 is DeepSpeed's Ulysses. Under FSDP2 it is accepted, no sequence is split, "
          "and the parameters shard over the whole world.",
          "Set sp_size to 1, or use context parallelism (cp_size)."),
@@ -57,179 +56,176 @@ MEANING = (
          "(dp_replicate_size > 1 and dp_shard_size == 1).",
          "Give dp_shard a size above 1, or set dp_replicate to 1."),
     Rule("FSD314", "FSDP on CPU through accelerate", "error",
-         "accelerate 1.15 only promotes device types to FSDP: on CPU the run goes on unsharded, as "
+         "accelerate 1.15 starts FSDP on accelerators only: on CPU the run continues unsharded, as "
          "independent processes or DDP, with exit code 0. fsdptool's own trainer shards on CPU.",
-         "Train it with `fsdptool train`, and say so in the file: `# fsdptool: consumer=fsdptool`."),
+         "Train with `fsdptool train`, and add the comment `# fsdptool: consumer=fsdptool` to the file."),
     Rule("FSD315", "nothing is wrapped", "warning",
          "accelerate 1.15 reads a missing `fsdp_auto_wrap_policy` as NO_WRAP: one unit holds the whole "
-         "model, which is gathered at once. So does SIZE_BASED_WRAP with a threshold of 0, which is what "
-         "TrainingArguments pass when none is written.",
-         "Write `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` (--unsafe-fixes), or NO_WRAP if it is meant.",
-         "unsafe"),
+         "model, which is gathered at once. SIZE_BASED_WRAP with a threshold of 0 does the same, and "
+         "TrainingArguments pass 0 when no threshold is written.",
+         "Write `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` (--unsafe-fixes), or NO_WRAP if that is "
+         "intended.", "unsafe"),
     Rule("FSD316", "activation checkpointing without wrapping", "error",
          "accelerate 1.15 checkpoints the units that are wrapped; with NO_WRAP or no policy it crashes: "
          "`TypeError: 'NoneType' object is not callable`.",
-         "Wrap the blocks (TRANSFORMER_BASED_WRAP), or switch activation checkpointing off."),
-    Rule("FSD317", "both kinds of checkpointing", "error",
-         "FSDP's activation checkpointing and `gradient_checkpointing` recompute the same blocks twice; the "
-         "transformers Trainer raises for the pair.",
-         "Keep FSDP's own (--unsafe-fixes switches gradient_checkpointing off).", "unsafe"),
-    Rule("FSD318", "activation offload without its conditions", "error",
-         "accelerate 1.15: `activation_checkpointing_offload=True` requires `activation_checkpointing=True`, "
-         "and `fsdp_version=2`.",
-         "Switch activation checkpointing on, or its offload off."),
+         "Wrap the blocks (TRANSFORMER_BASED_WRAP), or disable activation checkpointing."),
+    Rule("FSD317", "two kinds of activation checkpointing", "error",
+         "FSDP's activation checkpointing and `gradient_checkpointing` recompute the same blocks twice; "
+         "the transformers Trainer raises an error for the combination.",
+         "Keep FSDP's own (--unsafe-fixes disables gradient_checkpointing).", "unsafe"),
+    Rule("FSD318", "activation offload without its requirements", "error",
+         "accelerate 1.15: `activation_checkpointing_offload=True` requires "
+         "`activation_checkpointing=True`, and `fsdp_version=2`.",
+         "Enable activation checkpointing, or disable its offload."),
     Rule("FSD319", "RAM-efficient loading without wrap units", "warning",
-         "With nothing wrapped one unit holds the whole model: every step gathers it whole, and FSDP1 builds "
-         "it whole on every GPU before it is sharded. The option saves host memory, and GPU memory runs out.",
+         "Without wrapping, one unit holds the whole model: every step gathers all of it, and FSDP1 builds "
+         "all of it on every GPU before sharding. The option saves host memory, but GPU memory runs out.",
          "Wrap the blocks, or set fsdp_cpu_ram_efficient_loading to false."),
-    Rule("FSD320", "setting left to a default that differs", "info",
-         "The default depends on the FSDP version or on the program: FULL_STATE_DICT under version 1 and in "
-         "TrainingArguments, SHARDED_STATE_DICT in accelerate under version 2; RAM-efficient loading true in "
-         "accelerate launch and false in TrainingArguments.",
-         "Write it out (--fix writes the value that is in effect).", "safe"),
+    Rule("FSD320", "setting left to a default that differs between programs", "info",
+         "The default depends on the FSDP version or on the program: FULL_STATE_DICT under version 1 and "
+         "in TrainingArguments, SHARDED_STATE_DICT in accelerate under version 2; RAM-efficient loading is "
+         "true in accelerate launch and false in TrainingArguments.",
+         "Write the setting (--fix writes the value in effect).", "safe"),
     Rule("FSD321", "fsdp_sync_module_states false stops the launch", "error",
          "FSDP2 ignores the key, but accelerate 1.15's launcher refuses the file while RAM-efficient "
          "loading is true or not written: When using `--fsdp_cpu_ram_efficient_loading` set "
          "`--fsdp_sync_module_states` to `True`.",
          "Remove the key under version 2 (--fix).", "safe"),
-    Rule("FSD322", "reshard as a strategy name or number", "error",
-         "Under version 2 accelerate 1.15 wants a boolean: `invalid truth value full_shard`. `1` happens to "
-         "be read as true; `2` fails.",
+    Rule("FSD322", "reshard_after_forward as a strategy name or number", "error",
+         "Under version 2, accelerate 1.15 requires a boolean: `invalid truth value full_shard`. `1` is "
+         "read as true; `2` fails.",
          "Write true or false (--fix: FULL_SHARD is true, SHARD_GRAD_OP false).", "safe"),
     Rule("FSD323", "sharding strategy as a number", "info",
          "torch's enum numbers: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD, 5 "
-         "_HYBRID_SHARD_ZERO2. `accelerate to-fsdp2` copies them as they are, and 2 then fails.",
+         "_HYBRID_SHARD_ZERO2. `accelerate to-fsdp2` copies the numbers unchanged, and 2 then fails.",
          "Write the name, or migrate."),
     Rule("FSD324", "size-based wrapping", "warning",
          "Under FSDP2 accelerate 1.15 hands every module above the threshold to fully_shard, which refuses "
-         "containers (ModuleList); torch's FSDP1 policy passes them by. Which modules are wrapped changes "
-         "with the model's size.",
-         "Wrap by class (`fsdptool detect` names the classes)."),
-    Rule("FSD325", "size threshold that is not read", "warning",
-         "`fsdp_min_num_params` counts with SIZE_BASED_WRAP only.",
+         "containers (ModuleList); torch's FSDP1 policy skips them. Which modules are wrapped depends on "
+         "the size of the model.",
+         "Wrap by class (`fsdptool detect` lists the classes)."),
+    Rule("FSD325", "unused size threshold", "warning",
+         "`fsdp_min_num_params` is read with SIZE_BASED_WRAP only.",
          "Remove it (--fix: the run stays the same).", "safe"),
     Rule("FSD326", "process count missing", "warning",
          "accelerate 1.15: You need to manually pass in `--num_processes` using this config yaml.",
          "Write num_processes, or pass --num_processes at every launch."),
     Rule("FSD327", "FSDP over a single process", "warning",
-         "There is nobody to shard with: FSDP's cost without its gain.",
+         "There is no other process to shard with: FSDP adds cost without saving memory.",
          "Start more processes, or train without FSDP."),
     Rule("FSD328", "processes do not divide over the machines", "error",
-         "`num_processes` counts all machines in accelerate, not one: the launcher starts num_processes // "
-         "num_machines on each and loses the rest.",
+         "In accelerate, `num_processes` is the total over all machines: the launcher starts num_processes "
+         "// num_machines on each machine and drops the remainder.",
          "Make num_processes a multiple of num_machines."),
     Rule("FSD329", "rendezvous address missing", "warning",
-         "Several machines need `main_process_ip` and `main_process_port`; accelerate 1.15 otherwise waits "
-         "for a host called None. They may come from the command line.",
+         "Several machines need `main_process_ip` and `main_process_port`; otherwise accelerate 1.15 waits "
+         "for a host called None. Both can be given on the command line.",
          "Write both, or pass --main_process_ip and --main_process_port."),
     Rule("FSD330", "FSDP block under another distributed_type", "error",
          "accelerate 1.15 accepts the block and never starts FSDP.",
          "Write `distributed_type: FSDP` (--unsafe-fixes: the run changes), or remove the block.", "unsafe"),
     Rule("FSD331", "GPU ids do not match the processes", "warning",
-         "More processes than ids put several ranks on one GPU; one id with MULTI_GPU is refused.",
+         "With more processes than ids, several ranks share one GPU; a single id with MULTI_GPU is refused.",
          "List as many ids as processes per machine."),
     Rule("FSD332", "NO_SHARD has no FSDP2 equivalent", "error",
          "NO_SHARD is plain data parallelism. `accelerate to-fsdp2` turns it into reshard false, which "
-         "shards parameters and is a different thing.",
+         "shards the parameters.",
          "Use `distributed_type: MULTI_GPU` (DDP)."),
     Rule("FSD333", "LOCAL_STATE_DICT is not supported", "error",
          "accelerate 1.15: FSDP2 does not support LOCAL_STATE_DICT.",
-         "Use SHARDED_STATE_DICT: each rank writes its shard, and it can be read with another number of "
-         "ranks."),
+         "Use SHARDED_STATE_DICT: each rank writes its shard, and the checkpoint can be read with a "
+         "different number of ranks."),
     Rule("FSD334", "hybrid sharding without a mesh", "error",
-         "Under FSDP2 hybrid sharding is a mesh of dp_replicate x dp_shard, written in `parallelism_config`; "
-         "the strategy name alone shards over all ranks.",
+         "Under FSDP2 hybrid sharding is a mesh of dp_replicate x dp_shard, written in "
+         "`parallelism_config`; the strategy name alone shards over all ranks.",
          "--unsafe-fixes writes the mesh (replicate over machines, shard within) where num_processes and "
-         "num_machines are written; `fsdptool migrate` does for FSDP1.", "unsafe"),
+         "num_machines are written; `fsdptool migrate` does the same for FSDP1.", "unsafe"),
     Rule("FSD335", "suspicious wrap class", "warning",
-         "The name is a leaf layer, an embedding or a whole model: units become far too many, or one.",
+         "The class is a leaf layer, an embedding or a whole model: this gives far too many units, or one.",
          "Name the repeated block (`fsdptool detect REF` finds it)."),
     Rule("FSD336", "strategy under the wrong key for FSDP1", "error",
          "Under version 1 accelerate 1.15 always exports FSDP_SHARDING_STRATEGY (FULL_SHARD unless "
          "`fsdp_sharding_strategy` is written), which wins: a strategy written in "
-         "`fsdp_reshard_after_forward`, as `accelerate config` does, has always run as FULL_SHARD. The same "
-         "befalls the strategy that TrainingArguments pass, in `fsdp` or `reshard_after_forward`: the plugin "
-         "fills its own field from FSDP_SHARDING_STRATEGY or with FULL_SHARD first.",
-         "Migrate, and decide which of the two was meant."),
-    Rule("FSD337", "truth of text", "error",
-         "transformers 5.23 tests this value without parsing it: `cpu_offload: \"false\"` switches offload "
-         "ON.",
+         "`fsdp_reshard_after_forward`, as `accelerate config` does, has always run as FULL_SHARD. The "
+         "same happens to the strategy that TrainingArguments pass, in `fsdp` or `reshard_after_forward`: "
+         "the plugin first fills its own field from FSDP_SHARDING_STRATEGY or with FULL_SHARD.",
+         "Migrate, and decide which of the two is intended."),
+    Rule("FSD337", "text tested for truth", "error",
+         "transformers 5.23 tests this value without parsing it: `cpu_offload: \"false\"` enables offload.",
          "Write a plain boolean (--unsafe-fixes: the run changes to what is written).", "unsafe"),
-    Rule("FSD338", "version left to the installed transformers", "warning",
+    Rule("FSD338", "FSDP version left to the installed transformers", "warning",
          "Without a version TrainingArguments ran FSDP1 before transformers 5.10 and runs FSDP2 since.",
          "Write `\"version\": 2` (--fix writes the version in effect).", "safe"),
     Rule("FSD339", "legacy `fsdp` text or list", "warning",
          "transformers 5.23 still understands `full_shard`, `shard_grad_op`, `offload` and `auto_wrap` in "
-         "lower case separated by spaces, and announces the removal; anything else raises.",
+         "lower case separated by spaces, but has deprecated them; anything else raises an error.",
          "Write `fsdp: true` and the options in `fsdp_config` (--fix).", "safe"),
     Rule("FSD340", "save_only_model with a sharded state dict, or with the best model", "error",
-         "transformers 5.23's Trainer raises for save_only_model with SHARDED_STATE_DICT, and under FSDP "
-         "with load_best_model_at_end.",
+         "transformers 5.23's Trainer refuses save_only_model with SHARDED_STATE_DICT, and under FSDP with "
+         "load_best_model_at_end.",
          "Use FULL_STATE_DICT without load_best_model_at_end, or save_only_model false."),
-    Rule("FSD341", "setting comes from the environment", "info",
-         "The file does not write it, accelerate launch does not export it, and the variable is set here: it "
-         "decides.",
+    Rule("FSD341", "setting taken from the environment", "info",
+         "The file does not contain the setting, accelerate launch does not export it, and the variable is "
+         "set in this environment: the variable decides.",
          "Write the setting in the file, or unset the variable."),
     Rule("FSD342", "parallelism block outside FSDP2", "error",
-         "accelerate 1.15 takes the block with FSDP2, multi-device and DeepSpeed runs only; FSDP1 with it "
-         "fails when the accelerator is built.",
+         "accelerate 1.15 accepts the block for FSDP2, multi-device and DeepSpeed runs only; with FSDP1 it "
+         "fails when it builds the accelerator.",
          "Set fsdp_version to 2 or remove the block."),
     Rule("FSD343", "parallelism block without effect", "warning",
-         "All sizes are 1 (or no key is read): accelerate 1.15 builds no mesh and shards over all processes, "
-         "as without the block. fsdptool's own trainer refuses a mesh that does not multiply to the process "
-         "count.",
-         "Give dp_shard_size the number of processes, or remove the block (--unsafe-fixes removes it).",
-         "unsafe"),
-    Rule("FSD344", "FSDP2 is too new for the target", "error",
+         "All sizes are 1 (or no key is read): accelerate 1.15 does not build a mesh and shards over all "
+         "processes, as without the block. fsdptool's own trainer refuses a mesh that does not multiply to "
+         "the process count.",
+         "Give dp_shard_size the number of processes, or remove the block (--unsafe-fixes "
+         "removes it).", "unsafe"),
+    Rule("FSD344", "setting newer than the target version", "error",
          "The setting does not exist in the accelerate or transformers version named by --target.",
          "Upgrade, or leave the setting out."),
     Rule("FSD345", "optimizer that does not work on sharded parameters", "warning",
-         "SimpleTuner swaps optimi-*, bnb-* and soap optimizers for another one under FSDP2; elsewhere they "
-         "fail in the first step. axolotl 0.19 refuses adamw_8bit and adamw_bnb_8bit under FSDP2, and muon "
-         "under FSDP1.",
+         "SimpleTuner replaces optimi-*, bnb-* and soap optimizers under FSDP2; elsewhere they fail in the "
+         "first step. axolotl 0.19 refuses adamw_8bit and adamw_bnb_8bit under FSDP2, and muon under FSDP1.",
          "Choose an optimizer that works on DTensors (adamw).", "unsafe"),
-    Rule("FSD346", "precision and sharding do not combine", "error",
+    Rule("FSD346", "precision incompatible with sharding", "error",
          "SimpleTuner refuses quanto-quantised base models with FSDP2 (torchao int8 passes). axolotl 0.19 "
          "refuses RAM-efficient loading with load_in_4bit under FSDP2: only rank 0 would quantise, and the "
          "scatter deadlocks.",
-         "SimpleTuner: another base_model_precision. axolotl: cpu_ram_efficient_loading: false "
-         "(--unsafe-fixes).", "unsafe"),
+         "In SimpleTuner, choose another base_model_precision; in axolotl, set cpu_ram_efficient_loading "
+         "to false (--unsafe-fixes).", "unsafe"),
     Rule("FSD347", "context parallelism on this device", "error",
          "On CPU torch 2.13 has no sharding strategy for the attention kernel (`Operator "
          "aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy "
          "registered`); MPS and ROCm were never supported.",
-         "Set the context-parallel size to 1 on this device, or train with `fsdptool train`, whose attention "
-         "over gathered keys and values runs there, too (consumer fsdptool)."),
-    Rule("FSD348", "callable as wrap policy", "error",
-         "No program accepts a dotted path as policy (accelerate 1.15: `Invalid auto wrap policy`), and a "
-         "configuration must not name code to import.",
+         "Set the context-parallel size to 1 on this device, or train with `fsdptool train`, whose "
+         "attention over gathered keys and values also runs there (consumer fsdptool)."),
+    Rule("FSD348", "dotted path as wrap policy", "error",
+         "Programs do not accept a dotted path as a policy (accelerate 1.15: `Invalid auto wrap policy`), "
+         "and a configuration must not name code to import.",
          "Use TRANSFORMER_BASED_WRAP with class names."),
     Rule("FSD349", "EMA on CPU with sharded parameters", "error",
          "SimpleTuner refuses ema_cpu_only with FSDP2.",
          "Keep the moving average on the device."),
-    Rule("FSD350", "offload combined with an optimizer that moves its own states", "error",
+    Rule("FSD350", "offload incompatible with the optimizer", "error",
          "SimpleTuner refuses fsdp_cpu_offload with optimizer_release_gradients on optimi optimizers and "
          "with optimizer_cpu_offload_method=torchao; axolotl 0.19 refuses offload_params with 8-bit "
          "optimizers under FSDP1.",
          "Use one of the two."),
-    Rule("FSD352", "mixed precision left out", "info",
-         "accelerate 1.15 trains in the model's own dtype when nothing is written.",
+    Rule("FSD352", "mixed precision not written", "info",
+         "accelerate 1.15 trains in the model's own dtype when the setting is missing.",
          "Write mixed_precision (--fix writes 'no').", "safe"),
-    Rule("FSD353", "activation offload key that nobody reads", "warning",
+    Rule("FSD353", "activation offload key that is not read", "warning",
          "accelerate calls it `fsdp_activation_checkpointing_offload` (1.15, version 2, with activation "
          "checkpointing); TrainingArguments 5.23 reads neither.",
          "Use accelerate's key in the accelerate YAML."),
     Rule("FSD354", "checked against another version", "info",
          "The rules were checked by running accelerate 1.15.0 and transformers 5.23.0; for other versions "
          "they are a best guess.",
-         "Nothing needs to be done."),
-    Rule("FSD355", "settings one level too deep for --fsdp_config", "warning",
-         "The file holds `fsdp` and `fsdp_config` and nothing else. Parsed as TrainingArguments it "
-         "works; given as the file of --fsdp_config, transformers 5.23 looks for its keys one level "
-         "higher, finds none and "
-         "runs on defaults. (ms-swift unwraps the shape itself.)",
+         "No action is needed."),
+    Rule("FSD355", "settings nested one level too deep for --fsdp_config", "warning",
+         "The file holds `fsdp` and `fsdp_config` and nothing else. Parsed as TrainingArguments it works; "
+         "given as the file of --fsdp_config, transformers 5.23 looks for its keys one level higher, finds "
+         "none and runs on defaults. (ms-swift unwraps the shape itself.)",
          "For --fsdp_config, keep what is inside `fsdp_config` and pass --fsdp on the command line."),
-    Rule("FSD356", "tensor parallelism that does not start", "warning",
+    Rule("FSD356", "tensor parallelism fails to start", "warning",
          "accelerate 1.15 skips the preparation of a model without DTensors, so that the ranks of the tp "
          "dimension repeat each other's work; for a model that transformers has made parallel it imports a "
          "class that transformers 5.23 no longer has (`cannot import name 'ReplicateParallel'`).",
@@ -241,70 +237,70 @@ MODEL = (
     Rule("FSD401", "wrap class absent from the model", "error",
          "accelerate 1.15 stops in prepare: `Could not find the transformer layer class X in the model.`",
          "Use the classes that `fsdptool detect` chooses (--unsafe-fixes writes them).", "unsafe"),
-    Rule("FSD402", "the whole model as wrap class", "warning",
-         "Wrapping the model's own class makes one unit of everything: the whole model is gathered at once, "
-         "which is what sharding was to avoid.",
+    Rule("FSD402", "wrap class is the whole model", "warning",
+         "Wrapping the model's own class puts everything in one unit: the whole model is gathered at once, "
+         "which sharding is meant to avoid.",
          "Wrap the repeated blocks (--unsafe-fixes writes them).", "unsafe"),
-    Rule("FSD403", "wrap class holds the embedding", "error",
+    Rule("FSD403", "wrap class contains the input embedding", "error",
          "accelerate 1.15 groups the input embedding separately; when a wrapped class contains it, "
          "fully_shard fails: `TypeError: Invariant encountered: value was None when it should not be`.",
          "Wrap the repeated blocks only (--unsafe-fixes writes them).", "unsafe"),
     Rule("FSD404", "RAM-efficient loading with persistent buffers", "error",
          "accelerate 1.15 broadcasts the state dict as DTensors; a persistent buffer is a plain tensor: "
          "`AttributeError: 'Tensor' object has no attribute 'device_mesh'` (accelerate issue 3898).",
-         "Set fsdp_cpu_ram_efficient_loading to false (--unsafe-fixes: every rank then loads the weights).",
-         "unsafe"),
+         "Set fsdp_cpu_ram_efficient_loading to false (--unsafe-fixes: every rank then loads "
+         "the weights).", "unsafe"),
     Rule("FSD405", "parameter shared by more than two modules", "error",
-         "accelerate 1.15 handles a tie of two (input and output embedding); a third name fails: `Parameter "
-         "'shared.weight' is shared with a parameter already managed by another FSDP group`.",
+         "accelerate 1.15 handles a tie of two (input and output embedding); a third name fails: "
+         "`Parameter 'shared.weight' is shared with a parameter already managed by another FSDP group`.",
          "Train it with fsdptool's own trainer, which keeps tied parameters in one unit."),
-    Rule("FSD406", "no wrap class is left", "error",
-         "No class is named and the model's `_no_split_modules` are empty: accelerate 1.15 wraps nothing and "
-         "says nothing; the whole model is one unit.",
+    Rule("FSD406", "model without wrap classes", "error",
+         "The file does not name a class, and the model's `_no_split_modules` are empty: accelerate 1.15 "
+         "does not wrap any module and does not warn; the whole model is one unit.",
          "Name the classes that `fsdptool detect` chooses (--unsafe-fixes writes them).", "unsafe"),
-    Rule("FSD407", "context parallelism on a model that cannot", "error",
-         "accelerate 1.15 and torch's context parallelism handle full causal attention through SDPA only; it "
-         "refuses sliding, chunked and linear attention layers: `Context parallelism does not support "
+    Rule("FSD407", "model does not support context parallelism", "error",
+         "accelerate 1.15 and torch's context parallelism handle full causal attention through SDPA only; "
+         "it refuses sliding, chunked and linear attention layers: `Context parallelism does not support "
          "attention layers of type [...]`.",
-         "Set cp_size to 1, or train a model with full attention; `fsdptool train` takes windows and chunks, "
-         "too (consumer fsdptool)."),
+         "Set cp_size to 1, or train a model with full attention; `fsdptool train` also supports windows "
+         "and chunks (consumer fsdptool)."),
     Rule("FSD408", "wrap classes leave most parameters in the root", "warning",
-         "What no wrap class covers stays in the root unit, is gathered before the first layer and kept "
-         "until backward ends.",
+         "Parameters outside the wrap classes stay in the root unit, which is gathered before the first "
+         "layer and kept until backward ends.",
          "Wrap the classes that hold the parameters (--unsafe-fixes writes detect's choice).", "unsafe"),
-    Rule("FSD409", "size-based wrapping meets a container", "error",
+    Rule("FSD409", "size-based wrapping of a container", "error",
          "When a ModuleList exceeds the threshold, fully_shard refuses it: `fully_shard does not support "
          "containers that do not implement forward: ModuleList`.",
          "Wrap by class instead (--unsafe-fixes writes detect's choice).", "unsafe"),
     Rule("FSD410", "`_no_split_modules` names a class the model lacks", "error",
-         "No class is named in the file, so accelerate 1.15 takes the model's `_no_split_modules`; some of "
-         "their names are absent from this model and preparation stops.",
+         "The file does not name a class, so accelerate 1.15 takes the model's `_no_split_modules`; some "
+         "of their names are absent from this model and preparation stops.",
          "Name the classes explicitly (--unsafe-fixes writes detect's choice).", "unsafe"),
     Rule("FSD411", "ignored modules hold trainable parameters", "warning",
-         "Ignored parameters stay plain tensors that accelerate 1.15 does not synchronise: after three steps "
-         "the ranks hold different weights. RAM-efficient loading silently shards them anyway.",
-         "Freeze them or leave them sharded."),
+         "Ignored parameters stay plain tensors that accelerate 1.15 does not synchronise: after three "
+         "steps the ranks hold different weights. RAM-efficient loading silently shards them anyway.",
+         "Freeze them, or leave them sharded."),
 )  # fmt: skip
 
 
 HARDWARE = (
-    Rule("FSD501", "bf16 is not native on this GPU", "warning",
+    Rule("FSD501", "GPU does not support bf16 natively", "warning",
          "The GPU's tensor cores do not compute in bfloat16; torch emulates it slowly.",
          "Use fp16 on this GPU, or another GPU (--unsafe-fixes writes fp16).", "unsafe"),
-    Rule("FSD502", "offload needs more host memory than there is", "error",
+    Rule("FSD502", "not enough host memory for offload", "error",
          "CPU offload keeps parameters, gradients and optimizer states of all ranks of a node in host "
          "memory.",
          "Use more nodes, a smaller optimizer, or no offload."),
-    Rule("FSD503", "does not fit", "error",
-         "The predicted peak exceeds what the GPU can give (see `fsdptool plan` for the ladder).",
-         "Follow the next steps that `fsdptool plan` prints."),
-    Rule("FSD504", "process count and GPU count differ", "error",
-         "The file asks for another number of processes than GPUs were named.",
-         "Make num_processes equal to the number of GPUs in all."),
-    Rule("FSD505", "fp8 is not native on this GPU", "error",
+    Rule("FSD503", "does not fit in GPU memory", "error",
+         "The predicted peak exceeds the memory of the GPU (`fsdptool plan` shows its composition).",
+         "Follow the suggestions that `fsdptool plan` prints."),
+    Rule("FSD504", "number of processes differs from number of GPUs", "error",
+         "The number of processes in the file differs from the number of GPUs that was given.",
+         "Set num_processes to the total number of GPUs."),
+    Rule("FSD505", "GPU does not support fp8", "error",
          "fp8 needs tensor cores of compute capability 8.9 or newer.",
          "Use bf16 on this GPU."),
-    Rule("FSD506", "hardware could not be judged", "warning",
-         "The rules of this family were not judged.",
-         "See the message; `fsdptool plan` says more."),
+    Rule("FSD506", "hardware not checked", "warning",
+         "The rules on memory could not be checked.",
+         "See the message; `fsdptool plan` gives details."),
 )  # fmt: skip

@@ -36,7 +36,7 @@ def read_legacy(
     elif name == "forward_prefetch" and word_of_truth(value):
         lint.report(
             "FSD303",
-            f"{key}: true is lost: FSDP2 through accelerate has no explicit forward prefetch",
+            f"{key}: true has no effect: accelerate's FSDP2 does not support explicit forward prefetch",
             entry,
             severity="warning",
             edits=remove,
@@ -47,7 +47,7 @@ def read_legacy(
     elif name == "backward_prefetch" and value is not None and str(value).upper() not in _PREFETCHES:
         lint.report(
             "FSD206",
-            f"{key} {value!r} is ignored under version 2, but the plugin still stops at it: KeyError",
+            f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError",
             entry,
             value=True,
             edits=remove,
@@ -56,7 +56,7 @@ def read_legacy(
         )
     else:
         lint.report(
-            "FSD302", f"{key} has no meaning under version 2", entry, edits=remove, fix=f"remove {key}"
+            "FSD302", f"{key} has no effect under version 2", entry, edits=remove, fix=f"remove {key}"
         )
 
 
@@ -91,7 +91,7 @@ def _strategy_under_2(
             edits = (*remove, *replaced) if replaced is not None else None
         lint.report(
             "FSD303",
-            f"{key} {value!r} is ignored: parameters are freed after forward all the same",
+            f"{key} {value!r} is ignored: parameters are freed after forward",
             entry,
             value=True,
             edits=edits,
@@ -101,7 +101,7 @@ def _strategy_under_2(
         )
     else:
         lint.report(
-            "FSD302", f"{key} has no meaning under version 2", entry, edits=remove, fix=f"remove {key}"
+            "FSD302", f"{key} has no effect under version 2", entry, edits=remove, fix=f"remove {key}"
         )
 
 
@@ -170,7 +170,7 @@ def _legacy_under_1(
         strategy = STRATEGIES.get(str(value).upper())
         if strategy is None:
             lint.set(name, "full_shard", entry=entry)
-            lint.report("FSD206", f"{key} {value!r} is no sharding strategy", entry, value=True)
+            lint.report("FSD206", f"{key} {value!r} is not a sharding strategy", entry, value=True)
             return
         lint.set(name, strategy, entry=entry)
         if str(value).isdigit():

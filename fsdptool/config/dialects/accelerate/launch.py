@@ -101,7 +101,7 @@ def read_precision(lint: LintContext, entry: Entry) -> None:
         lint.set("mixed_precision", "no", entry=entry)
         lint.report(
             "FSD208",
-            f"mixed_precision: {entry.node.raw} is the boolean false to YAML 1.1",
+            f"mixed_precision: {entry.node.raw} is the boolean false in YAML 1.1",
             entry,
             value=True,
             edits=lint.editor.replace(entry.node, "no"),
@@ -150,7 +150,7 @@ def read_rotation(lint: LintContext, value: Any, entry: Entry) -> None:
     lint.set("cp_comm_strategy", meant or "allgather", entry=entry)
     lint.report_value(
         "FSD307",
-        f"unknown rotation {value!r}: allgather or alltoall",
+        f"unknown context-parallel rotation {value!r}: use allgather or alltoall",
         entry,
         meant,
         severity="warning" if lint.get("cp") == 1 else None,
@@ -175,15 +175,15 @@ def read_block(lint: LintContext, block: Node | None) -> None:
             continue
         report_in_parallelism(lint, block, entry, known)
     for key, name in PARALLELISM_KEYS.items():
-        found = chosen.get(key)
-        if found is None:
+        written = chosen.get(key)
+        if written is None:
             lint.set(name, "allgather" if name == "cp_comm_strategy" else 1)
         else:
-            read_parallelism(lint, name, found)
+            read_parallelism(lint, name, written)
     read_details(lint, {name: chosen[key] for key, name in DETAILS.items() if key in chosen})
 
 
-def read_details(lint: LintContext, found: Mapping[str, Entry], *, written_in: str = "file") -> None:
+def read_details(lint: LintContext, details: Mapping[str, Entry], *, written_in: str = "file") -> None:
     """Read the backends, and what sequence parallelism takes besides its size.
 
     Source: accelerate 1.15 ``utils/launch.py:prepare_extend_env_parallelism_config`` (all travels as
@@ -191,31 +191,31 @@ def read_details(lint: LintContext, found: Mapping[str, Entry], *, written_in: s
 
     Args:
         lint: Where ``sp`` is known already.
-        found: Entries by the names of :data:`DETAILS`.
+        details: Entries by the names of :data:`DETAILS`.
         written_in: ``file``, ``flags`` (argparse's ``type=bool`` takes any text for true) or
             ``environment`` (no launcher fills in ``sdpa``).
     """
     for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-        entry = found.get(name)
+        entry = details.get(name)
         if entry is not None and to_python(entry.node) != only:
             value = to_python(entry.node)
             clear = value is None or spelling.nearest(value, (only,)) is not None
             lint.report_value(
                 "FSD206",
-                f"{entry.key} {value!r} is not {only}, the only one there is",
+                f"{entry.key} {value!r} is not {only}, the only supported value",
                 entry,
                 only if clear else None,
             )
     if lint.get("sp") == 1:
         for name in ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"):
-            if name in found:
-                lint.ignore(found[name], "read with sp_size above 1 only")
-                lint.report("FSD209", f"{found[name].key} is read with sp_size above 1 only", found[name])
+            if name in details:
+                lint.ignore(details[name], "read with sp_size above 1 only")
+                lint.report("FSD209", f"{details[name].key} is read with sp_size above 1 only", details[name])
         return
-    _variable_length(lint, found.get("sp_seq_length_is_variable"), written_in == "flags")
-    _sequence_length(lint, found.get("sp_seq_length"))
+    _variable_length(lint, details.get("sp_seq_length_is_variable"), written_in == "flags")
+    _sequence_length(lint, details.get("sp_seq_length"))
     default = None if written_in == "environment" else "sdpa"
-    _attention(lint, found.get("sp_attn_implementation"), default)
+    _attention(lint, details.get("sp_attn_implementation"), default)
 
 
 def _variable_length(lint: LintContext, entry: Entry | None, any_text: bool) -> None:
@@ -258,7 +258,7 @@ def _attention(lint: LintContext, entry: Entry | None, default: str | None) -> N
     near = "sdpa" if value is None else spelling.nearest(value, known)
     lint.report_value(
         "FSD206",
-        f"{entry.key} {value!r} is not one of {', '.join(known)} nor a flash-attn kernel of the hub",
+        f"{entry.key} {value!r} is not one of {', '.join(known)} or a flash-attn kernel from the hub",
         entry,
         near,
         changes={"sp_attn_implementation": near},

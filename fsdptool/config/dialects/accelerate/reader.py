@@ -63,7 +63,7 @@ def _top_level(lint: LintContext) -> None:
 
 def _inert(lint: LintContext, entry: Entry) -> None:
     key = str(entry.key)
-    lint.ignore(entry, "accepted at top level, but its value never wins")
+    lint.ignore(entry, "accepted at top level, but never takes effect")
     machines = lint.root.get("num_machines")
     alone = machines is None or machines.node.value in (1, None)
     if entry.node.value not in (INERT[key], None, "no") and not (key == "same_network" and alone):
@@ -163,12 +163,12 @@ def _fsdp_block(lint: LintContext, block: Node | None, kind: str | None) -> None
     for key, name in FSDP_KEYS.items():
         if key == "fsdp_version":
             continue
-        found = chosen.get(key)
-        if found is None:
+        written = chosen.get(key)
+        if written is None:
             values.default(lint, key, name, version)
         else:
             read_setting = read_legacy if name in LEGACY_DEFAULTS else values.read_block_key
-            read_setting(lint, key, name, found, block, version)
+            read_setting(lint, key, name, written, block, version)
 
 
 def _choose(lint: LintContext, block: Node | None) -> dict[str, Entry]:
@@ -192,9 +192,12 @@ def _prefix(lint: LintContext, block: Node, entry: Entry, full: str, chosen: dic
     earlier = chosen.get(full)
     chosen[full] = entry
     if earlier is not None:
-        lint.ignore(earlier, f"{entry.key} stands later in the file and wins")
+        lint.ignore(earlier, f"{entry.key} comes later in the file and wins")
         lint.report_removable(
-            "FSD215", f"{earlier.key} and {entry.key} are one setting; the later one counts", earlier, block
+            "FSD215",
+            f"{earlier.key} and {entry.key} are the same setting; the later one takes effect",
+            earlier,
+            block,
         )
     elif entry.key != full:
         twin = block.get(full)

@@ -28,13 +28,13 @@ def report_inside(lint: LintContext, block: Node, entry: Entry, full: str) -> No
         _report_dead(lint, block, entry, full, meant)
         return
     if key in TOP_LEVEL and key not in ("fsdp_config",):
-        lint.ignore(entry, "belongs at top level; inside fsdp_config nobody reads it")
+        lint.ignore(entry, "belongs at top level; it is not read inside fsdp_config")
         removed = lint.editor.remove(block, entry)
         moves = lint.root.get(key) is None and entry.node.kind == "scalar" and removed is not None
         added = lint.editor.add(lint.root, None, {key: entry.node.value}) if moves else None
         lint.report(
             "FSD210",
-            f"{key} belongs at top level; inside fsdp_config nobody reads it",
+            f"{key} belongs at top level; it is not read inside fsdp_config",
             entry,
             severity="warning",
             edits=(*removed, *added) if removed is not None and added is not None else removed,
@@ -45,12 +45,12 @@ def report_inside(lint: LintContext, block: Node, entry: Entry, full: str) -> No
         return
     near = spelling.nearest(full, FSDP_KEYS, cutoff=0.8)
     if near is not None and block.get(near) is None:
-        lint.ignore(entry, f"unknown; {near} was meant?")
+        lint.ignore(entry, f"unknown; did you mean {near}?")
         lint.report(
             "FSD202",
             f"{key} is not read: did you mean {near}?",
             entry,
-            help=f"rename it to {near}; it then begins to count",
+            help=f"rename it to {near}; it then takes effect",
             edits=lint.editor.rename(entry, near),
             safe=False,
             fix=f"rename {key} to {near}",
@@ -64,7 +64,7 @@ def report_inside(lint: LintContext, block: Node, entry: Entry, full: str) -> No
 def report_in_parallelism(lint: LintContext, block: Node, entry: Entry, known: dict[str, str]) -> None:
     """Report a key of ``parallelism_config`` that nobody reads; ``known`` are the keys that are."""
     key = str(entry.key)
-    lint.ignore(entry, "parallelism_config gets no prefix added: the key is not read")
+    lint.ignore(entry, "prefixes are not added in parallelism_config: the key is not read")
     full = f"parallelism_config_{key}"
     if full not in known:
         near = spelling.nearest(key, [name.removeprefix("parallelism_config_") for name in known], cutoff=0.8)
@@ -84,9 +84,7 @@ def report_in_parallelism(lint: LintContext, block: Node, entry: Entry, known: d
 
 
 def _report_unread(lint: LintContext, block: Node, entry: Entry) -> None:
-    lint.report_removable(
-        "FSD202", f"{entry.key} is not read by anyone", entry, block, help="remove it", safe=True
-    )
+    lint.report_removable("FSD202", f"{entry.key} is not read", entry, block, help="remove it", safe=True)
 
 
 def report_top_level(lint: LintContext, entry: Entry) -> None:

@@ -32,7 +32,7 @@ def read_boolean(lint: LintContext, key: str, name: str, entry: Entry) -> None:
 
 
 def accept_truth(lint: LintContext, key: str, name: str, entry: Entry, value: Any, truth: bool) -> None:
-    """Record what a value is read as; that it is no boolean itself is a note."""
+    """Record what a value is read as; a value that is not a boolean itself is a note."""
     lint.set(name, truth, entry=entry)
     if not isinstance(value, bool):
         lint.report_value(
@@ -159,16 +159,16 @@ def read_choice(
         # The launcher exports nothing for null, so the default (or the environment) decides.
         default(lint, key, name, version)
         return
-    found = table.get(str(value).upper())
+    canonical = table.get(str(value).upper())
     written = WRITTEN[name]
-    if found is None:
+    if canonical is None:
         meant = spelling.choice(
             value, spelling.WRAP_POLICIES if name == "wrap_policy" else spelling.STATE_DICT_TYPES
         )
         lint.set(name, meant or ("none" if name == "wrap_policy" else "sharded"), entry=entry)
         if name == "wrap_policy" and meant is None and "." in str(value):
             lint.report(
-                "FSD348", f"{key} {value!r} is a dotted path; no program imports it", entry, value=True
+                "FSD348", f"{key} {value!r} is a dotted path, which programs do not import", entry, value=True
             )
             return
         choices = ", ".join(written.values())
@@ -176,9 +176,9 @@ def read_choice(
             "FSD206", f"{key} {value!r} is not one of {choices}", entry, written[meant] if meant else None
         )
         return
-    lint.set(name, found, entry=entry)
-    if str(value) != written[found] and found != "local":
-        lint.report_value("FSD217", f"{key} {value!r} means {written[found]}", entry, written[found])
+    lint.set(name, canonical, entry=entry)
+    if str(value) != written[canonical] and canonical != "local":
+        lint.report_value("FSD217", f"{key} {value!r} means {written[canonical]}", entry, written[canonical])
 
 
 def _reshard(lint: LintContext, entry: Entry, block: Node | None, version: int) -> None:
@@ -245,14 +245,14 @@ def read_classes(lint: LintContext, entry: Entry, parent: Node | None) -> None:
         edits = lint.editor.remove(parent, entry)
         lint.report(
             "FSD214",
-            f"{entry.key} is empty: accelerate looks for a class without a name",
+            f"{entry.key} is empty: accelerate looks for a class with an empty name",
             entry,
             help="remove the key, or name the classes",
             edits=edits,
             fix="remove the key",
         )
     else:
-        lint.report("FSD214", f"{entry.key} {value!r} holds no class names", entry, value=True)
+        lint.report("FSD214", f"{entry.key} {value!r} does not contain class names", entry, value=True)
 
 
 def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, version: int) -> None:
@@ -276,6 +276,6 @@ def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, ve
     except ValueError:
         meant = spelling.integer(value)
         lint.set("min_num_params", meant or 100_000_000, entry=entry)
-        lint.report_value("FSD213", f"{key} {value!r} is not an integer to YAML 1.1", entry, meant)
+        lint.report_value("FSD213", f"{key} {value!r} is not an integer in YAML 1.1", entry, meant)
         return
     lint.set("min_num_params", number, entry=entry)

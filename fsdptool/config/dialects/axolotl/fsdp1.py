@@ -21,8 +21,8 @@ def read_list(
     value = to_python(entry.node)
     listed = isinstance(value, list)
     items = [str(item) for item in value] if isinstance(value, list) else str(value).split()
-    asked = [spelling.choice(item, spelling.STRATEGIES) for item in items]
-    strategy = next((item for item in asked if item is not None), None)
+    strategies = [spelling.choice(item, spelling.STRATEGIES) for item in items]
+    strategy = next((item for item in strategies if item is not None), None)
     bad = next((item for item in items if item not in _LIST_WORDS and (version == 2 or item == "true")), None)
     extra: dict[str, Any] = {}
     if version == 1:
@@ -43,7 +43,7 @@ def read_list(
         if listed
         else f"fsdp must be a list, not {value!r}; axolotl refuses the file",
         entry,
-        help="remove it; fsdp_config alone switches FSDP on",
+        help="remove it; fsdp_config alone enables FSDP",
         edits=_without_list(lint, entry, block, chosen, extra) if version == 2 else None,
         safe=True,
         fix="remove fsdp",
@@ -65,18 +65,18 @@ def _without_list(
 def _refuse_word(lint: LintContext, entry: Entry, word: str) -> None:
     strategy = spelling.choice(word, spelling.STRATEGIES)
     if strategy == "no_shard":
-        code, why = "FSD332", "has no FSDP2 equivalent; transformers raises"
+        code, why = "FSD332", "has no FSDP2 equivalent; transformers raises an error"
     elif strategy in ("hybrid_shard", "hybrid_shard_zero2"):
-        code, why = "FSD334", "is available with FSDP1 only; transformers raises"
+        code, why = "FSD334", "is available with FSDP1 only; transformers raises an error"
     else:
-        code, why = "FSD206", "is not understood; transformers raises"
+        code, why = "FSD206", "is not understood; transformers raises an error"
     lint.report(
         code,
         f"fsdp: {word} {why}",
         entry,
         help="remove the list; write dp_replicate_size and dp_shard_size for hybrid sharding"
         if code == "FSD334"
-        else "remove the list; fsdp_config alone switches FSDP on",
+        else "remove the list; fsdp_config alone enables FSDP",
     )
 
 
@@ -122,7 +122,7 @@ def _under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> N
             f"{entry.key} must be true or false, not {entry.node.value!r}; axolotl refuses the file",
             entry,
             value=True,
-            help="remove it: it has no meaning under version 2",
+            help="remove it: it has no effect under version 2",
             edits=remove,
             fix=f"remove {entry.key}",
         )
@@ -139,7 +139,7 @@ def _under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> N
     else:
         lint.report(
             "FSD302",
-            f"{entry.key} has no meaning under version 2",
+            f"{entry.key} has no effect under version 2",
             entry,
             edits=remove,
             fix=f"remove {entry.key}",
@@ -173,7 +173,7 @@ def refuse(lint: LintContext, block: Node | None, chosen: dict[str, Entry], vers
     pin = block.get("cpu_offload_pin_memory") or block.get("fsdp_cpu_offload_pin_memory") if block else None
     if pin is not None and pin.node.value is False and (version == 1 or not lint.get("cpu_offload")):
         need = "fsdp_version 2" if version == 1 else "offload_params: true"
-        lint.report("FSD206", f"cpu_offload_pin_memory: false needs {need}; axolotl refuses the file", pin)
+        lint.report("FSD206", f"cpu_offload_pin_memory: false requires {need}; axolotl refuses the file", pin)
 
 
 def _optimizer(lint: LintContext, version: int) -> None:

@@ -43,10 +43,10 @@ def read(lint: LintContext) -> None:
             # axolotl patches accelerate for this case and sets ACCELERATE_ALLOW_CP_STANDALONE.
             lint.report(
                 "FSD305",
-                "context parallelism without FSDP: axolotl runs it, and every rank holds the whole model",
+                "context parallelism without FSDP: axolotl supports it, but every rank holds the whole model",
                 root.get("context_parallel_size"),
                 severity="info",
-                help="nothing needs to be done; fsdp_version and fsdp_config would shard the model, too",
+                help="no action is needed; fsdp_version and fsdp_config would also shard the model",
             )
         return
     version = _version(lint, block)
@@ -119,10 +119,10 @@ def _version(lint: LintContext, block: Node | None) -> int:
         edits = (*removed, *added) if removed is not None and added is not None else None
         lint.report(
             "FSD210",
-            "fsdp_version stands inside fsdp_config; axolotl lifts it",
+            "fsdp_version is inside fsdp_config; axolotl moves it to the top level",
             inner,
             severity="info",
-            help="nothing needs to be done; axolotl's own pages write it at top level (--fix moves it)",
+            help="no action is needed; axolotl's documentation writes it at top level (--fix moves it)",
             edits=edits,
             safe=True,
             fix="move fsdp_version to the top level",
@@ -155,13 +155,13 @@ def _chosen(lint: LintContext, block: Node | None) -> dict[str, Entry]:
         if bare in KEYS or bare in OTHER or bare in FSDP1_KEYS:
             if bare in chosen and block is not None:
                 lint.report_removable(
-                    "FSD215", f"{chosen[bare].key} and {key} are one setting", chosen[bare], block
+                    "FSD215", f"{chosen[bare].key} and {key} are the same setting", chosen[bare], block
                 )
             chosen[bare] = entry
             if key != bare and bare not in FSDP1_KEYS:
                 lint.report(
                     "FSD204",
-                    f"{key} carries the old prefix; axolotl strips it",
+                    f"{key} has the old prefix; axolotl strips it",
                     entry,
                     edits=lint.editor.rename(entry, bare),
                     fix=f"write {bare}",
@@ -174,24 +174,24 @@ def _chosen(lint: LintContext, block: Node | None) -> dict[str, Entry]:
 
 def _keys(lint: LintContext, block: Node | None, chosen: dict[str, Entry], version: int) -> None:
     for key, name in KEYS.items():
-        found = chosen.get(key)
-        if found is None or to_python(found.node) is None:
+        entry = chosen.get(key)
+        if entry is None or to_python(entry.node) is None:
             _default(lint, name, version)
         elif name == "wrap_classes":
-            values.read_classes(lint, found, block)
+            values.read_classes(lint, entry, block)
         elif name == "min_num_params":
-            _threshold(lint, found, block)
+            _threshold(lint, entry, block)
         elif name in CHOICES:
-            _choice(lint, key, name, found)
+            _choice(lint, key, name, entry)
         elif name == "reshard_after_forward" and version == 1:
-            _reshard_under_1(lint, found)
+            _reshard_under_1(lint, entry)
         else:
-            values.read_boolean(lint, key, name, found)
+            values.read_boolean(lint, key, name, entry)
     size = lint.get("wrap_policy") == "size"
     if size and (lint.get("min_num_params") or 0) < 1 and not lint.has("FSD213"):
         lint.report(
             "FSD212",
-            "SIZE_BASED_WRAP needs min_num_params of at least 1; axolotl refuses the file",
+            "SIZE_BASED_WRAP requires min_num_params of at least 1; axolotl refuses the file",
             chosen.get("auto_wrap_policy"),
             help="write min_num_params, or wrap by class",
         )
@@ -209,7 +209,7 @@ def _threshold(lint: LintContext, entry: Entry, block: Node | None) -> None:
         f"{entry.key} must be a whole number above 0, not {entry.node.value!r}; axolotl refuses the file",
         entry,
         value=True,
-        help="remove it: it counts with SIZE_BASED_WRAP only",
+        help="remove it: it is read with SIZE_BASED_WRAP only",
         edits=lint.editor.remove(block, entry),
         safe=True,
         fix=f"remove {entry.key}",
@@ -248,7 +248,7 @@ def _reshard_under_1(lint: LintContext, entry: Entry) -> None:
     lint.set("sharding_strategy", "shard_grad_op" if meant is False else "full_shard", entry=entry)
     lint.report(
         "FSD206",
-        f"reshard_after_forward is FSDP2's; version 1 stops at it: KeyError '{str(meant).upper()}'",
+        f"reshard_after_forward belongs to FSDP2; version 1 fails on it: KeyError '{str(meant).upper()}'",
         entry,
         help="write fsdp_version: 2 (--unsafe-fixes), or remove the key",
         edits=edits,

@@ -102,7 +102,7 @@ def _unknown(lint: LintContext, chosen: dict[str, Entry]) -> None:
             continue
         near = spelling.nearest(key, known, cutoff=0.75)
         near = next((item for item in known if item.lower() == (near or "").lower()), None)
-        lint.ignore(entry, "no program reads it")
+        lint.ignore(entry, "programs do not read it")
         lint.report(
             "FSD202",
             f"{key} is not read" + (f": did you mean {near}?" if near else ""),

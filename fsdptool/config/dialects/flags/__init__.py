@@ -52,7 +52,7 @@ class Flags(Dialect):
         from fsdptool.config.dialects.simpletuner import reader as simpletuner
 
         if lint.consumer.name == "simpletuner":
-            lint.migration_refusal = "write --fsdp_version 2 on the command line yourself"
+            lint.migration_refusal = "change the command line to --fsdp_version 2 by hand"
         if self.consumer_of(lint.root) == "simpletuner":
             simpletuner.read(lint)
         else:

@@ -84,7 +84,7 @@ def read_accelerate(lint: LintContext) -> None:
         if "config_file" not in chosen:
             lint.report(
                 "FSD330",
-                "FSDP flags without --use_fsdp do nothing",
+                "FSDP flags have no effect without --use_fsdp",
                 first,
                 severity="warning",
                 help="add --use_fsdp",
@@ -141,7 +141,7 @@ def _value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
     if name == "sharding_strategy":
         strategy = spelling.choice(value, spelling.STRATEGIES)
         if strategy is None:
-            lint.report("FSD206", f"{key} {value!r} is no sharding strategy", entry, value=True)
+            lint.report("FSD206", f"{key} {value!r} is not a sharding strategy", entry, value=True)
         return strategy or "full_shard"
     if name == "backward_prefetch":
         text = str(value).upper()
@@ -174,11 +174,11 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         ConfigError: accelerate has no flag for a setting.
     """
     check_expressible(settings, NAME, CANNOT)
-    made = accelerate.mapping(settings)
+    document = accelerate.mapping(settings)
     lines = ["--use_fsdp"]
-    for key, value in made["fsdp_config"].items():
+    for key, value in document["fsdp_config"].items():
         lines.append(f"--{key} {_word(value)}")
-    mesh = made.get("parallelism_config")
+    mesh = document.get("parallelism_config")
     if mesh:
         lines.append("--use_parallelism_config")
         lines.extend(f"--{key} {_word(value)}" for key, value in mesh.items())
@@ -192,8 +192,8 @@ def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         "gpu_ids",
         "rdzv_backend",
     ):
-        if key in made:
-            lines.append(f"--{key} {_word(made[key])}")
+        if key in document:
+            lines.append(f"--{key} {_word(document[key])}")
     if settings.debug:
         lines.append("--debug")
     return " \\\n".join(lines) + "\n"

@@ -29,7 +29,7 @@ def read(lint: LintContext) -> None:
         why = (
             "it uses DeepSpeed"
             if deepspeed is not None and to_python(deepspeed.node)
-            else ("FSDP comes from the accelerate file it is launched with, if at all")
+            else ("FSDP can only come from the accelerate file it is launched with")
         )
         lint.report("FSD113", f"the file does not configure FSDP: {why}")
         return

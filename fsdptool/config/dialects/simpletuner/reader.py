@@ -221,7 +221,9 @@ def _refused(lint: LintContext, key: str, name: str, entry: Entry, value: Any, c
             value=True,
         )
     elif name == "wrap_policy" and "." in str(value):
-        lint.report("FSD348", f"{key} {value!r} is a dotted path; no program imports it", entry, value=True)
+        lint.report(
+            "FSD348", f"{key} {value!r} is a dotted path, which programs do not import", entry, value=True
+        )
     else:
         empty = value in ("", None) or str(value).strip() == ""
         edits = None

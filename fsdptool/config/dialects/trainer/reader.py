@@ -38,7 +38,7 @@ def _alone(lint: LintContext) -> None:
     if keys == {"fsdp", "fsdp_config"} and entry is not None and entry.node.kind == "map":
         lint.report(
             "FSD355",
-            "only right as TrainingArguments: given as --fsdp_config, nothing of this file is read",
+            "valid as TrainingArguments only: given as --fsdp_config, no key of this file is read",
             entry,
             help="for --fsdp_config, keep what is inside fsdp_config and pass --fsdp on the command line",
         )
@@ -63,10 +63,10 @@ def read_arguments(lint: LintContext) -> Node | None:
     for old in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
         entry = root.get(old)
         if entry is not None:
-            lint.ignore(entry, "no argument of transformers 5")
+            lint.ignore(entry, "not an argument of transformers 5")
             lint.report(
                 "FSD211",
-                f"{old} is no argument of transformers 5: it belongs into fsdp_config",
+                f"{old} is not an argument of transformers 5: it belongs in fsdp_config",
                 entry,
                 severity="error",
                 help=f"write it in fsdp_config as {old.removeprefix('fsdp_')}",
@@ -109,14 +109,14 @@ def _off(lint: LintContext, switch: Entry | None, block: Node | None) -> Node | 
     lint.configures_fsdp = False
     if block is not None and block.entries:
         for entry in effective_entries(block):
-            lint.ignore(entry, "fsdp is not switched on")
+            lint.ignore(entry, "fsdp is not enabled")
         if switch is None:
             edits = lint.editor.add(lint.root, None, {"fsdp": True})
         else:
             edits = lint.editor.replace(switch.node, True)
         lint.report(
             "FSD330",
-            "fsdp_config does nothing: fsdp is not switched on",
+            "fsdp_config has no effect: fsdp is not enabled",
             lint.root.get("fsdp_config"),
             edits=edits,
             safe=False,
@@ -124,7 +124,7 @@ def _off(lint: LintContext, switch: Entry | None, block: Node | None) -> Node | 
             changes={"*": True},
         )
     else:
-        lint.report("FSD113", "the arguments do not switch FSDP on")
+        lint.report("FSD113", "the arguments do not enable FSDP")
     return block
 
 
@@ -178,7 +178,7 @@ def _choose(lint: LintContext, block: Node | None) -> dict[str, Entry]:
                 lint.ignore(loser, f"{winner.key} is the same setting and wins")
                 lint.report_removable(
                     "FSD215",
-                    f"{loser.key} and {winner.key} are one setting; {winner.key} counts",
+                    f"{loser.key} and {winner.key} are the same setting; {winner.key} takes effect",
                     loser,
                     block,
                 )
@@ -202,7 +202,7 @@ def _unread(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
         return
     meant = ELSEWHERE.get(bare)
     if meant is not None and block.get(meant) is None and block.get(f"fsdp_{meant}") is None:
-        lint.ignore(entry, f"another program's word for {meant}")
+        lint.ignore(entry, f"another program's name for {meant}")
         value = entry.node.value
         truth = spelling.boolean(value) if meant == "cpu_offload" else None
         edits = lint.editor.rename(entry, meant)
@@ -241,7 +241,9 @@ def _unread(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
         f"{key} is not read by TrainingArguments",
         entry,
         block,
-        help="remove it; the precision is their argument bf16 or fp16" if precision else "remove it",
+        help="remove it; TrainingArguments take the precision from bf16 or fp16"
+        if precision
+        else "remove it",
         safe=True,
     )
 
@@ -258,7 +260,7 @@ def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
         if edits is not None or block is not None:
             lint.report(
                 "FSD338",
-                f"no version is written: transformers {lint.consumer.version} runs FSDP{fallback}",
+                f"the version is not written: transformers {lint.consumer.version} runs FSDP{fallback}",
                 holder or lint.root.get("fsdp") or 0,
                 edits=edits,
                 fix=f'write "version": {fallback}',

@@ -31,8 +31,8 @@ def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> No
         elif item != "auto_wrap":
             bad.append(item)
     if version == 1:
-        asked = [STRATEGY_NAMES.get(item.upper()) for item in items]
-        strategy = next((item for item in asked if item is not None), None)
+        strategies = [STRATEGY_NAMES.get(item.upper()) for item in items]
+        strategy = next((item for item in strategies if item is not None), None)
         if strategy is not None and "reshard_after_forward" not in chosen:
             strategy_under_1(lint, strategy, switch)
         bad = [item for item in bad if STRATEGY_NAMES.get(item.upper()) is None]
@@ -65,12 +65,15 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
     strategy = spelling.choice(word, spelling.STRATEGIES)
     if strategy == "no_shard":
         lint.report(
-            "FSD332", f"fsdp: {word} has no FSDP2 equivalent; transformers 5.23 raises", switch, value=True
+            "FSD332",
+            f"fsdp: {word} has no FSDP2 equivalent; transformers 5.23 raises an error",
+            switch,
+            value=True,
         )
     elif strategy in ("hybrid_shard", "hybrid_shard_zero2"):
         lint.report(
             "FSD334",
-            f"fsdp: {word} is available with FSDP1 only; transformers 5.23 raises",
+            f"fsdp: {word} is available with FSDP1 only; transformers 5.23 raises an error",
             switch,
             value=True,
             help="hybrid sharding is a mesh under FSDP2, which TrainingArguments cannot "
@@ -80,7 +83,7 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
         truth = spelling.boolean(word)
         lint.report_value(
             "FSD206",
-            f"fsdp: {word!r} is text, and transformers 5.23 raises: Unknown `fsdp` option",
+            f"fsdp: {word!r} is text, which transformers 5.23 refuses: Unknown `fsdp` option",
             switch,
             truth,
         )
@@ -94,7 +97,7 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
         )
         lint.report(
             "FSD206",
-            f"fsdp: {word!r} is not understood; transformers 5.23 raises",
+            f"fsdp: {word!r} is not understood; transformers 5.23 raises an error",
             switch,
             value=True,
             edits=edits,

@@ -96,7 +96,7 @@ def strategy_under_1(lint: LintContext, written: str | None, entry: Entry | None
         )
         lint.report(
             "FSD336",
-            f"{written.upper()} never runs: version 1 takes {runs.upper()} {decides}",
+            f"{written.upper()} does not run: version 1 uses {runs.upper()} {decides}",
             entry,
             value=True,
         )
@@ -129,14 +129,14 @@ def _offload(lint: LintContext, entry: Entry, value: Any) -> None:
     if meant is None or meant != bool(value):
         lint.report_value(
             "FSD337",
-            f"cpu_offload is the text {value!r}, which counts as true",
+            f"cpu_offload is the text {value!r}, which is treated as true",
             entry,
             meant,
             safe=False,
             changes={"cpu_offload": meant},
         )
     else:
-        lint.report_value("FSD207", f"cpu_offload {value!r} counts as {str(meant).lower()}", entry, meant)
+        lint.report_value("FSD207", f"cpu_offload {value!r} is treated as {str(meant).lower()}", entry, meant)
 
 
 def _policy(lint: LintContext, entry: Entry, value: Any) -> None:
@@ -149,7 +149,10 @@ def _policy(lint: LintContext, entry: Entry, value: Any) -> None:
     lint.set("wrap_policy", meant or "transformer", entry=entry)
     if meant is None and "." in str(value):
         lint.report(
-            "FSD348", f"auto_wrap_policy {value!r} is a dotted path; no program imports it", entry, value=True
+            "FSD348",
+            f"auto_wrap_policy {value!r} is a dotted path, which programs do not import",
+            entry,
+            value=True,
         )
         return
     lint.report_value(
@@ -173,7 +176,7 @@ def _classes(lint: LintContext, entry: Entry, value: Any) -> None:
     if isinstance(value, str | list) and all(piece.isidentifier() for piece in pieces):
         return
     if not names:
-        lint.report("FSD214", f"{entry.key} {value!r} holds no class names", entry, value=True)
+        lint.report("FSD214", f"{entry.key} {value!r} does not contain class names", entry, value=True)
         return
     lint.report(
         "FSD214",
@@ -218,7 +221,7 @@ def read_fsdp1_key(
         if key == "forward_prefetch" and truth:
             lint.report_removable(
                 "FSD303",
-                f"{entry.key}: true is lost: transformers drops it under version 2",
+                f"{entry.key}: true has no effect: transformers drops it under version 2",
                 entry,
                 block,
                 severity="warning",
@@ -226,7 +229,7 @@ def read_fsdp1_key(
                 help="remove it",
             )
             return
-        lint.report_removable("FSD302", f"{entry.key} has no meaning under version 2", entry, block)
+        lint.report_removable("FSD302", f"{entry.key} has no effect under version 2", entry, block)
         return
     if key == "backward_prefetch":
         text = str(entry.node.value).upper()
@@ -249,7 +252,7 @@ def read_strategy(
     """``sharding_strategy`` is never read by TrainingArguments, under either version."""
     if entry is None or block is None:
         return
-    lint.ignore(entry, "TrainingArguments never read it; reshard_after_forward decides")
+    lint.ignore(entry, "TrainingArguments do not read it; reshard_after_forward decides")
     strategy = spelling.choice(entry.node.value, spelling.STRATEGIES)
     remove = lint.editor.remove(block, entry)
     if version == 1 or strategy == "full_shard" or (strategy is None and not entry.node.value):
@@ -269,7 +272,7 @@ def read_strategy(
             edits = (*renamed, *replaced) if renamed is not None and replaced is not None else None
         lint.report(
             "FSD303",
-            f"{entry.key} {entry.node.value!r} is ignored: parameters are freed after forward all the same",
+            f"{entry.key} {entry.node.value!r} is ignored: parameters are freed after forward",
             entry,
             value=True,
             edits=edits,
