@@ -10,49 +10,23 @@ from fsdptool.records.parallel_dims import DIMENSIONS, ParallelDims
 from fsdptool.records.settings import FsdpSettings
 
 LAUNCH = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "use_cpu",
-    "gpu_ids",
-    "debug",
-)
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
+    "use_cpu", "gpu_ids", "debug",
+)  # fmt: skip
 """Settings of the launch rather than of sharding."""
 
 COMMON = (
-    "fsdp_version",
-    "reshard_after_forward",
-    "wrap_policy",
-    "wrap_classes",
-    "min_num_params",
-    "state_dict_type",
-    "cpu_offload",
-    "cpu_ram_efficient_loading",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "ignored_modules",
-    "mixed_precision",
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "cp_comm_strategy",
-    "tp",
-    "sp",
-    *LAUNCH,
-)
+    "fsdp_version", "reshard_after_forward", "wrap_policy", "wrap_classes", "min_num_params",
+    "state_dict_type", "cpu_offload", "cpu_ram_efficient_loading", "activation_checkpointing",
+    "activation_checkpointing_offload", "ignored_modules", "mixed_precision", "dp_replicate", "dp_shard",
+    "cp", "cp_comm_strategy", "tp", "sp", *LAUNCH,
+)  # fmt: skip
 """Settings of FSDP2, in the order they are shown and written."""
 
 LEGACY = (
-    "sharding_strategy",
-    "backward_prefetch",
-    "forward_prefetch",
-    "use_orig_params",
-    "sync_module_states",
+    "sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states",
     "limit_all_gathers",
-)
+)  # fmt: skip
 """Settings that exist under version 1 only."""
 
 LEGACY_DEFAULTS: dict[str, Any] = {
@@ -68,21 +42,11 @@ DETAILS = ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation
 """Read with ``sp`` above 1 only, which does nothing under FSDP2 (FSD312): shown, never carried over."""
 
 MESH = DIMENSIONS
-BOOLEANS = frozenset(
-    {
-        "reshard_after_forward",
-        "cpu_offload",
-        "cpu_ram_efficient_loading",
-        "activation_checkpointing",
-        "activation_checkpointing_offload",
-        "forward_prefetch",
-        "use_orig_params",
-        "sync_module_states",
-        "limit_all_gathers",
-        "use_cpu",
-        "debug",
-    }
-)
+BOOLEANS = frozenset({
+    "reshard_after_forward", "cpu_offload", "cpu_ram_efficient_loading", "activation_checkpointing",
+    "activation_checkpointing_offload", "forward_prefetch", "use_orig_params", "sync_module_states",
+    "limit_all_gathers", "use_cpu", "debug",
+})  # fmt: skip
 
 WRITTEN = {
     "wrap_policy": {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"},

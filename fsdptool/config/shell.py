@@ -16,33 +16,12 @@ _VARIABLES = re.compile(
 )
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_.\-]*)")
 _LAUNCHER = re.compile(r"\baccelerate(?:\s+|\.commands\.)launch(?=\s|\\)")
-_SWITCHES = frozenset(
-    [
-        "cpu",
-        "debug",
-        "downcast_bf16",
-        "dynamo_use_dynamic",
-        "dynamo_use_fullgraph",
-        "dynamo_use_regional_compilation",
-        "enable_cpu_affinity",
-        "fp8_use_autocast_during_eval",
-        "m",
-        "module",
-        "multi_gpu",
-        "no_python",
-        "no_tpu_cluster",
-        "q",
-        "quiet",
-        "same_network",
-        "tpu",
-        "tpu_cluster",
-        "tpu_use_sudo",
-        "use_deepspeed",
-        "use_fsdp",
-        "use_megatron_lm",
-        "use_parallelism_config",
-    ]
-)
+_SWITCHES = frozenset([
+    "cpu", "debug", "downcast_bf16", "dynamo_use_dynamic", "dynamo_use_fullgraph",
+    "dynamo_use_regional_compilation", "enable_cpu_affinity", "fp8_use_autocast_during_eval", "m", "module",
+    "multi_gpu", "no_python", "no_tpu_cluster", "q", "quiet", "same_network", "tpu", "tpu_cluster",
+    "tpu_use_sudo", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config",
+])  # fmt: skip
 """Flags of ``accelerate launch`` (1.15) that take no value: what follows one may be the script."""
 _TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
 _OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")

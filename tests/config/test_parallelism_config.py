@@ -108,7 +108,7 @@ def test_what_only_sequence_parallelism_reads_is_never_dropped_in_silence(to: st
     }
     path.write_text(GOOD + yaml.safe_dump({"parallelism_config": block}))
     refused = migrate_file(path, to=to)
-    assert refused.after is None and "sp 2 does nothing under FSDP2" in (refused.refusal or "")
+    assert refused.after is None and "sp 2 has no effect under FSDP2" in (refused.refusal or "")
     # Without it the detail is read by nobody, and said to be.
     path.write_text(GOOD + yaml.safe_dump({"parallelism_config": {**block, "parallelism_config_sp_size": 1}}))
     reading = read_settings(path)

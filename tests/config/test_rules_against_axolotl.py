@@ -133,7 +133,7 @@ def test_a_quantised_file_is_migrated_into_one_that_axolotl_accepts(tmp_path: Pa
     path.write_text(text(RAM, FOUR_BIT, 1))
     migrated = migrate_file(path)
     assert migrated.after is not None and "cpu_ram_efficient_loading: false" in migrated.after
-    assert any("RAM-efficient loading is switched off" in note for note in migrated.notes)
+    assert any("RAM-efficient loading is disabled" in note for note in migrated.notes)
     assert repair(read_settings(path), unsafe=True).after.text == migrated.after
     path.write_text(migrated.after)
     assert not read_settings(path).errors

@@ -15,32 +15,14 @@ if TYPE_CHECKING:
     from fsdptool.config.checks.hardware import Hardware
     from fsdptool.records.anatomy import Anatomy
 
-_LEAVES = frozenset(
-    [
-        "Linear",
-        "Conv1d",
-        "Conv2d",
-        "Conv3d",
-        "LayerNorm",
-        "RMSNorm",
-        "GroupNorm",
-        "Dropout",
-        "Embedding",
-        "Identity",
-        "SiLU",
-        "GELU",
-    ]
-)
+_LEAVES = frozenset([
+    "Linear", "Conv1d", "Conv2d", "Conv3d", "LayerNorm", "RMSNorm", "GroupNorm", "Dropout", "Embedding",
+    "Identity", "SiLU", "GELU",
+])  # fmt: skip
 _WHOLE = (
-    "ForCausalLM",
-    "ForConditionalGeneration",
-    "ForSequenceClassification",
-    "ForMaskedLM",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "LMHeadModel",
-    "Pipeline",
-)
+    "ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification", "ForMaskedLM",
+    "ForTokenClassification", "ForQuestionAnswering", "LMHeadModel", "Pipeline",
+)  # fmt: skip
 
 
 def check_meaning(

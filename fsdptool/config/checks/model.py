@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.context import Fact, LintContext
+from fsdptool.config.context import LintContext
 from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Edit
@@ -26,93 +26,49 @@ def check_model(lint: LintContext, anatomy: Anatomy) -> None:
     _ignored(lint, anatomy)
 
 
-def _choice(lint: LintContext, anatomy: Anatomy) -> tuple[tuple[Edit, ...] | None, dict[str, Any], str]:
-    """Return the fix that writes detect's classes, what it changes, and its words."""
-    classes = anatomy.wrap.classes
-    text = ",".join(classes)
-    fact: Fact | None = lint.facts.get("wrap_classes")
+def _detected_classes(lint: LintContext, anatomy: Anatomy) -> dict[str, Any]:
+    """Return the fix that writes detect's classes, as arguments of ``LintContext.report``."""
+    text = ",".join(anatomy.wrap.classes)
+    entry = lint.at("wrap_classes")
     edits: tuple[Edit, ...] | None = None
-    if classes and fact is not None and fact.entry is not None:
-        edits = lint.editor.replace_entry(fact.entry, text)
-    elif classes and lint.dialect.name == "accelerate":
+    if text and entry is not None:
+        edits = lint.editor.replace_entry(entry, text)
+    elif text and lint.dialect.name == "accelerate":
         holder = lint.root.get("fsdp_config")
         key = "fsdp_transformer_layer_cls_to_wrap"
         edits = lint.editor.add(holder.node if holder else None, holder, {key: text})
-    return edits, {"wrap_classes": text}, f"write {text}"
+    return {"edits": edits, "safe": False, "fix": f"write {text}", "changes": {"wrap_classes": text}}
 
 
 def _classes(lint: LintContext, anatomy: Anatomy) -> None:
     named = lint.get("wrap_classes") or ()
     present = {module.class_name for module in anatomy.modules}
-    edits, changes, words = _choice(lint, anatomy)
+    fix = _detected_classes(lint, anatomy)
     place = lint.at("wrap_classes")
     if not named:
-        _hints(lint, anatomy, edits, changes, words)
+        _hints(lint, anatomy, fix)
         return
     for name in named:
         if name not in present:
             near = spelling.nearest(name, present, cutoff=0.6)
             hint = f": did you mean {near}?" if near else ""
-            lint.report(
-                "FSD401",
-                f"{anatomy.spec.model_class} has no {name}{hint}",
-                place,
-                value=True,
-                edits=edits,
-                safe=False,
-                fix=words,
-                changes=changes,
-            )
-            continue
-        if anatomy.modules and anatomy.modules[0].class_name == name:
-            lint.report(
-                "FSD402",
-                f"{name} is the whole model",
-                place,
-                value=True,
-                edits=edits,
-                safe=False,
-                fix=words,
-                changes=changes,
-            )
+            lint.report("FSD401", f"{anatomy.spec.model_class} has no {name}{hint}", place, value=True, **fix)
+        elif anatomy.modules and anatomy.modules[0].class_name == name:
+            lint.report("FSD402", f"{name} is the whole model", place, value=True, **fix)
         elif _holds_embedding(anatomy, name):
-            lint.report(
-                "FSD403",
-                f"{name} contains the input embedding",
-                place,
-                value=True,
-                edits=edits,
-                safe=False,
-                fix=words,
-                changes=changes,
-            )
-    _coverage(lint, anatomy, [name for name in named if name in present], edits, changes, words)
+            lint.report("FSD403", f"{name} contains the input embedding", place, value=True, **fix)
+    _coverage(lint, anatomy, [name for name in named if name in present], fix)
 
 
-def _hints(lint: LintContext, anatomy: Anatomy, edits: Any, changes: dict[str, Any], words: str) -> None:
+def _hints(lint: LintContext, anatomy: Anatomy, fix: dict[str, Any]) -> None:
     """No class is named: accelerate takes ``_no_split_modules`` of the built instance."""
     place = lint.at("wrap_policy") or lint.root.get("fsdp_config")
-    absent = [entry.name for entry in anatomy.wrap.no_split_modules if entry.status == "absent"]
+    model = anatomy.spec.model_class
+    absent = ", ".join(entry.name for entry in anatomy.wrap.no_split_modules if entry.status == "absent")
     if not anatomy.no_split_modules:
-        lint.report(
-            "FSD406",
-            f"{anatomy.spec.model_class} has no _no_split_modules, and the file names no wrap class",
-            place,
-            edits=edits,
-            safe=False,
-            fix=words,
-            changes=changes,
-        )
+        lint.report("FSD406", f"{model} has no _no_split_modules; the file names no class", place, **fix)
     elif absent:
-        lint.report(
-            "FSD410",
-            f"_no_split_modules of {anatomy.spec.model_class} list {', '.join(absent)}, which it lacks",
-            place,
-            edits=edits,
-            safe=False,
-            fix=words,
-            changes=changes,
-        )
+        lint.report("FSD410", f"_no_split_modules of {model} list {absent}, which it lacks", place, **fix)
 
 
 def _holds_embedding(anatomy: Anatomy, name: str) -> bool:
@@ -129,9 +85,7 @@ def _under(anatomy: Anatomy, classes: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{m.path}." for m in anatomy.modules if m.class_name in classes and m.path)
 
 
-def _coverage(
-    lint: LintContext, anatomy: Anatomy, named: list[str], edits: Any, changes: dict[str, Any], words: str
-) -> None:
+def _coverage(lint: LintContext, anatomy: Anatomy, named: list[str], fix: dict[str, Any]) -> None:
     roots = _under(anatomy, named)
     if not roots or not anatomy.total_parameters or set(named) == set(anatomy.wrap.classes):
         return
@@ -147,10 +101,7 @@ def _coverage(
             f"{','.join(anatomy.wrap.classes)} would cover {possible:,}",
             lint.at("wrap_classes"),
             value=True,
-            edits=edits,
-            safe=False,
-            fix=words,
-            changes=changes,
+            **fix,
         )
 
 

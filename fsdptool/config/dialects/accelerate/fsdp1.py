@@ -26,13 +26,7 @@ def read_legacy(
     if name == "sharding_strategy":
         _strategy_under_2(lint, key, value, entry, block, remove)
     elif name == "sync_module_states" and not value and _loading(block):
-        lint.report(
-            "FSD321",
-            f"{key}: false makes accelerate launch refuse the file",
-            entry,
-            edits=remove,
-            fix=f"remove {key}",
-        )
+        lint.report_removable("FSD321", f"{key}: false makes accelerate launch refuse the file", entry, block)
     elif name == "forward_prefetch" and word_of_truth(value):
         lint.report(
             "FSD303",
@@ -45,19 +39,10 @@ def read_legacy(
             help="remove it; fsdptool's own trainer prefetches with `sharding.prefetch`",
         )
     elif name == "backward_prefetch" and value is not None and str(value).upper() not in _PREFETCHES:
-        lint.report(
-            "FSD206",
-            f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError",
-            entry,
-            value=True,
-            edits=remove,
-            safe=True,
-            fix=f"remove {key}",
-        )
+        message = f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError"
+        lint.report_removable("FSD206", message, entry, block, value=True, safe=True)
     else:
-        lint.report(
-            "FSD302", f"{key} has no effect under version 2", entry, edits=remove, fix=f"remove {key}"
-        )
+        lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block)
 
 
 def _loading(block: Node | None) -> Any:
@@ -100,9 +85,7 @@ def _strategy_under_2(
             changes={"reshard_after_forward": False},
         )
     else:
-        lint.report(
-            "FSD302", f"{key} has no effect under version 2", entry, edits=remove, fix=f"remove {key}"
-        )
+        lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block)
 
 
 def _hybrid_under_2(

@@ -18,41 +18,14 @@ NAME = "accelerate"
 CANNOT: tuple[str, ...] = ()
 """Settings that there is no word for."""
 
-TOP_LEVEL = frozenset(
-    [
-        "compute_environment",
-        "distributed_type",
-        "mixed_precision",
-        "use_cpu",
-        "debug",
-        "num_processes",
-        "machine_rank",
-        "num_machines",
-        "gpu_ids",
-        "main_process_ip",
-        "main_process_port",
-        "rdzv_backend",
-        "same_network",
-        "main_training_function",
-        "enable_cpu_affinity",
-        "fp8_config",
-        "deepspeed_config",
-        "fsdp_config",
-        "parallelism_config",
-        "megatron_lm_config",
-        "mpirun_config",
-        "downcast_bf16",
-        "tpu_name",
-        "tpu_zone",
-        "tpu_use_cluster",
-        "tpu_use_sudo",
-        "command_file",
-        "commands",
-        "tpu_vm",
-        "tpu_env",
-        "dynamo_config",
-    ]
-)
+TOP_LEVEL = frozenset([
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes",
+    "machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend",
+    "same_network", "main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config",
+    "fsdp_config", "parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name",
+    "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env",
+    "dynamo_config",
+])  # fmt: skip
 WHOLE_NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
 CONVERTED = frozenset({"fp16", "dynamo_backend"})
 """Old top-level keys the loader still converts."""

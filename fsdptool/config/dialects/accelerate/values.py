@@ -41,21 +41,9 @@ def accept_truth(lint: LintContext, key: str, name: str, entry: Entry, value: An
 
 
 DISTRIBUTED_TYPES = (
-    "NO",
-    "MULTI_CPU",
-    "MULTI_GPU",
-    "MULTI_NPU",
-    "MULTI_MLU",
-    "MULTI_SDAA",
-    "MULTI_MUSA",
-    "MULTI_XPU",
-    "MULTI_HPU",
-    "MULTI_NEURON",
-    "DEEPSPEED",
-    "FSDP",
-    "XLA",
-    "MEGATRON_LM",
-)
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
+    "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM",
+)  # fmt: skip
 
 STATE_DICTS = {
     "FULL_STATE_DICT": "full",
@@ -263,12 +251,8 @@ def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, ve
         lint.set("min_num_params", None)
         lint.ignore(entry, "read with SIZE_BASED_WRAP only")
         if version == 2 or value not in (0, None):
-            lint.report(
-                "FSD325",
-                f"{key} is not read: the policy is not SIZE_BASED_WRAP",
-                entry,
-                edits=lint.editor.remove(block, entry),
-                fix=f"remove {key}",
+            lint.report_removable(
+                "FSD325", f"{key} is not read: the policy is not SIZE_BASED_WRAP", entry, block
             )
         return
     try:

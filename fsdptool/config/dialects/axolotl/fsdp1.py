@@ -137,13 +137,7 @@ def _under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> N
     elif strategy == "no_shard":
         lint.report("FSD332", f"{shown} has no FSDP2 equivalent", entry, value=True)
     else:
-        lint.report(
-            "FSD302",
-            f"{entry.key} has no effect under version 2",
-            entry,
-            edits=remove,
-            fix=f"remove {entry.key}",
-        )
+        lint.report_removable("FSD302", f"{entry.key} has no effect under version 2", entry, block)
 
 
 def refuse(lint: LintContext, block: Node | None, chosen: dict[str, Entry], version: int) -> None:

@@ -30,14 +30,9 @@ OTHER = frozenset(
     {"cpu_offload_pin_memory", "final_state_dict_type", "mixed_precision_policy", "version", "fsdp_version"}
 )
 FSDP1_KEYS = (
-    "sharding_strategy",
-    "backward_prefetch",
-    "backward_prefetch_policy",
-    "forward_prefetch",
-    "use_orig_params",
-    "sync_module_states",
-    "limit_all_gathers",
-)
+    "sharding_strategy", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch",
+    "use_orig_params", "sync_module_states", "limit_all_gathers",
+)  # fmt: skip
 CHOICES = {
     "wrap_policy": {"TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size"},
     "state_dict_type": {

@@ -14,15 +14,10 @@ if TYPE_CHECKING:
     from fsdptool.records.settings import FsdpSettings
 
 CANNOT = ("ignored_modules", "use_cpu")
-_SIMPLETUNER = frozenset(
-    [
-        "fsdp_enable",
-        "context_parallel_size",
-        "context_parallel_comm_strategy",
-        "fsdp_cpu_offload",
-        "model_family",
-    ]
-)
+_SIMPLETUNER = frozenset([
+    "fsdp_enable", "context_parallel_size", "context_parallel_comm_strategy", "fsdp_cpu_offload",
+    "model_family",
+])  # fmt: skip
 
 
 class Flags(Dialect):

@@ -19,16 +19,9 @@ from fsdptool.records.settings import FsdpSettings
 NAME = "flags"
 
 _TOP = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "mixed_precision",
-    "gpu_ids",
-    "rdzv_backend",
-    "debug",
-)
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+    "mixed_precision", "gpu_ids", "rdzv_backend", "debug",
+)  # fmt: skip
 KEYS: dict[str, str] = {
     **accelerate.FSDP_KEYS,
     **accelerate.PARALLELISM_KEYS,

@@ -17,17 +17,10 @@ if TYPE_CHECKING:
 _OWN = frozenset(
     ["stage", "finetuning_type", "cutoff_len", "template", "dataset", "do_train", "lora_target", "plot_loss"]
 )
-_V1 = frozenset(
-    [
-        "dist_config",
-        "train_dataset",
-        "sample_backend",
-        "init_config",
-        "kernel_config",
-        "model_class",
-        "cutoff_len",
-    ]
-)
+_V1 = frozenset([
+    "dist_config", "train_dataset", "sample_backend", "init_config", "kernel_config", "model_class",
+    "cutoff_len",
+])  # fmt: skip
 
 
 class LlamaFactory(Dialect):

@@ -49,14 +49,9 @@ DEFAULTS: dict[str, Any] = {
     "mixed_precision": "bf16",
 }
 CANNOT = (
-    "activation_checkpointing_offload",
-    "ignored_modules",
-    "dp_replicate",
-    "tp",
-    "sp",
-    "min_num_params",
+    "activation_checkpointing_offload", "ignored_modules", "dp_replicate", "tp", "sp", "min_num_params",
     *(name for name in LAUNCH if name != "num_processes"),
-)
+)  # fmt: skip
 
 _TABLES = {
     "state_dict_type": spelling.STATE_DICT_TYPES,

@@ -44,27 +44,12 @@ ELSEWHERE = {
 }
 """Other programs' words for keys read here."""
 
-ARGUMENTS = frozenset(
-    [
-        "output_dir",
-        "per_device_train_batch_size",
-        "num_train_epochs",
-        "learning_rate",
-        "gradient_accumulation_steps",
-        "lr_scheduler_type",
-        "save_strategy",
-        "logging_steps",
-        "report_to",
-        "bf16",
-        "fp16",
-        "gradient_checkpointing",
-        "max_steps",
-        "save_only_model",
-        "deepspeed",
-        "optim",
-        "activation_checkpointing",
-    ]
-)
+ARGUMENTS = frozenset([
+    "output_dir", "per_device_train_batch_size", "num_train_epochs", "learning_rate",
+    "gradient_accumulation_steps", "lr_scheduler_type", "save_strategy", "logging_steps", "report_to",
+    "bf16", "fp16", "gradient_checkpointing", "max_steps", "save_only_model", "deepspeed", "optim",
+    "activation_checkpointing",
+])  # fmt: skip
 CANNOT = ("activation_checkpointing_offload", "ignored_modules", *MESH, "cp_comm_strategy", *LAUNCH)
 
 

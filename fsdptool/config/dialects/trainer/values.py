@@ -254,15 +254,8 @@ def read_strategy(
         return
     lint.ignore(entry, "TrainingArguments do not read it; reshard_after_forward decides")
     strategy = spelling.choice(entry.node.value, spelling.STRATEGIES)
-    remove = lint.editor.remove(block, entry)
     if version == 1 or strategy == "full_shard" or (strategy is None and not entry.node.value):
-        lint.report(
-            "FSD302",
-            f"{entry.key} is not read by TrainingArguments",
-            entry,
-            edits=remove,
-            fix=f"remove {entry.key}",
-        )
+        lint.report_removable("FSD302", f"{entry.key} is not read by TrainingArguments", entry, block)
         return
     if strategy == "shard_grad_op" and lint.get("reshard_after_forward") is not False:
         edits = None
@@ -297,10 +290,4 @@ def read_strategy(
             value=True,
         )
         return
-    lint.report(
-        "FSD302",
-        f"{entry.key} is not read by TrainingArguments",
-        entry,
-        edits=remove,
-        fix=f"remove {entry.key}",
-    )
+    lint.report_removable("FSD302", f"{entry.key} is not read by TrainingArguments", entry, block)
