@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.records.command_documents import CacheEntry, CacheReport, PathProblem
-from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.document import digest
 
 _VERSION = "v1"
@@ -266,3 +266,13 @@ def _decode(content: bytes, kind: str, key: str) -> tuple[dict[str, Any], Any]:
         return header, json.loads(zlib.decompress(payload) if header.get("packed") else payload)
     except (ValueError, zlib.error) as error:
         raise _CorruptError("unreadable payload") from error
+
+
+RULES = (
+    Rule("CACHE001", "cache cannot be used", "warning",
+         "The folder cannot be written, or the disk is full. The answer is derived and given all the same.",
+         "Set FSDPTOOL_CACHE to a folder that can be written, or `fsdptool cache prune`."),
+    Rule("CACHE002", "corrupt cache entry", "warning",
+         "An entry's checksum is wrong. It was set aside and derived again.",
+         "Nothing; `fsdptool cache verify` checks the others."),
+)  # fmt: skip

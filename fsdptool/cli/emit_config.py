@@ -131,7 +131,7 @@ def _list_presets(format: Format) -> int:
 def _merge(emission: Emission, into: Path, force: bool, format: Format) -> bool:
     """Merge into a file after showing the difference; return False where that was not wanted."""
     from fsdptool.config.writer import merge_into
-    from fsdptool.files.replace import replace_file
+    from fsdptool.files.text import replace_file
     from fsdptool.report.findings import unified
 
     merged = merge_into(into, emission.settings)

@@ -96,7 +96,7 @@ def _before(result: Migrated) -> bytes:
 def _write(result: Migrated, to: str | None, output: Path | None, force: bool, format: Format) -> bool:
     """Write one result to its place; return whether that was possible (a refused one has no place)."""
     from fsdptool.cli.app import complain
-    from fsdptool.files.replace import replace_file
+    from fsdptool.files.text import replace_file
 
     for note in result.notes:
         sys.stderr.write(f"note: {result.path}: {note}\n")

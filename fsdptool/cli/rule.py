@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def all_rules() -> dict[str, Rule]:
     """Return the rules of every room by code: each room keeps the table of the codes it emits."""
-    from fsdptool.cache import rules as cache
+    from fsdptool.cache import store as cache
     from fsdptool.config.rules import RULES
     from fsdptool.families import registry as families
     from fsdptool.inspection import rules as inspection

@@ -126,7 +126,7 @@ def _show(repaired: list[Repaired | None]) -> bool:
 def _write(repaired: list[Repaired | None], readings: list[Reading]) -> tuple[list[Reading], ExitCode]:
     """Write what was fixed; a file that cannot be written is said, and does not keep the others from it."""
     from fsdptool.cli.app import complain
-    from fsdptool.files.replace import replace_file
+    from fsdptool.files.text import replace_file
 
     left, code = list(readings), ExitCode.CLEAN
     for index, result in enumerate(repaired):

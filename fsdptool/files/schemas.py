@@ -1,4 +1,4 @@
-"""Finds the JSON Schemas, in an installed wheel and in a source checkout alike."""
+"""The JSON Schemas, in an installed wheel and in a source checkout alike, and the files they check."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fsdptool.errors import FsdptoolError
+from fsdptool.errors import ConfigError, FsdptoolError
 
 _SUFFIX = ".schema.json"
+DOCUMENT_LIMIT = 1 << 28
+"""Bytes of the largest document that is read: a plan with long timelines has some megabytes."""
 
 
 @cache
@@ -45,3 +47,61 @@ def load_schema(name: str) -> dict[str, Any]:
         )
     loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return loaded
+
+
+def read_object(path: Path, schema: str | None = None) -> dict[str, Any]:
+    """Return the object that a YAML or JSON file contains, checked against a schema if one is named.
+
+    Raises:
+        ConfigError: The file is missing, too large, not UTF-8, not parseable, not an object, or breaks the
+            schema; the message names the place.
+    """
+    import yaml
+
+    from fsdptool.files.text import UnreadableError, read_source
+
+    try:
+        text = read_source(path, limit=DOCUMENT_LIMIT).text
+        data = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error.message}", help="check the path and the file") from error
+    except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid {path.suffix.lstrip('.') or 'YAML'}: {line}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected an object at the top, got {type(data).__name__}")
+    if schema is not None:
+        check(data, schema, where=str(path))
+    return data
+
+
+def _load_yaml(text: str) -> Any:
+    """Read YAML with numbers as people write them: PyYAML (YAML 1.1) takes ``1.0e13`` for text."""
+    import re
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader=Loader)
+
+
+def check(data: Any, schema: str, *, where: str) -> None:
+    """Check ``data`` against ``schemas/<schema>.schema.json``.
+
+    Raises:
+        ConfigError: The first violation, by its place in the document.
+    """
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(load_schema(schema))
+    errors = sorted(validator.iter_errors(data), key=lambda error: [str(part) for part in error.path])
+    if errors:
+        place = ".".join(str(part) for part in errors[0].path) or "the top"
+        raise ConfigError(
+            f"{where}: {place}: {errors[0].message}",
+            help=f"fsdptool schema {schema} prints the schema of such a file",
+        )

@@ -1,12 +1,18 @@
-"""Files as text with places: read once, bounded, and never through newline translation."""
+"""Files as text with places: read once, bounded, never through newline translation, and replaced whole."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import shutil
+import tempfile
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from fsdptool.errors import StorageError
 
 SIZE_LIMIT = 1 << 20
 """Larger files are refused unparsed: no configuration is this large, a bomb may be."""
@@ -96,16 +102,14 @@ class SourceText:
         return SourceText(text, self.path, self.bom)
 
 
-def decode(data: bytes, path: str | None = None) -> SourceText:
+def decode(data: bytes, path: str | None = None, *, limit: int = SIZE_LIMIT) -> SourceText:
     """Decode a file's bytes.
 
     Raises:
         UnreadableError: Too large, or not UTF-8.
     """
-    if len(data) > SIZE_LIMIT:
-        raise UnreadableError(
-            "FSD102", f"the file has {len(data):,} bytes; more than {SIZE_LIMIT:,} are not read"
-        )
+    if len(data) > limit:
+        raise UnreadableError("FSD102", f"the file has {len(data):,} bytes; more than {limit:,} are not read")
     bom = data.startswith(b"\xef\xbb\xbf")
     if bom:
         data = data[3:]
@@ -118,22 +122,66 @@ def decode(data: bytes, path: str | None = None) -> SourceText:
         ) from error
 
 
-def read_source(path: str | Path) -> SourceText:
-    """Read a file.
+def read_source(path: str | Path, *, limit: int = SIZE_LIMIT) -> SourceText:
+    """Read a file of at most ``limit`` bytes.
 
     Raises:
         UnreadableError: It cannot be opened, is too large, or is not UTF-8.
     """
     try:
         with Path(path).open("rb") as stream:
-            data = stream.read(SIZE_LIMIT + 1)
-        if len(data) > SIZE_LIMIT:
+            data = stream.read(limit + 1)
+        if len(data) > limit:
             size = Path(path).stat().st_size
-            raise UnreadableError(
-                "FSD102", f"the file has {size:,} bytes; more than {SIZE_LIMIT:,} are not read"
-            )
+            raise UnreadableError("FSD102", f"the file has {size:,} bytes; more than {limit:,} are not read")
     except OSError as error:
         raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # a NUL in the path
         raise UnreadableError("FSD101", f"the file cannot be read: {error}") from error
-    return decode(data, str(path))
+    return decode(data, str(path), limit=limit)
+
+
+def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> None:
+    """Replace ``path`` by ``data`` in one step; a link's target is replaced, not the link.
+
+    The mode stays, and the owner where that may be set (a container's root must not take the files of
+    the person whose folder it works in).
+
+    Args:
+        path: The file.
+        data: Its new content.
+        before: What was read from it; other content by now means that somebody else is writing.
+
+    Raises:
+        StorageError: It is read-only, was changed meanwhile, or cannot be written; the content is untouched.
+    """
+    target = path.resolve()
+    aside: str | None = None
+    try:
+        if target.exists():
+            # Root may write whatever the mode says, so the mode itself is asked.
+            if not target.stat().st_mode & 0o222:
+                raise StorageError(
+                    f"{path} is read-only", help="make it writable (chmod u+w) to have it changed"
+                )
+            if before is not None and target.read_bytes() != before:
+                raise StorageError(f"{path} was changed by somebody else meanwhile", help="run it again")
+        handle, aside = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if target.exists():
+            shutil.copymode(target, aside)
+            with contextlib.suppress(OSError):
+                os.chown(aside, target.stat().st_uid, target.stat().st_gid)
+        Path(aside).replace(target)
+        aside = None
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}", help="the file is as it was"
+        ) from error
+    finally:
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                Path(aside).unlink()

@@ -11,9 +11,9 @@ from fsdptool.memory.simulation.simulate import Prepared, Simulated, prepare, si
 from fsdptool.records.cluster import DeviceProfile
 from fsdptool.records.component import Basis, Component
 from fsdptool.records.parallel_dims import ParallelDims
-from fsdptool.records.phase import STEP_PHASES, RunPhase
 from fsdptool.records.plan import ComponentBytes, Footprint, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.run import STEP_PHASES, RunPhase
 from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan

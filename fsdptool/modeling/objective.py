@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_of
-from fsdptool.records.phase import RunPhase
+from fsdptool.records.run import RunPhase
 from fsdptool.spelling import nearest
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.files.checked import check, read_data
+from fsdptool.files.schemas import read_object
 from fsdptool.planning.gpu_catalogue import find_gpu, gpu_from_data
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.diagnostic import Diagnostic
@@ -96,10 +96,10 @@ def read_cluster(path: Path, *, gpus_file: Path | None = None) -> Offer:
     """Return the cluster a YAML or JSON file describes; unnamed ones are called after the file.
 
     Raises:
-        PlanError: The file breaks the schema or names an unknown GPU.
+        ConfigError: The file cannot be read or breaks the schema.
+        PlanError: It names an unknown GPU.
     """
-    data = read_data(path)
-    check(data, "cluster", where=str(path))
+    data = read_object(path, "cluster")
     gpu, diagnostics = _gpu(data.get("gpu"), gpus_file)
     bandwidth = parse_rate(data.get("inter_node_bandwidth"))
     cluster = make_cluster(

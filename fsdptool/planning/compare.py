@@ -12,8 +12,8 @@ from fsdptool.planning.plan import chosen_candidate
 from fsdptool.planning.plan_document import read_plan
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, FigureUnit
-from fsdptool.records.phase import RunPhase
 from fsdptool.records.plan import Candidate, Moment, Plan
+from fsdptool.records.run import RunPhase
 
 _PHASES = [phase.value for phase in RunPhase]
 

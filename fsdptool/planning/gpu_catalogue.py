@@ -97,7 +97,7 @@ def all_entries(gpus_file: Path | None = None) -> tuple[Entry, ...]:
     """Return every entry, those of ``gpus_file`` first and instead of ours of the same name.
 
     Raises:
-        PlanError: The file cannot be read or does not follow ``schemas/gpus.schema.json``.
+        ConfigError: The file cannot be read or does not follow ``schemas/gpus.schema.json``.
     """
     shipped = _shipped()
     if gpus_file is None:
@@ -113,9 +113,9 @@ def _shipped() -> tuple[Entry, ...]:
 
 
 def _read(path: Path) -> tuple[Entry, ...]:
-    from fsdptool.files.checked import read_checked
+    from fsdptool.files.schemas import read_object
 
-    data = read_checked(path, "gpus")
+    data = read_object(path, "gpus")
     return tuple(_entry(item) for item in data["gpus"])
 
 

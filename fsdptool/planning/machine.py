@@ -40,12 +40,11 @@ def read_table(path: Path) -> tuple[Machine, ...]:
     """Return the rows of a machine table.
 
     Raises:
-        PlanError: The file is missing or malformed.
+        ConfigError: The file is missing or malformed.
     """
-    from fsdptool.files.checked import check, read_data
+    from fsdptool.files.schemas import read_object
 
-    data = read_data(path)
-    check(data, "machine", where=str(path))
+    data = read_object(path, "machine")
     return tuple(
         from_json(Machine, row, where=f"{path}: machines[{i}]") for i, row in enumerate(data["machines"])
     )

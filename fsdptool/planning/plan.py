@@ -129,7 +129,7 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
 def chosen_candidate(plan: Plan) -> Candidate:
     """Return the chosen candidate, or the asked one if none is."""
     if not plan.candidates:
-        raise PlanError("the plan holds no candidates", help="make it anew with fsdptool plan")
+        raise PlanError("the plan holds no candidates", help="create a new plan with fsdptool plan")
     for candidate in plan.candidates:
         if candidate.id == plan.chosen:
             return candidate

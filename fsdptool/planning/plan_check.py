@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptool.files.checked import read_data
+from fsdptool.files.schemas import read_object
 from fsdptool.planning.plan import make_plan
 from fsdptool.planning.plan_document import inputs_of, plan_from
 from fsdptool.planning.request import Request
@@ -43,7 +43,7 @@ def check_plan(
     """
     from fsdptool.source import consented
 
-    data = read_data(path)
+    data = read_object(path)
     before = plan_from(data, where=str(path))
     inputs = inputs_of(before)
     consented(inputs.recipe, path, trust_remote_code=trust_remote_code)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError, PlanError
-from fsdptool.files.checked import check, read_data
+from fsdptool.files.schemas import check, read_object
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import envelope
 from fsdptool.records.plan import Plan, PlanInputs
@@ -26,19 +26,21 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan a document holds.
+    """Return the plan a document contains.
 
     Raises:
-        PlanError: The file is no plan, or breaks the schema.
+        ConfigError: The file cannot be read, or breaks the schema.
+        PlanError: The file is not a plan.
     """
-    return plan_from(read_data(path), where=str(path))
+    return plan_from(read_object(path), where=str(path))
 
 
 def plan_from(data: Mapping[str, Any], *, where: str) -> Plan:
-    """Return the plan a parsed document holds.
+    """Return the plan a parsed document contains.
 
     Raises:
-        PlanError: It is no plan, or breaks the schema; the message names the place.
+        ConfigError: It breaks the schema; the message names the place.
+        PlanError: It is not a plan.
     """
     if data.get("schema") != "plan":
         raise PlanError(
@@ -50,7 +52,7 @@ def plan_from(data: Mapping[str, Any], *, where: str) -> Plan:
     try:
         return from_json(Plan, body, where=where)
     except ConfigError as error:
-        raise PlanError(error.message, help="make it anew with fsdptool plan") from error
+        raise PlanError(error.message, help="create a new plan with fsdptool plan") from error
 
 
 def inputs_of(plan: Plan) -> PlanInputs:
@@ -62,7 +64,7 @@ def inputs_of(plan: Plan) -> PlanInputs:
     try:
         return from_json(PlanInputs, plan.inputs, where="inputs")
     except ConfigError as error:
-        raise PlanError(error.message, help="make the plan anew with fsdptool plan") from error
+        raise PlanError(error.message, help="create a new plan with fsdptool plan") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.component import Basis, Component
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
+from fsdptool.records.run import RunPhase
 from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
 from fsdptool.records.settings import FsdpSettings, WrapPolicy
 

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from fsdptool.records.schema import Count, Keywords, Positive
 
 DeviceType = Literal["cpu", "cuda"]
+
+
+class RunPhase(StrEnum):
+    """A phase whose memory is predicted by a plan and measured in a run. Values are those of the JSON."""
+
+    LOAD = "load"
+    FIRST_STEP = "first step"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    AVERAGE = "average"
+    EVALUATION = "evaluation"
+    SAMPLING = "sampling"
+    SAVE = "save"
+    EXPORT = "export"
+
+
+STEP_PHASES = (RunPhase.FORWARD, RunPhase.BACKWARD, RunPhase.OPTIMIZER)
+"""The phases of every optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import nn
 from fsdptool.distributed.shard import reshard_all
 from fsdptool.families.objectives.context import share
 from fsdptool.modeling.objective import add_validation_loss
-from fsdptool.records.phase import RunPhase
+from fsdptool.records.run import RunPhase
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
 from fsdptool.training.step import per_item, to_device

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fsdptool.records.phase import RunPhase
-    from fsdptool.records.run import Metrics
+    from fsdptool.records.run import Metrics, RunPhase
 
 
 @runtime_checkable

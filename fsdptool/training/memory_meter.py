@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.records.phase import STEP_PHASES, RunPhase
+from fsdptool.records.run import STEP_PHASES, RunPhase
 
 if TYPE_CHECKING:
     import torch

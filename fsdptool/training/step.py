@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdptool.distributed.shard import local
 from fsdptool.families.objectives.context import share
 from fsdptool.modeling.objective import GradientSync, MicroLoss, gradient_syncs, run_micro_batch
-from fsdptool.records.phase import RunPhase
-from fsdptool.records.run import Metrics
+from fsdptool.records.run import Metrics, RunPhase
 from fsdptool.runs.signals import SIGNALS
 
 if TYPE_CHECKING:

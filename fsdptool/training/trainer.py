@@ -29,7 +29,7 @@ from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
-from fsdptool.records.phase import RunPhase
+from fsdptool.records.run import RunPhase
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
 from fsdptool.runs.folder import read_inputs, read_prediction

@@ -25,7 +25,7 @@ from fsdptool.memory.simulation.ledger import ALL_REDUCE, REDUCE, Block, Ledger
 from fsdptool.memory.simulation.program import Piece
 from fsdptool.memory.simulation.unshard import Unshard
 from fsdptool.modeling.objective import GradientSync
-from fsdptool.records.phase import RunPhase
+from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import Trace
 
 

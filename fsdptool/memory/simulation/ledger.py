@@ -9,7 +9,7 @@ from fsdptool.records.component import Component
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.program import Body
-    from fsdptool.records.phase import RunPhase
+    from fsdptool.records.run import RunPhase
     from fsdptool.records.trace import Trace
 
 _INDEX = {component: index for index, component in enumerate(Component)}

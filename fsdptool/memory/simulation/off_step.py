@@ -25,8 +25,8 @@ from fsdptool.memory.simulation.ledger import (
 from fsdptool.memory.simulation.program import program
 from fsdptool.memory.simulation.sizes import WIDTH, Weights, pinned, rounded, rounded_sum, stored_dtype
 from fsdptool.memory.simulation.states import States
-from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.run import RunPhase
 from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import Trace
 

@@ -24,8 +24,8 @@ from fsdptool.memory.simulation.states import States, rank_states
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
 from fsdptool.records.parallel_dims import ParallelDims
-from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.run import RunPhase
 from fsdptool.records.settings import StateDictType
 from fsdptool.records.trace import Trace
 from fsdptool.records.units import UnitPlan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdptool.records.phase import RunPhase
+from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import Profile
 
 if TYPE_CHECKING:

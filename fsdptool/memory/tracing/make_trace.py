@@ -27,8 +27,8 @@ from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.document import library_versions
 from fsdptool.records.model import ModelSpec
-from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.run import RunPhase
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 from fsdptool.records.units import UnitPlan

@@ -21,7 +21,7 @@ from fsdptool.memory.tracing.module_hooks import ModuleHooks
 from fsdptool.memory.tracing.recorder import Recorder
 from fsdptool.modeling.methods.distillation import predict_frozen
 from fsdptool.modeling.objective import MicroLoss, add_validation_loss, run_micro_batch
-from fsdptool.records.phase import RunPhase
+from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import Trace
 
 if TYPE_CHECKING:
