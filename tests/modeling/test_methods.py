@@ -18,8 +18,8 @@ from fsdptool.modeling import build_model
 from fsdptool.modeling.methods import Teacher, TrainingMethod, method_of, training_methods
 from fsdptool.modeling.objective import Task, gradient_syncs, run_micro_batch
 from fsdptool.modeling.units import as_trained
-from fsdptool.records.phase import RunPhase
 from fsdptool.records.recipe import Distillation, Lora, Method, MethodName, ModelChoice, Recipe
+from fsdptool.records.run import RunPhase
 from fsdptool.records.settings import FsdpSettings
 from fsdptool.source import resolve
 
