@@ -36,7 +36,7 @@ def command(
     """Write the trained model of RUN for transformers, diffusers or peft."""
     from fsdptool.errors import ConfigError
     from fsdptool.runs.folder import RUN
-    from fsdptool.runs.signals import take_stops
+    from fsdptool.runs.signals import handle_stop_signals
     from fsdptool.training.export.api import export_run
 
     if not (run / RUN).exists():
@@ -45,7 +45,9 @@ def command(
         raise ConfigError(
             f"--dtype {dtype!r} is not supported", help="choose float32, bfloat16, float16 or float64"
         )
-    with take_stops("the export was complete", "run the same command again; the partial export was removed"):
+    with handle_stop_signals(
+        "the export was complete", "run the same command again; the partial export was removed"
+    ):
         exported = export_run(
             run,
             output,

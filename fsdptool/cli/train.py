@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsdptool.launch.prepare import Prepared
     from fsdptool.launch.supervise import Outcome
     from fsdptool.report.train import Progress
-    from fsdptool.runs.signals import Stops
+    from fsdptool.runs.signals import StopSignals
 
 
 def command(
@@ -75,13 +75,13 @@ def command(
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
     from fsdptool.runs.folder import ACCELERATE
-    from fsdptool.runs.signals import take_stops
+    from fsdptool.runs.signals import handle_stop_signals
 
     if launcher not in ("torchrun", "accelerate"):
         raise ConfigError(f"--launcher {launcher!r} is not supported", help="choose torchrun or accelerate")
     folder = (output or Path("runs") / recipe.stem).absolute()
     first = not node_rank
-    with take_stops("the run was started", "start it again with --resume auto") as stops:
+    with handle_stop_signals("the run was started", "start it again with --resume auto") as stops:
         if first:
             check_folder(folder, resume=resume, force=force)
         prepared = prepare(
@@ -150,12 +150,12 @@ def _run(
     folder: Path,
     command_line: LaunchCommand,
     max_restarts: int,
-    stops: Stops,
+    stops: StopSignals,
     format: Format,
     *,
     quiet: bool = False,
 ) -> int:
-    from fsdptool.launch.closing import exit_status
+    from fsdptool.launch.summary import exit_status
     from fsdptool.launch.supervise import Supervisor
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import Progress, plan_text
@@ -166,12 +166,14 @@ def _run(
         *prepared.notes,
     ):
         progress.say(f"warning: {note}")
-    tell = _silent if quiet else progress
+    on_event = _silent if quiet else progress
     if not quiet:
         progress.say(plan_text(to_json(prepared.prediction)))
     # From here on a signal has somebody to reach; once they have ended, it changes nothing.
-    stops.note()
-    supervisor = Supervisor(folder, command_line, max_restarts=max_restarts, signals=stops.taken, tell=tell)
+    stops.collect()
+    supervisor = Supervisor(
+        folder, command_line, max_restarts=max_restarts, signals=stops.taken, on_event=on_event
+    )
     try:
         outcome = supervisor.run()
     finally:
@@ -186,8 +188,8 @@ def _run(
 def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progress, format: Format) -> int:
     from dataclasses import asdict, replace
 
-    from fsdptool.launch.closing import summarise, write_summary
     from fsdptool.launch.failure import account_for_memory, write_report
+    from fsdptool.launch.summary import summarise, write_summary
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import closing_text, memory_text
     from fsdptool.runs.events import read_lines

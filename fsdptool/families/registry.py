@@ -54,7 +54,7 @@ class Registry:
     """
 
     def __init__(self, claims: Iterable[tuple[Family, Origin]], diagnostics: Iterable[Diagnostic]) -> None:
-        found = list(diagnostics)
+        findings = list(diagnostics)
         by_name: dict[str, list[tuple[Family, Origin]]] = defaultdict(list)
         for family, origin in claims:
             by_name[family.name].append((family, origin))
@@ -66,8 +66,8 @@ class Registry:
                 continue
             origins = tuple(origin for _, origin in claimants)
             self._contested[name] = origins
-            found += [_contested(name, origin, origins) for origin in origins]
-        self.diagnostics: tuple[Diagnostic, ...] = tuple(found)
+            findings += [_contested(name, origin, origins) for origin in origins]
+        self.diagnostics: tuple[Diagnostic, ...] = tuple(findings)
 
     def _report_once(self, diagnostic: Diagnostic) -> None:
         if diagnostic not in self.diagnostics:

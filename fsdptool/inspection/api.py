@@ -101,8 +101,8 @@ def inspect(
     Raises:
         ModelError: The model cannot be built, or a named class is not in it.
     """
-    found = examine(spec, wrap=wrap, exclude=exclude, dtype=dtype, use_cache=use_cache, refresh=refresh)
-    return replace(found.anatomy, diagnostics=found.anatomy.diagnostics + found.store)
+    inspection = examine(spec, wrap=wrap, exclude=exclude, dtype=dtype, use_cache=use_cache, refresh=refresh)
+    return replace(inspection.anatomy, diagnostics=inspection.anatomy.diagnostics + inspection.store)
 
 
 def examine(
@@ -126,19 +126,19 @@ def examine(
     if anatomy is None:
         from fsdptool.inspection.build import build
 
-        with _uncollected():
+        with _without_gc():
             model = build(spec, dtype=dtype, initialise=False)
             anatomy = describe(model, spec)
         if store is not None and not any(finding.code == "CACHE001" for finding in findings):
             findings += store.put(KIND, key, encode(anatomy), about=_about(spec))
     if wrap or exclude:
         census = Census(anatomy.modules, anatomy.parameters)
-        anatomy = _reconsidered(anatomy, census, wrap, exclude)
+        anatomy = _reselect(anatomy, census, wrap, exclude)
     return Inspection(anatomy, cached, findings)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_gc() -> Iterator[None]:
     """Keep Python's cyclic garbage collector away while many small objects are made.
 
     Building allocates enough of them to set off full collections, and each walks everything that torch
@@ -192,7 +192,7 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
     return with_concern(replace(anatomy, diagnostics=findings), census)
 
 
-def _reconsidered(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> Anatomy:
+def _reselect(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> Anatomy:
     """Apply a person's selection and judge everything that depends on it again."""
     from fsdptool.inspection.hazards import BY_CHOICE, choice_hazards, judge_no_split
     from fsdptool.inspection.units import with_concern

@@ -65,12 +65,12 @@ class Census:
     def signature(self, path: str) -> Signature:
         """Return the relative names and shapes below ``path``; equal for blocks that are alike."""
         cut = len(path) + 1 if path else 0
-        found = []
+        parameters = []
         for name in self.below(path):
             parameter = self.parameters[name]
             inside = next((n for n in parameter.names if not path or n.startswith(f"{path}.")), name)
-            found.append((inside[cut:], parameter.shape))
-        return tuple(found)
+            parameters.append((inside[cut:], parameter.shape))
+        return tuple(parameters)
 
     def parent(self, path: str) -> str:
         """Return the path of the module that first holds ``path``."""
@@ -86,11 +86,11 @@ class Census:
 
     def parts(self, path: str) -> list[str]:
         """Return the children of ``path`` that hold parameters, those inside bare containers included."""
-        found = []
+        children = []
         for child in self.inner(path):
             bare = self.modules[child].class_name in CONTAINERS
-            found += self.parts(child) if bare else [child]
-        return found
+            children += self.parts(child) if bare else [child]
+        return children
 
     def is_flat(self, path: str) -> bool:
         """Whether every part of ``path`` is a leaf: no inner structure."""

@@ -204,13 +204,13 @@ def _experts(anatomy: Anatomy) -> Iterator[Diagnostic]:
     fused = set(fused_experts(anatomy.parameters))
     if not fused:
         return
-    held = [parameter for parameter in anatomy.parameters if parameter.fqn in fused]
-    share = sum(parameter.numel for parameter in held) / max(sum(p.numel for p in anatomy.parameters), 1)
-    counts = sorted({parameter.shape[0] for parameter in held})
+    experts = [parameter for parameter in anatomy.parameters if parameter.fqn in fused]
+    share = sum(parameter.numel for parameter in experts) / max(sum(p.numel for p in anatomy.parameters), 1)
+    counts = sorted({parameter.shape[0] for parameter in experts})
     yield _info(
         FUSED_EXPERTS,
-        f"{len(held)} fused expert tensors hold {share:.1%} of the parameters; FSDP2 shards them by expert"
-        f" ({', '.join(map(str, counts))}), the largest is {max(p.numel for p in held):,}",
+        f"{len(experts)} fused expert tensors hold {share:.1%} of the parameters; FSDP2 shards them by expert"
+        f" ({', '.join(map(str, counts))}), the largest is {max(p.numel for p in experts):,}",
         "ranks beyond the number of experts hold no part of them (see --world-size); LoRA targets by module"
         " name do not match them",
     )

@@ -32,7 +32,7 @@ def uneven(parameters: Sequence[Parameter], ranks: int) -> tuple[Uneven, ...]:
     FSDP2 shards dimension 0 like ``torch.chunk`` and pads every shard to the first one's size
     (torch 2.13, ``_fsdp_param.py:_init_sharded_param``).
     """
-    found = []
+    listed = []
     for parameter in parameters:
         dim0 = parameter.shape[0] if parameter.shape else 1
         if dim0 == 0 or dim0 % ranks == 0:
@@ -40,8 +40,8 @@ def uneven(parameters: Sequence[Parameter], ranks: int) -> tuple[Uneven, ...]:
         chunk = -(-dim0 // ranks)
         row = parameter.numel // dim0
         padding = (chunk * ranks - dim0) * row * item_bytes(parameter.dtype)
-        found.append(Uneven(parameter.fqn, dim0, padding, ranks - -(-dim0 // chunk)))
-    return tuple(found)
+        listed.append(Uneven(parameter.fqn, dim0, padding, ranks - -(-dim0 // chunk)))
+    return tuple(listed)
 
 
 def unit_plan(anatomy: Anatomy, *, layout: str = "native") -> UnitPlan:

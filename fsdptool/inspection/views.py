@@ -16,7 +16,7 @@ from fsdptool.records.detection import Branch, LeafClass, Part, Place
 def parts(anatomy: Anatomy, census: Census) -> tuple[Part, ...]:
     """Split the model into the subtrees that hold its lists of blocks, and what lies beside them."""
     blocks = {path for name in anatomy.wrap.classes for path in census.by_class.get(name, ())}
-    found = []
+    subtrees = []
     counted: set[str] = set()
     for path in _split(census, "", blocks):
         names = [
@@ -28,14 +28,14 @@ def parts(anatomy: Anatomy, census: Census) -> tuple[Part, ...]:
         if total:
             trainable = sum(parameter.numel for parameter in sizes if parameter.trainable)
             kind = census.modules[path].class_name
-            found.append(Part(path, kind, total, trainable, total / max(census.total, 1)))
+            subtrees.append(Part(path, kind, total, trainable, total / max(census.total, 1)))
     rest = [p for name, p in census.parameters.items() if name not in counted]
     if rest:
         total = sum(parameter.numel for parameter in rest)
         trainable = sum(parameter.numel for parameter in rest if parameter.trainable)
         root = census.modules[""].class_name
-        found.append(Part("", root, total, trainable, total / max(census.total, 1)))
-    return tuple(found)
+        subtrees.append(Part("", root, total, trainable, total / max(census.total, 1)))
+    return tuple(subtrees)
 
 
 def _split(census: Census, path: str, blocks: set[str]) -> list[str]:
@@ -53,9 +53,9 @@ def _split(census: Census, path: str, blocks: set[str]) -> list[str]:
 def _holders(census: Census, path: str, blocks: set[str]) -> list[str]:
     """Return the children below which blocks lie; none if ``path`` holds a list of blocks itself."""
     children = census.inner(path)
-    found = [child for child in children if any(block.startswith(f"{child}.") for block in blocks)]
-    bare = any(census.modules[child].class_name in CONTAINERS for child in found)
-    return [] if bare else found
+    inner = [child for child in children if any(block.startswith(f"{child}.") for block in blocks)]
+    bare = any(census.modules[child].class_name in CONTAINERS for child in inner)
+    return [] if bare else inner
 
 
 def _branches(census: Census, path: str, blocks: set[str]) -> bool:
@@ -69,12 +69,12 @@ def leaves(census: Census) -> tuple[LeafClass, ...]:
     for path, module in census.modules.items():
         if census.owned.get(path):
             by_class[module.class_name].append(path)
-    found = []
+    leaves = []
     for name, paths in by_class.items():
         owned = {fqn for path in paths for fqn in census.owned[path]}
         total = sum(census.parameters[fqn].numel for fqn in owned)
-        found.append(LeafClass(name, len(paths), total, total / max(census.total, 1), tuple(paths[:5])))
-    return tuple(sorted(found, key=lambda leaf: (-leaf.parameters_total, leaf.name)))
+        leaves.append(LeafClass(name, len(paths), total, total / max(census.total, 1), tuple(paths[:5])))
+    return tuple(sorted(leaves, key=lambda leaf: (-leaf.parameters_total, leaf.name)))
 
 
 def tree(anatomy: Anatomy, census: Census) -> Branch:
@@ -101,12 +101,12 @@ def _branch(census: Census, path: str, name: str, count: int, wrapped: set[str])
 
 def places(anatomy: Anatomy, names: Iterable[str]) -> tuple[Place, ...]:
     """Return where classes are defined, found in the sources as text: nothing is imported."""
-    found = []
+    places = []
     for name in names:
         module = anatomy.class_modules.get(name, "")
         file = _source(module)
-        found.append(Place(name, module, str(file) if file else None, _line(file, name) if file else None))
-    return tuple(found)
+        places.append(Place(name, module, str(file) if file else None, _line(file, name) if file else None))
+    return tuple(places)
 
 
 def _source(module: str) -> Path | None:

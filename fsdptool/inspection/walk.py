@@ -21,7 +21,7 @@ CYCLE = "DET130"
 
 
 @dataclass(slots=True)
-class Walked:
+class WalkResult:
     """What :func:`walk` found, before any judgement."""
 
     parameters: tuple[Parameter, ...]
@@ -48,7 +48,7 @@ class _Seen:
     cycles: list[str] = field(default_factory=list)
 
 
-def walk(model: nn.Module) -> Walked:
+def walk(model: nn.Module) -> WalkResult:
     """Read a model's structure. Works on any device; parameters are told apart by identity."""
     seen = _Seen()
     _visit(model, "", False, set(), seen)
@@ -61,7 +61,7 @@ def walk(model: nn.Module) -> Walked:
             classes[kind] = _describe(kind)
         name, bases, embedding, forwards = classes[kind]
         modules.append(Module(names[0], name, bases, listed, embedding, forwards, tuple(sorted(names[1:]))))
-    return Walked(
+    return WalkResult(
         parameters=tuple(
             Parameter(
                 fqn=names[0],
@@ -148,11 +148,11 @@ def _describe(kind: type) -> tuple[str, tuple[str, ...], bool, bool]:
 
 def _embedding_path(model: Any, getter: str, paths: dict[int, str]) -> str | None:
     try:
-        found = getattr(model, getter)()
+        embedding = getattr(model, getter)()
     except Exception:
         # Absent on diffusers models; raises NotImplementedError where a transformers class has none.
         return None
-    return paths.get(id(found)) if found is not None else None
+    return paths.get(id(embedding)) if embedding is not None else None
 
 
 def _final_norm(model: Any, paths: dict[int, str]) -> str | None:
@@ -218,14 +218,14 @@ def weights_read(paths: Iterable[str], kinds: Iterable[type]) -> tuple[str, ...]
     classes = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith("torch.")}
     modules = {kind.__module__ for kind in classes}
     names = {kind.__name__ for kind in classes}
-    found = []
+    read_paths = []
     for path in paths:
         name = next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
         # Most sources never write it down, and parsing one takes far longer than searching it.
         hits = [module for module in modules if _mentions(name, _source(module))]
         if any(name in reads for module in hits for owner, reads in _read_in(module) if owner in names):
-            found.append(path)
-    return tuple(found)
+            read_paths.append(path)
+    return tuple(read_paths)
 
 
 def _mentions(name: str, text: str) -> bool:

@@ -125,7 +125,7 @@ def _present(census: Census, classes: Collection[str]) -> bool:
 
 def _candidates(census: Census) -> dict[str, float]:
     """Return the classes that repeat side by side, with the share at which each is a stage."""
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for name, paths in census.by_class.items():
         if name in CONTAINERS:
             continue
@@ -138,10 +138,10 @@ def _candidates(census: Census) -> dict[str, float]:
             continue
         signatures = Counter(census.signature(path) for path in listed)
         if max(signatures.values()) >= 2:
-            found[name] = STAGE_SHARE
+            shares[name] = STAGE_SHARE
         elif _fills_a_list(census, listed):
-            found[name] = LOOSE_STAGE_SHARE
-    return found
+            shares[name] = LOOSE_STAGE_SHARE
+    return shares
 
 
 def _fills_a_list(census: Census, listed: list[str]) -> bool:
@@ -197,7 +197,7 @@ def _wrapped(search: _Search, path: str) -> str | None:
 def _is_stage(search: _Search, path: str) -> bool:
     census = search.census
     share = search.candidates[census.modules[path].class_name]
-    held: list[str] = []
+    blocks: list[str] = []
     for child in census.inner(path):
         if census.modules[child].class_name not in CONTAINERS:
             continue
@@ -208,8 +208,8 @@ def _is_stage(search: _Search, path: str) -> bool:
             and names <= search.candidates.keys()
             and not any(_among_experts(i) for i in items)
         ):
-            held += items
-    return bool(held) and census.union(held) >= share * census.size(path)
+            blocks += items
+    return bool(blocks) and census.union(blocks) >= share * census.size(path)
 
 
 def _keep(search: _Search) -> tuple[list[str], dict[str, WrapReason]]:
@@ -269,7 +269,7 @@ def _describe(
 ) -> tuple[WrapCandidate, ...]:
     """Return every class with inner structure, the chosen ones first, then by size."""
     roots = [path for name in classes for path in census.by_class.get(name, ())]
-    found = []
+    candidates = []
     for name, paths in census.by_class.items():
         if (
             name not in classes
@@ -282,7 +282,7 @@ def _describe(
             continue
         code, text = reasons.get(name) or _why_left(census, name, paths, roots)
         total = census.union(paths)
-        found.append(
+        candidates.append(
             WrapCandidate(
                 name=name,
                 instances=len(paths),
@@ -297,7 +297,9 @@ def _describe(
         )
     order = {name: index for index, name in enumerate(classes)}
     return tuple(
-        sorted(found, key=lambda item: (order.get(item.name, len(order)), -item.parameters_total, item.name))
+        sorted(
+            candidates, key=lambda item: (order.get(item.name, len(order)), -item.parameters_total, item.name)
+        )
     )
 
 

@@ -98,16 +98,23 @@ def _rendezvous(nodes: Nodes, launcher: Launcher) -> list[str]:
         return ["--rdzv_backend", LOCAL, "--main_process_port", "0"] if nodes.count == 1 else []
     if nodes.count == 1:
         return ["--nnodes", "1", "--rdzv-backend", LOCAL]
-    found = ["--nnodes", str(nodes.count), "--rdzv-backend", NODES, "--rdzv-endpoint", str(nodes.endpoint)]
+    arguments = [
+        "--nnodes",
+        str(nodes.count),
+        "--rdzv-backend",
+        NODES,
+        "--rdzv-endpoint",
+        str(nodes.endpoint),
+    ]
     if nodes.id is not None:
-        found += ["--rdzv-id", nodes.id]
+        arguments += ["--rdzv-id", nodes.id]
     # torchrun would guess both from this host's name, which Debian resolves to a loopback address:
     # then nobody hosts the rendezvous, or rank 0 gives the others a name they cannot use (torch 2.13,
     # rendezvous/utils.py:_matches_machine_hostname, dynamic_rendezvous.py:_NodeDescGenerator).
-    found += ["--rdzv-conf", f"is_host={int(nodes.rank in (0, None))}"]
-    if nodes.rank is not None and (name := name_for_others(nodes)) is not None:
-        found += ["--local-addr", name]
-    return found
+    arguments += ["--rdzv-conf", f"is_host={int(nodes.rank in (0, None))}"]
+    if nodes.rank is not None and (name := reachable_name(nodes)) is not None:
+        arguments += ["--local-addr", name]
+    return arguments
 
 
 def _environment(
@@ -180,7 +187,7 @@ class Nodes:
         return (endpoint.rpartition(":")[0] or endpoint).strip("[]")
 
 
-def name_for_others(nodes: Nodes) -> str | None:
+def reachable_name(nodes: Nodes) -> str | None:
     """Return the name or address by which the other machines reach this one, or None if it is unknown.
 
     Node 0 is reached as the endpoint says; another machine has its address on the way there.
@@ -199,8 +206,8 @@ def interface_towards(nodes: Nodes) -> str | None:
     import psutil
 
     own = listen_address(nodes)
-    found = psutil.net_if_addrs().items()
-    return next((name for name, parts in found if any(part.address == own for part in parts)), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, parts in interfaces if any(part.address == own for part in parts)), None)
 
 
 def listen_address(nodes: Nodes) -> str | None:
@@ -215,10 +222,10 @@ def listen_address(nodes: Nodes) -> str | None:
 def _own_address(target: str) -> str | None:
     """Return this host's address on the way to ``target``; nothing is sent, so any port will do."""
     try:
-        found = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
@@ -230,8 +237,8 @@ def _only_address() -> str | None:
     import psutil
 
     parts = [part for parts in psutil.net_if_addrs().values() for part in parts]
-    found = [p.address for p in parts if p.family == socket.AF_INET and not _loopback(p.address)]
-    return found[0] if len(found) == 1 else None
+    addresses = [p.address for p in parts if p.family == socket.AF_INET and not _loopback(p.address)]
+    return addresses[0] if len(addresses) == 1 else None
 
 
 def _loopback(address: str) -> bool:

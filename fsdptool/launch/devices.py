@@ -43,7 +43,7 @@ def registry_folder() -> Path:
     return Path(base) if base else Path(tempfile.gettempdir()) / f"fsdptool-gpus-{os.getuid()}"
 
 
-def wanted_gpus(settings: FsdpSettings) -> frozenset[str]:
+def requested_gpus(settings: FsdpSettings) -> frozenset[str]:
     """Return the ids of the GPUs a run on this machine would use."""
     if settings.gpu_ids and settings.gpu_ids != "all":
         return gpu_set(settings.gpu_ids)
@@ -63,14 +63,14 @@ def claim_gpus(settings: FsdpSettings, device: str, folder: Path) -> Iterator[fr
     if device != "cuda":
         yield frozenset()
         return
-    wanted = wanted_gpus(settings)
-    with hold(wanted, folder):
-        yield wanted
+    requested = requested_gpus(settings)
+    with register_claim(requested, folder):
+        yield requested
 
 
 @contextmanager
-def hold(wanted: frozenset[str], folder: Path) -> Iterator[None]:
-    """Register ``wanted`` for this process, refusing any overlap with a live claim.
+def register_claim(requested: frozenset[str], folder: Path) -> Iterator[None]:
+    """Register ``requested`` for this process, refusing any overlap with a live claim.
 
     Raises:
         ConfigError: See :func:`claim_gpus`.
@@ -86,12 +86,12 @@ def hold(wanted: frozenset[str], folder: Path) -> Iterator[None]:
             if taken is None:
                 other.unlink(missing_ok=True)
                 continue
-            if shared := sorted(wanted & taken[0]):
+            if shared := sorted(requested & taken[0]):
                 raise ConfigError(
                     f"GPU {', '.join(shared)} is in use by the run in {taken[1]} (process {other.stem})",
                     help="choose other gpu_ids, or wait for that run",
                 )
-        claim.write_text(json.dumps({"gpus": sorted(wanted), "run": str(folder)}), encoding="utf-8")
+        claim.write_text(json.dumps({"gpus": sorted(requested), "run": str(folder)}), encoding="utf-8")
     try:
         yield
     finally:
@@ -101,8 +101,8 @@ def hold(wanted: frozenset[str], folder: Path) -> Iterator[None]:
 def live_claims() -> list[tuple[frozenset[str], str]]:
     """Return what the live runs of this machine hold: GPU ids and run folder."""
     registry = registry_folder()
-    found = [_read_claim(path) for path in sorted(registry.glob("*.json"))] if registry.is_dir() else []
-    return [claim for claim in found if claim is not None]
+    claims = [_read_claim(path) for path in sorted(registry.glob("*.json"))] if registry.is_dir() else []
+    return [claim for claim in claims if claim is not None]
 
 
 def _read_claim(path: Path) -> tuple[frozenset[str], str] | None:

@@ -36,7 +36,7 @@ class Failure:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def told(event: Mapping[str, Any]) -> Failure:
+def failure_of_event(event: Mapping[str, Any]) -> Failure:
     """Return what a rank said of its own end."""
     return Failure(
         rank=event["rank"],
@@ -48,7 +48,7 @@ def told(event: Mapping[str, Any]) -> Failure:
     )
 
 
-def running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Say whether a process runs; one that has ended but was not collected yet does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")

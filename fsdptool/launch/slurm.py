@@ -139,16 +139,16 @@ def slurm_script(
 
 def _check_limit(time: str) -> None:
     """Refuse what sbatch would, and a limit within which the run would be asked to save at its start."""
-    found = _LIMIT.fullmatch(time)
-    if found is None:
+    match = _LIMIT.fullmatch(time)
+    if match is None:
         raise ConfigError(
             f"--time {time!r} is not a valid time limit", help="write minutes, H:M:S or DAYS-H:M:S"
         )
-    if found["days"] is not None:
-        days, parts = int(found["days"]), [int(part) for part in found["rest"].split(":")]
+    if match["days"] is not None:
+        days, parts = int(match["days"]), [int(part) for part in match["rest"].split(":")]
         hours, minutes, seconds = (*parts, 0, 0)[:3]
     else:
-        days, parts = 0, [int(part) for part in found["plain"].split(":")]
+        days, parts = 0, [int(part) for part in match["plain"].split(":")]
         # One number is minutes, two are minutes and seconds.
         hours, minutes, seconds = parts if len(parts) == 3 else (0, *parts, 0)[:3]
     limit = ((days * 24 + hours) * 60 + minutes) * 60 + seconds

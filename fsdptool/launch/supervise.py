@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.failure import Failure, running, told
+from fsdptool.launch.failure import Failure, failure_of_event, is_running
 from fsdptool.records.run import RunStatus
 from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
 from fsdptool.runs.folder import LOGS
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.1
 FAILURE_GRACE_SECONDS = 5.0
 """How long the other ranks may take to notice that one has gone before they are killed."""
 
-HOPELESS_SECONDS = 0.5
+FATAL_GRACE_SECONDS = 0.5
 """How long last words may take when another start could not help: torchrun must not come to make one."""
 
 REMOTE_SECONDS = 30.0
@@ -77,7 +77,7 @@ class Supervisor:
         command: What to start.
         max_restarts: How many relaunches torchrun was told to make.
         signals: The stop signals this process has got, while others go on appending to it.
-        tell: Called with every event, in order.
+        on_event: Called with every event, in order.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Supervisor:
         *,
         max_restarts: int = 0,
         signals: Sequence[int] = (),
-        tell: Callable[[Mapping[str, Any]], None] = lambda event: None,
+        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         self._folder = folder
         self._command = command
         self._max_restarts = max_restarts
-        self._tell = tell
+        self._on_event = on_event
         self._follower = Follower(folder)
         self._ranks: dict[int, _Rank] = {}
         self._attempt = 0
@@ -102,11 +102,11 @@ class Supervisor:
         self._finished: dict[int, Mapping[str, Any]] = {}
         self._failed_since: float | None = None
         self._signals = signals
-        self._asked = False
+        self._stop_forwarded = False
         self._stepped = False
         self._killed = False
-        self._tail: deque[str] = deque(maxlen=40)
-        self._marked: deque[dict[str, Any]] = deque()
+        self._output_tail: deque[str] = deque(maxlen=40)
+        self._stderr_events: deque[dict[str, Any]] = deque()
 
     def run(self) -> Outcome:
         """Start the workers and return when the last process has gone."""
@@ -134,43 +134,43 @@ class Supervisor:
         reader.start()
         try:
             while process.poll() is None:
-                self._look(process)
+                self._poll(process)
                 time.sleep(POLL_SECONDS)
             reader.join(timeout=2.0)
-            self._look(process)
-            self._bury()
+            self._poll(process)
+            self._record_deaths()
             if process.returncode == 0:
-                self._hear_out(process)
+                self._await_remote_events(process)
         finally:
             self._kill_all(process)
         return self._outcome(process.returncode)
 
-    def _hear_out(self, process: subprocess.Popen[str]) -> None:
+    def _await_remote_events(self, process: subprocess.Popen[str]) -> None:
         """Give the other machines' last events time to appear on the shared file system."""
         deadline = time.monotonic() + REMOTE_SECONDS
-        while self._silent_elsewhere() and not self._signals and time.monotonic() < deadline:
+        while self._unreported_remote_ranks() and not self._signals and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-            self._look(process)
+            self._poll(process)
 
-    def _silent_elsewhere(self) -> list[int]:
+    def _unreported_remote_ranks(self) -> list[int]:
         """Return the ranks on other machines that have not ended with a word."""
         return [n for n, rank in self._ranks.items() if not rank.local and rank.state == "running"]
 
-    def _pass_on(self) -> None:
+    def _forward_stop(self) -> None:
         """Ask every rank to save and stop; ranks that start later are asked when they announce themselves."""
-        self._asked = True
-        self._show({"kind": "stop_requested", "signal": signal.Signals(self._signals[0]).name})
+        self._stop_forwarded = True
+        self._notify({"kind": "stop_requested", "signal": signal.Signals(self._signals[0]).name})
         for rank in self._ranks.values():
-            self._ask(rank)
+            self._request_stop(rank)
 
-    def _show(self, event: Mapping[str, Any]) -> None:
+    def _notify(self, event: Mapping[str, Any]) -> None:
         """Pass an event on to who shows it; with the terminal or the pipe gone, the run goes on unseen."""
         try:
-            self._tell(event)
+            self._on_event(event)
         except OSError:
-            self._tell = lambda event: None
+            self._on_event = lambda event: None
 
-    def _ask(self, rank: _Rank) -> None:
+    def _request_stop(self, rank: _Rank) -> None:
         if rank.local and rank.state == "running":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)
@@ -184,9 +184,9 @@ class Supervisor:
         for line in stream:
             if line.startswith(STDERR_MARK):
                 with contextlib.suppress(ValueError):
-                    self._marked.append(json.loads(line.removeprefix(STDERR_MARK)))
+                    self._stderr_events.append(json.loads(line.removeprefix(STDERR_MARK)))
                 continue
-            self._tail.append(line.rstrip())
+            self._output_tail.append(line.rstrip())
             for code, _, pid in _TORCHRUN_FAILURE.findall(line):
                 self._exit_codes[int(pid)] = int(code)
             if log is not None:
@@ -195,39 +195,39 @@ class Supervisor:
         if log is not None:
             log.close()
 
-    def _look(self, process: subprocess.Popen[str]) -> None:
+    def _poll(self, process: subprocess.Popen[str]) -> None:
         for event in self._follower.news():
-            self._note(event)
-            self._show(event)
-        while self._marked:
-            event = self._marked.popleft()
-            self._note(event)
-            self._show(event)
+            self._record(event)
+            self._notify(event)
+        while self._stderr_events:
+            event = self._stderr_events.popleft()
+            self._record(event)
+            self._notify(event)
         self._check_alive()
-        if self._signals and not self._asked:
-            self._pass_on()
+        if self._signals and not self._stop_forwarded:
+            self._forward_stop()
         if len(self._signals) > 1 and not self._killed:
             self._kill_all(process)
         if self._failed_since is None or self._killed:
             return
         waited = time.monotonic() - self._failed_since
-        if waited > HOPELESS_SECONDS and not self._cause().retryable:
+        if waited > FATAL_GRACE_SECONDS and not self._cause().retryable:
             self._kill_all(process)
         elif waited > FAILURE_GRACE_SECONDS:
             self._kill_ranks()
             if not self._may_restart():
                 self._kill_all(process)
 
-    def _note(self, event: Mapping[str, Any]) -> None:
+    def _record(self, event: Mapping[str, Any]) -> None:
         kind, rank = event.get("kind"), event.get("rank")
         if kind == "started" and isinstance(rank, int):
             if event["attempt"] > self._attempt:
-                self._begin_again(int(event["attempt"]))
+                self._start_attempt(int(event["attempt"]))
             # By its parent, too: containers of one machine, or two nodes tried out on it, share a name.
             local = (event.get("node"), event.get("supervisor")) == (os.uname().nodename, os.getpid())
             self._ranks[rank] = _Rank(int(event["pid"]), local, str(event.get("node")))
-            if self._asked:
-                self._ask(self._ranks[rank])
+            if self._stop_forwarded:
+                self._request_stop(self._ranks[rank])
         elif kind == "step":
             self._stepped = True
         elif kind == "failure" and isinstance(rank, int):
@@ -240,8 +240,8 @@ class Supervisor:
             if rank in self._ranks:
                 self._ranks[rank].state = "finished"
 
-    def _begin_again(self, attempt: int) -> None:
-        self._show({"kind": "restarted", "attempt": attempt, "failure": self._cause().message})
+    def _start_attempt(self, attempt: int) -> None:
+        self._notify({"kind": "restarted", "attempt": attempt, "failure": self._cause().message})
         self._attempt = attempt
         self._ranks.clear()
         self._failures.clear()
@@ -254,7 +254,7 @@ class Supervisor:
     def _check_alive(self) -> None:
         now = time.monotonic()
         for number, rank in self._ranks.items():
-            if not rank.local or rank.state != "running" or running(rank.pid):
+            if not rank.local or rank.state != "running" or is_running(rank.pid):
                 continue
             if rank.seen_dead is None:
                 # Its last words may still be on their way from its event file.
@@ -264,10 +264,10 @@ class Supervisor:
                 self._deaths.append(number)
                 self._fail()
 
-    def _bury(self) -> None:
+    def _record_deaths(self) -> None:
         """Count who went with the launcher without a last word."""
         for number, rank in self._ranks.items():
-            if rank.local and rank.state == "running" and not running(rank.pid):
+            if rank.local and rank.state == "running" and not is_running(rank.pid):
                 rank.state = "died"
                 self._deaths.append(number)
 
@@ -288,7 +288,7 @@ class Supervisor:
 
     def _kill_ranks(self) -> None:
         for rank in self._ranks.values():
-            if rank.local and rank.state == "running" and running(rank.pid):
+            if rank.local and rank.state == "running" and is_running(rank.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
 
@@ -304,12 +304,14 @@ class Supervisor:
         """Return the first cause: a rank's own error before a silent death before a symptom of either."""
         primary = [event for event in self._failures if not event.get("secondary")]
         if primary:
-            return told(min(primary, key=lambda event: (event.get("timeout", False), event["time"])))
+            return failure_of_event(
+                min(primary, key=lambda event: (event.get("timeout", False), event["time"]))
+            )
         if self._deaths:
-            return self._silent(self._deaths[0])
+            return self._describe_death(self._deaths[0])
         if self._failures:
-            seen = told(min(self._failures, key=lambda event: event["time"]))
-            gone = self._silent_elsewhere()
+            seen = failure_of_event(min(self._failures, key=lambda event: event["time"]))
+            gone = self._unreported_remote_ranks()
             if not gone:
                 return seen
             where = ", ".join(f"rank {number} on {self._ranks[number].node}" for number in gone)
@@ -319,10 +321,10 @@ class Supervisor:
                 message=f"{where} ended without reporting an error; {seen.message}",
                 help="check that node, then restart all nodes with a new --launch-id",
             )
-        last = next((line for line in reversed(self._tail) if line.strip()), "no output")
+        last = next((line for line in reversed(self._output_tail) if line.strip()), "no output")
         return Failure(None, f"the workers failed to start: {last}", f"read {self._folder / LOGS}")
 
-    def _silent(self, number: int) -> Failure:
+    def _describe_death(self, number: int) -> Failure:
         pid = self._ranks[number].pid
         code = self._exit_codes.get(pid)
         how = "ended without reporting an error"
@@ -339,13 +341,13 @@ class Supervisor:
             return Outcome("interrupted", None, self._attempt, self._finished)
         statuses = {event.get("status") for event in self._finished.values()}
         # torchrun leaves with 0 only after the agents of all machines have met at its exit barrier.
-        unheard = self._silent_elsewhere() if returncode == 0 else []
-        complete = bool(self._finished) and len(self._finished) + len(unheard) == len(self._ranks)
+        unreported = self._unreported_remote_ranks() if returncode == 0 else []
+        complete = bool(self._finished) and len(self._finished) + len(unreported) == len(self._ranks)
         if complete and not self._failures and not self._deaths:
             status: RunStatus = "stopped" if "stopped" in statuses else "completed"
             return Outcome(status, None, self._attempt, self._finished)
-        asked = self._signals or any(-code in SIGNALS for code in self._exit_codes.values())
-        if asked and not self._stepped and all(event.get("secondary") for event in self._failures):
+        stop_requested = self._signals or any(-code in SIGNALS for code in self._exit_codes.values())
+        if stop_requested and not self._stepped and all(event.get("secondary") for event in self._failures):
             # Slurm signals every process of a step: torchrun, or a rank that has not come to its handlers,
             # may end of it. Nothing was done yet, so nothing is lost, and the run can go on.
             return Outcome("stopped", None, self._attempt, self._finished)

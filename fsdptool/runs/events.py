@@ -33,7 +33,7 @@ SUPERVISOR = "FSDPTOOL_SUPERVISOR_PID"
 STDERR_MARK = "fsdptool-event "
 """Prefix of an event on standard error, used when the event file cannot be written (full disk)."""
 
-last_resort: TextIO = sys.stderr
+fallback_stream: TextIO = sys.stderr
 """Where marked events go; the guard points it at the parent when it redirects standard error."""
 
 
@@ -79,9 +79,9 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._mend()
+        self._end_partial_line()
 
-    def _mend(self) -> None:
+    def _end_partial_line(self) -> None:
         """End a line that a killed process or a full disk left unfinished."""
         size = self._path.stat().st_size
         if size == 0:
@@ -121,11 +121,11 @@ def make_record(kind: str, rank: int, attempt: int, fields: Mapping[str, Any]) -
     return {**head, **to_json(fields)}
 
 
-def speak(record: Mapping[str, Any]) -> None:
+def write_to_stderr(record: Mapping[str, Any]) -> None:
     """Say an event on standard error, for want of a disk."""
     with contextlib.suppress(OSError):
-        last_resort.write(f"{STDERR_MARK}{json.dumps(record)}\n")
-        last_resort.flush()
+        fallback_stream.write(f"{STDERR_MARK}{json.dumps(record)}\n")
+        fallback_stream.flush()
 
 
 class EventLog:
@@ -150,7 +150,7 @@ class EventLog:
         try:
             self._file.append(record)
         except OSError:
-            speak(record)
+            write_to_stderr(record)
 
     def step(self, metrics: Metrics) -> None:
         """Record one optimizer step.
@@ -273,14 +273,14 @@ class Follower:
         What cannot be read now is left for the next look: a file that another machine replaces while it is
         read answers with ``ESTALE`` on a network file system.
         """
-        found: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         files: list[Path] = []
         with contextlib.suppress(OSError):
             files = self._files()
         for path in files:
             with contextlib.suppress(OSError):
-                found.extend(self._tail(path))
-        yield from sorted(found, key=lambda record: record.get("time") or 0.0)
+                records.extend(self._tail(path))
+        yield from sorted(records, key=lambda record: record.get("time") or 0.0)
 
     def _tail(self, path: Path) -> Iterator[dict[str, Any]]:
         offset = self._offsets.get(path, 0)

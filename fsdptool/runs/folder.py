@@ -184,12 +184,12 @@ def read_inputs(folder: Path, *, trust_remote_code: bool = False) -> RunInputs:
         ConfigError: A file is not what it should be, distillation lacks its teacher, or the folder asks
             to run the model's own code and ``trust_remote_code`` is not set.
     """
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     for name, record in _FILES.items():
         if name.startswith("teacher") and not (folder / f"{name}.json").exists():
             continue
-        found[name] = _read(folder / f"{name}.json", record)
-    inputs = RunInputs(folder, **found)
+        records[name] = _read(folder / f"{name}.json", record)
+    inputs = RunInputs(folder, **records)
     if method_of(inputs.recipe).teacher_choice(inputs.recipe) is not None and inputs.teacher_units is None:
         raise ConfigError(f"{folder} has no teacher_units.json", help="start the run with `fsdptool train`")
     for spec in (inputs.spec, inputs.teacher_spec):

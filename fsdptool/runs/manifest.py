@@ -128,8 +128,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoint folders in ``folder``, newest first, complete or not (never the ones aside)."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if path.is_dir() and step_of(path) is not None]
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    folders = [path for path in folder.iterdir() if path.is_dir() and step_of(path) is not None]
+    return sorted(folders, key=lambda path: path.name, reverse=True)
 
 
 def newest_good(folder: Path, *, deep: bool = True) -> tuple[Path, Manifest] | None:
@@ -187,8 +187,8 @@ def supersede(folder: Path, step: int) -> list[Path]:
     """
     moved = []
     for path in list_checkpoints(folder):
-        found = step_of(path)
-        if found is None or found <= step:
+        number = step_of(path)
+        if number is None or number <= step:
             continue
         target = folder / SUPERSEDED / path.name
         try:

@@ -1,4 +1,4 @@
-"""Stop signals: in a worker (:class:`SignalFlag`) and in a command (:func:`take_stops`). Torch-free.
+"""Stop signals: in a worker (:class:`SignalFlag`) and in a command (:func:`handle_stop_signals`). Torch-free.
 
 In a worker one signal asks all ranks to save and leave, a second one leaves at once. The C-level handler
 only writes a byte; a thread reads it. So a signal is seen while the main thread sits in a collective
@@ -60,11 +60,11 @@ class SignalFlag:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         for number in SIGNALS:
-            signal.signal(number, _nothing)
+            signal.signal(number, _ignore_in_python)
             # Interrupted system calls are retried, as with the default handlers.
             signal.siginterrupt(number, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(after_in_child=_reset_in_child)
         threading.Thread(target=self._watch, args=(reader,), name="stop-signals", daemon=True).start()
 
     def _watch(self, reader: int) -> None:
@@ -74,11 +74,11 @@ class SignalFlag:
                     self.request(number)
 
 
-def _nothing(number: int, frame: object) -> None:
+def _ignore_in_python(number: int, frame: object) -> None:
     """Python's side of a signal: the thread has done the work."""
 
 
-def _forget() -> None:
+def _reset_in_child() -> None:
     """In a forked child (a data worker): leave the parent's pipe and the parent's handlers alone."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
@@ -102,11 +102,11 @@ class _Stop(BaseException):
     """Unwinds the command: no ``except Exception`` of a library may take it for its own."""
 
 
-class Stops:
+class StopSignals:
     """The stop signals this process gets.
 
-    Until :meth:`note` is called the first one ends the work at once, as an exception. From then on they only
-    join ``taken``, for whoever has workers to ask.
+    Until :meth:`collect` is called the first one ends the work at once, as an exception. From then on they
+    only join ``taken``, for the supervisor to forward.
 
     Attributes:
         taken: Signal numbers, in order.
@@ -114,23 +114,23 @@ class Stops:
 
     def __init__(self) -> None:
         self.taken: list[int] = []
-        self._noting = False
+        self._collecting = False
 
-    def note(self) -> None:
+    def collect(self) -> None:
         """Only take signals from now on; if a library kept one to itself, it ends the work here."""
         if self.taken:
             self._raise()
-        self._noting = True
+        self._collecting = True
 
     @property
     def ended(self) -> int:
         """The signal that ended the work, or 0."""
-        return self.taken[0] if self.taken and not self._noting else 0
+        return self.taken[0] if self.taken and not self._collecting else 0
 
     def take(self, number: int, frame: object) -> None:
         """Handle a signal. It may come in the middle of anything, a write to the terminal included."""
         self.taken.append(number)
-        if not self._noting:
+        if not self._collecting:
             self._raise()
 
     def _raise(self) -> NoReturn:
@@ -138,7 +138,7 @@ class Stops:
 
 
 @contextmanager
-def take_stops(before: str, advice: str) -> Iterator[Stops]:
+def handle_stop_signals(before: str, advice: str) -> Iterator[StopSignals]:
     """Handle the stop signals while the block runs (in the main thread; elsewhere none can come).
 
     Left to themselves SIGTERM and SIGUSR1 end a process at once: with a status of their own, on which a Slurm
@@ -152,7 +152,7 @@ def take_stops(before: str, advice: str) -> Iterator[Stops]:
         StoppedError: SIGTERM or SIGUSR1 ended the work.
         KeyboardInterrupt: Ctrl-C did.
     """
-    stops = Stops()
+    stops = StopSignals()
     previous = {}
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, stops.take) for number in SIGNALS}

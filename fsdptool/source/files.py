@@ -27,14 +27,14 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
             configuration; the message names the file and, for bad JSON, the line.
     """
     try:
-        found = path.stat()
-        if not S_ISREG(found.st_mode) and path.parent != _DESCRIPTORS:
+        status = path.stat()
+        if not S_ISREG(status.st_mode) and path.parent != _DESCRIPTORS:
             # A pipe without a writer and a device without an end are never read to their end.
             raise ReferenceError(f"{path} is not a file", help="give the model's config.json or its folder")
         with path.open("rb") as file:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            size = f"{found.st_size:,}" if S_ISREG(found.st_mode) else f"more than {_LARGEST:,}"
+            size = f"{status.st_size:,}" if S_ISREG(status.st_mode) else f"more than {_LARGEST:,}"
             raise ReferenceError(
                 f"{path} is {size} bytes, which is too large for a configuration file",
                 help="give the model's config.json or its folder",
@@ -53,11 +53,11 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
     repeated: dict[str, None] = {}
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        status = dict(pairs)
+        if len(status) < len(pairs):
             counts = Counter(key for key, _ in pairs)
             repeated.update({key: None for key, count in counts.items() if count > 1})
-        return found
+        return status
 
     try:
         loaded = json.loads(text, object_pairs_hook=collect)

@@ -38,8 +38,8 @@ class HubFiles:
         """Return the local path of ``name`` if the cache has it."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.repo_id, name, revision=self.revision)
-        return self._located(found, name) if isinstance(found, str) else None
+        path = try_to_load_from_cache(self.repo_id, name, revision=self.revision)
+        return self._located(path, name) if isinstance(path, str) else None
 
     def fetch(self, name: str) -> Path | None:
         """Return the local path of ``name``, downloading it if need be; None if the repository lacks it.
@@ -94,8 +94,8 @@ class HubFiles:
         """Whether the cache knows that the repository has no such file."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.repo_id, name, revision=self.revision)
-        return found is not None and not isinstance(found, str)
+        entry = try_to_load_from_cache(self.repo_id, name, revision=self.revision)
+        return entry is not None and not isinstance(entry, str)
 
     def _located(self, path: str, name: str) -> Path:
         parts = Path(path).parts

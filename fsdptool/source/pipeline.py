@@ -30,15 +30,15 @@ class Component:
 
 def components(index: Mapping[str, Any]) -> tuple[Component, ...]:
     """Return the components of a pipeline that are models, in file order."""
-    found = []
+    models = []
     for name, value in index.items():
         if name.startswith("_") or not isinstance(value, list) or len(value) != 2:
             continue
         library, class_name = value
         named = isinstance(library, str) and isinstance(class_name, str)
         if named and not any(word in class_name for word in _NOT_MODELS):
-            found.append(Component(name, library, class_name))
-    return tuple(found)
+            models.append(Component(name, library, class_name))
+    return tuple(models)
 
 
 def pick(

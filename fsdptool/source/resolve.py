@@ -139,9 +139,9 @@ class _Options:
     """About the files that were read on the way."""
 
     def read(self, path: Path) -> Mapping[str, Any]:
-        found, findings = read_json(path)
+        data, findings = read_json(path)
         self.findings += findings
-        return found
+        return data
 
 
 def _from_flavour(text: str, options: _Options) -> ModelSpec:
@@ -241,10 +241,10 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
     else:
         config, index, adapter = files.find(_CONFIG), files.find(_INDEX), files.find(_ADAPTER)
         kind = "folder"
-    found = index or adapter or config
-    if found is None:
+    path = index or adapter or config
+    if path is None:
         raise ReferenceError(f"{text} contains none of {_CONFIG}, {_INDEX}, {_ADAPTER}", help=_beside(folder))
-    folder = found.parent
+    folder = path.parent
     if index is not None:
         return _pipeline(text, files, index, folder, options)
     if adapter is not None and not (config is not None and safetensors_in(folder, "model")):
@@ -310,14 +310,14 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
     if options.depth >= _DEEPEST:
         raise _CircleError(text)
     base_path = expanded(base)
-    beside = folder / base
+    local_base = folder / base
     inner = replace(options, revision=adapter.get("revision"), depth=options.depth + 1)
     local = replace(inner, revision=None)
     try:
         if exists(base_path):
             spec = _from_path(base, base_path, local)
-        elif not base_path.is_absolute() and exists(beside):
-            spec = _from_path(str(beside), beside, local)
+        elif not base_path.is_absolute() and exists(local_base):
+            spec = _from_path(str(local_base), local_base, local)
         elif ":" in base and not looks_like_id(base):
             spec = _from_flavour(base, local)
         else:

@@ -107,7 +107,7 @@ def run_guarded(folder: Path, body: Body) -> int:
 def _refuse(error: FsdptoolError) -> NoReturn:
     """End without an event file."""
     fields = describe(error)
-    event_module.speak(event_module.make_record("failure", *rank_and_attempt(), fields))
+    event_module.write_to_stderr(event_module.make_record("failure", *rank_and_attempt(), fields))
     _leave(fields)
 
 
@@ -167,7 +167,7 @@ def _redirect(folder: Path, rank: int) -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    event_module.last_resort = os.fdopen(os.dup(2), "w")
+    event_module.fallback_stream = os.fdopen(os.dup(2), "w")
     log = os.open(folder / LOGS / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

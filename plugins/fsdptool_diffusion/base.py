@@ -138,11 +138,11 @@ class Denoiser(DiffusersFamily):
 
     def untouched(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the card's prefixes; ``{last}`` stands for the last layer's index."""
-        found = super().untouched(config)
-        if not any("{last}" in prefix for prefix in found):
-            return found
+        prefixes = super().untouched(config)
+        if not any("{last}" in prefix for prefix in prefixes):
+            return prefixes
         last = int(self.full(config)["num_layers"]) - 1
-        return tuple(prefix.format(last=last) for prefix in found)
+        return tuple(prefix.format(last=last) for prefix in prefixes)
 
     def assemble(
         self, config: Mapping[str, Any], recipe: Recipe, samples: Sequence[Mapping[str, Tensor]]
@@ -177,8 +177,8 @@ class Denoiser(DiffusersFamily):
             elif spec.name == "log_sigma":
                 batch["log_sigma"] = torch.special.ndtri(uniform.double().clamp(1e-9, 1 - 1e-9)).float()
             else:
-                found = self.cached(spec.name, samples)
-                batch[spec.name] = found.to(getattr(torch, spec.dtype))
+                tensor = self.cached(spec.name, samples)
+                batch[spec.name] = tensor.to(getattr(torch, spec.dtype))
         return batch
 
     def cached(self, name: str, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:

@@ -156,8 +156,8 @@ class StableCascade(CosineEpsilon):
 
     def small(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the card's small values; stage B has its own."""
-        found: Mapping[str, Any] = self.options["small_b" if config.get("effnet_in_channels") else "small"]
-        return found
+        options: Mapping[str, Any] = self.options["small_b" if config.get("effnet_in_channels") else "small"]
+        return options
 
     def latent_shape(self, full: Mapping[str, Any], recipe: Recipe) -> tuple[int, ...]:
         """Return channels, rows and columns; stage C's sides are rounded up, as the pipeline does.

@@ -161,8 +161,8 @@ class Multimodal(TransformersFamily):
         Raises:
             ConfigError: The sequence is too short for the image.
         """
-        made = self.config_object(config, self.model_class(config))
-        image = _IMAGES[made.model_type](made, recipe)
+        configuration = self.config_object(config, self.model_class(config))
+        image = _IMAGES[configuration.model_type](configuration, recipe)
         wanted = recipe.batch.sequence_length
         length = wanted or max(DEFAULT_LENGTH, image.tokens + DEFAULT_LENGTH // 4)
         if length < image.tokens + 2:
@@ -171,11 +171,11 @@ class Multimodal(TransformersFamily):
                 help=f"use at least {image.tokens + 2}, or a smaller image (batch.height, batch.width)",
             )
         shape = (recipe.batch.micro_batch, length)
-        placeholders = (int(made.image_token_id),) * image.tokens
+        placeholders = (int(configuration.image_token_id),) * image.tokens
         # Text tokens stay off every special token: a stray placeholder has no image.
         names = ("image_token_id", "video_token_id", "audio_token_id")
-        specials = [token for name in names if isinstance(token := getattr(made, name, None), int)]
-        high = min([vocabulary(made), *(token for token in specials if token > 256)])
+        specials = [token for name in names if isinstance(token := getattr(configuration, name, None), int)]
+        high = min([vocabulary(configuration), *(token for token in specials if token > 256)])
         low = max([0, *(token + 1 for token in specials if token <= 256)])
         specs = [
             TensorSpec("input_ids", shape, "int64", "tokens", high=high, low=low, values=placeholders),
@@ -188,11 +188,11 @@ class Multimodal(TransformersFamily):
 
     def untouched(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the card's prefixes; ``{last}`` stands for the vision tower's last layer."""
-        found = super().untouched(config)
-        if not found:
-            return found
+        prefixes = super().untouched(config)
+        if not prefixes:
+            return prefixes
         vision = self.config_object(config, self.model_class(config)).vision_config
-        return tuple(prefix.format(last=vision.num_hidden_layers - 1) for prefix in found)
+        return tuple(prefix.format(last=vision.num_hidden_layers - 1) for prefix in prefixes)
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
         """Return causal language modelling over images and text."""

@@ -22,12 +22,12 @@ class Sam(TransformersFamily):
 
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
         """Return images, a point each, and masks at a quarter of the image's size."""
-        made = self.config_object(config, self.model_class(config))
+        configuration = self.config_object(config, self.model_class(config))
         batch = recipe.batch.micro_batch
         # The decoder upsamples the encoder's grid by 4.
-        side = 4 * made.vision_config.image_size // made.vision_config.patch_size
+        side = 4 * configuration.vision_config.image_size // configuration.vision_config.patch_size
         return (
-            pixels(made.vision_config, batch),
+            pixels(configuration.vision_config, batch),
             TensorSpec("input_points", (batch, 1, 1, 2), "float32", "uniform", compute=True),
             TensorSpec("target", (batch, 1, side, side), "float32", "uniform"),
         )

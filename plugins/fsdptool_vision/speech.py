@@ -24,13 +24,13 @@ class Whisper(TransformersFamily):
 
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
         """Return mel frames (two per encoder position) and labels."""
-        made = self.config_object(config, self.model_class(config))
+        configuration = self.config_object(config, self.model_class(config))
         batch = recipe.batch.micro_batch
-        frames = (batch, made.num_mel_bins, 2 * made.max_source_positions)
-        count = min(length(made, recipe), made.max_target_positions)
+        frames = (batch, configuration.num_mel_bins, 2 * configuration.max_source_positions)
+        count = min(length(configuration, recipe), configuration.max_target_positions)
         return (
             TensorSpec("input_features", frames, "float32", "normal", compute=True),
-            TensorSpec("labels", (batch, count), "int64", "labels", high=made.vocab_size),
+            TensorSpec("labels", (batch, count), "int64", "labels", high=configuration.vocab_size),
         )
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
@@ -51,10 +51,10 @@ class Wav2Vec2(TransformersFamily):
         Raises:
             ConfigError: The audio is shorter than one masked frame.
         """
-        made = self.config_object(config, self.model_class(config))
+        configuration = self.config_object(config, self.model_class(config))
         batch, count = recipe.batch.micro_batch, recipe.batch.sequence_length or SAMPLES
         frames = count
-        for kernel, stride in zip(made.conv_kernel, made.conv_stride, strict=True):
+        for kernel, stride in zip(configuration.conv_kernel, configuration.conv_stride, strict=True):
             frames = (frames - kernel) // stride + 1
         if frames < 2:
             raise ConfigError(
@@ -66,7 +66,7 @@ class Wav2Vec2(TransformersFamily):
             TensorSpec("mask_time_indices", (batch, frames), "bool", "constant", values=(1,) * (frames // 2)),
             TensorSpec(
                 "sampled_negative_indices",
-                (batch, frames, made.num_negatives),
+                (batch, frames, configuration.num_negatives),
                 "int64",
                 "tokens",
                 high=frames,

@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.files.schemas import load_schema
-from fsdptool.launch.command import Nodes, build_command, interface_towards, name_for_others
-from fsdptool.launch.devices import gpu_set, hold, wanted_gpus
+from fsdptool.launch.command import Nodes, build_command, interface_towards, reachable_name
+from fsdptool.launch.devices import gpu_set, register_claim, requested_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
 from fsdptool.launch.slurm import Job, node_lines, slurm_script
 from fsdptool.records.settings import FsdpSettings
@@ -68,12 +68,12 @@ def test_torchrun_parses_what_we_give_it(tmp_path: Path) -> None:
 def test_a_machine_says_how_the_others_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     first, second = Nodes(2, 0, "127.0.0.1:1", "x"), Nodes(2, 1, "127.0.0.1:1", "x")
-    assert name_for_others(first) == name_for_others(second) == "127.0.0.1"
+    assert reachable_name(first) == reachable_name(second) == "127.0.0.1"
     assert interface_towards(first) == interface_towards(second) == "lo"
-    assert name_for_others(Nodes(2, 0, "[fd00::1]:29500")) == "fd00::1"
-    assert name_for_others(Nodes(2, 0, "head.invalid")) == "head.invalid", "as the others reach it"
+    assert reachable_name(Nodes(2, 0, "[fd00::1]:29500")) == "fd00::1"
+    assert reachable_name(Nodes(2, 0, "head.invalid")) == "head.invalid", "as the others reach it"
     lost = Nodes(2, 1, "head.invalid:1", "x")
-    assert name_for_others(lost) is None
+    assert reachable_name(lost) is None
     made = build_command(tmp_path, FsdpSettings(), processes=1, device="cpu", nodes=lost)
     assert "--local-addr" not in made.argv
     assert "GLOO_SOCKET_IFNAME" not in made.environment
@@ -238,16 +238,16 @@ def test_several_machines_need_a_place_to_meet() -> None:
 
 def test_gpu_sets_overlap_as_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPTOOL_LOCKS", str(tmp_path / "locks"))
-    assert gpu_set("1,0") == gpu_set("0, 1") == wanted_gpus(FsdpSettings(gpu_ids="0,1"))
-    with hold(gpu_set("0,1"), tmp_path / "first"):
+    assert gpu_set("1,0") == gpu_set("0, 1") == requested_gpus(FsdpSettings(gpu_ids="0,1"))
+    with register_claim(gpu_set("0,1"), tmp_path / "first"):
         with (
             pytest.raises(ConfigError, match=r"GPU 1 is in use by the run in .*first"),
-            hold(gpu_set("1"), tmp_path),
+            register_claim(gpu_set("1"), tmp_path),
         ):
             pass
-        with hold(gpu_set("2,3"), tmp_path / "second"):
+        with register_claim(gpu_set("2,3"), tmp_path / "second"):
             pass
-    with hold(gpu_set("1"), tmp_path):
+    with register_claim(gpu_set("1"), tmp_path):
         pass
 
 
@@ -256,5 +256,5 @@ def test_a_claim_dies_with_its_process(tmp_path: Path, monkeypatch: pytest.Monke
     ended = subprocess.run(["true"], check=True) and subprocess.Popen(["true"])
     ended.wait()
     (tmp_path / f"{ended.pid}.json").write_text('{"gpus": ["0"], "run": "old"}')
-    with hold(gpu_set("0"), tmp_path):
+    with register_claim(gpu_set("0"), tmp_path):
         assert not (tmp_path / f"{ended.pid}.json").exists()

@@ -15,10 +15,10 @@ import pytest
 
 from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.failure import running
+from fsdptool.launch.failure import is_running
 from fsdptool.launch.supervise import Outcome, Supervisor
 from fsdptool.runs.events import event_path, read_lines
-from fsdptool.runs.signals import take_stops
+from fsdptool.runs.signals import handle_stop_signals
 
 PLAY = Path(__file__).with_name("play_workers.py")
 
@@ -36,10 +36,10 @@ class Stage:
         return self.supervise(sys.executable, str(PLAY), str(self.folder), *acts)
 
     def supervise(self, *argv: str) -> Outcome:
-        with take_stops("", "") as stops:
-            stops.note()
+        with handle_stop_signals("", "") as stops:
+            stops.collect()
             command = LaunchCommand(argv)
-            return Supervisor(self.folder, command, signals=stops.taken, tell=self.told.append).run()
+            return Supervisor(self.folder, command, signals=stops.taken, on_event=self.told.append).run()
 
     def when_training(self, ranks: int, act: Any) -> None:
         """Call ``act(pids)`` once every rank says that it trains."""
@@ -65,7 +65,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 def gone(stage: Stage, ranks: int) -> bool:
     pids = [event["pid"] for rank in range(ranks) for event in read_lines(event_path(stage.folder, rank))]
-    return not any(running(pid) for pid in pids)
+    return not any(is_running(pid) for pid in pids)
 
 
 def test_a_run_ends_when_every_rank_has_finished(stage: Stage) -> None:
@@ -154,7 +154,7 @@ def test_who_shows_the_run_may_go_away(stage: Stage) -> None:
         raise BrokenPipeError
 
     command = LaunchCommand((sys.executable, str(PLAY), str(stage.folder), "finish"))
-    assert Supervisor(stage.folder, command, tell=gone_already).run().status == "completed"
+    assert Supervisor(stage.folder, command, on_event=gone_already).run().status == "completed"
 
 
 def test_a_full_disk_is_said_by_a_rank_that_can_write_nothing(stage: Stage) -> None:

@@ -78,7 +78,7 @@ def test_masks_do_not_look_at_values() -> None:
     """A single document under the mask costs what it costs without: the mask's making is not by value."""
     from transformers import masking_utils
 
-    from fsdptool.families.objectives.masking import masks
+    from fsdptool.families.objectives.language import masks
 
     places = torch.arange(8).unsqueeze(0)
     original = masking_utils.find_packed_sequence_indices

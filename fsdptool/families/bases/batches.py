@@ -289,12 +289,12 @@ def time(uniform: Tensor, options: Mapping[str, Any]) -> Tensor:
         raise ConfigError(f"timestep_sampling is {sampling!r}", help=f"choose {' or '.join(SAMPLINGS)}")
     if shift <= 0 or deviation <= 0:
         raise ConfigError("shift and logit_std must be positive")
-    found = uniform.double()
+    levels = uniform.double()
     if sampling == "logit_normal":
-        inner = found.clamp(1e-9, 1 - 1e-9)
+        inner = levels.clamp(1e-9, 1 - 1e-9)
         normal = torch.special.ndtri(inner)
-        found = torch.sigmoid(mean + deviation * normal)
-    return shift * found / (1 + (shift - 1) * found)
+        levels = torch.sigmoid(mean + deviation * normal)
+    return shift * levels / (1 + (shift - 1) * levels)
 
 
 def stacked(samples: Sequence[Sample], name: str) -> Tensor:

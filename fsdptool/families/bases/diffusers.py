@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
 from fsdptool.families.bases.catalogue import CatalogueFamily
-from fsdptool.families.bases.libraries import a_model, one_line, quiet
+from fsdptool.families.bases.libraries import one_line, quiet, require_model_class
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -118,12 +118,12 @@ def load_class(name: str) -> Any:
     try:
         # diffusers loads bitsandbytes where it is installed, which remarks on CPUs' inference kernels.
         with quiet("bitsandbytes"):
-            found = getattr(diffusers, name)
+            value = getattr(diffusers, name)
     except AttributeError:
         raise ModelError(f"diffusers {diffusers.__version__} has no class {name!r}") from None
     except Exception as error:
         raise ModelError(f"{name}: {one_line(error)}") from error
-    return a_model(name, found)
+    return require_model_class(name, value)
 
 
 def plain(value: Any) -> Any:

@@ -70,8 +70,8 @@ def class_for(model_type: str) -> str | None:
     if seq2seq:  # BART also has a masked-LM entry
         order.remove("MODEL_FOR_MASKED_LM_MAPPING_NAMES")
     for name in order:
-        if found := tables.get(name, {}).get(model_type):
-            return found
+        if model_class := tables.get(name, {}).get(model_type):
+            return model_class
     return None
 
 
@@ -117,7 +117,7 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= _LIMIT else text[: _LIMIT - 1] + "…"
 
 
-def a_model(name: str, found: Any) -> Any:
+def require_model_class(name: str, value: Any) -> Any:
     """Return what a library has under the name of a model's class.
 
     Raises:
@@ -126,13 +126,13 @@ def a_model(name: str, found: Any) -> Any:
     from torch import nn
 
     # Stand-ins for classes whose packages are missing say so themselves when they are built.
-    stand_in = ".dummy_" in getattr(found, "__module__", "")
-    if not stand_in and not (isinstance(found, type) and issubclass(found, nn.Module)):
+    stand_in = ".dummy_" in getattr(value, "__module__", "")
+    if not stand_in and not (isinstance(value, type) and issubclass(value, nn.Module)):
         raise ModelError(
             f"{name} is not the class of a model",
             help="set 'architectures' or '_class_name' to the class that is trained",
         )
-    return found
+    return value
 
 
 @contextmanager

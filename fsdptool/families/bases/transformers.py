@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
 from fsdptool.families.bases.catalogue import CatalogueFamily
-from fsdptool.families.bases.libraries import a_model, one_line, quiet
+from fsdptool.families.bases.libraries import one_line, quiet, require_model_class
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class TransformersFamily(CatalogueFamily):
         from fsdptool.families.bases.libraries import class_for
 
         model_type = config.get("model_type")
-        if isinstance(model_type, str) and (found := class_for(model_type)):
-            return found
+        if isinstance(model_type, str) and (name := class_for(model_type)):
+            return name
         raise ModelError(
             f"no class is known for model_type {model_type!r}",
             help="set 'architectures' in the configuration",
@@ -62,14 +62,14 @@ class TransformersFamily(CatalogueFamily):
         }
         try:
             with quiet("transformers"):
-                made = cls.config_class(**raw)
+                configuration = cls.config_class(**raw)
         except Exception as error:
             raise ModelError(f"{cls.config_class.__name__}: {one_line(error)}") from error
-        made.architectures = [model_class]
+        configuration.architectures = [model_class]
         for key in self.quiet_dropouts:
-            if getattr(made, key, 0):
-                setattr(made, key, 0.0)
-        return made
+            if getattr(configuration, key, 0):
+                setattr(configuration, key, 0.0)
+        return configuration
 
     def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
         """Return the configuration with its class's defaults filled in."""
@@ -99,13 +99,13 @@ class TransformersFamily(CatalogueFamily):
         # wherever a part of the model has it, and eager attention elsewhere.
         if attention not in (None, "sdpa"):
             arguments["attn_implementation"] = attention
-        made = self.config_object(config, model_class) if remote is None else None
+        configuration = self.config_object(config, model_class) if remote is None else None
         try:
             with quiet("transformers"):
                 if remote is not None:
                     model = remote(**arguments)
                 else:
-                    model = load_class(model_class)._from_config(made, **arguments)
+                    model = load_class(model_class)._from_config(configuration, **arguments)
         except Exception as error:
             raise ModelError(f"{model_class}: {one_line(error)}") from error
         built: nn.Module = model.train()
@@ -116,8 +116,8 @@ class TransformersFamily(CatalogueFamily):
         from fsdptool.families.bases.batches import batch_for
 
         name = recipe.objective.name or self.objective_for(config)
-        made = self.config_object(config, self.model_class(config))
-        return batch_for(name, made, recipe)
+        configuration = self.config_object(config, self.model_class(config))
+        return batch_for(name, configuration, recipe)
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
         """Return the library's objectives for transformers models."""
@@ -135,7 +135,7 @@ def load_class(name: str) -> Any:
     import transformers
 
     try:
-        found = getattr(transformers, name)
+        value = getattr(transformers, name)
     except AttributeError:
         raise ModelError(
             f"transformers {transformers.__version__} has no class {name!r}",
@@ -143,7 +143,7 @@ def load_class(name: str) -> Any:
         ) from None
     except Exception as error:
         raise ModelError(f"{name}: {one_line(error)}") from error
-    return a_model(name, found)
+    return require_model_class(name, value)
 
 
 def remote_class(
@@ -180,8 +180,8 @@ def remote_class(
     factory = getattr(transformers, auto)
 
     def construct(**arguments: Any) -> Any:
-        made = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        return factory.from_config(made, trust_remote_code=True, **arguments)
+        configuration = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        return factory.from_config(configuration, trust_remote_code=True, **arguments)
 
     return construct
 

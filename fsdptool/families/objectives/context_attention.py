@@ -138,10 +138,10 @@ def attend(
     if context is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
         )
-        return found
+        return result
     _check(module, query, key, is_causal, others)
     _attended.add(module)
     if context.ring:
@@ -235,7 +235,7 @@ def mask(
     if context is None:
         from transformers.masking_utils import sdpa_mask
 
-        made: Tensor | None = sdpa_mask(
+        whole_mask: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -246,7 +246,7 @@ def mask(
             device=device,
             **others,
         )
-        return made
+        return whole_mask
     if attention_mask is not None or others.get("use_vmap"):
         raise ConfigError(
             "context parallelism cannot split this model's mask, which depends on more than positions",
@@ -255,13 +255,13 @@ def mask(
     whole = q_length * context.size
     if allow_is_causal_skip and (local_size is None or whole < local_size):
         return None
-    found = mask_function(
+    result = mask_function(
         torch.arange(batch_size, device=device)[:, None, None, None],
         torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device),
         context.places(q_length, device)[None, None, :, None],
         torch.arange(whole, device=device)[None, None, None, :],
     )
-    return found.expand(batch_size, -1, q_length, whole)
+    return result.expand(batch_size, -1, q_length, whole)
 
 
 def register() -> str:

@@ -58,21 +58,21 @@ class CpuFlash:
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         """Attend."""
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, scale=scale
         )
-        return found[0], found[1]
+        return result[0], result[1]
 
     def backward(
         self, gradient: Tensor, operands: tuple[Tensor, ...], causal: bool, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients."""
-        found: tuple[Tensor, Tensor, Tensor] = (
+        result: tuple[Tensor, Tensor, Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient, *operands, 0.0, causal, scale=scale
             )
         )
-        return found
+        return result
 
 
 class CudaFlash:
@@ -84,10 +84,10 @@ class CudaFlash:
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         """Attend."""
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
+        result = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, False, scale=scale
         )
-        return found[0], found[1]
+        return result[0], result[1]
 
     def backward(
         self, gradient: Tensor, operands: tuple[Tensor, ...], causal: bool, scale: float | None
@@ -95,11 +95,11 @@ class CudaFlash:
         """Return the gradients."""
         # Without dropout the random state is not read; it has to be there.
         state = torch.empty(2, dtype=torch.uint64, device=gradient.device)
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient, *operands, None, None, operands[0].shape[2], operands[1].shape[2], 0.0, causal,
             state, state[:0], scale=scale,
         )  # fmt: skip
-        return found
+        return result
 
 
 class CudaEfficient:
@@ -111,10 +111,10 @@ class CudaEfficient:
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         """Attend."""
-        found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        result = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, causal, scale=scale
         )
-        return found[0], found[1][:, :, : query.shape[2]]
+        return result[0], result[1][:, :, : query.shape[2]]
 
     def backward(
         self, gradient: Tensor, operands: tuple[Tensor, ...], causal: bool, scale: float | None
@@ -123,11 +123,11 @@ class CudaEfficient:
         query, key, value, out, sums = operands
         sums = nn.functional.pad(sums, (0, -sums.shape[2] % _ALIGNED), value=float("inf"))
         state = torch.empty((), dtype=torch.int64, device=gradient.device)
-        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        result = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             gradient, query, key, value, None, out, sums, state, state, 0.0,
             [True, True, True, False], causal, scale=scale,
         )  # fmt: skip
-        return found[0], found[1], found[2]
+        return result[0], result[1], result[2]
 
 
 def kernel_for(query: Tensor, value: Tensor) -> Kernel:
@@ -157,12 +157,12 @@ class _Ring(torch.autograd.Function):
         for source, (keys, values) in _round(context, key, value):
             rows, seen, causal = _part(context.rank, source, half)
             seen_keys, seen_values = (_repeated(t[:, :, :seen], heads) for t in (keys, values))
-            found, part = kernel.forward(query[:, :, rows], seen_keys, seen_values, causal, scale)
+            result, part = kernel.forward(query[:, :, rows], seen_keys, seen_values, causal, scale)
             del seen_keys, seen_values
             if causal:
-                out, sums = found.to(wide), part.to(wide)
+                out, sums = result.to(wide), part.to(wide)
                 continue
-            _merge(out[:, :, rows], sums[:, :, rows], found, part)
+            _merge(out[:, :, rows], sums[:, :, rows], result, part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.context, ctx.scale = context, scale
@@ -183,13 +183,13 @@ class _Ring(torch.autograd.Function):
             rows, seen, causal = _part(context.rank, source, half)
             pair = (_repeated(tensor[:, :, :seen], heads) for tensor in (keys, values))
             kept = out[:, :, rows], sums[:, :, rows].contiguous()
-            found = kernel.backward(
+            result = kernel.backward(
                 gradient[:, :, rows], (query[:, :, rows], *pair, *kept), causal, ctx.scale
             )
-            of_query[:, :, rows] += found[0]
-            for whole, part in zip(_apart(travelling, key, value), found[1:], strict=True):
+            of_query[:, :, rows] += result[0]
+            for whole, part in zip(_apart(travelling, key, value), result[1:], strict=True):
                 whole[:, :, :seen] += _summed(part, heads)
-            del found, pair, whole, part
+            del result, pair, whole, part
             travelling = context.rotate(travelling)
         of_keys, of_values = _apart(travelling, key, value)
         return of_query.to(query.dtype), of_keys.to(key.dtype), of_values.to(value.dtype), None, None
@@ -232,11 +232,11 @@ def _summed(gradient: Tensor, heads: int) -> Tensor:
     return gradient.reshape(gradient.shape[0], -1, heads, *gradient.shape[2:]).sum(2)
 
 
-def _merge(out: Tensor, sums: Tensor, found: Tensor, part: Tensor) -> None:
+def _merge(out: Tensor, sums: Tensor, addition: Tensor, part: Tensor) -> None:
     """Add a part to what was attended to before, in place."""
     total = torch.logaddexp(sums, part.to(sums.dtype))
     out.mul_((sums - total).exp_().unsqueeze(-1))
-    out.add_(found * (part.to(sums.dtype) - total).exp_().unsqueeze(-1))
+    out.add_(addition * (part.to(sums.dtype) - total).exp_().unsqueeze(-1))
     sums.copy_(total)
 
 
@@ -257,5 +257,5 @@ def attend_round(query: Tensor, key: Tensor, value: Tensor, context: Context, sc
     if missing:
         scale = scale if scale is not None else size**-0.5
         query, key, value = (nn.functional.pad(tensor, (0, missing)) for tensor in (query, key, value))
-    found: Tensor = _Ring.apply(query, key, value, context, scale)  # type: ignore[no-untyped-call]
-    return found[..., :size] if missing else found
+    output: Tensor = _Ring.apply(query, key, value, context, scale)  # type: ignore[no-untyped-call]
+    return output[..., :size] if missing else output

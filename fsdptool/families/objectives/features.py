@@ -85,9 +85,9 @@ class Features(Objective):
         """Return the first of embeddings, last hidden state, pooled output and logits there is."""
         outputs: Any = model(**inputs(batch))
         for name in _OUTPUTS:
-            found = getattr(outputs, name, None)
-            if found is not None:
-                return {"prediction": found}
+            output = getattr(outputs, name, None)
+            if output is not None:
+                return {"prediction": output}
         raise ModelError(
             f"{type(model).__name__} returns none of {', '.join(_OUTPUTS)}", help="name another objective"
         )

@@ -129,9 +129,9 @@ def _peak(event: Mapping[str, Any] | None) -> int | None:
 
 
 def _moments(outcome: Outcome, world_size: int) -> dict[str, tuple[int | None, ...]]:
-    told = [(outcome.finished.get(rank) or {}).get("moments") or {} for rank in range(world_size)]
-    names = dict.fromkeys(name for moments in told for name in moments)
-    return {name: tuple(moments.get(name) for moments in told) for name in names}
+    by_rank = [(outcome.finished.get(rank) or {}).get("moments") or {} for rank in range(world_size)]
+    names = dict.fromkeys(name for moments in by_rank for name in moments)
+    return {name: tuple(moments.get(name) for moments in by_rank) for name in names}
 
 
 def _proof(folder: Path) -> dict[str, Any]:
