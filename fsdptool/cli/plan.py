@@ -69,7 +69,7 @@ def command(
     from fsdptool.planning.plan import make_plan
     from fsdptool.planning.request import read_request
 
-    # A flag without its opposite (--max-batch) says nothing where it is not given.
+    # A flag without its opposite (--max-batch) is left out where it is not given.
     options = {n: v for n, v in options.items() if v is not None and (v is not False or _pair(n))}
     if options.get("overrides"):
         options["overrides"] = override_values(options["overrides"])

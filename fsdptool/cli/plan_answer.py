@@ -22,7 +22,7 @@ def exit_code(plan: Plan) -> ExitCode:
 
 
 def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, explain: bool) -> None:
-    """Print the plan and write it where it is wanted."""
+    """Print the plan and write it to the output file."""
     import json
 
     from fsdptool.planning.plan_document import plan_document

@@ -1,4 +1,4 @@
-"""Planning: hardware as data, one configuration judged, many weighed, one chosen. Torch-free by itself."""
+"""Planning: the hardware catalogue, estimates of configurations, the search, suggestions. Torch-free."""
 
 from fsdptool.planning.estimator import predict
 from fsdptool.planning.gpu_catalogue import load_gpu

@@ -90,7 +90,7 @@ def _network(inputs: PlanInputs) -> Iterator[Diagnostic]:
 
 
 def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
-    """Say what a sample is where nobody said it: memory depends on nothing more than on that."""
+    """Say which sample size is assumed: memory depends on it more than on anything else."""
     batch = recipe.batch
     if any(size is not None for size in (batch.sequence_length, batch.height, batch.width, batch.frames)):
         return []
@@ -104,7 +104,7 @@ def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
         Diagnostic(
             "PLN013",
             "info",
-            f"no size of a sample was given; the family's own is assumed: {', '.join(shapes)}",
+            f"no sample size is given; the default of the family is assumed: {', '.join(shapes)}",
             help="give --seq-len, --height, --width or --frames, or batch: in the recipe",
         )
     ]
@@ -122,8 +122,8 @@ def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
         Diagnostic(
             "PLN012",
             "warning",
-            f"{spec.model_class} cannot keep packed documents apart: training refuses data.document_mask",
-            help="let documents run into one another (document_mask: false), or set data.packing: false",
+            f"{spec.model_class} cannot separate packed documents; training refuses data.document_mask",
+            help="allow attention across documents (data.document_mask: false), or set data.packing: false",
         )
     ]
 
@@ -137,7 +137,7 @@ def _needless(
 ) -> list[Diagnostic]:
     """Return advice on whether sharding is needed at all.
 
-    The model, its gradients and its optimizer on one GPU with the asked micro-batch: if that fits
+    The model, its gradients and its optimizer on one GPU with the requested micro-batch: if that fits
     with room for DDP's gradient buckets, DDP trains it with less communication.
     """
     cluster = inputs.clusters[point.cluster]
@@ -148,8 +148,8 @@ def _needless(
             Diagnostic(
                 "PLN010",
                 "info",
-                "one GPU shards nothing: FSDP only adds its own copies here",
-                help="train without FSDP on one GPU, or give --gpus 2 or more",
+                "there is nothing to shard on one GPU; FSDP only adds its own copies",
+                help="train without FSDP on one GPU, or use --gpus 2 or more",
             )
         ]
     alone = replace(cluster, gpus_per_node=1, nodes=1)
@@ -163,24 +163,24 @@ def _needless(
         cpu_offload=False,
     )
     try:
-        judged = estimator.candidate(
+        trial = estimator.candidate(
             "single", single, alone, inputs.machines[point.cluster], detail=False, replay=True
         )
     except FsdptoolError:
         return []
-    if judged.device_total_bytes is None or judged.usable_bytes is None:
+    if trial.device_total_bytes is None or trial.usable_bytes is None:
         return []
     # DDP's buckets hold every gradient once more, from before the first step on.
-    total = judged.device_total_bytes + estimator.states(single, alone)["gradients"]
-    if total > (1 - HEADROOM) * judged.usable_bytes:
+    total = trial.device_total_bytes + estimator.states(single, alone)["gradients"]
+    if total > (1 - HEADROOM) * trial.usable_bytes:
         return []
     return [
         Diagnostic(
             "PLN011",
             "info",
-            f"FSDP is not needed: the whole run fits one {cluster.gpu.name} ({amount(total)} of"
-            f" {amount(judged.usable_bytes)} with DDP's buckets)",
-            help="DDP communicates a third less; use FSDP for larger batches or models, not for fit",
+            f"FSDP is not needed: the whole run fits on one {cluster.gpu.name} ({amount(total)} of"
+            f" {amount(trial.usable_bytes)} including DDP's buckets)",
+            help="DDP communicates a third less; use FSDP for larger batches or models",
         )
     ]
 
@@ -206,7 +206,7 @@ def experts_of(parameters: Iterable[Parameter]) -> int | None:
 def routing(parameters: Iterable[Parameter], candidate: Candidate) -> dict[str, Any] | None:
     """Return the allocated peak under balanced and under the worst routing, and why; None without experts.
 
-    A trace runs without values, so what it holds cannot depend on which expert a token goes to: the
+    A trace runs without values, so its memory cannot depend on which expert a token goes to: the
     products of all routed tokens are grouped, or every expert has room for a fixed number of them. A
     model that loops over the experts it hits cannot be traced, and both figures are unknown.
     """
@@ -215,15 +215,16 @@ def routing(parameters: Iterable[Parameter], candidate: Candidate) -> dict[str, 
         return None
     peak = candidate.allocated_peak_bytes
     if peak is None:
-        reason = "what each expert gets decides the sizes of its products, which cannot be known in advance"
+        reason = "the tokens of each expert decide the sizes of its products, which are not known in advance"
     else:
-        reason = "all routed tokens are computed together, in buffers whose size no routing changes"
+        reason = "all routed tokens are computed together, in buffers of the same size for every routing"
     return {"experts": count, "balanced_bytes": peak, "worst_case_bytes": peak, "reason": reason}
 
 
-def routing_note(told: Mapping[str, Any]) -> str:
+def routing_note(routing: Mapping[str, Any]) -> str:
     """Return :func:`routing` in one line."""
+    balanced, worst = amount(routing["balanced_bytes"]), amount(routing["worst_case_bytes"])
     return (
-        f"{told['experts']} experts: balanced routing peaks at {amount(told['balanced_bytes'])} allocated,"
-        f" the worst at {amount(told['worst_case_bytes'])}: {told['reason']}"
+        f"{routing['experts']} experts: the peak is {balanced} allocated with balanced routing and {worst}"
+        f" in the worst case: {routing['reason']}"
     )

@@ -1,4 +1,4 @@
-"""From measured runs to the machine's table: what this machine adds, and how fast it really is."""
+"""Calibration: fit the machine table to measured runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_sample(folder: Path) -> Sample:
     """Return a run's prediction and measurements.
 
     Raises:
-        PlanError: The folder is no finished run with a prediction.
+        PlanError: The folder is not a finished run with a prediction.
     """
     summary = read_json(folder / "summary.json")
     lines = [line for line in _metrics(folder) if line.get("memory_reserved_peak_bytes") is not None]
@@ -71,10 +71,10 @@ def calibrate(
         table: Rows to start from instead of the shipped ones.
 
     Raises:
-        PlanError: The runs hold nothing to fit, or the GPU is unknown.
+        PlanError: The runs have no measurements to fit, or the GPU is unknown.
     """
-    found = find_gpu(gpu, gpus_file=gpus_file).gpu
-    base = machine_for(found, table=table)
+    spec = find_gpu(gpu, gpus_file=gpus_file).gpu
+    base = machine_for(spec, table=table)
     changes: dict[str, Any] = {}
     factors = [factor for sample in samples if (factor := _speed(sample)) is not None]
     if factors:
@@ -93,16 +93,16 @@ def calibrate(
         changes["communicator_bytes"] = communicator_bytes
     if not changes:
         raise PlanError(
-            "these runs hold nothing to calibrate by",
+            "these runs have no measurements to calibrate from",
             help="train on GPUs with a prediction (fsdptool train), or give --context",
         )
-    origin = ", ".join(sample.folder for sample in samples) or "figures given by hand"
+    origin = ", ".join(sample.folder for sample in samples) or "figures given as options"
     kept = sorted(set(_FRACTIONS) | {"reserved_ratio", "context_bytes", "communicator_bytes"})
     untouched = [name for name in kept if name not in changes]
     source = f"measured: {origin}"
     if untouched:
         source += f"; not measured, as shipped: {', '.join(untouched)}"
-    return replace(base, name=found.name, match=found.name, measured=True, source=source, **changes)
+    return replace(base, name=spec.name, match=spec.name, measured=True, source=source, **changes)
 
 
 def _speed(sample: Sample) -> float | None:

@@ -21,7 +21,7 @@ _STEERS = re.compile(
     r"|ENV|IFS|PS4|PROMPT_COMMAND",
     re.IGNORECASE,
 )
-"""Variables by which a loader, a shell, Python, git or the Hub's client is told what to run or fetch."""
+"""Variables that tell a loader, a shell, Python, git or the Hub's client what to run or fetch."""
 MAX_WORLD = 1 << 20
 """More ranks than any machine has: a typing error rather than a plan."""
 
@@ -168,8 +168,8 @@ def _gpu(value: Any, gpus_file: Path | None) -> tuple[Gpu | None, tuple[Diagnost
     if value is None:
         return None, ()
     if isinstance(value, str):
-        found = find_gpu(value, gpus_file=gpus_file)
-        return found.gpu, (found.diagnostic,) if found.diagnostic else ()
+        match = find_gpu(value, gpus_file=gpus_file)
+        return match.gpu, (match.diagnostic,) if match.diagnostic else ()
     return gpu_from_data(value), ()
 
 

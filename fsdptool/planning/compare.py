@@ -29,7 +29,7 @@ def compare(left: Path, right: Path) -> Comparison:
         PlanError: A side is neither a plan nor a run folder that has measured something.
     """
     if left.is_dir() and right.is_dir() and left.resolve() != right.resolve():
-        raise PlanError("two run folders have no plan to compare with", help="give a plan and a run folder")
+        raise PlanError("two run folders cannot be compared", help="give a plan and a run folder")
     if right.is_dir():
         predicted = read_prediction(left) if left.is_dir() else chosen_candidate(read_plan(left))
         return _against_run(predicted, str(left), right)
@@ -102,7 +102,8 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
     known = [value for value in summary.get("measured_peak_bytes", ()) if value is not None]
     if not known:
         raise PlanError(
-            f"{folder} measured no memory", help="a run measures its first steps; train at least two of them"
+            f"{folder} has no memory measurements",
+            help="a run measures its first steps; train at least two steps",
         )
     expected, measured = predicted.allocated_peak_bytes, max(known)
     rates = summary.get("throughput", {})
@@ -130,7 +131,7 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
         notes.append(f"the plan is for {_ranks(predicted)} ranks, the run had {summary.get('world_size')}")
     error = 100.0 * (expected - measured) / measured if expected is not None else None
     if error is None:
-        notes.append("the predicted peak is unknown: there is no error to give")
+        notes.append("the predicted peak is unknown, so the error is, too")
     return Comparison("run", left, str(folder), tuple(rows), tuple(moments), error, tuple(notes))
 
 
@@ -144,7 +145,7 @@ def _phases(predicted: Candidate, measured: Mapping[str, Sequence[int | None]]) 
 
 
 def _rising(expected: int | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[ComparedFigure]:
-    """Name the steps that held more than every step before them."""
+    """Name the steps whose peak exceeded that of every step before them."""
     highest = -1
     for line in metrics:
         value = line.get("memory_allocated_peak_bytes")
@@ -165,7 +166,7 @@ def read_prediction(folder: Path) -> Candidate:
     """
     data = read_json(folder / _PREDICTION)
     if data is None:
-        raise PlanError(f"{folder} holds no prediction", help="give the plan it was started from")
+        raise PlanError(f"{folder} has no prediction", help="give the plan it was started from")
     return from_json(Candidate, data, where=str(folder / _PREDICTION))
 
 
@@ -173,13 +174,13 @@ def read_json(path: Path) -> Any:
     """Return a run folder's JSON file.
 
     Raises:
-        PlanError: It is missing or unreadable: the folder is no finished run.
+        PlanError: It is missing or unreadable: the folder is not a finished run.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(
-            f"{path.parent} is no finished run folder: {path.name} is missing", help="check the path"
+            f"{path.parent} is not a finished run folder: {path.name} is missing", help="check the path"
         ) from None
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read: {error}") from error

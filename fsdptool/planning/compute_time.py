@@ -1,8 +1,8 @@
 """Seconds of compute per FSDP unit: a roofline over the trace's segments.
 
-A segment lies between two module borders and mixes matrix products with elementwise operators, which
+A segment lies between two module boundaries and mixes matrix products with elementwise operators, which
 run one after another: its arithmetic and its memory traffic add up. Segments of module paths are
-summed, then units collect the paths they hold; blocks that were not traced take the times of the
+summed, then units collect the paths they contain; blocks that were not traced take the times of the
 block they repeat.
 """
 
@@ -50,7 +50,7 @@ def segment_seconds(segment: Segment, gpu: Gpu, machine: Machine) -> float:
 
 
 def module_costs(trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
-    """Return every traced module's own work; key ``""`` holds the root's and the loss's."""
+    """Return every traced module's own work; key ``""`` is the root's and the loss's."""
     costs: dict[str, Cost] = {}
     owner = ""
     backward = False
@@ -70,19 +70,19 @@ def exchanged_bytes(trace: Trace) -> dict[str, Cost]:
     """Return what every traced module gathers in forward from the ranks that share its sequence.
 
     Bytes, under ``forward``: :func:`unit_costs` then sums them per unit. A collective's output is the
-    one thing in a forward that is made by ``new_empty`` (``families.objectives.context``).
+    one thing in a forward that ``new_empty`` allocates (``families.objectives.context``).
     """
-    found: dict[str, Cost] = {}
+    exchanged: dict[str, Cost] = {}
     owner = ""
     for segment in trace.segments:
         if segment.marker == "backward":
             break
         owner = _owner(segment, owner)
-        made = [event - 1 for event in segment.events if event > 0]
-        size = sum(trace.sizes[n] for n in made if trace.vocabulary[trace.names[n]] == "new_empty")
+        allocated = [event - 1 for event in segment.events if event > 0]
+        size = sum(trace.sizes[n] for n in allocated if trace.vocabulary[trace.names[n]] == "new_empty")
         if size:
-            found[owner] = found.get(owner, Cost()) + Cost(forward=float(size))
-    return found
+            exchanged[owner] = exchanged.get(owner, Cost()) + Cost(forward=float(size))
+    return exchanged
 
 
 def model_flops(trace: Trace) -> float:
@@ -105,7 +105,7 @@ def _copies(path: str, repeats: Sequence[Repeat], within: str = "") -> int:
     for repeat in repeats:
         prefix = f"{repeat.path}." if repeat.path else ""
         if within.startswith(prefix):
-            # What holds it is itself in one block of this list: each copy of it holds its own.
+            # Its parent is itself in one block of this list: each copy of the parent has its own.
             continue
         number = path[len(prefix) :].partition(".")[0] if path.startswith(prefix) else ""
         if number.isdigit() and repeat.cut - repeat.period <= int(number) < repeat.cut:
@@ -114,7 +114,7 @@ def _copies(path: str, repeats: Sequence[Repeat], within: str = "") -> int:
 
 
 def _owner(segment: Segment, current: str) -> str:
-    """Return the module whose code runs after a border: the module itself, or who called it."""
+    """Return the module whose code runs after a module boundary: the module itself, or who called it."""
     if segment.marker in ("enter", "grad_enter"):
         return segment.path
     if segment.marker in ("leave", "grad_leave"):

@@ -1,4 +1,4 @@
-"""One configuration in, one judged Candidate out: memory from the trace, time from the roofline."""
+"""Estimate one configuration: memory from the trace, time from the roofline, and whether it fits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def predict(
     profile: DeviceProfile = "cuda",
     machine: Machine | None = None,
 ) -> Candidate:
-    """Return what every rank will hold and how long a step takes, for exactly this configuration.
+    """Return the memory of every rank and the time of a step, for exactly this configuration.
 
     Args:
         spec, anatomy: The model.

@@ -69,13 +69,13 @@ def find_gpu(name: str, *, gpus_file: Path | None = None) -> Resolution:
         PlanError: No entry fits; the message names the nearest. Or ``gpus_file`` cannot be used.
     """
     entries = all_entries(gpus_file)
-    wanted = _tokens(name)
-    if not wanted:
+    tokens = _tokens(name)
+    if not tokens:
         raise PlanError("an empty GPU name", help="name one, for example --gpu H100-80GB-SXM")
-    exact = [entry for entry in entries if wanted in (_tokens(n) for n in (entry.gpu.name, *entry.aliases))]
+    exact = [entry for entry in entries if tokens in (_tokens(n) for n in (entry.gpu.name, *entry.aliases))]
     if len(exact) == 1 or (exact and exact[0].gpu.name == name):
         return Resolution(exact[0].gpu)
-    matches = exact or [entry for entry in entries if _fits(wanted, entry)]
+    matches = exact or [entry for entry in entries if _fits(tokens, entry)]
     if not matches:
         raise PlanError(f"unknown GPU {name!r}", help=_nearest(name, entries))
     chosen = matches[0]
@@ -154,8 +154,8 @@ def _tokens(name: str) -> frozenset[str]:
     return frozenset(words - _NOISE - {""})
 
 
-def _fits(wanted: frozenset[str], entry: Entry) -> bool:
-    return any(wanted <= _tokens(name) for name in (entry.gpu.name, *entry.aliases))
+def _fits(tokens: frozenset[str], entry: Entry) -> bool:
+    return any(tokens <= _tokens(name) for name in (entry.gpu.name, *entry.aliases))
 
 
 def _nearest(name: str, entries: tuple[Entry, ...]) -> str:

@@ -12,7 +12,7 @@ from fsdptool.planning.search import roomy
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 
 _LIMIT = 1 << 16
-"""Samples of a micro-batch beyond which nobody looks, where ``MAX_TOKENS`` does not end it before."""
+"""Largest micro-batch to try, where ``MAX_TOKENS`` is not reached before."""
 
 
 def largest_batch(
@@ -22,27 +22,27 @@ def largest_batch(
     *,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[list[SearchPoint], list[dict[str, Any]]]:
-    """Return the asked knobs with the largest micro-batch that fits with headroom, per cluster.
+    """Return the requested points with the largest micro-batch that fits with headroom, per cluster.
 
     Memory is close to affine in the micro-batch, so a line through two traces points at the answer
-    and a few more traces around it settle it; every candidate named is really traced.
+    and a few more traces around it settle it; every size named is traced.
 
     Returns:
-        The knobs (unchanged where nothing fits), and what was tried as plain data.
+        The points (unchanged where nothing fits), and the sizes that were tried.
     """
-    results, told = [], []
+    results, attempts = [], []
     for point in requested:
         tried: dict[int, Candidate] = {}
         best = _search(estimator, inputs, point, tried, progress)
         results.append(point if best is None else replace(point, micro_batch=best))
-        told.append(
+        attempts.append(
             {
                 "cluster": point.cluster,
                 "micro_batch": best,
                 "tried": {str(size): c.device_total_bytes for size, c in sorted(tried.items())},
             }
         )
-    return results, told
+    return results, attempts
 
 
 def _search(

@@ -59,7 +59,7 @@ def _decay(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is declared of an option beside its name and type.
+    """What an option declares besides its name and type.
 
     Attributes:
         help: What it means, without its choices.

@@ -16,7 +16,7 @@ from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.parallel_dims import ParallelDims
 
 ASSUMED_NETWORK = {"nvlink": 50e9, "xgmi": 50e9, "pcie": 12.5e9}
-"""Bytes per second per GPU between nodes when nobody says: 400 Gbit/s per GPU on machines of the
+"""Bytes per second per GPU between nodes when none is given: 400 Gbit/s per GPU on machines of the
 NVLink class, 100 Gbit/s otherwise."""
 
 
@@ -29,7 +29,7 @@ class Ring:
     latency: float
 
     def gather(self, size: float) -> float:
-        """Return seconds to all-gather (or reduce-scatter) ``size`` bytes in all."""
+        """Return seconds to all-gather (or reduce-scatter) ``size`` bytes, total over the ranks."""
         if self.ranks < 2 or size <= 0:
             return 0.0
         return size * (self.ranks - 1) / self.ranks / self.bandwidth + self.latency
@@ -128,12 +128,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the schedule depends on beside the stages.
+    """Everything the schedule depends on besides the stages.
 
     Attributes:
         accumulation: Forwards per step.
         reduce_each: Whether every micro-batch reduces its gradients (else only the last).
-        prefetch: Units gathered ahead.
+        prefetch: FSDP units to prefetch.
         optimizer_bytes: Bytes one rank's update moves through memory.
         optimizer_operators: Kernels of the update.
         optimizer_flops: Matrix products of one rank's update, in bfloat16.
@@ -160,7 +160,7 @@ def time_step(
     *,
     teacher: Sequence[Stage] = (),
 ) -> StepTime | None:
-    """Return the time of one optimizer step; None on CPU clusters, whose rates nobody publishes.
+    """Return the time of one optimizer step; None on CPU clusters, whose rates are not published.
 
     Args:
         stages: Units in forward order.
@@ -195,13 +195,13 @@ def time_step(
         kept = _play(forward, backward, gathers, again, [0.0] * len(stages), run.prefetch)
     busy = sum(stage.forward + stage.backward for stage in stages)
     shared = sum(seconds * (1 + stage.exchanges) for stage, seconds in zip(stages, moved, strict=True))
-    taught = _teach(teacher, shard, context, run.prefetch)
+    teaching = _teacher_time(teacher, shard, context, run.prefetch)
     total = compute = communication = 0.0
     for index in range(run.accumulation):
         seconds, link = whole if index == run.accumulation - 1 else kept
-        total += seconds + taught.seconds
-        compute += busy + taught.compute
-        communication += link + taught.communication
+        total += seconds + teaching.seconds
+        compute += busy + teaching.compute
+        communication += link + teaching.communication
         communication += shared
     update = max(
         run.optimizer_bytes / (gpu.memory_bandwidth * machine.memory_efficiency),
@@ -225,7 +225,7 @@ def time_step(
 
 
 @dataclass(frozen=True, slots=True)
-class _Taught:
+class _TeacherTime:
     """A teacher's forward: its length, and how busy compute and links are in it. Seconds."""
 
     seconds: float
@@ -233,12 +233,12 @@ class _Taught:
     communication: float
 
 
-def _teach(stages: Sequence[Stage], shard: Ring, context: Ring, prefetch: int) -> _Taught:
+def _teacher_time(stages: Sequence[Stage], shard: Ring, context: Ring, prefetch: int) -> _TeacherTime:
     moved = [context.gather(stage.exchanged) for stage in stages]
     forward = [stage.forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
     gathers = [shard.gather(stage.gather_bytes) for stage in stages]
     _, seconds = _play_forward(forward, gathers, prefetch)
-    return _Taught(seconds, sum(stage.forward for stage in stages), sum(gathers) + sum(moved))
+    return _TeacherTime(seconds, sum(stage.forward for stage in stages), sum(gathers) + sum(moved))
 
 
 def _play_forward(forward: Sequence[float], gathers: Sequence[float], prefetch: int) -> tuple[float, float]:

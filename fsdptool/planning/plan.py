@@ -1,4 +1,4 @@
-"""``plan``: resolve, inspect, judge what was asked, search around it, and give a verdict."""
+"""``plan``: resolve and inspect the model, evaluate the request, search around it, give a verdict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 
 def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPlan:
-    """Return what every rank will hold, whether it fits, and which configuration to run.
+    """Return the memory of every rank, whether it fits, and which configuration to run.
 
     Needs no GPU and no weights. The result shows itself in a notebook.
 
@@ -60,18 +60,18 @@ def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:
 
     Args:
         request: The inputs and what was noticed while reading them.
-        progress: Called with a line now and then.
+        progress: Called with a line of progress from time to time.
 
     Raises:
         PlanError: The inputs contradict each other.
     """
     inputs = request.inputs
     check_sizes(inputs.recipe)
-    _requested_points(inputs)  # contradictions between sizes are told before anything is built
+    _requested_points(inputs)  # contradictions between sizes are reported before anything is built
     spec, anatomy = _model(inputs)
     _check_model(spec, anatomy, inputs.recipe)
-    found = [*request.diagnostics, *_grave(spec.diagnostics)]
-    return search(spec, anatomy, inputs, progress=progress, diagnostics=found)
+    noticed = [*request.diagnostics, *_serious(spec.diagnostics)]
+    return search(spec, anatomy, inputs, progress=progress, diagnostics=noticed)
 
 
 def search(
@@ -82,12 +82,12 @@ def search(
     progress: Progress | None = None,
     diagnostics: Sequence[Diagnostic] = (),
 ) -> Plan:
-    """Weigh configurations of a model that is already at hand; ``inputs.search`` says how widely.
+    """Evaluate configurations of a model that is already inspected; ``inputs.search`` is the scope.
 
     Args:
         spec, anatomy: The model.
         inputs: The canonical inputs.
-        progress: Called with a line now and then.
+        progress: Called with a line of progress from time to time.
         diagnostics: What was noticed before; the plan carries it.
 
     Raises:
@@ -101,8 +101,8 @@ def search(
     if inputs.max_batch:
         requested, extra["max_batch"] = largest_batch(estimator, inputs, requested, progress=progress)
     result = run_search(estimator, inputs, requested, progress=progress)
-    found = [*diagnostics, *_grave(anatomy.diagnostics)]
-    return _conclude(estimator, inputs, requested, result, found, extra)
+    noticed = [*diagnostics, *_serious(anatomy.diagnostics)]
+    return _conclude(estimator, inputs, requested, result, noticed, extra)
 
 
 def _requested_points(inputs: PlanInputs) -> list[SearchPoint]:
@@ -115,7 +115,7 @@ def _requested_points(inputs: PlanInputs) -> list[SearchPoint]:
 
 
 def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
-    """Return recipe, settings and cluster of the chosen candidate, or of the asked one if none is.
+    """Return recipe, settings and cluster of the chosen candidate, or of the requested one if none is.
 
     What ``emit-config`` writes and ``train`` runs.
     """
@@ -127,17 +127,17 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
 
 
 def chosen_candidate(plan: Plan) -> Candidate:
-    """Return the chosen candidate, or the asked one if none is."""
+    """Return the chosen candidate, or the requested one if none is."""
     if not plan.candidates:
-        raise PlanError("the plan holds no candidates", help="create a new plan with fsdptool plan")
+        raise PlanError("the plan has no candidates", help="create a new plan with fsdptool plan")
     for candidate in plan.candidates:
         if candidate.id == plan.chosen:
             return candidate
     return plan.candidates[0]
 
 
-def _grave(diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
-    """``detect`` tells everything; a plan repeats what may make it wrong."""
+def _serious(diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """``detect`` reports everything; a plan repeats what may make it wrong."""
     return [item for item in diagnostics if item.severity != "info"]
 
 
@@ -171,7 +171,7 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
     if anatomy.total_parameters >= 1 << 48:
         raise PlanError(
             f"{anatomy.total_parameters:,} parameters are too many for memory arithmetic",
-            help="check the configuration's sizes for a typing error",
+            help="check the sizes in the configuration for a typing error",
         )
     length = recipe.batch.sequence_length
     for key in ("max_position_embeddings", "n_positions"):
@@ -179,7 +179,7 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
         if length is not None and isinstance(positions, int) and length > positions:
             raise PlanError(
                 f"sequence length {length:,} is beyond the {positions:,} positions of {spec.reference.id}",
-                help=f"use at most {positions}; to extend the context, say so: --override {key}={length}",
+                help=f"use at most {positions}; to extend the context: --override {key}={length}",
             )
     # The family knows the rest: positions its configuration class defaults to, sizes images must have.
     family_of(spec).batch_spec(spec.config, recipe)

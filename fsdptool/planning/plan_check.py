@@ -30,7 +30,7 @@ class Change:
 def check_plan(
     path: Path, *, trust_remote_code: bool = False, progress: Any = None
 ) -> tuple[Plan, tuple[Change, ...]]:
-    """Derive a plan anew from a document's own inputs and return it with everything that changed.
+    """Recompute a plan from a document's own inputs and return it with everything that changed.
 
     Args:
         path: The plan's document.

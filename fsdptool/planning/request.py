@@ -1,7 +1,7 @@
-"""What a person asks to be planned, as options, and its canonical form, as records.
+"""Read options into a request: canonical inputs that a plan document carries.
 
-Files come first, options given beside them win. Everything a plan depends on ends in
-:class:`PlanInputs`, which a plan document carries so that nothing else is needed later.
+Files are read first, options override them. Everything a plan depends on ends in
+:class:`~fsdptool.records.plan.PlanInputs`, so that nothing else is needed later.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_request(options: Options) -> Request:
 
 
 def _search_scope(options: Options, profile: str) -> SearchScope:
-    """Nobody searches on CPU unless asked: there is no step time to prefer one configuration by."""
+    """CPU plans search only on request: without a step time no configuration is preferable."""
     search = options.get("search")
     if search is None:
         return "open" if profile == "cuda" and not options.get("max_batch") else "none"
@@ -111,7 +111,7 @@ def _settings(options: Options, profile: str | None) -> tuple[FsdpSettings, tupl
     elif config is not None:
         settings, diagnostics = _read_config(Path(config))
     else:
-        # On CPU nobody gains from half precision unless they say so.
+        # Half precision gains nothing on CPU, so it is used only on request.
         settings = FsdpSettings(mixed_precision="bf16" if profile in (None, "cuda") else "no")
     return set_fields(settings, settings_of(options, "settings")), diagnostics
 
@@ -187,7 +187,7 @@ def _processes(settings: FsdpSettings, nodes: int) -> int | None:
 
 
 def _own_memory() -> int:
-    """Return this machine's memory: CPU runs are judged by it unless --host-memory says otherwise."""
+    """Return this machine's memory: the limit of CPU runs without --host-memory."""
     import psutil
 
     return int(psutil.virtual_memory().total)

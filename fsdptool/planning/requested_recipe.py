@@ -134,7 +134,7 @@ def check_sizes(recipe: Recipe) -> None:
     """Refuse sizes no memory arithmetic can mean.
 
     Raises:
-        PlanError: The micro-batch holds more positions, pixels or samples than anything could, or an
+        PlanError: The micro-batch has more positions, pixels or samples than is possible, or an
             adapter's rank is larger than any layer.
     """
     lora = recipe.method.lora

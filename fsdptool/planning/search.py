@@ -1,4 +1,4 @@
-"""Weigh many configurations, choose one, and say for each of the others why not."""
+"""Search: evaluate many configurations, choose one, and give each of the others its rejection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKin
 Progress = Callable[[str], None]
 
 _FRONT, _REPLAYS = 4, 40
-"""Members of the front whose allocator is replayed, and replays in all (about a second each): only
+"""Members of the Pareto front whose allocator is replayed, and the most replays (about a second each): only
 where one choice after the other turns out too tight are there more than a handful."""
 
 SAME = 0.02
@@ -26,7 +26,7 @@ SAME = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Every candidate, the asked ones (one per cluster) first; ``chosen`` is an id or None."""
+    """Every candidate, the requested ones (one per cluster) first; ``chosen`` is an id or None."""
 
     candidates: tuple[Candidate, ...]
     chosen: str | None
@@ -41,13 +41,13 @@ def run_search(
     *,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """Judge what was asked and, if a search is wanted, every configuration around it.
+    """Evaluate the requested configuration and, if a search is requested, every one around it.
 
     Args:
-        estimator: Judges one configuration.
+        estimator: Evaluates one configuration.
         inputs: The canonical inputs.
         requested: The search point of the requested configuration on each cluster.
-        progress: Called with a line now and then.
+        progress: Called with a line of progress from time to time.
     """
     candidates: list[Candidate] = []
     requested_ids: list[str] = []
@@ -75,11 +75,11 @@ def run_search(
                 continue
             label = name if option == point else f"c{len(candidates):04d}"
             if progress is not None and len(candidates) % 100 == 99:
-                progress(f"weighed {len(candidates) + 1} configurations")
+                progress(f"evaluated {len(candidates) + 1} configurations")
             try:
                 candidates.append(estimator.candidate(label, option, cluster, machine, detail=label == name))
             except ConfigError:
-                # Sequences that cannot be split over ranks are no candidates; asked for, they are an error.
+                # Sequences that cannot be split are not candidates; a request to split them is an error.
                 if option.cp == point.cp:
                     raise
                 whole = True
@@ -100,11 +100,11 @@ def _settle(
     for left in range(_REPLAYS, -1, -1):
         if left == 0:
             result = choose(candidates, requested, prefer=inputs.prefer, among=replayed)
-        wanted = [name for name in (result.chosen,) if name and name not in detailed]
-        wanted += [name for name in result.front[:_FRONT] if name not in replayed]
-        if not wanted or (left == 0 and wanted[0] != result.chosen):
+        pending = [name for name in (result.chosen,) if name and name not in detailed]
+        pending += [name for name in result.front[:_FRONT] if name not in replayed]
+        if not pending or (left == 0 and pending[0] != result.chosen):
             break
-        name = wanted[0]
+        name = pending[0]
         point = candidates[place[name]].settings
         cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
         detail = name == result.chosen
@@ -127,11 +127,11 @@ def choose(
     """Choose the fastest (or cheapest) candidate that fits with headroom; deterministic.
 
     Differences below :data:`SAME` are within the time model's error: among those the least memory
-    wins, then what changes the fewest knobs, then the earlier candidate. Without any that leave
+    wins, then what changes the fewest settings, then the earlier candidate. Without any that leave
     headroom, the others are eligible.
 
     Args:
-        candidates: Everything that was weighed.
+        candidates: Everything that was evaluated.
         requested: Ids of the requested candidates.
         prefer: ``speed`` or ``price``.
         among: Ids that may be chosen; None: any.
@@ -147,8 +147,8 @@ def choose(
     start = {c.settings.cluster: c.settings for c in candidates if c.id in requested}
     place = {candidate.id: index for index, candidate in enumerate(candidates)}
     chosen = min(near, key=lambda c: (*_thrift(c, start[c.settings.cluster]), place[c.id]))
-    judged = tuple(_reject(candidate, chosen, prefer) for candidate in candidates)
-    return SearchResult(judged, chosen.id, front, tuple(requested))
+    explained = tuple(_reject(candidate, chosen, prefer) for candidate in candidates)
+    return SearchResult(explained, chosen.id, front, tuple(requested))
 
 
 def roomy(candidate: Candidate) -> bool:
@@ -183,7 +183,7 @@ def _merit(candidate: Candidate, prefer: str) -> float:
 
 
 def _thrift(candidate: Candidate, start: SearchPoint) -> tuple[int, int]:
-    """Memory in steps nobody would notice, and how many settings differ from what was requested."""
+    """Memory in steps of 64 MiB, and how many settings differ from what was requested."""
     changed = len(changed_settings(start, candidate.settings))
     return (candidate.allocated_peak_bytes or 0) // (64 * 2**20), changed
 

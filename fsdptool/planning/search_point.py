@@ -60,7 +60,7 @@ def changed_settings(start: SearchPoint, point: SearchPoint) -> dict[str, Any]:
 def apply_search_point(
     point: SearchPoint, recipe: Recipe, settings: FsdpSettings, cluster: Cluster
 ) -> tuple[Recipe, FsdpSettings]:
-    """Return recipe and settings with the knobs turned, ready to write down and to run."""
+    """Return recipe and settings as a search point sets them, ready to be written and run."""
     mode, every_n = split_checkpointing(point.checkpointing)
     requested = recipe.sharding.checkpointing
     checkpointing = None

@@ -1,7 +1,7 @@
-"""The search space: every configuration worth weighing, in one fixed order.
+"""The search space: every configuration worth evaluating, in one fixed order.
 
 What changes the numbers a run computes (precision, reduce dtype, layout, objective) is never
-turned; what only changes memory and speed is. Combinations that another one beats by construction
+searched; what only changes memory and speed is. Combinations that another one beats by construction
 are left out, each by a rule below that says why.
 """
 
@@ -21,7 +21,7 @@ from fsdptool.records.settings import WrapPolicy
 T = TypeVar("T")
 
 LONG_SEQUENCE = 16384
-"""Tokens from which sharing a sequence between ranks is worth weighing."""
+"""Tokens from which sharing a sequence between ranks is worth evaluating."""
 
 
 def enumerate_space(
@@ -35,14 +35,14 @@ def enumerate_space(
     hardware: bool,
     kernels: Sequence[str],
 ) -> Iterator[SearchPoint]:
-    """Yield every configuration to weigh on one cluster, ``start`` first, each once.
+    """Yield every configuration to evaluate on one cluster, ``start`` first, each once.
 
     Args:
         start: Where the person stands on this cluster.
         cluster: The hardware.
         anatomy: The model, for wrap choices.
-        fixed: Knobs that keep the asked value.
-        wide: Weigh also what seldom wins (other wrap choices, optimizer implementations, ...).
+        fixed: Search dimensions that keep their value.
+        wide: Include what seldom wins (other wrap choices, optimizer implementations, ...).
         sequence_length: Tokens per sample, or None.
         hardware: Whether the run is on GPUs.
         kernels: Those of the optimizer.
@@ -164,7 +164,7 @@ def _reshards(start: SearchPoint, cluster: Cluster, fixed: Sequence[str], wide: 
 def _wraps(
     start: SearchPoint, anatomy: Anatomy, fixed: Sequence[str], wide: bool
 ) -> list[tuple[WrapPolicy, tuple[str, ...]]]:
-    """The asked wrap choice; widely also each detected class alone."""
+    """The requested wrap choice; in a wide search also each detected class alone."""
     base: tuple[WrapPolicy, tuple[str, ...]] = (start.wrap_policy, start.wrap_classes)
     if "wrap" in fixed or not wide or start.wrap_policy != "transformer":
         return [base]

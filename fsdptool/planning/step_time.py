@@ -1,4 +1,4 @@
-"""From a rank's units and their work to the stages the schedule plays, and to throughput."""
+"""Step time: a rank's units and their work as stages of the schedule, and the throughput."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Traffic:
         trained: Elements one rank updates: its shards, and whole what is replicated.
         tensors: Parameters with a gradient that are sharded, as this rank stores them.
         offloaded: Bytes of shards copied to the device for forward and backward, and of gradients back.
-        prefetch: Units gathered ahead.
+        prefetch: FSDP units to prefetch.
     """
 
     order: tuple[int, ...]
@@ -143,7 +143,7 @@ def time_candidate(
 
 
 def model_states(rank: Rank) -> dict[str, int]:
-    """Return parameter and gradient bytes of rank 0, which holds the largest shards (torch 2.13)."""
+    """Return parameter and gradient bytes of rank 0, which has the largest shards (torch 2.13)."""
     sharded = [(w.shard * w.stored, w.trainable) for share in rank.shares for w in share.weights]
     whole = [(p.numel * WIDTH.get(stored_dtype(p, rank.plan), 4), p.trainable) for p in rank.plan.ignored]
     kept = [*sharded, *whole]

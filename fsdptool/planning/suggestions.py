@@ -39,7 +39,7 @@ _COSTS = {
     ),
     SuggestionKind.LARGER_GPU: Cost(CostKind.OTHER_HARDWARE, "a different GPU"),
 }
-"""What a kind of change always costs, beside the step time and host memory that are computed."""
+"""What a kind of change always costs, besides the step time and host memory that are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _quantised(
 ) -> list[Suggestion]:
     """Return the suggestion to store LoRA's frozen base in fewer bits, which takes a trace of its own.
 
-    int8 needs torch alone: what else is installed here says nothing of where the run will be.
+    int8 needs torch alone: other packages installed here may be missing where the run will be.
     """
     method = inputs.recipe.method
     if method.lora is None or method.lora.base != "unchanged":

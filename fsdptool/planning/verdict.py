@@ -79,7 +79,7 @@ def process_groups(point: SearchPoint) -> int:
 def _components(
     footprint: Footprint, allocator_slack: int | None, outside: Overhead
 ) -> tuple[ComponentBytes, ...]:
-    """The footprint's own lines, what the allocator holds beyond them, and what lies outside it."""
+    """The footprint's own lines, what the allocator reserves beyond them, and what lies outside it."""
     extra = (
         (Component.ALLOCATOR_SLACK, allocator_slack),
         (Component.CONTEXT, outside.context),

@@ -55,7 +55,7 @@ def _classes(document: Mapping[str, Any]) -> None:
         print_line(f"note: {wrap['concern']} ({wrap['concern_code']})")
     rows = document["classes"]
     print_table(
-        ("class", "instances", "each", "in all", "share", "wrap", "why", "example"),
+        ("class", "instances", "each", "total", "share", "wrap", "why", "example"),
         [
             (
                 item["name"],
@@ -194,7 +194,7 @@ def _uneven(document: Mapping[str, Any]) -> None:
         return
     padding = sum(item["padding_bytes"] for item in items)
     print_line(
-        f"{len(items)} parameters do not divide over {ranks} ranks: {amount(padding)} of padding in all"
+        f"{len(items)} parameters do not divide over {ranks} ranks: {amount(padding)} of padding in total"
     )
     worst = sorted(items, key=lambda item: -item["padding_bytes"])[:5]
     print_table(

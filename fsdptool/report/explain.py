@@ -33,8 +33,8 @@ def render_explanation(reading: Reading) -> str:
             for item in reading.ignored
         )
     text = "\n".join(printable(line) for line in lines) + "\n"
-    found = render_concise([reading])
-    return text + (f"\n{found}" if found else "")
+    findings = render_concise([reading])
+    return text + (f"\n{findings}" if findings else "")
 
 
 def shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from fsdptool.report.html_charts import STYLE
 from fsdptool.report.plan_words import duration
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Nothing may be fetched and nothing may run, whatever a model's name holds."""
+"""Nothing may be fetched and nothing may run, whatever a model's name contains."""
 
 
 def plan_page(document: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The page's charts, as inline SVG that takes its colours from the page. Reads the document only.
 
-Every chart says its message in a title and a description, and a table beside it holds the numbers.
+Every chart has a title and a description, and a table next to it has the numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def group_of(name: str) -> ColourGroup:
 
 
 def memory_bar(candidate: Mapping[str, Any]) -> str:
-    """Return one stacked bar: what a rank holds at its peak, against what it may use."""
+    """Return one stacked bar: the memory of one rank at its peak, and the usable memory."""
     parts = [item for item in candidate["components"] if item["bytes"]]
     total, usable = candidate["device_total_bytes"], candidate["usable_bytes"]
     if not parts or total is None:

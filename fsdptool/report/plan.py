@@ -46,7 +46,7 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
 
 
 def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
-    """Print what a check found changed, one row each."""
+    """Print what changed since a plan was saved, one row each."""
     if not changes:
         print_line(f"{path}: no changes", style="bold green")
         return
@@ -165,11 +165,11 @@ def _others(document: Mapping[str, Any], *, explain: bool) -> None:
     if len(candidates) < 2:
         return
     front = list(document["details"].get("front", ()))
-    wanted = [item["id"] for item in candidates] if explain else front[:_FRONT]
-    if document["chosen"] is not None and document["chosen"] not in wanted:
-        wanted.insert(0, document["chosen"])
+    names = [item["id"] for item in candidates] if explain else front[:_FRONT]
+    if document["chosen"] is not None and document["chosen"] not in names:
+        names.insert(0, document["chosen"])
     rows = []
-    for name in wanted:
+    for name in names:
         item = words.find(document, name)
         if item is not None:
             rows.append(_row(document, item))

@@ -38,11 +38,11 @@ def rules_page(rules: Iterable[Rule]) -> str:
     """Return ``docs/rules.md``; a test holds the page against the table."""
     parts = [
         "# Rules\n\n"
-        "Generated from the rooms' own tables; `fsdptool rule CODE` prints the same. Codes that begin with "
+        "Generated from the tables of rules; `fsdptool rule CODE` prints the same. Codes that begin with "
         "FSD are findings in configuration files: `# fsdptool: ignore[CODE]` at the end of a line silences "
-        "one there, on a line of its own in the whole file. DET codes come from `detect` and whatever "
-        "inspects a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache. A severity is the usual "
-        "one; a finding may differ where the consumer does.\n"
+        "one there, on a separate line in the whole file. DET codes come from commands that "
+        "inspect a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache. The severities are the "
+        "usual ones; a finding may have another one for some consumers.\n"
     ]
     for family, members in groupby(rules, key=lambda rule: rule.family):
         parts.append(f"\n## {family}\n")

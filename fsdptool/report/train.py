@@ -188,10 +188,10 @@ def memory_text(account: Mapping[str, Any]) -> str:
     """Return the account of a rank that ran out of memory."""
     seen = account["seen"]
     lines = [f"rank {account['rank']} ran out of memory in {seen['moment']}"]
-    asked = seen.get("requested_bytes")
-    if asked is not None:
-        held = amount(seen.get("allocated_bytes"))
-        lines[0] += f": {amount(asked)} more were asked for with {held} allocated"
+    requested = seen.get("requested_bytes")
+    if requested is not None:
+        allocated = amount(seen.get("allocated_bytes"))
+        lines[0] += f": {amount(requested)} more were requested with {allocated} allocated"
     lines += [f"  {amount(item['bytes']):>12}  {item['name']}" for item in seen.get("live", [])]
     if account["planned_moment"]:
         planned = amount(account["planned_bytes"])

@@ -42,12 +42,9 @@ PENDING = (
     "README.md",
     "docs/rules.md",
     "fsdptool/cache",
-    "fsdptool/cli/plan.py",
     "fsdptool/distributed",
     "fsdptool/files",
-    "fsdptool/planning",
     "fsdptool/records",
-    "fsdptool/report",
     "fsdptool/training",
     "schemas",
 )
