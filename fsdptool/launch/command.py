@@ -37,7 +37,7 @@ class LaunchCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def shell(self) -> str:
-        """Return both as one line for a shell."""
+        """Return the command and its environment as one shell line."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
         return " ".join([*variables, shlex.join(self.argv)])
 
@@ -57,7 +57,7 @@ def build_command(
     variables: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
 ) -> LaunchCommand:
-    """Return what starts the workers of ``folder`` on this machine.
+    """Return the command that starts the workers of ``folder`` on this machine.
 
     Args:
         folder: A written run folder.
@@ -170,9 +170,9 @@ class Nodes:
 
     Attributes:
         count: Machines.
-        rank: This machine's number, or None when the launcher's rendezvous decides.
+        rank: Rank of this node, or None when the launcher's rendezvous decides.
         endpoint: ``host:port`` of the rendezvous; needed for more than one machine.
-        id: Name of the rendezvous: the same on every machine, new for every launch.
+        id: Name of the rendezvous: identical on all nodes, unique per launch.
     """
 
     count: int = 1
@@ -233,7 +233,7 @@ def _own_address(target: str) -> str | None:
 
 
 def _only_address() -> str | None:
-    """Return this host's address if it has but one besides loopback."""
+    """Return this host's address if it has only one apart from loopback."""
     import psutil
 
     parts = [part for parts in psutil.net_if_addrs().values() for part in parts]

@@ -1,4 +1,4 @@
-"""Making a run folder: new, continued or replaced, and never two runs in one."""
+"""Creates, continues or replaces a run folder, and keeps two runs from sharing one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OURS = (CHECKPOINTS, EVENTS, LOGS, EXPORT, METRICS, SUMMARY, RUN)
 
 
 def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
-    """Decide whether ``folder`` may be written; returns how often the run was started before.
+    """Check that ``folder`` may be written; return how often the run was started before.
 
     Raises:
         ConfigError: There is a run already and neither ``resume`` nor ``force`` says what to do with it,
@@ -59,7 +59,7 @@ def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
                 help="continue it with --resume auto, replace it with --force, or choose another --output",
             )
         return 0
-    # With our lock in it, it is what a start left that ended before the folder was whole.
+    # With our lock in it, it is left from a start that ended before the folder was complete.
     if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK).exists():
         raise ConfigError(
             f"{folder} is not empty and does not contain a run",
@@ -69,7 +69,7 @@ def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
 
 
 def newest_step(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint with a sound manifest, or None."""
+    """Return the step of the newest checkpoint with a valid manifest, or None."""
     for path in list_checkpoints(folder / CHECKPOINTS):
         with contextlib.suppress(ConfigError):
             return read_manifest(path).step
@@ -77,7 +77,7 @@ def newest_step(folder: Path) -> int | None:
 
 
 def wait_for_run(folder: Path, launch_id: str | None, *, seconds: float = 600.0) -> None:
-    """Wait on the other machines until the first has written the folder for this very launch.
+    """Wait on the other nodes until the first has written the folder for this launch.
 
     Raises:
         ConfigError: It did not, or the file system is not shared.
@@ -148,7 +148,7 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Hold the run for this process; the lock stays in the folder, which it marks as ours.
+    """Lock the run for this process; the lock file stays in the folder and marks it as fsdptool's.
 
     Raises:
         ConfigError: Another process trains in this folder.
@@ -175,5 +175,5 @@ def lock_run(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Never unlinked: who has it open already would hold a lock that the next one does not see.
+        # Never unlinked: a process that has it open would hold a lock that the next one does not see.
         lock.release()

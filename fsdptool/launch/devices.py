@@ -1,4 +1,4 @@
-"""The GPUs of this machine: which there are, and which of them a run has taken."""
+"""The GPUs of this machine, and which of them a run uses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gpu_set(text: str) -> frozenset[str]:
 
 
 def registry_folder() -> Path:
-    """Return where the runs of this machine and user say which GPUs they hold."""
+    """Return the folder in which the runs of this machine and user register their GPUs."""
     base = os.environ.get("FSDPTOOL_LOCKS")
     return Path(base) if base else Path(tempfile.gettempdir()) / f"fsdptool-gpus-{os.getuid()}"
 
@@ -55,10 +55,10 @@ def requested_gpus(settings: FsdpSettings) -> frozenset[str]:
 
 @contextmanager
 def claim_gpus(settings: FsdpSettings, device: str, folder: Path) -> Iterator[frozenset[str]]:
-    """Hold the GPUs of a run while it lasts; CPU runs hold none.
+    """Register the GPUs of a run while it lasts; CPU runs use none.
 
     Raises:
-        ConfigError: A run that is still alive holds one of them.
+        ConfigError: A live run uses one of them.
     """
     if device != "cuda":
         yield frozenset()
@@ -99,14 +99,14 @@ def register_claim(requested: frozenset[str], folder: Path) -> Iterator[None]:
 
 
 def live_claims() -> list[tuple[frozenset[str], str]]:
-    """Return what the live runs of this machine hold: GPU ids and run folder."""
+    """Return the GPU ids and the run folder of every live run on this machine."""
     registry = registry_folder()
     claims = [_read_claim(path) for path in sorted(registry.glob("*.json"))] if registry.is_dir() else []
     return [claim for claim in claims if claim is not None]
 
 
 def _read_claim(path: Path) -> tuple[frozenset[str], str] | None:
-    """Return the claim in a file, or None if its process has gone."""
+    """Return the claim in a file, or None if its process has ended."""
     try:
         os.kill(int(path.stem), 0)
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What this machine offers a run: versions, devices, plugins, cache, and whether FSDP2 shards here."""
+"""Checks this machine: versions, devices, plugins, cache, and whether FSDP2 shards on it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Failure:
     """Why a start of the run ended.
 
     Attributes:
-        rank: Who, or None if no rank had announced itself.
+        rank: The rank, or None if no rank had announced itself.
         message: One line.
         help: What to do next.
         exit_code: Exit status the run should end with.
@@ -37,7 +37,7 @@ class Failure:
 
 
 def failure_of_event(event: Mapping[str, Any]) -> Failure:
-    """Return what a rank said of its own end."""
+    """Return the failure that a rank reported in its ``failure`` event."""
     return Failure(
         rank=event["rank"],
         message=f"rank {event['rank']}: {event['message']}",
@@ -49,7 +49,7 @@ def failure_of_event(event: Mapping[str, Any]) -> Failure:
 
 
 def is_running(pid: int) -> bool:
-    """Say whether a process runs; one that has ended but was not collected yet does not."""
+    """Say whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
@@ -73,8 +73,8 @@ class OutOfMemory:
     """What is known of an out-of-memory failure.
 
     Attributes:
-        rank: Who.
-        seen: The rank's own account (``training/memory_snapshot.py``).
+        rank: The rank that ran out of memory.
+        seen: The rank's own report (``training/memory_snapshot.py``).
         planned_moment: The plan's moment that corresponds to where it failed, or None.
         planned_bytes: What the plan expected to be allocated there.
         peak_moment, peak_bytes: Where and how high the plan expects the peak.
@@ -91,7 +91,7 @@ class OutOfMemory:
 
 
 def account_for_memory(prepared: Prepared, failure: Failure) -> OutOfMemory | None:
-    """Return the account of a failure, or None if it was no lack of memory."""
+    """Return the report on an out-of-memory failure, or None for any other failure."""
     seen = failure.fields.get("memory")
     if not failure.fields.get("out_of_memory") or not seen:
         return None
@@ -161,6 +161,6 @@ def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
 
 
 def write_report(folder: Path, account: OutOfMemory) -> str:
-    """Write the account into the run folder; returns its path relative to it (raises ``OSError``)."""
+    """Write the report into the run folder; return its relative path (raises ``OSError``)."""
     write_json(folder / REPORT, to_json(account))
     return REPORT

@@ -1,4 +1,4 @@
-"""From a recipe and a YAML to everything a run folder holds. Nothing is written here. Torch-free itself."""
+"""The preflight: from a recipe and a YAML to the contents of a run folder. Torch-free itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prepared:
         recipe, settings, spec, units: What the workers need.
         teacher_spec, teacher_units: Only under distillation.
         device: ``cpu`` or ``cuda``.
-        world_size, per_machine: Processes in all and on each machine.
+        world_size, per_machine: Total number of processes, and those on each machine.
         prediction: What the plan says, or None with the reason in ``notes``.
         diagnostics: Findings in the YAML that are not errors.
         notes: One line each for the person.
@@ -73,12 +73,12 @@ def prepare(
         config_path: The accelerate YAML (any dialect ``config`` reads).
         processes: Processes the launch will have, if the command line says so.
         cpu: Train on the CPU whatever the YAML says.
-        with_prediction: Ask ``planning`` for the memory.
+        with_prediction: Predict the memory with ``planning``.
         with_data: Open (and tokenise) the data once, here, so that a mistake is one line.
         trust_remote_code: Whether the model's own code may run.
 
     Raises:
-        FsdptoolError: Anything the person can mend, in one line.
+        FsdptoolError: A mistake in the inputs, in one line.
     """
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
@@ -119,7 +119,7 @@ def prepare(
         if not made_up:
             _check_data(recipe, spec)
     prediction, notes = _predict(spec, anatomy, recipe, settings, device) if with_prediction else (None, ())
-    # A prediction has made a batch of this recipe already, or remembers it and needs no torch.
+    # A prediction has already built a batch of this recipe, or has cached it and needs no torch.
     if with_data and made_up and prediction is None:
         _check_data(recipe, spec)
     return Prepared(
@@ -153,7 +153,7 @@ def absolute_job(
     Paths become absolute. Devices of this machine do not matter: it need not be one of them.
 
     Raises:
-        FsdptoolError: Anything the person can mend, in one line.
+        FsdptoolError: A mistake in the inputs, in one line.
     """
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
@@ -261,7 +261,7 @@ def _predict(
 
 
 def choose_device(settings: FsdpSettings, config_path: Path) -> Device:
-    """Return where the run will be: the CPU only if the file says so.
+    """Return the device of the run: the CPU only if the file sets it.
 
     Raises:
         ConfigError: The file is for GPUs and there are none.
@@ -313,10 +313,10 @@ def count_processes(
 def place_nodes(
     settings: FsdpSettings, node_rank: int | None, rendezvous: str | None, launch_id: str | None
 ) -> Nodes:
-    """Return where the machines of a run meet: the command line first, then the YAML.
+    """Return the rendezvous of the nodes: from the command line, else from the YAML.
 
     Raises:
-        ConfigError: Several machines and nobody says where they meet, or a number out of range.
+        ConfigError: There are several nodes without a rendezvous endpoint, or a rank is out of range.
     """
     count = max(settings.num_machines, 1)
     if count == 1:

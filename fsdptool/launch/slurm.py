@@ -43,7 +43,7 @@ class Job:
 
 
 def train_line(job: Job, rank: str, endpoint: str, launch_id: str) -> str:
-    """Return the command one node runs; the three texts are shell expressions, quoted as they must be."""
+    """Return the command one node runs; the three arguments are shell expressions, already quoted."""
     fixed = ["fsdptool", "train", str(job.recipe), "--config", str(job.config), "--output", str(job.output)]
     line = shlex.join([*fixed, "--resume", "auto", *job.options])
     if job.nodes == 1:
@@ -52,7 +52,7 @@ def train_line(job: Job, rank: str, endpoint: str, launch_id: str) -> str:
 
 
 def random_id() -> str:
-    """Return a launch ID that nobody guesses."""
+    """Return a launch ID that cannot be guessed."""
     return secrets.token_hex(8)
 
 
@@ -62,7 +62,7 @@ def node_lines(job: Job, host: str, launch_id: str) -> list[str]:
     Args:
         job: The run.
         host: Name or address of node 0 that the others reach.
-        launch_id: The same on every node, new for every launch.
+        launch_id: Identical on all nodes, unique per launch.
     """
     prefix = [f"{name}={shlex.quote(value)}" for name, value in sorted(job.variables.items())]
     endpoint = shlex.quote(host if ":" in host else f"{host}:{PORT}")
@@ -115,7 +115,7 @@ def slurm_script(
     }
     head = [f"#SBATCH --{key}={_value(key, value)}" for key, value in values.items() if value]
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(job.variables.items())]
-    # exec: Slurm signals every process of a step, and a shell in between would die of it.
+    # exec: Slurm signals every process of a step, and a shell in between would be killed.
     line = "exec " + train_line(job, '"$SLURM_NODEID"', '"$head_node:$port"', '"$launch_id"')
     # Since Slurm 22.05 srun does not take it from sbatch: a cluster that binds tasks may leave it one core.
     cores = f"--cpus-per-task={cpus_per_task} " if cpus_per_task else ""
@@ -138,7 +138,7 @@ def slurm_script(
 
 
 def _check_limit(time: str) -> None:
-    """Refuse what sbatch would, and a limit within which the run would be asked to save at its start."""
+    """Refuse what sbatch refuses, and a limit so short that the run would have to save at its start."""
     match = _LIMIT.fullmatch(time)
     if match is None:
         raise ConfigError(

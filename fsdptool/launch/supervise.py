@@ -1,4 +1,4 @@
-"""Starts the workers, watches them, passes stop requests on, and says which one failed. Torch-free.
+"""Starts and watches the workers, forwards stop requests, and reports which worker failed. Torch-free.
 
 torchrun (torch 2.13) polls its children every 0.1 s; after a failure it sends the others SIGTERM and,
 30 s later, SIGKILL, and it names ranks only in its log. This supervisor watches the same processes by
@@ -75,8 +75,8 @@ class Supervisor:
     Args:
         folder: The run folder.
         command: What to start.
-        max_restarts: How many relaunches torchrun was told to make.
-        signals: The stop signals this process has got, while others go on appending to it.
+        max_restarts: The number of relaunches torchrun may make.
+        signals: The stop signals this process has received; the signal handler appends to it.
         on_event: Called with every event, in order.
     """
 
@@ -109,8 +109,8 @@ class Supervisor:
         self._stderr_events: deque[dict[str, Any]] = deque()
 
     def run(self) -> Outcome:
-        """Start the workers and return when the last process has gone."""
-        # Here, not in the launcher: what is killed cannot tidy up.
+        """Start the workers and return when the last process has ended."""
+        # Here, not in the launcher: a killed process cannot clean up.
         with tempfile.TemporaryDirectory(prefix="fsdptool-rendezvous-") as meeting:
             place = {FOLDER: meeting} if LOCAL in self._command.argv else {}
             return self._run({**os.environ, **place, **self._command.environment})
@@ -153,18 +153,18 @@ class Supervisor:
             self._poll(process)
 
     def _unreported_remote_ranks(self) -> list[int]:
-        """Return the ranks on other machines that have not ended with a word."""
+        """Return the ranks on other nodes that have not reported how they ended."""
         return [n for n, rank in self._ranks.items() if not rank.local and rank.state == "running"]
 
     def _forward_stop(self) -> None:
-        """Ask every rank to save and stop; ranks that start later are asked when they announce themselves."""
+        """Ask every rank to save and stop; ranks that start later are asked when they start."""
         self._stop_forwarded = True
         self._notify({"kind": "stop_requested", "signal": signal.Signals(self._signals[0]).name})
         for rank in self._ranks.values():
             self._request_stop(rank)
 
     def _notify(self, event: Mapping[str, Any]) -> None:
-        """Pass an event on to who shows it; with the terminal or the pipe gone, the run goes on unseen."""
+        """Pass an event to the display; without a terminal or pipe, the run continues silently."""
         try:
             self._on_event(event)
         except OSError:
@@ -265,7 +265,7 @@ class Supervisor:
                 self._fail()
 
     def _record_deaths(self) -> None:
-        """Count who went with the launcher without a last word."""
+        """Record the ranks that ended with the launcher without reporting."""
         for number, rank in self._ranks.items():
             if rank.local and rank.state == "running" and not is_running(rank.pid):
                 rank.state = "died"
@@ -277,7 +277,7 @@ class Supervisor:
             self._dump_stacks()
 
     def _dump_stacks(self) -> None:
-        """Ask every rank that still lives for its stack (logs/rank-N.stacks)."""
+        """Ask every live rank for its stack (logs/rank-N.stacks)."""
         for rank in self._ranks.values():
             if rank.local and rank.state == "running":
                 with contextlib.suppress(ProcessLookupError):
@@ -301,7 +301,7 @@ class Supervisor:
             process.wait()
 
     def _cause(self) -> Failure:
-        """Return the first cause: a rank's own error before a silent death before a symptom of either."""
+        """Return the root cause: a rank's own error, else a killed rank, else a symptom of either."""
         primary = [event for event in self._failures if not event.get("secondary")]
         if primary:
             return failure_of_event(

@@ -102,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_file(folder: Path, name: str, expected: Written, *, deep: bool = True) -> str | None:
-    """Return what is wrong with one file of a checkpoint, or None.
+    """Return the damage of one checkpoint file, or None.
 
     Args:
         folder: The checkpoint.
@@ -145,7 +145,7 @@ def newest_good(folder: Path, *, deep: bool = True) -> tuple[Path, Manifest] | N
 
 
 def publish(aside: Path, final: Path) -> None:
-    """Give a finished checkpoint its name; an older one of the same step gives way (raises ``OSError``)."""
+    """Give a finished checkpoint its final name; replaces one of the same step (raises ``OSError``)."""
     doomed = final.with_name(f".{final.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
     if final.exists():
@@ -156,7 +156,7 @@ def publish(aside: Path, final: Path) -> None:
 
 
 def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> list[Path]:
-    """Remove what the recipe does not keep; returns what was removed.
+    """Remove the checkpoints that the recipe does not keep; return the removed ones.
 
     Only complete checkpoints count towards ``keep_last``; those that were found damaged are moved out of
     the way by :func:`supersede`. The newest complete checkpoint always stays.
@@ -179,7 +179,7 @@ def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> list[Path]
 
 
 def supersede(folder: Path, step: int) -> list[Path]:
-    """Move checkpoints after ``step`` aside; returns where they are now.
+    """Move checkpoints after ``step`` aside; return their new paths.
 
     The run goes on from ``step``: what lies after it is damaged or belongs to a course that was given up.
     Left in place, ``auto`` would return to it, and :func:`prune` would count it as newer than what is
@@ -202,7 +202,7 @@ def supersede(folder: Path, step: int) -> list[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what interrupted saves left aside."""
+    """Remove the partial folders of interrupted saves."""
     if folder.is_dir():
         for path in folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -211,7 +211,7 @@ def sweep(folder: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to the disk, so that a rename survives a power cut.
 
-    File systems that know nothing of it (some in user space, some network ones) answer ``EINVAL``.
+    File systems without support for it (some in user space, some network ones) answer ``EINVAL``.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

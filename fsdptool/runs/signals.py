@@ -1,9 +1,8 @@
 """Stop signals: in a worker (:class:`SignalFlag`) and in a command (:func:`handle_stop_signals`). Torch-free.
 
-In a worker one signal asks all ranks to save and leave, a second one leaves at once. The C-level handler
-only writes a byte; a thread reads it. So a signal is seen while the main thread sits in a collective
-(CPython runs Python handlers between byte codes of the main thread only), and a second one ends the
-process even then.
+In a worker, the first signal asks all ranks to save and stop; a second one ends the process at once. The
+C-level handler only writes a byte, which a thread reads. So a signal is seen while the main thread sits in
+a collective (CPython runs Python handlers between byte codes of the main thread only).
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class StopSignals:
         self._collecting = False
 
     def collect(self) -> None:
-        """Only take signals from now on; if a library kept one to itself, it ends the work here."""
+        """Only collect signals from now on; a signal that a library has swallowed ends the work here."""
         if self.taken:
             self._raise()
         self._collecting = True

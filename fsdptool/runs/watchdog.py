@@ -1,7 +1,7 @@
 """Notices that this rank makes no progress, says where, and ends it.
 
 A collective that waits for a rank times out by itself. A rank that never reaches one (a file system that
-does not answer, a deadlock among loading processes) leaves no trace but its peers' timeouts, and if all
+does not answer, a deadlock among loading processes) leaves only its peers' timeouts as a trace, and if all
 ranks wait for the same file server nothing ends at all. The worker calls :func:`enter` when a phase begins
 and :func:`beat` as it gets on; a thread looks at the time since.
 """
@@ -47,7 +47,7 @@ _LEAST_SECONDS = {
 
 
 def stall_limit(phase: WorkerPhase, timeout: float) -> float:
-    """Return the seconds without a sign of life in ``phase`` that count as a stall.
+    """Return the seconds without progress in ``phase`` that count as a stall.
 
     Args:
         phase: What the main thread does.
@@ -79,7 +79,7 @@ class Watchdog:
         self._phase = phase
 
     def beat(self) -> None:
-        """Give a sign of life."""
+        """Report progress."""
         self._since = time.monotonic()
 
     def watch(self) -> None:
@@ -140,7 +140,7 @@ def watched(events: EventLog) -> Iterator[None]:
 
 
 def enter(phase: WorkerPhase) -> None:
-    """Say which phase the main thread begins; without a watchdog nothing happens."""
+    """Begin a phase of the main thread; without a watchdog this does nothing."""
     if _current is not None:
         _current.enter(phase)
 
@@ -164,6 +164,6 @@ def no_report(phase: WorkerPhase, model: str | None = None) -> None:
 
 
 def beat(*_: object) -> None:
-    """Give a sign of life (also as a module's forward hook, so any arguments will do)."""
+    """Report progress (also as a module's forward hook, so any arguments are accepted)."""
     if _current is not None:
         _current.beat()

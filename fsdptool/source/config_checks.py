@@ -30,7 +30,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_la
 
 
 def check_sizes(config: Mapping[str, Any], where: str) -> tuple[Diagnostic, ...]:
-    """Refuse sizes no model can have; return findings for sizes no model should have.
+    """Refuse impossible sizes; return findings for implausible ones.
 
     Building is what they would break: 10^18 layers never end, 10^18 columns overflow.
 

@@ -131,12 +131,12 @@ def expanded(text: str) -> Path:
     path = Path(text)
     try:
         return path.expanduser()
-    except RuntimeError:  # ~somebody, of whom the system knows nothing
+    except RuntimeError:  # ~user, unknown to the system
         return path
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at ``path``, readable or not; what cannot be a path is nowhere."""
+    """Whether ``path`` exists, readable or not; an invalid path does not."""
     try:
         return path.exists()
     except PermissionError:
@@ -146,7 +146,7 @@ def exists(path: Path) -> bool:
 
 
 def refuse_pages(text: str) -> None:
-    """Refuse addresses.
+    """Refuse web addresses.
 
     Raises:
         ReferenceError: ``text`` is one; the advice is the id in it.

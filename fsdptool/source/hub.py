@@ -25,7 +25,7 @@ class HubFiles:
     Args:
         repo_id: ``organisation/name``.
         revision: Branch, tag or commit; None is ``main``.
-        hint: What to suggest beside the usual when the repository is out of reach.
+        hint: A further suggestion for when the repository cannot be reached.
     """
 
     def __init__(self, repo_id: str, revision: str | None, hint: str | None = None) -> None:
@@ -85,7 +85,7 @@ class HubFiles:
         return self._located(path, name)
 
     def offline(self) -> bool:
-        """Whether huggingface_hub itself considers the Hub out of bounds (``HF_HUB_OFFLINE``)."""
+        """Whether huggingface_hub is offline (``HF_HUB_OFFLINE``)."""
         from huggingface_hub import constants
 
         return bool(constants.HF_HUB_OFFLINE)

@@ -29,7 +29,7 @@ _CONFIG, _INDEX, _ADAPTER = "config.json", "model_index.json", "adapter_config.j
 
 
 class _CircleError(Exception):
-    """Adapters that lead back to one another; says where it was noticed."""
+    """Adapters refer to one another in a circle; the message is the path at which it was noticed."""
 
 
 class _Files(Protocol):
