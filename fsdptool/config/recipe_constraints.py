@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fsdptool.files.tree import Entry, Node
-from fsdptool.records.recipe import Method
+from fsdptool.records.recipe import MAX_LORA_RANK, Method
 
 _METHODS = ("lora", "distillation")
 """Methods with a block of their own under ``method``."""
@@ -84,10 +84,7 @@ _ONE: _Range = ("at least 1", lambda number: number >= 1)
 _NONE: _Range = ("at least 0", lambda number: number >= 0)
 _ABOVE: _Range = ("above 0", lambda number: number > 0)
 _SHARE: _Range = ("at least 0 and below 1", lambda number: 0 <= number < 1)
-MAX_RANK = 1 << 16
-"""Beyond the width of every published layer: an adapter would be larger than what it adapts."""
-
-_RANK: _Range = (f"from 1 to {MAX_RANK}", lambda number: 1 <= number <= MAX_RANK)
+_RANK: _Range = (f"from 1 to {MAX_LORA_RANK}", lambda number: 1 <= number <= MAX_LORA_RANK)
 _RATIO: _Range = ("from 0 to 1", lambda number: 0 <= number <= 1)
 
 RANGES: dict[str, _Range] = {

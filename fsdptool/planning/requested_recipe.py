@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdptool.config.recipe_constraints import MAX_RANK
 from fsdptool.errors import PlanError
 from fsdptool.planning.options import Options, settings_of
 from fsdptool.planning.search_point import split_checkpointing
 from fsdptool.records.recipe import (
+    MAX_LORA_RANK,
     Batch,
     Checkpointing,
     Distillation,
@@ -138,7 +138,7 @@ def check_sizes(recipe: Recipe) -> None:
             adapter's rank is larger than any layer.
     """
     lora = recipe.method.lora
-    if lora is not None and lora.rank > MAX_RANK:
+    if lora is not None and lora.rank > MAX_LORA_RANK:
         raise PlanError(
             f"LoRA rank {lora.rank:,} is larger than the width of any layer",
             help="ranks of 8 to 256 are usual",

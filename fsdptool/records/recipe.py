@@ -32,6 +32,10 @@ class ModelChoice:
     """Configuration keys to change, for example ``num_hidden_layers: 4``."""
 
 
+MAX_LORA_RANK = 1 << 16
+"""Beyond the width of every published layer: an adapter would be larger than the layer it adapts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lora:
     """LoRA (Hu et al. 2021). ``targets`` None takes the family's; ``base`` stores the frozen part."""

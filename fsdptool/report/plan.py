@@ -29,7 +29,9 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
         mfu = f", MFU {candidate['mfu']:.0%}" if candidate["mfu"] is not None else ""
         step = duration(candidate["step_seconds"])
         print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates)")
-    print_line(f"candidate {candidate['id']}: {words.brief(candidate['settings'])}")
+    requested = candidate["id"] in document["details"]["asked"]
+    name = "requested configuration" if requested else f"chosen configuration ({candidate['id']})"
+    print_line(f"{name}: {words.brief(candidate['settings'])}")
     _components(candidate)
     _states(document)
     _peak(candidate)
