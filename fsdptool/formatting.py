@@ -1,4 +1,4 @@
-"""Byte counts as a person reads them."""
+"""Byte counts as people read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forgiving spellings: what a person wrote, as the canonical value it can only have meant."""
+"""Forgiving spellings: what a user wrote, as the one canonical value it can mean."""
 
 from __future__ import annotations
 

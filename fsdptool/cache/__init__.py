@@ -1,4 +1,4 @@
-"""The on-disk store of derived answers: keyed by digests, so an entry cannot go stale."""
+"""The on-disk store of computed results: keyed by digests, so an entry cannot go stale."""
 
 from fsdptool.cache.store import Store, cache_folder
 

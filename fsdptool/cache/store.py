@@ -192,7 +192,7 @@ class Store:
             lock.acquire()
         except Timeout as error:
             raise TimeoutError(
-                f"another process has held {self._root / '.lock'} for {_LOCK_SECONDS:g} s"
+                f"another process has locked {self._root / '.lock'} for more than {_LOCK_SECONDS:g} s"
             ) from error
         try:
             yield
@@ -269,10 +269,10 @@ def _decode(content: bytes, kind: str, key: str) -> tuple[dict[str, Any], Any]:
 
 
 RULES = (
-    Rule("CACHE001", "cache cannot be used", "warning",
-         "The folder cannot be written, or the disk is full. The answer is derived and given all the same.",
-         "Set FSDPTOOL_CACHE to a folder that can be written, or `fsdptool cache prune`."),
+    Rule("CACHE001", "cache not usable", "warning",
+         "The folder cannot be written, or the disk is full. The result is computed and returned, but not stored.",
+         "Set FSDPTOOL_CACHE to a writable folder, or free space with `fsdptool cache prune`."),
     Rule("CACHE002", "corrupt cache entry", "warning",
-         "An entry's checksum is wrong. It was set aside and derived again.",
-         "Nothing; `fsdptool cache verify` checks the others."),
+         "An entry's checksum is wrong. The entry was set aside and the result computed again.",
+         "No action is needed; `fsdptool cache verify` checks the other entries."),
 )  # fmt: skip

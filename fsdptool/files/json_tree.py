@@ -80,8 +80,8 @@ class _Scanner:
     def _number(self, index: int) -> tuple[Node, int]:
         match = _NUMBER.match(self.text, index)
         if match is None:
-            found = self.text[index : index + 12].split("\n", maxsplit=1)[0]
-            raise ParseError("FSD104", f"not JSON: a value was expected, found {found!r}", index)
+            text = self.text[index : index + 12].split("\n", maxsplit=1)[0]
+            raise ParseError("FSD104", f"not JSON: a value was expected, found {text!r}", index)
         raw = match.group()
         try:
             value: Any = float(raw) if match.group(2) or match.group(3) else int(raw)

@@ -62,7 +62,7 @@ class Written:
 def write_stream(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> Written:
     """Write one safetensors file and flush it to the disk.
 
-    At no time is more than one tensor's value held. Values are asked for in order.
+    Only one tensor's value is in memory at any time. Values are requested in order.
 
     Raises:
         OSError: The file cannot be written (full disk).
@@ -87,7 +87,7 @@ def write_stream(path: Path, entries: Iterable[Entry], metadata: Mapping[str, st
             value = entry.value()
             if value is not None and entry.bytes:
                 put(_bytes_of(value))
-            # Or the next value would be gathered beside this one.
+            # Otherwise the next value would be gathered while this one is still in memory.
             del value
         os.fsync(stream.fileno())
     return Written(written, digest.hexdigest())

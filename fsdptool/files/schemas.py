@@ -38,13 +38,11 @@ def load_schema(name: str) -> dict[str, Any]:
     """Return the schema called ``name`` (``detect``, ``plan``, ``recipe``, ...) as parsed JSON.
 
     Raises:
-        FsdptoolError: There is no such schema; the message lists those there are.
+        FsdptoolError: There is no such schema; the message lists the schemas.
     """
     path = schema_folder() / f"{name}{_SUFFIX}"
     if not path.is_file():
-        raise FsdptoolError(
-            f"there is no schema called {name!r}", help=f"choose one of: {', '.join(schema_names())}"
-        )
+        raise FsdptoolError(f"unknown schema {name!r}", help=f"choose one of: {', '.join(schema_names())}")
     loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return loaded
 

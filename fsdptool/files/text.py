@@ -34,7 +34,7 @@ class SourceText:
 
     Attributes:
         text: The characters after the byte-order mark, if there is one.
-        path: As the person named it, or None for text from elsewhere.
+        path: As the user named it, or None for text from elsewhere.
         bom: Whether the file began with a UTF-8 byte-order mark.
     """
 
@@ -145,7 +145,7 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
     """Replace ``path`` by ``data`` in one step; a link's target is replaced, not the link.
 
     The mode stays, and the owner where that may be set (a container's root must not take the files of
-    the person whose folder it works in).
+    the user whose folder it works in).
 
     Args:
         path: The file.
@@ -159,13 +159,13 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
     aside: str | None = None
     try:
         if target.exists():
-            # Root may write whatever the mode says, so the mode itself is asked.
+            # Root may write whatever the mode says, so the mode itself is checked.
             if not target.stat().st_mode & 0o222:
-                raise StorageError(
-                    f"{path} is read-only", help="make it writable (chmod u+w) to have it changed"
-                )
+                raise StorageError(f"{path} is read-only", help="make it writable (chmod u+w)")
             if before is not None and target.read_bytes() != before:
-                raise StorageError(f"{path} was changed by somebody else meanwhile", help="run it again")
+                raise StorageError(
+                    f"{path} was changed by another program in the meantime", help="run the command again"
+                )
         handle, aside = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
@@ -179,7 +179,7 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
         aside = None
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}", help="the file is as it was"
+            f"{path} cannot be written: {error.strerror or error}", help="the file was not changed"
         ) from error
     finally:
         if aside is not None:

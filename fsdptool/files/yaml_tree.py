@@ -154,7 +154,7 @@ class _Composer:
             node.value = _construct(tag, raw)
         except (ValueError, TypeError, OverflowError, yaml.YAMLError) as error:
             node.value = raw
-            node.error = f"{tag.removeprefix(_CORE)} {raw[:40]!r} cannot be made: {_plain(error)}"
+            node.error = f"{tag.removeprefix(_CORE)} {raw[:40]!r} is not valid: {_plain(error)}"
         return node
 
     def _close(self, node: Node, children: list[Node]) -> None:

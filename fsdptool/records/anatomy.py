@@ -9,13 +9,14 @@ from typing import Literal
 
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.model import ModelSpec
+from fsdptool.records.schema import Count, Share
 
 WrapReason = Literal[
     # Chosen.
     "repeated_block",  # repeated side by side in a list and not inside another chosen block
     "repeated_in_stages",  # the repeated block inside stages or wrappers that hold little else
     "hint",  # the family names it, with its reason
-    "person",  # given with --wrap
+    "person",  # named with --wrap
     # Left out.
     "inside_block",  # lies inside a chosen block
     "stage",  # a stage or wrapper: the blocks inside it hold nearly all of its parameters
@@ -24,7 +25,7 @@ WrapReason = Literal[
     "once",  # occurs once: nothing repeats
     "unlisted",  # repeated, but not side by side in a list: a part of something else
     "different_each",  # no two instances have the same shapes
-    "helper",  # a small helper without inner structure beside real blocks
+    "helper",  # a small helper without inner structure next to real blocks
     "too_small",  # below half a percent of the parameters: a collective of its own costs more than it saves
     "passed_over",  # the user or the family chose other classes
     "excluded",  # left out with --exclude
@@ -128,10 +129,10 @@ class WrapCandidate:
     """
 
     name: str
-    instances: int
-    parameters_each: tuple[int, int]
-    parameters_total: int
-    share: float
+    instances: Count
+    parameters_each: tuple[Count, Count]
+    parameters_total: Count
+    share: Share
     paths: tuple[str, ...]
     chosen: bool
     reason_code: WrapReason
@@ -149,13 +150,13 @@ class NoSplitEntry:
 
 @dataclass(frozen=True, slots=True)
 class WrapChoice:
-    """The wrap classes and everything that was weighed to choose them."""
+    """The wrap classes and every class that was considered."""
 
     classes: tuple[str, ...]
     candidates: tuple[WrapCandidate, ...]
     no_split_modules: tuple[NoSplitEntry, ...] = ()
     origin: WrapOrigin = "structure"
-    """``structure``, ``hint`` (the family says so) or ``person`` (``--wrap``)."""
+    """``structure``, ``hint`` (the family names the classes) or ``person`` (``--wrap``)."""
     concern_code: WrapConcern | None = None
     """Why one unit keeps 35 % or more of the parameters; None if none does."""
     concern: str | None = None

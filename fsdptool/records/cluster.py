@@ -55,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of equal GPUs. CPU clusters have ``gpu`` None and are judged by host memory only."""
+    """Nodes of equal GPUs. CPU clusters have ``gpu`` None and are limited by host memory only."""
 
     gpu: Gpu | None
     gpus_per_node: int
@@ -67,7 +67,7 @@ class Cluster:
     environment: Mapping[str, str] = field(default_factory=dict)
     """NCCL settings to export on launch."""
     name: str | None = None
-    """What a person calls this offer; None: it is named by its GPUs."""
+    """Name of this offer; None names it after its GPUs."""
 
     @property
     def world_size(self) -> int:
@@ -169,7 +169,7 @@ class Machine:
         link_efficiency, network_efficiency: Fraction of the link's rate in large collectives.
         link_latency, network_latency: Seconds per hop of a ring.
         kernel_latency: Seconds per launched operator.
-        reserved_ratio: Reserved over allocated bytes, where no replay was made; null: the simulation's own.
+        reserved_ratio: Reserved over allocated bytes, where the allocator is not replayed; null takes the simulation's.
         measured: Whether the figures come from ``fsdptool calibrate``.
         source: Where the figures come from.
     """

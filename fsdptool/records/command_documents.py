@@ -1,4 +1,4 @@
-"""What the commands answer beside plans, detections and verdicts on configurations."""
+"""Documents of the commands other than detect, plan and those about configurations."""
 
 from __future__ import annotations
 
@@ -32,17 +32,7 @@ class PathProblem:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What `fsdptool cache ls|verify|prune|clear --format json` print.
-
-    Attributes:
-        folder: The cache folder.
-        entries: Every readable entry, newest first (``ls``).
-        good: Number of entries whose checksum agrees (``verify``).
-        bad: Corrupt entries (``verify``).
-        removed: Number of files removed (``prune``, ``clear``).
-        bytes: Size of the removed files.
-        failed: Files that could not be removed.
-    """
+    """What `fsdptool cache ls|verify|prune|clear --format json` print."""
 
     folder: str
     entries: tuple[CacheEntry, ...] | None = None
@@ -61,13 +51,8 @@ FigureUnit = Literal["bytes", "seconds", "rate", "text"]
 class ComparedFigure:
     """One figure on both sides.
 
-    Attributes:
-        what: What is compared.
-        left: The figure on the left side.
-        right: The figure on the right side.
-        unit: What the figures are.
-        percent: How far the right side lies above the left one (a run: how far the measurement lies above the
-            prediction), or null where that means nothing.
+    ``percent`` is how far the right side lies above the left one (a run: how far measurement lies above
+    prediction), or None where that means nothing.
     """
 
     what: str
@@ -86,7 +71,7 @@ class Comparison:
         left, right: What the sides are called.
         rows: Figures of the whole.
         moments: Allocated bytes moment by moment (plans); phase by phase, rank by rank, and at every step
-            that held more than those before it (a run).
+            whose peak exceeds that of the steps before it (a run).
         error_percent: For a run: predicted over measured allocated peak, in percent.
         notes: What could not be compared, one sentence each.
     """
@@ -150,7 +135,7 @@ class Probe:
         device: Device type of the processes.
         backend: The communication backend, or null if the processes did not report one.
         processes: Number of processes.
-        sharded: Whether every process held its own rows only.
+        sharded: Whether each process stored only its own rows.
         equal: Whether the weights after three steps equal those of a plain loop.
         difference: Largest difference between the two, or null.
         ok: Whether the probe passed.
@@ -190,16 +175,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What `fsdptool export --format json` prints.
-
-    Attributes:
-        folder: The exported folder.
-        kind: ``transformers``, ``diffusers``, ``adapter``, or a library's name.
-        step: Step of the checkpoint.
-        checkpoint: Folder of the checkpoint.
-        files: Exported files, relative to the folder.
-        bytes: Total size.
-    """
+    """What `fsdptool export --format json` prints."""
 
     folder: str
     kind: str
@@ -265,13 +241,7 @@ class NodeCommand:
 
 @dataclass(frozen=True, slots=True)
 class LaunchLines:
-    """What `fsdptool train --dry-run` and `fsdptool launch` print with `--format json`.
-
-    Attributes:
-        nodes: One entry for each node.
-        folder: The run folder.
-        script: Slurm batch script, or null.
-    """
+    """What `fsdptool train --dry-run` and `fsdptool launch` print with `--format json`."""
 
     nodes: Annotated[tuple[NodeCommand, ...], Keywords(minItems=1)]
     folder: str
@@ -290,17 +260,7 @@ class BucketCount:
 
 @dataclass(frozen=True, slots=True)
 class PrecomputeReport:
-    """What `fsdptool precompute --format json` prints.
-
-    Attributes:
-        folder: Where the latents are.
-        pictures: Samples of the data set.
-        buckets: Samples by size.
-        shards: Files the latents are divided into.
-        made: Shards that this call computed.
-        finished: Whether every shard is complete.
-        device: Device type that encoded the samples.
-    """
+    """What `fsdptool precompute --format json` prints; `made` counts the shards that this call encoded."""
 
     folder: str
     pictures: Positive

@@ -1,4 +1,4 @@
-"""What the commands about configurations answer: verdicts, explanations, migrations, files and rules."""
+"""Documents of the commands about configurations: verdicts, explanations, migrations, files and rules."""
 
 from __future__ import annotations
 
@@ -101,13 +101,7 @@ class FindingCounts:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """What `fsdptool validate --format json` prints: a verdict on each file.
-
-    Attributes:
-        consumer: The program the first file was checked for; null if there are no files.
-        files: One verdict for each file.
-        summary: Counts over all files.
-    """
+    """What `fsdptool validate --format json` prints: a verdict on each file."""
 
     consumer: ConsumerVersion | None
     files: tuple[FileVerdict, ...]
@@ -124,7 +118,7 @@ class MigratedFile:
         changed: Whether the new text differs.
         refusal: Why nothing was done, or null.
         help: What to do about a refusal, or null.
-        notes: What else to know, such as settings that must be given at launch now.
+        notes: What else to know, such as settings that now belong on the launch command line.
         text: The new text, or null when it was refused.
     """
 
@@ -146,17 +140,7 @@ class Migration:
 
 @dataclass(frozen=True, slots=True)
 class EmittedConfig:
-    """What `fsdptool emit-config --format json` prints.
-
-    Attributes:
-        path: The file that was written, or null.
-        layout: Which program groups the parameters.
-        reference: The model, or null for a preset without one.
-        plan_digest: Digest of the plan the settings come from, or null.
-        settings: The settings in the file.
-        differences: What a plain accelerate script will do differently from what was planned.
-        text: The file's text.
-    """
+    """What `fsdptool emit-config --format json` prints."""
 
     path: str | None
     layout: Layout
@@ -185,17 +169,7 @@ class PresetList:
 
 @dataclass(frozen=True, slots=True)
 class RuleText:
-    """What a finding's code means.
-
-    Attributes:
-        code: Stable code.
-        family: Group of codes it belongs to.
-        severity: Severity unless the finding says otherwise.
-        title: The problem in a few words.
-        why: What really happens, with the version it was seen in.
-        fix: What to do, and what ``--fix`` does if it can.
-        safety: Whether ``--fix`` or ``--unsafe-fixes`` applies a fix.
-    """
+    """What a finding's code means."""
 
     code: Annotated[str, Keywords(pattern="^[A-Z]{3,5}[0-9]{3}$")]
     family: RuleFamily

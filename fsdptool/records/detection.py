@@ -1,4 +1,4 @@
-"""What ``fsdptool detect`` answers."""
+"""The document of ``fsdptool detect``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from fsdptool.records.anatomy import NoSplitEntry, WrapConcern, WrapOrigin, WrapReason
+from fsdptool.records.anatomy import NoSplitEntry, WrapCandidate, WrapConcern, WrapOrigin
 from fsdptool.records.model import Reference
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Keywords, Positive, Share
@@ -40,15 +40,7 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """Exact numbers of parameters.
-
-    Attributes:
-        total: Unique parameters.
-        trainable, frozen: Those with and without ``requires_grad``.
-        tied_saved: Parameters that ties save.
-        by_dtype: Unique parameters by dtype.
-        frozen_fqns: Names of the frozen ones.
-    """
+    """Exact numbers of unique parameters; `tied_saved` is what ties save."""
 
     total: Count
     trainable: Count
@@ -60,16 +52,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True, slots=True)
 class WrapSummary:
-    """The wrap classes and the number of units they make.
-
-    Attributes:
-        classes: Wrap classes.
-        units: Number of FSDP units, the root included.
-        origin: Whether the structure, the family or the user chose them.
-        layout: Which program groups the parameters.
-        concern_code: Why one unit keeps 35 % or more of the parameters; null if none does.
-        concern: The same in a sentence.
-    """
+    """The wrap classes, the number of units they make, and why one unit dominates, if one does."""
 
     classes: tuple[str, ...]
     units: Positive
@@ -80,31 +63,9 @@ class WrapSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class ConsideredClass:
-    """A class that was considered as a wrap class, and why it was chosen or left out.
+class ConsideredClass(WrapCandidate):
+    """A class that was considered as a wrap class, and whether an instance holds an embedding."""
 
-    Attributes:
-        name: Class name.
-        instances: Modules of the class.
-        parameters_each: Parameters of one instance, smallest and largest.
-        parameters_total: Unique parameters under all instances.
-        share: ``parameters_total`` over the model's total.
-        paths: Up to five example paths.
-        chosen: Whether it is a wrap class.
-        reason_code: Why it was chosen or left out.
-        reason: The same in a sentence that names numbers.
-        holds_embedding: Whether an instance holds an embedding.
-    """
-
-    name: str
-    instances: Count
-    parameters_each: tuple[Count, Count]
-    parameters_total: Count
-    share: Share
-    paths: tuple[str, ...]
-    chosen: bool
-    reason_code: WrapReason
-    reason: str
     holds_embedding: bool
 
 
@@ -152,15 +113,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """Parameters that hold all experts of a layer in one tensor.
-
-    Attributes:
-        tensors: Number of such parameters.
-        parameters: Their elements.
-        share: ``parameters`` over the model's total.
-        counts: The numbers of experts that occur.
-        largest: Elements of the largest one.
-    """
+    """Tensors that hold all experts of a layer; `counts` are the numbers of experts that occur."""
 
     tensors: Count
     parameters: Count
@@ -181,14 +134,7 @@ class BufferSize:
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """A parameter whose first dimension is not a multiple of the number of ranks.
-
-    Attributes:
-        fqn: Its name.
-        dim0: Size of the sharded dimension.
-        padding_bytes: Padding over all ranks, in the parameter's own dtype.
-        empty_ranks: Ranks that hold no row of it.
-    """
+    """A parameter whose first dimension is not a multiple of the ranks; padding is over all ranks."""
 
     fqn: str
     dim0: Count

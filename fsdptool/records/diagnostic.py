@@ -1,4 +1,4 @@
-"""Findings, wherever they come from, and what their codes mean."""
+"""Findings of every room, and what their codes mean."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Rule:
 
     Attributes:
         code: Stable code; everything before its last two digits names the family.
-        title: What is found, in a few words.
+        title: The problem in a few words.
         severity: Severity unless the finding says otherwise.
         why: What really happens, with the version it was seen in.
         fix: What to do, and what ``--fix`` does if it can.

@@ -13,13 +13,13 @@ ReferenceKind = Literal["flavour", "hub", "folder", "config", "pipeline", "adapt
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """How the person named the model.
+    """How the user named the model.
 
     Attributes:
         kind: ``flavour`` (``family:flavour``), ``hub`` (a Hugging Face id), ``folder``,
             ``config`` (a bare ``config.json``), ``pipeline`` (a diffusers folder with
             ``model_index.json``) or ``adapter`` (a PEFT folder; the spec is its base model's).
-        id: The reference as given, without a revision.
+        id: The reference as written, without a revision.
         revision: Commit hash or tag of a hub reference, or None.
     """
 
@@ -44,7 +44,7 @@ class ModelSpec:
         weights: Local safetensors files that belong to this component, sorted; empty if none.
         component: Name of the pipeline component (``transformer``, ``unet``), or None.
         adapter: ``adapter_config.json`` of a PEFT reference, or None.
-        trust_remote_code: Whether the person allowed code from the reference to run.
+        trust_remote_code: Whether the user allowed code from the reference to run.
         diagnostics: Findings of the resolution (misspelt config keys, ...).
     """
 

@@ -22,7 +22,7 @@ Preference = Literal["speed", "price"]
 
 @dataclass(frozen=True, slots=True)
 class SearchPoint:
-    """One point of the search space. Everything else of recipe and settings stays as given.
+    """One point of the search space. Everything else of recipe and settings stays unchanged.
 
     Attributes:
         cluster: Index of the cluster in the plan's offers.
@@ -109,7 +109,7 @@ class Phase:
         name: The phase.
         allocated_bytes: Peak of live bytes on the device; None is unknown.
         host_bytes_per_rank: Host memory of every rank (tensors; on the CPU it is the device's).
-        host_bytes_rank_0: What rank 0 (``export``: the one process there is) holds besides.
+        host_bytes_rank_0: Additional host memory of rank 0 (``export``: of its only process).
         basis: How ``allocated_bytes`` is known.
         moment: When in the phase the peak is.
     """
@@ -285,7 +285,7 @@ class PlanInputs:
 
     Attributes:
         recipe, settings: The run.
-        clusters: The offers, in the order they were given.
+        clusters: The offers, in the order they were named.
         machines: The machine table's row for each of them.
         profile: Device profile whose memory is predicted.
         wrap, exclude: Wrap classes named or excluded by the user.

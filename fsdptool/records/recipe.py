@@ -184,7 +184,7 @@ class Sharding:
     prefetch: int = 1
     """Units gathered ahead; 1 is FSDP2's implicit prefetch."""
     accumulation: GradientAccumulation = "sharded"
-    """Gradients held between micro-batches: reduced every time, or kept unsharded (no sync)."""
+    """Accumulated gradients: reduced after every micro-batch, or kept unsharded (no sync)."""
     checkpointing: Checkpointing | None = None
     compile: bool = False
 
@@ -230,7 +230,7 @@ class Ema:
 
 @dataclass(frozen=True, slots=True)
 class Tracking:
-    """Experiment services that receive every ``log_every``-th step besides ``metrics.jsonl``."""
+    """Experiment services that receive every ``log_every``-th step in addition to ``metrics.jsonl``."""
 
     backends: tuple[TrackerName, ...] = ()
     log_every: int = 1

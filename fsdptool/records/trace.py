@@ -1,6 +1,6 @@
 """What one micro-batch does to memory and to the arithmetic units, module by module.
 
-A trace knows nothing of sharding: it holds the events of the plain model between the borders of
+A trace knows nothing of sharding: it records the events of the plain model between the boundaries of
 its modules, so that one trace serves every wrap choice, reshard setting and number of ranks.
 """
 
@@ -13,22 +13,22 @@ from typing import Literal
 from fsdptool.records.anatomy import Buffer
 
 Profile = Literal["cuda", "cpu"]
-"""Whose kernels the trace assumes: they differ in what they save (``docs/memory.md``)."""
+"""Device profile whose kernels the trace assumes: they differ in what they save (``docs/memory.md``)."""
 
 Marker = Literal["start", "enter", "leave", "loss", "backward", "grad_enter", "grad_leave", "end"]
 
 KINDS = ("activation", "recomputed", "temporary", "output", "loss", "gradient", "teacher", "offloaded")
-"""What a traced tensor is. ``activation``: kept from forward to backward; ``recomputed``: made again
+"""What a traced tensor is. ``activation``: kept from forward to backward; ``recomputed``: created again
 in backward under activation checkpointing; ``gradient``: of a parameter; ``teacher``: what a
 teacher's forward holds, its prediction included; ``offloaded``: kept in host memory for backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What happens between one module border and the next, in program order.
+    """What happens between one module boundary and the next, in program order.
 
     Attributes:
-        marker: The border that opens the segment: ``enter`` and ``leave`` of a module's forward,
+        marker: The boundary that opens the segment: ``enter`` and ``leave`` of a module's forward,
             ``grad_enter`` when the gradient of its output arrives, ``grad_leave`` when the gradient
             of its inputs is complete; ``start``, ``loss``, ``backward`` and ``end`` of the whole.
         path: Module path in the traced model (block indices are those of the shortened model).
@@ -90,12 +90,12 @@ class Trace:
     """One micro-batch of one model under one recipe, as the plain, unsharded model runs it.
 
     Attributes:
-        profile: Whose kernels were assumed.
+        profile: Device profile whose kernels were assumed.
         compute_dtype: dtype of the parameters while computing.
         segments: The program, at the traced depth.
         sizes: Bytes of every traced tensor, by its number.
         kinds: Index into :data:`KINDS` of every traced tensor.
-        names: Index into ``vocabulary`` of every traced tensor: the operator that made it, or the
+        names: Index into ``vocabulary`` of every traced tensor: the operator that created it, or the
             parameter it is the gradient of.
         vocabulary: Names.
         repeats: Lists that were shortened; empty when the full depth was traced.
@@ -108,7 +108,7 @@ class Trace:
         sampling: A forward of sampling, where the recipe writes samples.
         tokens: What the objective's weight counts, per micro-batch at most.
         samples: Micro-batch size.
-        torch: Version the trace was made with.
+        torch: Version the trace was recorded with.
         model: Class of the traced model.
         unknowns: Why there are no segments, if there are none; otherwise what is uncertain.
         notes: Assumptions worth telling (attention kernel, balanced experts).

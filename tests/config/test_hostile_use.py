@@ -102,7 +102,7 @@ def test_a_file_that_changes_in_between_is_left_to_its_writer(
     monkeypatch.setattr(fix, "repair", slow)
     assert run(["validate", "a.yaml", "--fix"]) == 2
     assert Path("a.yaml").read_text() == "# somebody else's\n" + BAD
-    assert "a.yaml was changed by somebody else meanwhile" in capsys.readouterr().err
+    assert "a.yaml was changed by another program in the meantime" in capsys.readouterr().err
     assert sorted(path.name for path in Path().iterdir()) == ["a.yaml", "b.yaml", "good.yaml", "v1.yaml"]
 
 

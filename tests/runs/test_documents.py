@@ -99,7 +99,7 @@ def test_the_export_is_the_checkpoint_and_loads(
 
         during.setattr(adapters, "write_shards", stopped)
         assert fsdptool([*arguments, "--force"]) == 75
-        assert "SIGTERM came before the export was complete" in capsys.readouterr().err
+        assert "SIGTERM was received before the export was complete" in capsys.readouterr().err
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
     assert list(tmp_path.iterdir()) == [target], "nothing half-written stays"
     assert fsdptool([*arguments, "--force"]) == 0, "an export may be replaced"
