@@ -270,7 +270,7 @@ def _decode(content: bytes, kind: str, key: str) -> tuple[dict[str, Any], Any]:
 
 RULES = (
     Rule("CACHE001", "cache not usable", "warning",
-         "The folder cannot be written, or the disk is full. The result is computed and returned, but not stored.",
+         "The folder is not writable, or the disk is full. Results are returned, but not stored.",
          "Set FSDPTOOL_CACHE to a writable folder, or free space with `fsdptool cache prune`."),
     Rule("CACHE002", "corrupt cache entry", "warning",
          "An entry's checksum is wrong. The entry was set aside and the result computed again.",

@@ -169,7 +169,7 @@ class Machine:
         link_efficiency, network_efficiency: Fraction of the link's rate in large collectives.
         link_latency, network_latency: Seconds per hop of a ring.
         kernel_latency: Seconds per launched operator.
-        reserved_ratio: Reserved over allocated bytes, where the allocator is not replayed; null takes the simulation's.
+        reserved_ratio: Reserved over allocated bytes, if the allocator is not replayed; null: as simulated.
         measured: Whether the figures come from ``fsdptool calibrate``.
         source: Where the figures come from.
     """
