@@ -1,6 +1,8 @@
-"""Byte counts as people read them."""
+"""Byte counts as a person reads them, and names that others chose as a terminal may show them."""
 
 from __future__ import annotations
+
+import re
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -15,3 +17,32 @@ def amount(value: int | None) -> str:
             number = value / size
             return f"{sign}{number:.1f} {unit}" if number >= 10 else f"{sign}{number:.2f} {unit}"
     return f"{sign}{value} B"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` as part of one line: control characters, newlines and escapes are replaced.
+
+    Everything that a file, its name or a model said goes through here before a person, a terminal or a
+    log of a build server sees it: a newline would begin a line of its own (``::error``), an escape
+    sequence would drive the terminal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else " " if character == "\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines, each of them as :func:`printable` has it; line ends stay."""
+    return re.sub(r"[^\r\n]+|\r(?!\n)", lambda match: printable(match[0]), text)
+
+
+def printable_json(text: str) -> str:
+    """Return JSON text in which every character that is not printable is an escape, line ends apart."""
+    return _UNPRINTABLE_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+_UNPRINTABLE_JSON = re.compile("[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""JSON itself escapes the controls below 0x20."""

@@ -167,7 +167,7 @@ def _drop_output() -> None:
 
 def complain(error: FsdptoolError) -> None:
     """Write an error as one line, and what to do next as a second line."""
-    from fsdptool.report.tables import printable
+    from fsdptool.formatting import printable
 
     sys.stderr.write(f"error: {printable(error.message)}\n")
     if error.help:
@@ -201,6 +201,9 @@ def _other(error: Exception) -> int:
     if os.environ.get("FSDPTOOL_TRACEBACK"):
         traceback.print_exc()
     last = traceback.extract_tb(error.__traceback__)[-1]
-    sys.stderr.write(f"internal error: {type(error).__name__}: {error} ({last.filename}:{last.lineno})\n")
+    from fsdptool.formatting import printable
+
+    said = printable(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
+    sys.stderr.write(f"internal error: {said}\n")
     sys.stderr.write("help: set FSDPTOOL_TRACEBACK=1 to see the full traceback, and report the error\n")
     return int(ExitCode.INTERNAL)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdptool.cli.options import Format, FormatOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.output import answer_line, print_document
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def folder() -> int:
     """Print the path of the cache folder."""
     from fsdptool.cache import cache_folder
 
-    sys.stdout.write(f"{cache_folder()}\n")
+    answer_line(f"{cache_folder()}")
     return int(ExitCode.CLEAN)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fsdptool.cli.options import Format, FormatOption
-from fsdptool.cli.output import print_document, write_file
+from fsdptool.cli.output import print_document, say, write_file
 from fsdptool.errors import ExitCode
 
 
@@ -56,7 +55,7 @@ def command(
     rows = (row, *(item for item in kept if item.match != row.match))
     if output is not None:
         write_file(output, write_table(rows), force=force)
-        sys.stderr.write(f"wrote {output}\n")
+        say(f"wrote {output}")
     if format is Format.JSON:
         print_document(json.loads(write_table(rows)))
     else:

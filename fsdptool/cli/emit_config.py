@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdptool.cli.options import Format, FormatOption, RevisionOption, TrustOption
-from fsdptool.cli.output import check_free, print_document, write_file
+from fsdptool.cli.output import answer_line, check_free, print_document, say, write_file
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -95,11 +95,9 @@ def command(
         from fsdptool.config.recipe import dump_recipe
 
         write_file(recipe_output, dump_recipe(emission.recipe), force=force)
-        sys.stderr.write(f"wrote {recipe_output}\n")
+        say(f"wrote {recipe_output}")
         if emission.recipe.data.source == "synthetic":
-            sys.stderr.write(
-                f"note: {recipe_output} trains on synthetic samples until you name yours under data:\n"
-            )
+            say(f"note: {recipe_output} trains on synthetic samples until you name yours under data:")
     return 0
 
 
@@ -107,7 +105,7 @@ def _write(emission: Emission, output: Path | None, force: bool, format: Format)
     text = emission.text()
     if output is not None:
         write_file(output, text, force=force)
-        sys.stderr.write(f"wrote {output}\n")
+        say(f"wrote {output}")
     if format is Format.JSON:
         print_document(emission.document(text, output))
     elif output is None:
@@ -124,7 +122,7 @@ def _list_presets(format: Format) -> int:
         print_document(envelope("presets", {}, PresetList(tuple(PRESETS.values()))))
         return 0
     for preset in PRESETS.values():
-        sys.stdout.write(f"{preset.name:<28}{preset.purpose}\n")
+        answer_line(f"{preset.name:<28}{preset.purpose}")
     return 0
 
 
@@ -143,8 +141,8 @@ def _merge(emission: Emission, into: Path, force: bool, format: Format) -> bool:
     if not difference:
         return True
     if not force and not (sys.stdin.isatty() and typer.confirm(f"Write {into}?", err=True)):
-        sys.stderr.write("nothing was written; use --force to write it\n")
+        say("nothing was written; use --force to write it")
         return False
     replace_file(into, merged.before.encode(merged.after), before=merged.before.encode())
-    sys.stderr.write(f"wrote {into}\n")
+    say(f"wrote {into}")
     return True

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fsdptool.cli.options import Format, FormatOption, TrustOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.output import answer_line, print_document, say
 
 
 def command(
@@ -74,9 +73,11 @@ def command(
         )
         print_document(envelope("export", report, report, unknowns=exported.notes))
         return 0
-    sys.stdout.write(f"{exported.folder}: {exported.kind}, step {exported.step}, {exported.bytes:,} bytes\n")
-    sys.stdout.write("".join(f"  {name}\n" for name in exported.files))
-    sys.stderr.write("".join(f"note: {note}\n" for note in exported.notes))
+    answer_line(f"{exported.folder}: {exported.kind}, step {exported.step}, {exported.bytes:,} bytes")
+    for name in exported.files:
+        answer_line(f"  {name}")
+    for note in exported.notes:
+        say(f"note: {note}")
     return 0
 
 

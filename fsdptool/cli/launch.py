@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument, TrustOption, refuse
-from fsdptool.cli.output import print_document, write_file
+from fsdptool.cli.output import answer_line, print_document, write_file
 
 _SLURM = ("script", "name", "time", "partition", "account", "cpus_per_task", "setup")
 """Options that only affect a batch script."""
@@ -89,7 +89,7 @@ def command(
     elif text is not None and script is None:
         sys.stdout.write(text)
     elif text is not None:
-        sys.stdout.write(f"{script}: submit it with sbatch {script}\n")
+        answer_line(f"{script}: submit it with sbatch {script}")
     else:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0

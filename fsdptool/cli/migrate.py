@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdptool.cli.options import DialectOption, Format, FormatOption
-from fsdptool.cli.output import print_document, write_file
+from fsdptool.cli.output import answer_line, print_document, say, write_file
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def command(
         print_document(migration_document(results))
     refused = [result for result in results if result.refusal is not None]
     for result in refused:
-        sys.stderr.write(f"error: {result.path}: {result.refusal}\n")
+        say(f"error: {result.path}: {result.refusal}")
         if result.help:
-            sys.stderr.write(f"help: {result.help}\n")
+            say(f"help: {result.help}")
     if check or diff:
         changed = [result for result in results if result.changed]
         if format is Format.TEXT:
@@ -71,7 +71,7 @@ def _migrate(files: list[Path], to: str | None, dialect: str | None) -> list[Mig
         if named or result.dialect is not None:
             results.append(result)
         else:
-            sys.stderr.write(f"note: {path} was skipped: {result.refusal}\n")
+            say(f"note: {path} was skipped: {result.refusal}")
     return results
 
 
@@ -84,7 +84,7 @@ def _show(changed: list[Migrated], diff: bool) -> None:
             name = "stdin" if str(result.path) == "-" else str(result.path)
             sys.stdout.write(unified(decode(_before(result), name), result.after or ""))
         else:
-            sys.stdout.write(f"{result.path} would change\n")
+            answer_line(f"{result.path} would change")
 
 
 def _before(result: Migrated) -> bytes:
@@ -99,12 +99,12 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
     from fsdptool.files.text import replace_file
 
     for note in result.notes:
-        sys.stderr.write(f"note: {result.path}: {note}\n")
+        say(f"note: {result.path}: {note}")
     if result.after is None:
         return True
     if output is not None:
         write_file(output, result.after, force=force)
-        sys.stderr.write(f"wrote {output}\n")
+        say(f"wrote {output}")
     elif str(result.path) == "-" or (to is not None and to != result.dialect):
         if format is Format.TEXT:
             sys.stdout.write(result.after)
@@ -114,7 +114,7 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
         except StorageError as error:
             complain(error)
             return False
-        sys.stderr.write(f"migrated {result.path}\n")
+        say(f"migrated {result.path}")
     else:
-        sys.stderr.write(f"{result.path} is already up to date\n")
+        say(f"{result.path} is already up to date")
     return True

@@ -10,12 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import StorageError
+from fsdptool.formatting import printable, printable_json
 
 
 def print_document(document: Mapping[str, Any]) -> None:
     """Print a JSON document to standard output, escaped to ASCII if the encoding of the terminal needs it."""
     narrow = not (sys.stdout.encoding or "").lower().startswith("utf")
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=narrow) + "\n")
+    sys.stdout.write(printable_json(json.dumps(document, indent=2, ensure_ascii=narrow)) + "\n")
+
+
+def say(text: str) -> None:
+    """Write one line to standard error: what was done, or what to know about the answer."""
+    sys.stderr.write(f"{printable(text)}\n")
+
+
+def answer_line(text: str) -> None:
+    """Write one line of an answer to standard output."""
+    sys.stdout.write(f"{printable(text)}\n")
 
 
 def check_free(path: Path, *, force: bool) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdptool.cli.options import Format
-from fsdptool.cli.output import check_free, print_document, write_file
+from fsdptool.cli.output import check_free, print_document, say, write_file
 from fsdptool.errors import ExitCode, PlanError, StorageError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, expl
     else:
         print_plan(document, explain=explain)
     if output is not None:
-        sys.stderr.write(f"wrote {output}\n")
+        say(f"wrote {output}")
 
 
 def check_saved(path: Path, format: Format, *, trust_remote_code: bool = False) -> int:
@@ -77,4 +76,4 @@ def check_output(output: Path | None, force: bool) -> None:
 
 def progress(line: str) -> None:
     """Say on standard error what is being done."""
-    sys.stderr.write(f"{line}\n")
+    say(f"{line}")

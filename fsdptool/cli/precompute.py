@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fsdptool.cli.options import Format, FormatOption, TrustOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.output import answer_line, print_document, say
 
 
 def command(
@@ -53,7 +52,7 @@ def command(
             work,
             processes=processes,
             device=device,
-            tell=lambda text: print(text, file=sys.stderr),  # noqa: T201
+            tell=say,
         )
     body = precompute_report(done, device or "auto")
     if format is Format.JSON:
@@ -61,10 +60,10 @@ def command(
 
         print_document(envelope("precompute", {"key": work.key}, body))
         return 0
-    sys.stdout.write(f"{done.pictures} pictures in {done.shards} shards, {done.made} encoded now\n")
+    answer_line(f"{done.pictures} pictures in {done.shards} shards, {done.made} encoded now")
     for bucket, count in done.buckets:
         frames = f" x {bucket.frames} frames" if bucket.frames > 1 else ""
-        sys.stdout.write(f"  {bucket.height} x {bucket.width}{frames}: {count}\n")
+        answer_line(f"  {bucket.height} x {bucket.width}{frames}: {count}")
     state = "complete" if done.finished else "incomplete: other processes are still encoding shards"
-    sys.stdout.write(f"{state}: {done.folder}\n")
+    answer_line(f"{state}: {done.folder}")
     return 0

@@ -168,7 +168,7 @@ def _run(
         progress.say(f"warning: {note}")
     on_event = _silent if quiet else progress
     if not quiet:
-        progress.say(plan_text(to_json(prepared.prediction)))
+        progress.show(plan_text(to_json(prepared.prediction)))
     # From here on a signal has somebody to reach; once they have ended, it changes nothing.
     stops.collect()
     supervisor = Supervisor(
@@ -188,6 +188,7 @@ def _run(
 def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progress, format: Format) -> int:
     from dataclasses import asdict, replace
 
+    from fsdptool.formatting import printable, printable_lines
     from fsdptool.launch.failure import account_for_memory, write_report
     from fsdptool.launch.summary import summarise, write_summary
     from fsdptool.records.codec import to_json
@@ -209,9 +210,9 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
         print_document(document)
     else:
         losses = [line.get("loss") for line in read_lines(folder / METRICS)]
-        sys.stdout.write(closing_text(document, _shown(folder), losses))
+        sys.stdout.write(printable_lines(closing_text(document, printable(_shown(folder)), losses)))
     if account is not None:
-        progress.say(memory_text(to_json(account)))
+        progress.show(memory_text(to_json(account)))
     _say_failure(outcome, progress)
     if outcome.failure is None and summary.resumable:
         progress.say("stopped; continue with --resume auto")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fsdptool.cli.options import DialectOption, TargetOption, TrustOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.output import print_document, say
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def _write(repaired: list[Repaired | None], readings: list[Reading]) -> tuple[li
         if result is None or result.after.text == result.before.text:
             continue
         if result.before.path is None:
-            sys.stderr.write("standard input is not rewritten; --diff shows the fixes\n")
+            say("standard input is not rewritten; --diff shows the fixes")
             continue
         try:
             replace_file(Path(result.before.path), result.after.encode(), before=result.before.encode())
@@ -149,7 +148,7 @@ def _write(repaired: list[Repaired | None], readings: list[Reading]) -> tuple[li
                 for key, value in item.changes.items()
                 if key != "*" and value is not None
             )
-            sys.stderr.write(f"fixed {where}: {item.code} {item.description}{changed}\n")
+            say(f"fixed {where}: {item.code} {item.description}{changed}")
     return left, code
 
 
@@ -162,7 +161,7 @@ def _print(verdict: Any, format: FindingFormat, quiet: bool) -> None:
     elif format is FindingFormat.SARIF:
         from fsdptool.report.sarif import sarif_document
 
-        sys.stdout.write(json.dumps(sarif_document(verdict.readings), indent=2, ensure_ascii=False) + "\n")
+        print_document(sarif_document(verdict.readings))
     elif format is FindingFormat.GITHUB:
         from fsdptool.report.findings import render_github
 

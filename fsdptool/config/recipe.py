@@ -21,6 +21,7 @@ from fsdptool.files.json_tree import parse_json
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
 from fsdptool.files.yaml_tree import parse_yaml
+from fsdptool.formatting import printable
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 
@@ -98,7 +99,7 @@ def dump_recipe(recipe: Recipe, *, header: str | None = None) -> str:
 
     text = yaml.safe_dump(to_json(recipe), sort_keys=False, allow_unicode=True, width=100)
     modeline = "# yaml-language-server: $schema=recipe.schema.json\n"
-    return modeline + "".join(f"# {line}\n" for line in (header or "").splitlines()) + text
+    return modeline + "".join(f"# {printable(line)}\n" for line in (header or "").splitlines()) + text
 
 
 def _open(path: str | Path | SourceText) -> SourceText:

@@ -15,6 +15,7 @@ from fsdptool.config.reader import read_settings
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import duplicates
+from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Edit
 from fsdptool.records.settings import FsdpSettings
 
@@ -35,7 +36,7 @@ def write_settings(
         ConfigError: The dialect is unknown, or cannot express a setting; the message names it.
     """
     chosen = load_registry().get(dialect) if isinstance(dialect, str) else dialect
-    return chosen.write(settings, tuple(header))
+    return chosen.write(settings, tuple(map(printable, header)))
 
 
 def emit_yaml(

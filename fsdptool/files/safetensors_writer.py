@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fsdptool.files.values import load_json
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,16 @@ _DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+
+_WIDTHS = {
+    name: 8 if name.endswith("64") else 4 if name.endswith("32") else 2 if name.endswith("16") else 1
+    for name in _DTYPES.values()
+}
+"""Bytes of an element."""
+
+HEADER_LIMIT = 100_000_000
+"""What the safetensors library reads at most (0.6, ``MAX_HEADER_SIZE``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,7 @@ def write_stream(path: Path, entries: Iterable[Entry], metadata: Mapping[str, st
 
     Raises:
         OSError: The file cannot be written (full disk).
-        ValueError: A dtype has no safetensors name.
+        ValueError: A dtype has no safetensors name, or a value is not as its entry says.
     """
     listed = list(entries)
     digest = hashlib.sha256()
@@ -85,6 +98,9 @@ def write_stream(path: Path, entries: Iterable[Entry], metadata: Mapping[str, st
         put(_header(listed, metadata))
         for entry in listed:
             value = entry.value()
+            if value is not None and (tuple(value.shape), value.dtype) != (entry.shape, entry.dtype):
+                what = f"{tuple(value.shape)} {value.dtype} instead of {entry.shape} {entry.dtype}"
+                raise ValueError(f"{entry.name} is {what}")
             if value is not None and entry.bytes:
                 put(_bytes_of(value))
             # Otherwise the next value would be gathered while this one is still in memory.
@@ -116,6 +132,64 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     import torch
 
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor as a file's header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Return the tensors of a safetensors file by name, and the file's metadata.
+
+    Nothing but the header is read, and nothing it says is believed: sizes must fit the dtype and the
+    shape, and the tensors must fill the file without gap or overlap.
+
+    Raises:
+        ValueError: It is not such a file; the message is one line.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER_LIMIT):
+            raise ValueError("its header is longer than the file, or than any header")
+        table = load_json(stream.read(length).decode("utf-8"))
+    if not isinstance(table, dict):
+        raise ValueError("its header is not an object")
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata is not text")
+    found: dict[str, Stored] = {}
+    spans = []
+    for name, entry in table.items():
+        found[name], span = _stored(name, entry)
+        spans.append(span)
+    end = 0
+    for start, stop in sorted(spans):
+        if start != end:
+            raise ValueError("its tensors overlap or leave a gap")
+        end = stop
+    if 8 + length + end != size:
+        raise ValueError("its tensors do not end where the file ends")
+    return found, metadata
+
+
+def _stored(name: str, entry: Any) -> tuple[Stored, tuple[int, int]]:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, start, stop]
+        width = _WIDTHS[dtype]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"its header does not describe {name!r}") from None
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{name!r} has sizes or offsets that are not counts")
+    if stop - start != math.prod(shape) * width:
+        raise ValueError(f"{name!r} does not have the size of its shape")
+    return Stored(dtype, tuple(shape)), (start, stop)
 
 
 def digest_file(path: Path) -> Written:

@@ -10,8 +10,6 @@ from typing import Any
 from fsdptool.errors import ConfigError, FsdptoolError
 
 _SUFFIX = ".schema.json"
-DOCUMENT_LIMIT = 1 << 28
-"""Bytes of the largest document that is read: a plan with long timelines has some megabytes."""
 
 
 @cache
@@ -51,40 +49,21 @@ def read_object(path: Path, schema: str | None = None) -> dict[str, Any]:
     """Return the object that a YAML or JSON file contains, checked against a schema if one is named.
 
     Raises:
-        ConfigError: The file is missing, too large, not UTF-8, not parseable, not an object, or breaks the
-            schema; the message names the place.
+        ConfigError: The file is missing, not a regular file, too large, not UTF-8, not parseable, not an
+            object, or breaks the schema; the message names the place.
     """
-    import yaml
-
-    from fsdptool.files.text import UnreadableError, read_source
+    from fsdptool.files.text import UnreadableError
+    from fsdptool.files.values import read_json, read_yaml
 
     try:
-        text = read_source(path, limit=DOCUMENT_LIMIT).text
-        data = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
+        data = read_json(path) if path.suffix == ".json" else read_yaml(path)
     except UnreadableError as error:
         raise ConfigError(f"{path}: {error.message}", help="check the path and the file") from error
-    except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
-        line = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not valid {path.suffix.lstrip('.') or 'YAML'}: {line}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected an object at the top, got {type(data).__name__}")
     if schema is not None:
         check(data, schema, where=str(path))
     return data
-
-
-def _load_yaml(text: str) -> Any:
-    """Read YAML with numbers as people write them: PyYAML (YAML 1.1) takes ``1.0e13`` for text."""
-    import re
-
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    number = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    return yaml.load(text, Loader=Loader)
 
 
 def check(data: Any, schema: str, *, where: str) -> None:

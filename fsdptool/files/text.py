@@ -8,14 +8,23 @@ import os
 import shutil
 import tempfile
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 
 from fsdptool.errors import StorageError
 
 SIZE_LIMIT = 1 << 20
 """Larger files are refused unparsed: no configuration is this large, a bomb may be."""
+
+
+LINE_LIMIT = 64 << 20
+"""Characters of one row of a data set: a long document, not a file of zeros."""
+
+_DESCRIPTORS = Path("/dev/fd")
+"""Where a shell puts what it substitutes for ``<(command)``."""
 
 
 class UnreadableError(Exception):
@@ -126,19 +135,68 @@ def read_source(path: str | Path, *, limit: int = SIZE_LIMIT) -> SourceText:
     """Read a file of at most ``limit`` bytes.
 
     Raises:
-        UnreadableError: It cannot be opened, is too large, or is not UTF-8.
+        UnreadableError: It cannot be opened, is not a regular file, is too large, or is not UTF-8.
+    """
+    return decode(read_bytes(path, limit=limit), str(path), limit=limit)
+
+
+def read_lines(path: str | Path, *, limit: int = LINE_LIMIT) -> Iterator[str]:
+    """Yield the lines of a file that may be larger than memory, with their endings.
+
+    Raises:
+        UnreadableError: It cannot be opened, is not a regular file, is not UTF-8, or has a line of more
+            than ``limit`` characters.
+    """
+    number = 0
+    try:
+        if not S_ISREG(Path(path).stat().st_mode):
+            raise UnreadableError("FSD101", "the file cannot be read: it is not a regular file")
+        with Path(path).open(encoding="utf-8") as stream:
+            while line := stream.readline(limit + 1):
+                number += 1
+                if len(line) > limit:
+                    raise UnreadableError("FSD102", f"line {number} has more than {limit:,} characters")
+                yield line
+    except UnicodeDecodeError as error:
+        raise UnreadableError(
+            "FSD103", f"the file is not UTF-8 (byte {error.object[error.start]:#04x} after line {number})"
+        ) from error
+    except OSError as error:
+        raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
+
+
+def read_bytes(path: str | Path, *, limit: int = SIZE_LIMIT) -> bytes:
+    """Return what a regular file holds: the one way in for every file that somebody else may have written.
+
+    A pipe without a writer and a device without an end are refused before they are read; what a shell
+    substitutes for ``<(command)`` is taken.
+
+    Args:
+        path: The file; links are followed.
+        limit: The most bytes that are read.
+
+    Raises:
+        UnreadableError: It cannot be opened, is not a regular file, or has more than ``limit`` bytes.
     """
     try:
-        with Path(path).open("rb") as stream:
+        substituted = Path(path).parent == _DESCRIPTORS
+        if not (substituted or S_ISREG(Path(path).stat().st_mode)):
+            raise UnreadableError("FSD101", "the file cannot be read: it is not a regular file")
+        # Not waiting for a writer, should it have become a pipe by now.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if substituted else os.O_NONBLOCK))
+        with os.fdopen(descriptor, "rb") as stream:
+            state = os.fstat(descriptor)
+            if not (substituted or S_ISREG(state.st_mode)):
+                raise UnreadableError("FSD101", "the file cannot be read: it is not a regular file")
             data = stream.read(limit + 1)
         if len(data) > limit:
-            size = Path(path).stat().st_size
+            size = max(state.st_size, len(data))
             raise UnreadableError("FSD102", f"the file has {size:,} bytes; more than {limit:,} are not read")
     except OSError as error:
         raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # a NUL in the path
         raise UnreadableError("FSD101", f"the file cannot be read: {error}") from error
-    return decode(data, str(path), limit=limit)
+    return data
 
 
 def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> None:

@@ -38,8 +38,21 @@ class LaunchCommand:
 
     def shell(self) -> str:
         """Return the command and its environment as one shell line."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
-        return " ".join([*variables, shlex.join(self.argv)])
+        variables = [f"{name}={_quote(value)}" for name, value in sorted(self.environment.items())]
+        return " ".join([*variables, *map(_quote, self.argv)])
+
+
+def _quote(text: str) -> str:
+    """Quote a word for a shell; one that is not printable in a form that stays on its line (``$'\\n'``)."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escape, text)) + "'"
+
+
+def _escape(character: str) -> str:
+    if character.isprintable() and character not in "'\\":
+        return character
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
 
 
 def build_command(

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from fsdptool.errors import ConfigError, FsdptoolError, StorageError
+from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.launch.command import Nodes
 from fsdptool.launch.devices import count_gpus, local_cluster, visible_gpus
 from fsdptool.launch.slurm import PORT, Job
@@ -197,14 +198,14 @@ def absolute_job(
 
 
 def _read(path: Path) -> str:
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist", help="check the path")
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist", help="check the path") from None
+        return read_bytes(path).decode("utf-8")
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error.message}", help="check the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})", help="save it as UTF-8") from None
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _teacher(

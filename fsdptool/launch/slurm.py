@@ -44,11 +44,23 @@ class Job:
 
 def train_line(job: Job, rank: str, endpoint: str, launch_id: str) -> str:
     """Return the command one node runs; the three arguments are shell expressions, already quoted."""
+    for what, text in (("recipe", job.recipe), ("configuration", job.config), ("run folder", job.output)):
+        check_printable(f"the path of the {what}", str(text))
     fixed = ["fsdptool", "train", str(job.recipe), "--config", str(job.config), "--output", str(job.output)]
     line = shlex.join([*fixed, "--resume", "auto", *job.options])
     if job.nodes == 1:
         return line
     return f"{line} --node-rank {rank} --rendezvous {endpoint} --launch-id {launch_id}"
+
+
+def check_printable(what: str, text: str) -> None:
+    """Refuse what would begin a line of its own in a script.
+
+    Raises:
+        ConfigError: ``text`` holds a control character.
+    """
+    if not text.isprintable():
+        raise ConfigError(f"{what} {text!r} contains control characters", help="rename it")
 
 
 def random_id() -> str:
@@ -64,6 +76,8 @@ def node_lines(job: Job, host: str, launch_id: str) -> list[str]:
         host: Name or address of node 0 that the others reach.
         launch_id: Identical on all nodes, unique per launch.
     """
+    check_printable("--host", host)
+    check_printable("--launch-id", launch_id)
     prefix = [f"{name}={shlex.quote(value)}" for name, value in sorted(job.variables.items())]
     endpoint = shlex.quote(host if ":" in host else f"{host}:{PORT}")
     return [

@@ -116,9 +116,6 @@ def _speed(sample: Sample) -> float | None:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    import json
+    from fsdptool.runs.events import read_lines
 
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return list(read_lines(folder / "metrics.jsonl"))

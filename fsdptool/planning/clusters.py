@@ -78,8 +78,10 @@ def make_cluster(
             f"the bandwidth between nodes must be positive, not {inter_node_bandwidth}",
             help="give --network '400 Gbit/s' (per GPU), or leave it out",
         )
-    for variable in environment or {}:
+    for variable, value in (environment or {}).items():
         _check_variable(variable)
+        if not value.isprintable():
+            raise PlanError(f"environment: the value of {variable} contains control characters")
     return Cluster(
         gpu=gpu,
         gpus_per_node=gpus_per_node,

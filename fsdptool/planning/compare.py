@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
+from fsdptool.files import values
+from fsdptool.files.text import UnreadableError
 from fsdptool.planning.plan import chosen_candidate
 from fsdptool.planning.plan_document import read_plan
 from fsdptool.records.codec import from_json, to_json
@@ -176,14 +177,14 @@ def read_json(path: Path) -> Any:
     Raises:
         PlanError: It is missing or unreadable: the folder is not a finished run.
     """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise PlanError(
             f"{path.parent} is not a finished run folder: {path.name} is missing", help="check the path"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{path} cannot be read: {error}") from error
+        )
+    try:
+        return values.read_json(path)
+    except UnreadableError as error:
+        raise PlanError(f"{path}: {error.message}") from error
 
 
 def _most(lines: Sequence[Mapping[str, Any]], key: str) -> int | None:

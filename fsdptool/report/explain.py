@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.formatting import printable
 from fsdptool.report.findings import render_concise
-from fsdptool.report.tables import printable
 
 if TYPE_CHECKING:
     from fsdptool.config.result import Reading

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from fsdptool.formatting import printable, printable_lines
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.report.tables import printable
 
 if TYPE_CHECKING:
     from fsdptool.config.result import Reading
@@ -130,8 +130,10 @@ def render_github(readings: Iterable[Reading], *, quiet: bool = False) -> str:
                 fields |= {"line": str(item.line), "col": str(item.column)}
                 if item.end_line is not None:
                     fields |= {"endLine": str(item.end_line), "endColumn": str(item.end_column)}
-            written = ",".join(f"{key}={_property(value)}" for key, value in fields.items() if value)
-            message = item.message + (f"\n{item.help}" if item.help else "")
+            written = ",".join(
+                f"{key}={_property(printable(value))}" for key, value in fields.items() if value
+            )
+            message = printable(item.message) + (f"\n{printable(item.help)}" if item.help else "")
             lines.append(f"::{_LEVELS[item.severity]} {written}::{_data(message)}\n")
     return "".join(lines)
 
@@ -154,11 +156,12 @@ def unified(before: SourceText, after: str, name: str | None = None) -> str:
     """
     if before.text == after:
         return ""
-    name = name or before.path or "stdin"
+    name = printable(name or before.path or "stdin")
     mark = "\ufeff" if before.bom else ""
     lines = difflib.unified_diff(_lines(mark + before.text), _lines(mark + after), f"a/{name}", f"b/{name}")
     return "".join(
-        line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines
+        printable_lines(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n")
+        for line in lines
     )
 
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from fsdptool.formatting import printable
+
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
 
@@ -60,14 +62,6 @@ def print_finding(severity: str, code: str, message: str, help: str | None) -> N
     print_line(f"{severity}: {message} [{code}]", style=_SEVERITY_STYLE.get(severity))
     if help:
         print_line(f"    {help}", style="dim" if severity == "info" else None)
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters replaced, so that no name can drive the terminal."""
-    return "".join(
-        character if character.isprintable() else " " if character == "\t" else "\N{REPLACEMENT CHARACTER}"
-        for character in text
-    )
 
 
 def count(value: int) -> str:

@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from fsdptool.formatting import amount
-from fsdptool.report.tables import printable
+from fsdptool.formatting import amount, printable, printable_lines
 
 
 class Progress:
@@ -52,8 +51,12 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Write one line, or several."""
-        text = "\n".join(map(printable, text.split("\n")))
+        """Write one line."""
+        self.show(printable(text))
+
+    def show(self, text: str) -> None:
+        """Write a text of several lines."""
+        text = printable_lines(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
             return

@@ -245,6 +245,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole, valid JSON lines of a file; a damaged line is passed over."""
     if not path.exists():
         return
+    if not path.is_file():
+        return
     with path.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             try:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptool.errors import ConfigError, StorageError
+from fsdptool.files import values
+from fsdptool.files.text import UnreadableError
 from fsdptool.modeling.methods import method_of
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.document import envelope, library_versions, tool_version
@@ -112,15 +114,15 @@ def read_json(path: Path) -> Any:
     Raises:
         ConfigError: It is missing, unreadable or no JSON; the message is one line.
     """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise ConfigError(
             f"{path.parent} is not a run folder: {path.name} is missing",
             help="use a folder that `fsdptool train` wrote",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        )
+    try:
+        return values.read_json(path)
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -200,11 +202,10 @@ def read_inputs(folder: Path, *, trust_remote_code: bool = False) -> RunInputs:
 
 def _read(path: Path, record: type[T]) -> T:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        data = values.read_json(path)
+    except UnreadableError as error:
+        kind = StorageError if error.code == "FSD101" else ConfigError
+        raise kind(f"{path}: {error.message}") from error
     return from_json(record, data, where=path.name)
 
 

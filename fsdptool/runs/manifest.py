@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Literal
 
 from fsdptool.errors import ConfigError
-from fsdptool.files.safetensors_writer import Written, digest_file
+from fsdptool.files.safetensors_writer import Stored, Written, digest_file, read_header
+from fsdptool.files.text import UnreadableError
+from fsdptool.files.values import load_json, read_json
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.runs.folder import write_json
 
@@ -22,6 +27,11 @@ MANIFEST = "manifest.json"
 FORMAT = "fsdptool-checkpoint-1"
 SUPERSEDED = "superseded"
 """Folder beside the checkpoints for those of a course of training that was given up."""
+FULL_NAME = "full.safetensors"
+SHARDING_KEY = "DCP_SHARDING_INFO"
+"""Where torch's reader looks for each chunk's place (2.13, checkpoint/_hf_utils.py)."""
+
+MAX_WORLD = 1 << 20
 _NAME = re.compile(r"step-(\d{8})")
 
 Kind = Literal["sharded", "full"]
@@ -58,6 +68,11 @@ class Manifest:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def shard_name(rank: int) -> str:
+    """Return the file name of a rank's share."""
+    return f"shard-{rank:05d}.safetensors"
+
+
 def folder_name(step: int) -> str:
     """Return the folder name of the checkpoint after ``step`` steps."""
     return f"step-{step:08d}"
@@ -87,18 +102,109 @@ def read_manifest(folder: Path) -> Manifest:
         ConfigError: It is missing, damaged, of another format or does not match its own digest.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        raise ConfigError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
+        raw = read_json(path)
+    except UnreadableError as error:
+        raise ConfigError(f"{path} is damaged: {error.message}") from error
     manifest = from_json(Manifest, raw, where=str(path))
     if manifest.format != FORMAT:
         raise ConfigError(f"{path} has format {manifest.format!r}; this version reads {FORMAT}")
     if manifest.own_sha256 != manifest.digest():
         raise ConfigError(f"{path} is damaged: it does not match its own digest")
+    # The digest guards against accidents, not against people: anybody can compute it.
+    if wrong := _implausible(folder, manifest):
+        raise ConfigError(f"{path} is damaged: {wrong}")
     return manifest
+
+
+def _implausible(folder: Path, manifest: Manifest) -> str | None:
+    """Return what no writer of ours would have said, or None."""
+    if manifest.step < 0 or step_of(folder) not in (None, manifest.step):
+        return f"step {manifest.step} is not the folder's"
+    if manifest.progress.get("step", manifest.step) != manifest.step:
+        return f"step {manifest.step} is not the step of its progress"
+    if not 1 <= manifest.world_size <= MAX_WORLD:
+        return f"{manifest.world_size} ranks cannot have written it"
+    names = set(manifest.files)
+    full = {FULL_NAME} if manifest.kind == "full" else set()
+    # Counted first: names are made for as many ranks as there are files.
+    if len(names) != manifest.world_size + len(full):
+        return f"it lists {len(names)} files for {manifest.world_size} ranks"
+    if names != full | {shard_name(rank) for rank in range(manifest.world_size)}:
+        return "it lists files that a checkpoint does not have"
+    return None
+
+
+def check_contents(folder: Path, manifest: Manifest) -> str | None:
+    """Return what is wrong with the files as a whole, or None: strangers among them, tensors not whole.
+
+    Every tensor must be covered by its chunks exactly once. Reads the headers of all files, not their data.
+    """
+    try:
+        listed = {MANIFEST, *manifest.files}
+        if unlisted := sorted(path.name for path in folder.iterdir() if path.name not in listed):
+            return f"{unlisted[0]} is not in its manifest"
+        chunks: dict[str, list[_Chunk]] = {}
+        for name in sorted(manifest.files):
+            if not is_plain_file(folder / name):
+                return f"{name} is not a regular file"
+            tensors, metadata = read_header(folder / name)
+            offsets = load_json(metadata.get(SHARDING_KEY, "{}"))
+            for tensor, stored in tensors.items():
+                chunk = _chunk(stored, offsets.get(tensor) if isinstance(offsets, dict) else None)
+                chunks.setdefault(tensor, []).append(chunk)
+    except (OSError, ValueError) as error:
+        return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+    gap = next((name for name, parts in chunks.items() if not _whole(parts)), None)
+    return None if gap is None else f"{gap} is not covered exactly once"
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    dtype: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _chunk(stored: Stored, entry: Any) -> _Chunk:
+    start = [0] * len(stored.shape) if entry is None else entry["saved_offsets"]
+    if len(start) != len(stored.shape) or not all(type(n) is int and 0 <= n < 1 << 48 for n in start):
+        raise ValueError("a chunk's offsets are not a place in its tensor")
+    return _Chunk(stored.dtype, tuple(start), stored.shape)
+
+
+def _whole(parts: list[_Chunk]) -> bool:
+    """Say whether chunks of one tensor fill a box from its origin, without gap or overlap."""
+    if len({(part.dtype, len(part.shape)) for part in parts}) != 1:
+        return False
+    solid = [part for part in parts if 0 not in part.shape]
+    if not solid:
+        return True
+    if not solid[0].shape:
+        return len(solid) == 1
+    box = [max(part.start[d] + part.shape[d] for part in solid) for d in range(len(solid[0].shape))]
+    if math.prod(box) != sum(math.prod(part.shape) for part in solid):
+        return False
+    by_rows = all(not any(part.start[1:]) and list(part.shape[1:]) == box[1:] for part in solid)
+    if by_rows:
+        ordered = sorted(solid, key=lambda part: part.start)
+        return all(a.start[0] + a.shape[0] == b.start[0] for a, b in pairwise(ordered))
+    return not any(_overlap(a, b) for a, b in combinations(solid, 2))
+
+
+def _overlap(a: _Chunk, b: _Chunk) -> bool:
+    pairs = zip(a.start, a.shape, b.start, b.shape, strict=True)
+    return all(i < j + m and j < i + n for i, n, j, m in pairs)
+
+
+def is_plain_file(path: Path) -> bool:
+    """Say whether a path is a regular file itself: not a link, a pipe or a device."""
+    try:
+        return S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def check_file(folder: Path, name: str, expected: Written, *, deep: bool = True) -> str | None:
@@ -112,6 +218,8 @@ def check_file(folder: Path, name: str, expected: Written, *, deep: bool = True)
     """
     path = folder / name
     try:
+        if path.exists() and not is_plain_file(path):
+            return f"{name} is not a regular file"
         size = path.stat().st_size
         if size != expected.bytes:
             return f"{name} has {size} bytes instead of {expected.bytes}"
@@ -139,9 +247,15 @@ def newest_good(folder: Path, *, deep: bool = True) -> tuple[Path, Manifest] | N
             manifest = read_manifest(path)
         except ConfigError:
             continue
-        if all(check_file(path, name, entry, deep=deep) is None for name, entry in manifest.files.items()):
+        if check_checkpoint(path, manifest, deep=deep) is None:
             return path, manifest
     return None
+
+
+def check_checkpoint(folder: Path, manifest: Manifest, *, deep: bool = True) -> str | None:
+    """Return what is wrong with a checkpoint whose manifest was read, or None; ``deep`` reads everything."""
+    wrong = (check_file(folder, name, entry, deep=deep) for name, entry in manifest.files.items())
+    return next((text for text in wrong if text), None) or check_contents(folder, manifest)
 
 
 def publish(aside: Path, final: Path) -> None:

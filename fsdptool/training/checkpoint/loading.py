@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.runs.manifest import (
     Manifest,
+    check_contents,
     check_file,
     list_checkpoints,
     read_manifest,
@@ -71,6 +72,8 @@ def _check(path: Path, group: dist.ProcessGroup | None) -> tuple[Manifest | None
     for index, (name, expected) in enumerate(sorted(manifest.files.items()) if manifest else ()):
         if index % world_size == rank and wrong is None:
             wrong = check_file(path, name, expected)
+    if rank == 0 and wrong is None and manifest is not None:
+        wrong = check_contents(path, manifest)
     findings = [wrong]
     if dist.is_initialized():
         findings = [None] * world_size

@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from fsdptool.errors import FsdptoolError, StorageError, WorkerError
 from fsdptool.files.safetensors_writer import Entry, Written, write_stream
+from fsdptool.runs.manifest import FULL_NAME, SHARDING_KEY, shard_name
 
 
 class ShardWriter(StorageWriter):
@@ -75,18 +76,13 @@ class ShardWriter(StorageWriter):
         return True
 
 
-def shard_name(rank: int) -> str:
-    """Return the file name of a rank's share."""
-    return f"shard-{rank:05d}.safetensors"
-
-
 def _metadata(plan: SavePlan) -> dict[str, str]:
     offsets = {}
     for item in plan.items:
         if item.tensor_data is None:
             raise ValueError(f"{item.index.fqn} is not a tensor; checkpoints hold tensors and JSON only")
         offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-    return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    return {SHARDING_KEY: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
@@ -106,9 +102,6 @@ def _size(item: WriteItem) -> int:
     data = item.tensor_data
     assert data is not None
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-FULL_NAME = "full.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

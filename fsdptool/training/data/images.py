@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import math
+import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import UnreadableError, read_lines, read_source
+from fsdptool.files.values import load_json
 from fsdptool.records.recipe import Data
 from fsdptool.training.data.films import FILMS, film_size, read_film, spread
 from fsdptool.training.data.sources import path_of
@@ -84,7 +87,7 @@ def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
         if caption is None:
             beside = root / (name if video and (root / name).is_dir() else str(Path(name).with_suffix("")))
             text = beside.with_name(beside.name + ".txt")
-            caption = text.read_text(encoding="utf-8").strip() if text.is_file() else ""
+            caption = _caption(text) if text.is_file() else ""
         height, width = _size(files[0])
         number = nearest(height / width, buckets)
         found.append(Picture(name, tuple(map(str, files)), caption, height, width, number))
@@ -123,12 +126,14 @@ def _captions(root: Path, column: str) -> Mapping[str, str]:
         if not file.is_file():
             continue
         try:
-            with file.open(encoding="utf-8", newline="") as stream:
-                if name.endswith(".csv"):
+            if name.endswith(".csv"):
+                with file.open(encoding="utf-8", newline="") as stream:
                     rows = list(csv.DictReader(stream))
-                else:
-                    rows = [json.loads(line) for line in stream if line.strip()]
-        except (OSError, ValueError) as error:
+            else:
+                rows = [load_json(line) for line in read_lines(file) if line.strip()]
+            if not all(isinstance(row, Mapping) for row in rows):
+                raise ValueError("a line is not a JSON object")
+        except (OSError, ValueError, UnreadableError, csv.Error) as error:
             raise ConfigError(f"{file} cannot be read: {error}", help="repair or remove it") from error
         for row in rows:
             for needed in ("file_name", column):
@@ -141,15 +146,58 @@ def _captions(root: Path, column: str) -> Mapping[str, str]:
     return {}
 
 
+def _caption(file: Path) -> str:
+    try:
+        return read_source(file).text.strip()
+    except UnreadableError as error:
+        raise ConfigError(f"{file}: {error.message}", help="repair it or remove it") from error
+
+
 def _open(file: str | Path) -> Image:
-    from PIL import Image, UnidentifiedImageError
+    """Open an image by the formats of ``STILLS`` and GIF alone.
+
+    Left to itself Pillow tries every format it knows, whatever the name says: a PostScript file named
+    ``.png`` starts Ghostscript.
+    """
+    from PIL import Image
 
     try:
-        return Image.open(file)
-    except (OSError, UnidentifiedImageError) as error:
+        if not Path(file).is_file():
+            raise OSError("it is not a regular file")
+        image = Image.open(file, formats=FORMATS)
+    except (*_UNDECODABLE, Image.DecompressionBombError) as error:
+        raise _no_image(file, error) from error
+    width, height = image.size
+    if width * height > PIXEL_LIMIT or max(width, height) > ASPECT_LIMIT * min(width, height):
+        image.close()
         raise ConfigError(
-            f"{file} cannot be read as an image", help="repair it or take it out of data.path"
-        ) from error
+            f"{file} has {width} x {height} pixels: more than {PIXEL_LIMIT:,} pixels, or one side more than"
+            f" {ASPECT_LIMIT} times the other",
+            help="resize it or take it out of data.path",
+        )
+    return image
+
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+"""Pillow's names of the formats that are read."""
+
+PIXEL_LIMIT = 1 << 27
+"""Pixels of one image; Pillow itself refuses some more (179 million, ``Image.MAX_IMAGE_PIXELS``)."""
+
+ASPECT_LIMIT = 64
+"""A line of pixels would be resized to cover its bucket: to gigabytes."""
+
+_UNDECODABLE = (OSError, ValueError, SyntaxError, EOFError, TypeError, struct.error, zlib.error)
+"""What Pillow's decoders raise for damaged files (12.0)."""
+
+
+def _no_image(file: str | Path, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if "cannot identify" in reason:
+        reason = f"it is not one of {', '.join(FORMATS)}"
+    return ConfigError(
+        f"{file} cannot be read as an image: {reason}", help="repair it or take it out of data.path"
+    )
 
 
 def _size(file: Path) -> tuple[int, int]:
@@ -271,7 +319,7 @@ def _frames(picture: Picture, count: int, rate: float | None) -> Iterator[Image]
             continue
         try:
             image.seek(number)
-        except (EOFError, OSError) as error:
+        except _UNDECODABLE as error:
             raise ConfigError(
                 f"clip {picture.name} cannot be read: {error}", help="repair it or take it out of data.path"
             ) from error
@@ -290,10 +338,7 @@ def _fit(image: Image, bucket: Bucket) -> tuple[Image, int, int]:
             max(round(image.height * scale), bucket.height),
         )
         resized = image.convert("RGB").resize(size, images.Resampling.LANCZOS)
-    except OSError as error:
-        raise ConfigError(
-            f"{getattr(image, 'filename', 'an image')} cannot be read: {error}",
-            help="repair it or take it out of data.path",
-        ) from error
+    except _UNDECODABLE as error:
+        raise _no_image(getattr(image, "filename", "an image"), error) from error
     top, left = (size[1] - bucket.height) // 2, (size[0] - bucket.width) // 2
     return resized.crop((left, top, left + bucket.width, top + bucket.height)), top, left

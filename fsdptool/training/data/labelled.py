@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from numpy.typing import NDArray
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.protocol import TensorSpec
+from fsdptool.files.text import UnreadableError
+from fsdptool.files.values import read_json
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Data
 from fsdptool.training.data.images import STILLS, Bucket, held_out, read_still
@@ -120,7 +121,7 @@ def _normalisation(spec: ModelSpec) -> tuple[Sequence[float], Sequence[float]]:
     if not spec.folder or not file.is_file():
         return _HALF, _HALF
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
         return config.get("image_mean", _HALF), config.get("image_std", _HALF)
-    except (OSError, ValueError, AttributeError) as error:
+    except (UnreadableError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", help="repair or remove it") from error

@@ -20,6 +20,8 @@ from fsdptool.errors import ConfigError
 from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
+from fsdptool.files.text import UnreadableError
+from fsdptool.files.values import read_json
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
@@ -77,14 +79,14 @@ def read_index(folder: Path) -> Index:
         ConfigError: The folder is not finished, of another layout or damaged.
     """
     file = folder / INDEX
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         raise ConfigError(
             f"{folder} holds no finished latents ({INDEX} is missing)",
             help="run fsdptool precompute RECIPE; it continues where it stopped",
-        ) from None
-    except (OSError, ValueError) as error:
+        )
+    try:
+        data = read_json(file)
+    except UnreadableError as error:
         raise ConfigError(f"{file} cannot be read: {error}", help="run fsdptool precompute again") from error
     if not isinstance(data, dict) or data.get("version") != VERSION:
         raise ConfigError(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import UnreadableError, read_lines
+from fsdptool.files.values import load_json
 from fsdptool.records.recipe import Data, Recipe
 
 Row = Mapping[str, Any]
@@ -135,21 +137,21 @@ def _pydoc() -> Iterator[Row]:
 
 def _documents(file: Path, unit: str, column: str) -> Iterator[Row]:
     """A file may be larger than memory: it is read in blocks, cut where a line ends."""
-    with file.open(encoding="utf-8") as stream:
-        if unit == "line":
-            yield from ({column: line.rstrip("\n")} for line in stream if line.strip())
-            return
-        if unit == "paragraph":
-            lines: list[str] = []
-            for line in stream:
-                if line.strip():
-                    lines.append(line)
-                elif lines:
-                    yield {column: "".join(lines)}
-                    lines = []
-            if lines:
+    if unit == "line":
+        yield from ({column: line.rstrip("\n")} for line in read_lines(file) if line.strip())
+        return
+    if unit == "paragraph":
+        lines: list[str] = []
+        for line in read_lines(file):
+            if line.strip():
+                lines.append(line)
+            elif lines:
                 yield {column: "".join(lines)}
-            return
+                lines = []
+        if lines:
+            yield {column: "".join(lines)}
+        return
+    with file.open(encoding="utf-8") as stream:
         pending, begun = "", False
         while block := stream.read(_BLOCK):
             pending += block
@@ -169,7 +171,7 @@ def _table(data: Data, suffixes: tuple[str, ...], read: Callable[[Path], Iterato
         for file in files:
             try:
                 yield from read(file)
-            except (OSError, UnicodeDecodeError, csv.Error) as error:
+            except (OSError, UnicodeDecodeError, UnreadableError, csv.Error) as error:
                 raise _unreadable(file, error) from error
 
     return Source(identity_of(files), rows, path)
@@ -180,22 +182,21 @@ def _read_table(file: Path) -> Iterator[Row]:
         with file.open(encoding="utf-8", newline="") as stream:
             yield from csv.DictReader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
         return
-    with file.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(
-                    f"{file}:{number}: not a JSON object: {error.msg}", help="one JSON object per line"
-                ) from error
-            if not isinstance(row, dict):
-                raise ConfigError(
-                    f"{file}:{number}: expected a JSON object, got {type(row).__name__}",
-                    help="one JSON object per line",
-                )
-            yield row
+    for number, line in enumerate(read_lines(file), 1):
+        if not line.strip():
+            continue
+        try:
+            row = load_json(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"{file}:{number}: not a JSON object: {error}", help="one JSON object per line"
+            ) from error
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{file}:{number}: expected a JSON object, got {type(row).__name__}",
+                help="one JSON object per line",
+            )
+        yield row
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:

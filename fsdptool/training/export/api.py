@@ -145,7 +145,7 @@ class _Export:
     ) -> None:
         from fsdptool.families.registry import family_of
         from fsdptool.inspection.build import build
-        from fsdptool.training.export.values import Values
+        from fsdptool.training.export.values import Values, check_suits
 
         choice = inputs.recipe.model
         self.inputs = inputs
@@ -155,6 +155,7 @@ class _Export:
         method = method_of(inputs.recipe)
         recipe = method.unquantised(inputs.recipe)
         method.prepare(self.trained, recipe, self.family, inputs.spec.config)
+        check_suits(saved, self.trained)
         held = method.quantised_weights(self.trained, inputs.recipe)
         self.values = Values(inputs, self.trained, self.base, saved, average=average, held=held)
         self.dtype = dtype

@@ -25,7 +25,7 @@ from fsdptool.files.safetensors_writer import Entry
 from fsdptool.modeling.methods.lora import base_name
 from fsdptool.modeling.methods.quantised_formats import Format, decode, encode
 from fsdptool.runs.folder import CHECKPOINTS
-from fsdptool.runs.manifest import Manifest, check_file, newest_good, read_manifest
+from fsdptool.runs.manifest import Manifest, check_checkpoint, newest_good, read_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +144,12 @@ class Saved:
         """Yield what follows ``prefix`` in the names that begin with it."""
         return (name.removeprefix(prefix) for name in self._parts if name.startswith(prefix))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one whole tensor."""
+        chunks = [(stream.get_slice(name).get_shape(), where) for stream, where in self._parts[name]]
+        dimensions = range(len(chunks[0][0]))
+        return tuple(max(size[d] + (where[d] if where else 0) for size, where in chunks) for d in dimensions)
+
     def get(self, name: str) -> torch.Tensor:
         """Return one whole tensor."""
         parts = self._parts[name]
@@ -156,6 +162,34 @@ class Saved:
             window = tuple(slice(start, start + size) for start, size in zip(where, chunk.shape, strict=True))
             whole[window] = chunk
         return whole
+
+
+def check_suits(saved: Saved, model: nn.Module) -> None:
+    """Refuse a checkpoint of another model; what it lacks would be exported as it was before training.
+
+    Args:
+        saved: The checkpoint.
+        model: As it was trained, on meta.
+
+    Raises:
+        ConfigError: A trained parameter is missing, or a tensor has another name or shape.
+    """
+    known: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    known |= dict(model.named_buffers(remove_duplicate=False))
+    for name in saved.names("model/"):
+        shape, like = saved.shape(f"model/{name}"), known.get(name)
+        if like is None or tuple(like.shape) != shape:
+            what = "does not have" if like is None else f"has as {tuple(like.shape)}"
+            raise ConfigError(
+                f"the checkpoint is of another model: it holds {name} {shape}, which this one {what}",
+                help="export the run that wrote it",
+            )
+    there = {id(known[name]) for name in saved.names("model/")}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in there:
+            raise ConfigError(
+                f"the checkpoint is of another model: it lacks {name}", help="export the run that wrote it"
+            )
 
 
 def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path]:
@@ -173,8 +207,7 @@ def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path
     else:
         path = Path(checkpoint)
         manifest = read_manifest(path)
-        wrong = (check_file(path, name, entry) for name, entry in manifest.files.items())
-        if reason := next((text for text in wrong if text), None):
+        if reason := check_checkpoint(path, manifest):
             raise ConfigError(f"checkpoint {path} is damaged: {reason}", help="export another one")
     try:
         return Saved(path, manifest), manifest, path

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.values import read_json
 from fsdptool.training.precompute.encoders import first_line, free, owned, pipeline_index, quiet
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ImageEncoding:
 
         file = folder / "vae" / "config.json"
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = read_json(file)
             cls = getattr(diffusers, str(config["_class_name"]))
             quiet()
             # VAEs overflow in fp16 and blur in bf16; they are small.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import UnreadableError
+from fsdptool.files.values import read_json
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 
@@ -120,8 +121,8 @@ def pipeline_index(folder: Path) -> Mapping[str, Any]:
         ConfigError: It cannot be read.
     """
     try:
-        found = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = read_json(folder / "model_index.json")
+    except UnreadableError as error:
         raise ConfigError(f"{folder / 'model_index.json'} cannot be read: {error}") from error
     if not isinstance(found, Mapping) or not isinstance(found.get("_class_name"), str):
         raise ConfigError(f"{folder / 'model_index.json'} names no _class_name")

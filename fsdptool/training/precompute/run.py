@@ -26,7 +26,15 @@ from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data.build import for_micro_batch
 from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pictures, read_pixels
-from fsdptool.training.data.latents import INDEX, VERSION, Index, index_json, pixel_file, text_file
+from fsdptool.training.data.latents import (
+    INDEX,
+    VERSION,
+    Index,
+    index_json,
+    pixel_file,
+    read_index,
+    text_file,
+)
 from fsdptool.training.precompute.autoencoder import FirstFrame, ImageEncoding
 from fsdptool.training.precompute.encoders import TextEncoding, check_pipeline, pipeline_folder
 
@@ -203,8 +211,7 @@ def _claim(work: Work) -> None:
 
 
 def _check_same(work: Work) -> None:
-    found = json.loads((work.folder / INDEX).read_text(encoding="utf-8"))
-    if found.get("key") != work.key:
+    if read_index(work.folder).key != work.key:
         _refuse(work)
 
 

@@ -1,0 +1,118 @@
+"""JSON and YAML values that somebody else may have written, within bounds."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fsdptool.files.text import UnreadableError, read_bytes, read_source
+from fsdptool.files.tree import DEPTH_LIMIT, Node, ParseError, effective_entries
+from fsdptool.files.yaml_tree import parse_yaml
+
+JSON_LIMIT = 64 << 20
+"""Bytes of the largest document that is read: a plan with long timelines has some megabytes."""
+
+DIGITS_LIMIT = 308
+_BITS_LIMIT = 1023
+"""Larger integers cannot become floats."""
+
+_TOO_DEEP = f"nested deeper than {DEPTH_LIMIT} levels"
+_TOO_LONG = f"a number has more than {DIGITS_LIMIT} digits"
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SCIENTIFIC = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+
+
+def read_json(path: Path, *, limit: int = JSON_LIMIT) -> Any:
+    """Return the value of a JSON document that somebody else may have written.
+
+    Raises:
+        UnreadableError: As :func:`fsdptool.files.text.read_bytes`, or it is not JSON as :func:`load_json`
+            takes it.
+    """
+    try:
+        return load_json(read_bytes(path, limit=limit).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UnreadableError("FSD103", f"the file is not UTF-8 (offset {error.start})") from error
+    except ValueError as error:
+        raise UnreadableError("FSD104", f"the file is not usable JSON: {error}") from error
+
+
+def load_json(text: str) -> Any:
+    """Return a JSON value that any code of ours can walk, compute with and write again.
+
+    Raises:
+        ValueError: It is not JSON, is nested deeper than ``DEPTH_LIMIT`` levels, holds a number of more
+            than ``DIGITS_LIMIT`` digits or half of a surrogate pair; the message is one line.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} (line {error.lineno}, column {error.colno})") from None
+    except ValueError:  # Python's own limit, whose message is for programmers
+        raise ValueError(_TOO_LONG) from None
+    _check_values(value)
+    if _ESCAPED_SURROGATE.search(text) is not None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("a string holds half of a surrogate pair") from None
+    return value
+
+
+def _check_values(root: Any) -> None:
+    """Refuse what is too deep to recurse over or too large to compute with, without recursing over it."""
+    level = [root]
+    for _ in range(DEPTH_LIMIT + 1):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below.extend(value.values())
+            elif isinstance(value, list):
+                below.extend(value)
+            elif isinstance(value, int) and value.bit_length() > _BITS_LIMIT:
+                raise ValueError(_TOO_LONG)
+        if not below:
+            return
+        level = below
+    raise ValueError(_TOO_DEEP)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value of a YAML file that somebody else may have written.
+
+    Raises:
+        UnreadableError: It cannot be read, is not YAML, or is nested or repeated beyond what a
+            configuration needs.
+    """
+    source = read_source(path)
+    try:
+        root = parse_yaml(source.text).root
+    except ParseError as error:
+        line = f" (line {source.place(error.index)[0]})" if error.index is not None else ""
+        raise UnreadableError(error.code, f"{error.message}{line}") from error
+    value = None if root is None else _plain(root)
+    try:
+        _check_values(value)
+    except ValueError as error:
+        raise UnreadableError("FSD104", f"not YAML that can be used: {error}") from None
+    return value
+
+
+def _plain(node: Node) -> Any:
+    """Return a YAML node's value with numbers as people write them: YAML 1.1 takes ``1.0e13`` for text."""
+    if node.error is not None:
+        raise UnreadableError("FSD104", f"not YAML that can be used: {node.error}")
+    if node.kind == "map":
+        entries = effective_entries(node)
+        if other := next((entry.key for entry in entries if not isinstance(entry.key, str)), None):
+            raise UnreadableError("FSD104", f"not YAML that can be used: the key {other!r} is not text")
+        return {entry.key: _plain(entry.node) for entry in entries}
+    if node.kind == "list":
+        return [_plain(item) for item in node.items]
+    if isinstance(node.value, str) and not node.style and _SCIENTIFIC.fullmatch(node.value):
+        return float(node.value)
+    return node.value
