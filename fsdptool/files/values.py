@@ -36,7 +36,7 @@ def read_json(path: Path, *, limit: int = JSON_LIMIT) -> Any:
     except UnicodeDecodeError as error:
         raise UnreadableError("FSD103", f"the file is not UTF-8 (offset {error.start})") from error
     except ValueError as error:
-        raise UnreadableError("FSD104", f"the file is not usable JSON: {error}") from error
+        raise UnreadableError("FSD104", f"not valid JSON: {error}") from error
 
 
 def load_json(text: str) -> Any:
@@ -93,23 +93,25 @@ def read_yaml(path: Path) -> Any:
         root = parse_yaml(source.text).root
     except ParseError as error:
         line = f" (line {source.place(error.index)[0]})" if error.index is not None else ""
-        raise UnreadableError(error.code, f"{error.message}{line}") from error
+        raise UnreadableError(
+            error.code, f"{error.message.replace('not YAML', 'not valid YAML')}{line}"
+        ) from error
     value = None if root is None else _plain(root)
     try:
         _check_values(value)
     except ValueError as error:
-        raise UnreadableError("FSD104", f"not YAML that can be used: {error}") from None
+        raise UnreadableError("FSD104", f"not valid YAML: {error}") from None
     return value
 
 
 def _plain(node: Node) -> Any:
     """Return a YAML node's value with numbers as people write them: YAML 1.1 takes ``1.0e13`` for text."""
     if node.error is not None:
-        raise UnreadableError("FSD104", f"not YAML that can be used: {node.error}")
+        raise UnreadableError("FSD104", f"not valid YAML: {node.error}")
     if node.kind == "map":
         entries = effective_entries(node)
         if other := next((entry.key for entry in entries if not isinstance(entry.key, str)), None):
-            raise UnreadableError("FSD104", f"not YAML that can be used: the key {other!r} is not text")
+            raise UnreadableError("FSD104", f"not valid YAML: the key {other!r} is not text")
         return {entry.key: _plain(entry.node) for entry in entries}
     if node.kind == "list":
         return [_plain(item) for item in node.items]
