@@ -106,7 +106,7 @@ def test_a_cluster_file_is_read_with_its_units(tmp_path: Path) -> None:
         ("gpu: h100\ngpus_per_node: 0\n", "gpus_per_node"),
         ("gpu: h100\ngpus_per_node: 8\nprize_per_gpu_hour: 2\n", "prize_per_gpu_hour"),
         ("gpu: nosuch\ngpus_per_node: 8\n", "nosuch"),
-        ("gpu: [", "not valid yaml"),
+        ("gpu: [", "not valid YAML"),
         ("- 1\n", "expected an object"),
     ],
 )
