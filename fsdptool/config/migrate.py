@@ -15,7 +15,6 @@ from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.records.config_documents import MigratedFile, Migration
 from fsdptool.records.document import envelope
 from fsdptool.records.settings import FsdpSettings
 
@@ -181,6 +180,8 @@ def write_across(
 
 def migration_document(results: Iterable[Migrated]) -> dict[str, Any]:
     """Return the document of schema ``migrate``."""
+    from fsdptool.records.config_documents import MigratedFile, Migration
+
     files = tuple(
         MigratedFile(
             path=str(item.path),

@@ -10,19 +10,12 @@ from fsdptool.config.consumers import Consumer
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document
-from fsdptool.records.config_documents import (
-    ConsumerVersion,
-    EffectiveSetting,
-    FileStatus,
-    FileVerdict,
-    Finding,
-    FindingCounts,
-    IgnoredKey,
-    ValidationReport,
-)
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.document import envelope
 from fsdptool.records.settings import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.records.config_documents import ConsumerVersion, FileStatus, FileVerdict, Finding
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import Dialect
@@ -144,6 +137,8 @@ class Verdict:
 
     def document(self) -> dict[str, Any]:
         """Return the document of schema ``validate``."""
+        from fsdptool.records.config_documents import FindingCounts, ValidationReport
+
         first = self.readings[0].consumer if self.readings else None
         digests = [reading.source.digest if reading.source else None for reading in self.readings]
         report = ValidationReport(
@@ -156,6 +151,9 @@ class Verdict:
 
 def file_verdict(reading: Reading) -> FileVerdict:
     """Return one file's part of the document."""
+    # The records of documents cost the quick text output more than the checks do.
+    from fsdptool.records.config_documents import EffectiveSetting, FileVerdict, IgnoredKey
+
     return FileVerdict(
         path=reading.path,
         digest=f"sha256:{reading.source.digest}" if reading.source else None,
@@ -175,11 +173,15 @@ def file_verdict(reading: Reading) -> FileVerdict:
 
 
 def _consumer(consumer: Consumer) -> ConsumerVersion:
+    from fsdptool.records.config_documents import ConsumerVersion
+
     return ConsumerVersion(consumer.name, consumer.version)
 
 
 def finding(item: Diagnostic) -> Finding:
     """Return a diagnostic as it is listed under its file."""
+    from fsdptool.records.config_documents import Finding
+
     names = Finding.__dataclass_fields__
     return Finding(**{name: getattr(item, name) for name in names})
 

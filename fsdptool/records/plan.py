@@ -300,7 +300,7 @@ class PlanInputs:
     settings: FsdpSettings
     clusters: Annotated[tuple[Cluster, ...], Keywords(minItems=1)]
     machines: tuple[Machine, ...]
-    profile: DeviceProfile = "cuda"
+    profile: DeviceProfile
     wrap: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     search: SearchScope = "none"
