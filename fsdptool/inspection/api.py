@@ -1,4 +1,4 @@
-"""The room's functions: inspect a resolved model, through the cache or afresh."""
+"""Inspects a resolved model, from the cache or by building it on the meta device."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def detect(
 
     Args:
         reference: ``family:flavour``, a path or a Hugging Face id.
-        wrap: Classes to wrap instead of those found; each must be in the model.
-        exclude: Classes to leave out of the choice.
+        wrap: Classes to wrap instead of the detected ones; each must be in the model.
+        exclude: Classes never to wrap.
         revision: Branch, tag or commit of a Hub id.
         component: Pipeline component to take instead of the denoiser.
         trust_remote_code: Whether code from the reference may run.
         overrides: Configuration values to replace.
         use_cache: Whether to read and keep cached answers.
-        refresh: Derive the answer afresh and keep it.
+        refresh: Ignore and overwrite the cached result.
 
     Raises:
         ReferenceError: The reference cannot be resolved.
@@ -92,11 +92,11 @@ def inspect(
 
     Args:
         spec: What to inspect.
-        wrap: Classes to wrap instead of those found.
-        exclude: Classes to leave out of the choice.
+        wrap: Classes to wrap instead of the detected ones.
+        exclude: Classes never to wrap.
         dtype: torch dtype name the parameters are built in; None is ``float32``.
         use_cache: Whether to read and keep cached answers.
-        refresh: Derive the answer afresh and keep it.
+        refresh: Ignore and overwrite the cached result.
 
     Raises:
         ModelError: The model cannot be built, or a named class is not in it.
@@ -139,11 +139,11 @@ def examine(
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Keep Python's cyclic garbage collector away while many small objects are made.
+    """Disable Python's cyclic garbage collector while many small objects are created.
 
     Building allocates enough of them to set off full collections, and each walks everything that torch
     and a model library keep alive: 0.2 of the 0.33 CPU seconds of Wan 1.3B (torch 2.13, Python 3.11).
-    Hardly any of what is made here is garbage.
+    Hardly any object created here is garbage.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -193,7 +193,7 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
 
 
 def _reselect(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> Anatomy:
-    """Apply a person's selection and judge everything that depends on it again."""
+    """Apply the user's selection and repeat every check that depends on it."""
     from fsdptool.inspection.hazards import BY_CHOICE, choice_hazards, judge_no_split
     from fsdptool.inspection.units import with_concern
 
@@ -207,7 +207,7 @@ def _reselect(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Se
 
 
 def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
-    """Return everything an inspection depends on, as plain data: what a cache key must digest."""
+    """Return everything an inspection depends on, as JSON values for the cache key."""
     return {
         "config": to_json(spec.config),
         "model_class": spec.model_class,
@@ -226,7 +226,7 @@ def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
 
 
 def _folder_code(spec: ModelSpec) -> str | None:
-    """Return a digest of the code that lies beside a configuration, where that code may run."""
+    """Return a digest of the code in a configuration's folder, if that code may run."""
     if not spec.trust_remote_code or spec.folder is None:
         return None
     digest = hashlib.sha256()
@@ -240,7 +240,7 @@ def _restored(data: Any, spec: ModelSpec) -> Anatomy | None:
     try:
         return decode(data, spec)
     except (ConfigError, KeyError, TypeError, ValueError):
-        # Sound bytes of another shape, as a record that changed without its digest would be.
+        # Valid JSON of another shape: a record changed without its digest.
         return None
 
 
@@ -255,7 +255,7 @@ _NOBODY = ModelSpec(Reference("config", ""), "", None, "", "", {})
 # Anatomies in the cache are tables, not thousands of objects: a hit has to answer in well under half a
 # second, and the general codec spends 0.1 s on a 126-layer model.
 def encode(anatomy: Anatomy) -> dict[str, Any]:
-    """Return the anatomy as JSON data, without its spec: whoever reads it back supplies that."""
+    """Return the anatomy as JSON data, without its spec: :func:`decode` is given it."""
     kinds: dict[tuple[Any, ...], int] = {}
     modules = []
     for module in anatomy.modules:

@@ -91,7 +91,7 @@ def _without_values() -> Iterator[None]:
 
 
 def _give_back(kept: dict[str, Any], modules: list[Any]) -> None:
-    """Restore the initialisers that modules imported meanwhile have taken for torch's own.
+    """Restore the initialisers in modules that were imported meanwhile and kept the replacements.
 
     transformers.initialization keeps them in a table at import (transformers 5.23); every later
     model of the process would start from uninitialised memory.

@@ -1,4 +1,4 @@
-"""What accelerate 1.15 and torch 2.13 do with this model, and the setting that avoids it. Torch-free.
+"""Hazards of a model under accelerate 1.15 and torch 2.13, and the setting that avoids each. Torch-free.
 
 Each rule was reproduced on those versions (docs/detect.md says how).
 """
@@ -102,7 +102,7 @@ def _scalars(anatomy: Anatomy) -> Iterator[Diagnostic]:
 
 
 def _refused(anatomy: Anatomy) -> Iterator[Diagnostic]:
-    """Ask the layout room, which follows accelerate 1.15 call by call, whether the choice is supported."""
+    """Group as accelerate 1.15 does, call by call, and report what torch refuses."""
     classes = anatomy.wrap.classes
     settings = FsdpSettings(wrap_policy="transformer" if classes else "none", wrap_classes=classes)
     try:

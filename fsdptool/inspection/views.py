@@ -1,4 +1,4 @@
-"""Further looks at an anatomy: its parts, its leaves, its tree, where its classes are defined. Torch-free."""
+"""Views of an anatomy: its parts, its leaves, its tree, where its classes are defined. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdptool.records.detection import Branch, LeafClass, Part, Place
 
 
 def parts(anatomy: Anatomy, census: Census) -> tuple[Part, ...]:
-    """Split the model into the subtrees that hold its lists of blocks, and what lies beside them."""
+    """Split the model into the subtrees that contain its lists of blocks, and the modules next to them."""
     blocks = {path for name in anatomy.wrap.classes for path in census.by_class.get(name, ())}
     subtrees = []
     counted: set[str] = set()

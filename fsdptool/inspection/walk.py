@@ -22,7 +22,7 @@ CYCLE = "DET130"
 
 @dataclass(slots=True)
 class WalkResult:
-    """What :func:`walk` found, before any judgement."""
+    """The result of :func:`walk`, before any check."""
 
     parameters: tuple[Parameter, ...]
     buffers: tuple[Buffer, ...]
@@ -221,7 +221,7 @@ def weights_read(paths: Iterable[str], kinds: Iterable[type]) -> tuple[str, ...]
     read_paths = []
     for path in paths:
         name = next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
-        # Most sources never write it down, and parsing one takes far longer than searching it.
+        # Most sources do not contain the name, and parsing one takes far longer than searching it.
         hits = [module for module in modules if _mentions(name, _source(module))]
         if any(name in reads for module in hits for owner, reads in _read_in(module) if owner in names):
             read_paths.append(path)

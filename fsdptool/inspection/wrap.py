@@ -1,4 +1,4 @@
-"""Chooses wrap classes from structure: repetition first, names only as witnesses. Torch-free.
+"""Chooses wrap classes from structure: repetition first, names only as evidence. Torch-free.
 
 The rule (evidence and its errors: docs/detect.md): a candidate is a class whose instances lie side
 by side in a ModuleList, Sequential or ModuleDict, at least two of them with the same parameter
@@ -48,7 +48,7 @@ def choose(
     *,
     hint: WrapHint | None = None,
 ) -> WrapChoice:
-    """Return the wrap classes of a model and the reason for every class that was weighed."""
+    """Return the wrap classes of a model and the reason for every class that was considered."""
     search = _Search(census, _candidates(census))
     _descend(search, "", False)
     classes, dropped = _keep(search)
@@ -69,7 +69,7 @@ def choose(
 
 
 def select(choice: WrapChoice, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> WrapChoice:
-    """Return the choice with a person's ``--wrap`` and ``--exclude`` applied.
+    """Return the choice with the user's ``--wrap`` and ``--exclude`` applied.
 
     Raises:
         ModelError: A class is not in the model, or nothing would be left of an explicit choice.

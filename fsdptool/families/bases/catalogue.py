@@ -1,6 +1,6 @@
 """Families and flavours in JSON lines: ``data/families.jsonl`` and ``data/flavours.jsonl`` of a package.
 
-Nothing is read before somebody asks, and flavours are read only when one family's are wanted.
+Files are read on first use, and flavours are read only when one family's are wanted.
 """
 
 from __future__ import annotations

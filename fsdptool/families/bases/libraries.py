@@ -103,7 +103,7 @@ _LIMIT = 300
 
 
 def one_line(error: BaseException) -> str:
-    """Return what went wrong on one line: an import error names the package, a cause is followed."""
+    """Return an error on one line: its root cause, and the package of an import error."""
     cause: BaseException = error
     while cause.__cause__ is not None and not str(cause).strip():
         cause = cause.__cause__
@@ -118,7 +118,7 @@ def one_line(error: BaseException) -> str:
 
 
 def require_model_class(name: str, value: Any) -> Any:
-    """Return what a library has under the name of a model's class.
+    """Return a library's attribute if it is the class of a model.
 
     Raises:
         ModelError: It is something else: a pipeline, a configuration, an automatic class.
