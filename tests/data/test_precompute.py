@@ -199,7 +199,7 @@ def test_a_kill_or_a_stop_loses_nothing_that_was_finished(
     with monkeypatch.context() as during:
         during.setattr(safetensors.torch, "save_file", stopped)
         assert fsdptool(arguments) == 75
-    assert "SIGTERM came before all shards were encoded" in capsys.readouterr().err
+    assert "SIGTERM was received before all shards were encoded" in capsys.readouterr().err
     assert not list((tmp_path / "latents").glob(f"*.{os.getpid()}.part")), "nothing half-written stays"
     assert fsdptool(arguments) == 0
     document = json.loads(capsys.readouterr().out)

@@ -45,11 +45,10 @@ def test_other_versions_are_one_line_of_doctor_and_of_the_preflight(
 ) -> None:
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "torch" else real(name))
-    told = [item for item in doctor.examine(with_probe=False).diagnostics if item.code == versions.UNTESTED]
-    recipe, config = (
-        EXAMPLES / "recipes" / "decoder_full.yaml",
-        EXAMPLES / "configs" / "two_cpu_processes.yaml",
-    )
+    _, diagnostics = doctor.examine(with_probe=False)
+    told = [item for item in diagnostics if item.code == versions.UNTESTED]
+    recipe = EXAMPLES / "recipes" / "decoder_full.yaml"
+    config = EXAMPLES / "configs" / "two_cpu_processes.yaml"
     notes = prepare(recipe, config, with_prediction=False, with_data=False).notes
     if tested:
         assert not told and not notes

@@ -137,7 +137,7 @@ def test_a_folder_of_somebody_elses_is_left_alone(place: Work, capsys: pytest.Ca
     (place.folder / "run").mkdir()
     (place.folder / "run" / "thesis.tex").write_text("x")
     assert "is not empty and does not contain a run" in complain(place, capsys)
-    assert "holds no run" in complain(place, capsys, "--force")
+    assert "does not contain a run" in complain(place, capsys, "--force")
 
 
 def test_a_start_that_ended_half_way_is_started_again(place: Work) -> None:
@@ -147,7 +147,7 @@ def test_a_start_that_ended_half_way_is_started_again(place: Work) -> None:
     assert check_folder(folder, resume=None, force=False) == 0
     assert check_folder(folder, resume="auto", force=False) == 0
     (folder / ".lock").unlink()
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="does not contain a run"):
         check_folder(folder, resume="auto", force=False)
 
 
@@ -187,7 +187,7 @@ def test_a_stop_while_the_memory_is_predicted(
     arguments = [item for item in place.arguments("run") if item != "--no-predict"]
     assert run(arguments) == (130 if number == signal.SIGINT else 75)
     if number != signal.SIGINT:
-        assert f"{number.name} came before the run was started" in capsys.readouterr().err
+        assert f"{number.name} was received before the run was started" in capsys.readouterr().err
     assert not (place.folder / "run").exists()
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
