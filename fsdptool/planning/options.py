@@ -113,7 +113,8 @@ class Options(TypedDict, total=False):
     nodes: Annotated[int | None, Option("Number of nodes.", "Hardware")]
     clusters: Annotated[Sequence[str | Path | Cluster], Option(
         "Cluster file (repeatable, to compare offers).", "Hardware", flags=("--cluster",))]
-    gpus_file: Annotated[str | Path | None, Option("File with extra GPU definitions.", "Hardware")]
+    gpus_file: Annotated[str | Path | None, Option(
+        "JSON or YAML file with extra GPU definitions.", "Hardware")]
     machine: Annotated[str | Path | None, Option("Machine table written by fsdptool calibrate.", "Hardware")]
     network: Annotated[str | float | None, Option(
         "Bandwidth between nodes per GPU: '400 Gbit/s', '50 GB/s'.", "Hardware")]

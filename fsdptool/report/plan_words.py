@@ -92,15 +92,15 @@ def resharding(value: bool | int) -> str:
 
 PHASES = {
     "load": "the weights are loaded shard by shard",
-    "first step": "the first step, which creates the optimizer states",
-    "forward": "the forward pass of every later step, including the loss",
-    "backward": "the backward pass of every later step",
-    "optimizer": "the optimizer step, with gradients still allocated",
+    "first step": "the first step: optimizer states are created",
+    "forward": "forward of every later step, with the loss",
+    "backward": "backward of every later step",
+    "optimizer": "the optimizer step, with gradients allocated",
     "average": "the EMA update",
     "evaluation": "validation, without gradients",
     "sampling": "sample generation",
     "save": "a checkpoint is written",
-    "export": "fsdptool export in a single process, after the run",
+    "export": "fsdptool export, as a separate process",
 }
 """What happens in each phase of a run."""
 
