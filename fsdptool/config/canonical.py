@@ -23,6 +23,9 @@ COMMON = (
 )  # fmt: skip
 """Settings of FSDP2, in the order they are shown and written."""
 
+ACCELERATE_ONLY = ("activation_checkpointing_offload", "ignored_modules")
+"""Settings that only accelerate's own formats can express: those of other programs refuse them."""
+
 LEGACY = (
     "sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states",
     "limit_all_gathers",

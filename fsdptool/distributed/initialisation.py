@@ -129,7 +129,7 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
 
 
 def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that hold tensors, alone or in lists, and are no parameters or buffers."""
+    """Yield the attributes that hold tensors, alone or in lists, and are not parameters or buffers."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in list(vars(module).items()):
             if name.startswith("_") or not isinstance(value, torch.Tensor | list | tuple | dict):

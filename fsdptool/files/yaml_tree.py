@@ -120,7 +120,7 @@ class _Composer:
         target = self.anchors.get(event.anchor)
         index = event.start_mark.index
         if target is None:
-            raise ParseError("FSD104", f"not YAML: the alias *{event.anchor} names nothing", index)
+            raise ParseError("FSD104", f"not YAML: the alias *{event.anchor} is not defined", index)
         size = self.sizes[id(target)]
         if size < 0:
             raise ParseError("FSD105", f"the alias *{event.anchor} contains itself", index)

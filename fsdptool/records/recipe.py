@@ -182,7 +182,7 @@ class Sharding:
     reshard_after_forward: int | None = None
     """Reshard to this many ranks after forward; None leaves the YAML's boolean."""
     prefetch: int = 1
-    """Units gathered ahead; 1 is FSDP2's implicit prefetch."""
+    """FSDP units to prefetch; 1 is FSDP2's implicit prefetch."""
     accumulation: GradientAccumulation = "sharded"
     """Accumulated gradients: reduced after every micro-batch, or kept unsharded (no sync)."""
     checkpointing: Checkpointing | None = None

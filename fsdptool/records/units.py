@@ -60,7 +60,7 @@ class UnitPlan:
         exact_inputs: Arguments of forward that are left out of that cast (``Family.exact_inputs``).
         ignored: Parameters left out of sharding, replicated on every rank.
         cpu_offload: ``CPUOffloadPolicy`` instead of device shards.
-        prefetch: Units gathered ahead; 1 is FSDP2's implicit prefetch.
+        prefetch: FSDP units to prefetch; 1 is FSDP2's implicit prefetch.
     """
 
     layout: Literal["native", "accelerate"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.canonical import LAUNCH, WRITTEN, check_expressible
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
@@ -49,7 +49,7 @@ SIZES = {
     "tensor_parallel_size": "tp",
     "context_parallel_size": "cp",
 }
-CANNOT = ("activation_checkpointing_offload", "ignored_modules", "cp_comm_strategy", "sp", *LAUNCH)
+CANNOT = (*ACCELERATE_ONLY, "cp_comm_strategy", "sp", *LAUNCH)
 
 
 def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import LAUNCH, WRITTEN, check_expressible
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.errors import ConfigError
 from fsdptool.records.settings import FsdpSettings
@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "mixed_precision": "bf16",
 }
 CANNOT = (
-    "activation_checkpointing_offload", "ignored_modules", "dp_replicate", "tp", "sp", "min_num_params",
+    *ACCELERATE_ONLY, "dp_replicate", "tp", "sp", "min_num_params",
     *(name for name in LAUNCH if name != "num_processes"),
 )  # fmt: skip
 

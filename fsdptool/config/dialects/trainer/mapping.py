@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.canonical import LAUNCH, MESH, WRITTEN, check_expressible
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import to_python
@@ -50,7 +50,7 @@ ARGUMENTS = frozenset([
     "bf16", "fp16", "gradient_checkpointing", "max_steps", "save_only_model", "deepspeed", "optim",
     "activation_checkpointing",
 ])  # fmt: skip
-CANNOT = ("activation_checkpointing_offload", "ignored_modules", *MESH, "cp_comm_strategy", *LAUNCH)
+CANNOT = (*ACCELERATE_ONLY, *MESH, "cp_comm_strategy", *LAUNCH)
 
 
 def mapping(settings: FsdpSettings, name: str = NAME) -> dict[str, Any]:
