@@ -36,7 +36,7 @@ def load_schema(name: str) -> dict[str, Any]:
     """Return the schema called ``name`` (``detect``, ``plan``, ``recipe``, ...) as parsed JSON.
 
     Raises:
-        FsdptoolError: There is no such schema; the message lists the schemas.
+        FsdptoolError: The schema does not exist; the message lists the schemas.
     """
     path = schema_folder() / f"{name}{_SUFFIX}"
     if not path.is_file():

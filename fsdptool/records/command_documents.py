@@ -52,7 +52,7 @@ class ComparedFigure:
     """One figure on both sides.
 
     ``percent`` is how far the right side lies above the left one (a run: how far measurement lies above
-    prediction), or None where that means nothing.
+    prediction), or None where it does not apply.
     """
 
     what: str
