@@ -10,6 +10,8 @@ from memory_cases import LLAMA, Case
 from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Checkpointing, Lora, Method
 
+pytestmark = pytest.mark.slow
+
 SELECTIVE = {"sharding": {"checkpointing": Checkpointing("selective")}}
 EVERY_SECOND = {"sharding": {"checkpointing": Checkpointing("every_n", every_n=2)}}
 RECOMPUTE = {"activation_checkpointing": True}
