@@ -23,7 +23,7 @@ from fsdptool.records.plan import (
     SuggestionKind,
 )
 
-_COSTS = {
+COSTS = {
     SuggestionKind.QUANTISED_BASE: Cost(
         CostKind.WEIGHT_PRECISION,
         "the base weights are rounded; nf4 (needs bitsandbytes) takes about half of int8",
@@ -188,8 +188,8 @@ def _costs(kind: SuggestionKind, candidate: Candidate, requested: Candidate | No
         change = requested.samples_per_second / candidate.samples_per_second - 1
         text = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} (estimate)"
         yield Cost(CostKind.STEP_TIME, "no slower (estimate)" if abs(change) < 0.005 else text)
-    if kind in _COSTS:
-        yield _COSTS[kind]
+    if kind in COSTS:
+        yield COSTS[kind]
     if requested is None:
         return
     before, after = requested.host_bytes_per_node, candidate.host_bytes_per_node

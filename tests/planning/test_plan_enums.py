@@ -142,10 +142,10 @@ def test_every_suggestion_through_every_reader(
 
 
 def test_every_suggestion_has_its_costs_by_kind() -> None:
-    from fsdptool.planning.suggestions import _COSTS
+    from fsdptool.planning.suggestions import COSTS
 
     computed = {CostKind.STEP_TIME, CostKind.HOST_MEMORY}
-    assert {cost.kind for cost in _COSTS.values()} | computed == set(CostKind)
+    assert {cost.kind for cost in COSTS.values()} | computed == set(CostKind)
 
 
 @pytest.mark.parametrize("basis", get_args(Basis))
