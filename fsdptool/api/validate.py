@@ -54,12 +54,12 @@ def validate(
             with a file is a finding.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
-    named = [files] if isinstance(files, str | PathLike) else list(files)
+    paths = [files] if isinstance(files, str | PathLike) else list(files)
     judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
     readings = []
-    for path, named_itself in expand(map(Path, named)).items():
+    for path, named in expand(map(Path, paths)).items():
         reading = read_settings(path, dialect=dialect, consumer=consumer, target=target, **judged)
-        readings.append(reading if named_itself else as_unnamed(reading))
+        readings.append(reading if named else as_folder_member(reading))
     return Verdict(tuple(readings))
 
 
@@ -167,7 +167,7 @@ def _configurations(folder: Path) -> Iterator[Path]:
 _INSTALLED = ("node_modules", "site-packages")
 
 
-def as_unnamed(reading: Reading) -> Reading:
+def as_folder_member(reading: Reading) -> Reading:
     """Return the reading of a file that was found in a folder: an unknown format is a warning only."""
     if not any(item.code in _NOT_OURS for item in reading.diagnostics):
         return reading

@@ -55,7 +55,7 @@ def command(
     format: Annotated[FindingFormat, typer.Option("--format", help="Output format.")] = FindingFormat.TEXT,
 ) -> int:
     """Check how the consuming program will interpret a configuration: errors, dropped settings, fixes."""
-    from fsdptool.api.validate import as_unnamed, conditions, expand
+    from fsdptool.api.validate import as_folder_member, conditions, expand
     from fsdptool.config.result import Verdict
     from fsdptool.report import findings
 
@@ -64,7 +64,7 @@ def command(
     readings = []
     for path, named in expand(files).items():
         reading = _read(path, dialect, consumer, judged)
-        readings.append(reading if named else as_unnamed(reading))
+        readings.append(reading if named else as_folder_member(reading))
     code = ExitCode.CLEAN
     if fix or unsafe_fixes or diff:
         repaired = [_repair(reading, unsafe_fixes, judged) for reading in readings]

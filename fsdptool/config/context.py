@@ -201,11 +201,25 @@ class LintContext:
         self.report(code, message, entry, value=True, edits=edits, fix=f"write {words}", **more)
 
     def report_removable(
-        self, code: str, message: str, entry: Entry, parent: Node | None, **more: Any
+        self,
+        code: str,
+        message: str,
+        entry: Entry,
+        parent: Node | None,
+        *,
+        key: str | None = None,
+        **more: Any,
     ) -> None:
-        """Report an entry of ``parent``, with the fix that removes it. ``more`` is as for :meth:`report`."""
+        """Report an entry of ``parent``, with the fix that removes it.
+
+        Args:
+            code, message, more: As for :meth:`report`.
+            entry: What it is about.
+            parent: The mapping that holds it.
+            key: What the fix calls it; None: as it is written.
+        """
         edits = self.editor.remove(parent, entry)
-        self.report(code, message, entry, edits=edits, fix=f"remove {entry.key}", **more)
+        self.report(code, message, entry, edits=edits, fix=f"remove {key or entry.key}", **more)
 
     def _span(self, at: Entry | Node | int | None, value: bool) -> tuple[int | None, int | None]:
         if at is None:

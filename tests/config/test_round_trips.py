@@ -61,7 +61,7 @@ def every_setting(draw: Any) -> FsdpSettings:
 
 
 ANY = settings(
-    max_examples=int(os.environ.get("FSDPTOOL_EXAMPLES", "50")),
+    max_examples=int(os.environ.get("FSDPTOOL_EXAMPLES", "100")),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -26,7 +26,9 @@ def read_legacy(
     if name == "sharding_strategy":
         _strategy_under_2(lint, key, value, entry, block, remove)
     elif name == "sync_module_states" and not value and _loading(block):
-        lint.report_removable("FSD321", f"{key}: false makes accelerate launch refuse the file", entry, block)
+        lint.report_removable(
+            "FSD321", f"{key}: false makes accelerate launch refuse the file", entry, block, key=key
+        )
     elif name == "forward_prefetch" and word_of_truth(value):
         lint.report(
             "FSD303",
@@ -40,9 +42,9 @@ def read_legacy(
         )
     elif name == "backward_prefetch" and value is not None and str(value).upper() not in _PREFETCHES:
         message = f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError"
-        lint.report_removable("FSD206", message, entry, block, value=True, safe=True)
+        lint.report_removable("FSD206", message, entry, block, key=key, value=True, safe=True)
     else:
-        lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block)
+        lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block, key=key)
 
 
 def _loading(block: Node | None) -> Any:
@@ -85,7 +87,7 @@ def _strategy_under_2(
             changes={"reshard_after_forward": False},
         )
     else:
-        lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block)
+        lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block, key=key)
 
 
 def _hybrid_under_2(

@@ -252,7 +252,7 @@ def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, ve
         lint.ignore(entry, "read with SIZE_BASED_WRAP only")
         if version == 2 or value not in (0, None):
             lint.report_removable(
-                "FSD325", f"{key} is not read: the policy is not SIZE_BASED_WRAP", entry, block
+                "FSD325", f"{key} is not read: the policy is not SIZE_BASED_WRAP", entry, block, key=key
             )
         return
     try:

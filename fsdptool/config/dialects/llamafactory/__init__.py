@@ -1,17 +1,21 @@
-"""LLaMA-Factory's YAML."""
+"""LLaMA-Factory's YAML: TrainingArguments with keys of its own; v1 files say ``dist_config``.
+
+Read, not run. The FSDP keys are transformers' and are read by the same code.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fsdptool import spelling
 from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.dialects.trainer.mapping import CANNOT
+from fsdptool.config.dialects.trainer.mapping import CANNOT, KEYS, mapping, migrate
+from fsdptool.files.tree import Entry, Node, to_python
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
     from fsdptool.config.fsdp1 import Rewriter, Target
-    from fsdptool.files.tree import Node
     from fsdptool.records.settings import FsdpSettings
 
 _OWN = frozenset(
@@ -39,18 +43,88 @@ class LlamaFactory(Dialect):
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""
-        from fsdptool.config.dialects.llamafactory.reader import read
-
-        read(lint)
+        _read(lint)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
-        """Return the file."""
-        from fsdptool.config.dialects.llamafactory.reader import write
+        """Return the FSDP part of a file, in YAML.
 
-        return write(settings, header)
+        Raises:
+            ConfigError: TrainingArguments have no word for a setting.
+        """
+        from fsdptool.config.edits import block_lines
+
+        top = {"stage": "sft", "finetuning_type": "full", **mapping(settings, self.name)}
+        return "\n".join([*(f"# {line}" if line else "#" for line in header), *block_lines(top)]) + "\n"
 
     def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> Mapping[str, Any]:
         """Turn FSDP1 settings into FSDP2, in place."""
-        from fsdptool.config.dialects.trainer.mapping import migrate
-
         return migrate(steps, lint, target)
+
+
+def _read(lint: LintContext) -> None:
+    from fsdptool.config.dialects.trainer import reader as trainer
+
+    lint.names = {canonical: key for key, canonical in KEYS.items()}
+    dist = lint.root.get("dist_config")
+    if dist is not None and dist.node.kind == "map":
+        _read_v1(lint, dist)
+        return
+    root = lint.root
+    if root.get("fsdp") is None and root.get("fsdp_config") is None:
+        deepspeed = root.get("deepspeed")
+        lint.runs_fsdp = False
+        lint.configures_fsdp = False
+        why = (
+            "it uses DeepSpeed"
+            if deepspeed is not None and to_python(deepspeed.node)
+            else ("FSDP can only come from the accelerate file it is launched with")
+        )
+        lint.report("FSD113", f"the file does not configure FSDP: {why}")
+        return
+    block = trainer.read_arguments(lint)
+    if lint.configures_fsdp:
+        trainer.read_config(lint, block)
+
+
+def _read_v1(lint: LintContext, dist: Entry) -> None:
+    root = lint.root
+    kind = dist.node.get("name")
+    name = str(kind.node.value) if kind is not None else ""
+    lint.fsdp_entry = dist
+    entry = root.get("bf16")
+    lint.set(
+        "mixed_precision", "bf16" if entry is not None and entry.node.value is True else "no", entry=entry
+    )
+    cp = root.get("cp_size")
+    size = spelling.integer(cp.node.value) if cp is not None else 1
+    mode = root.get("cp_mode")
+    ulysses = mode is not None and str(mode.node.value).lower() == "ulysses"
+    if name != "fsdp2":
+        lint.runs_fsdp = False
+        lint.configures_fsdp = False
+        lint.report(
+            "FSD110",
+            f"dist_config {name!r} is LLaMA-Factory's own engine, not FSDP2 as accelerate runs it",
+            kind or dist,
+            value=True,
+        )
+        return
+    lint.set("fsdp_version", 2, entry=kind)
+    for key, value in (
+        ("reshard_after_forward", True),
+        ("wrap_policy", "transformer"),
+        ("wrap_classes", ()),
+        ("state_dict_type", "sharded"),
+        ("cpu_offload", False),
+        ("cpu_ram_efficient_loading", False),
+        ("activation_checkpointing", False),
+        ("dp_replicate", 1),
+        ("dp_shard", None),
+        ("tp", 1),
+    ):
+        lint.set(key, value)
+    lint.set("cp", 1 if ulysses else size or 1, entry=cp)
+    lint.set("sp", 1)
+    if ulysses and (size or 1) > 1:
+        # Its own Ulysses attention, beside FSDP2 and not through accelerate's parallelism_config.
+        lint.ignore(mode, "LLaMA-Factory splits sequences itself")  # type: ignore[arg-type]
