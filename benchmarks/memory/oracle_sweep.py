@@ -90,7 +90,7 @@ def compare(setting: Setting) -> dict[str, Any]:
     played = simulate(trace, rank, mesh, inputs.recipe)
     simulated = played.ledger.best - played.ledger.at_best[OPTIMIZER]
     seen = observe(
-        lambda: building._student(inputs.spec, inputs.recipe, inputs.settings, inputs.units),
+        lambda: building.trained_model(inputs.spec, inputs.recipe, inputs.settings, inputs.units),
         inputs.units,
         objective_for(inputs.recipe, inputs.spec),
         family_of(inputs.spec).batch_spec(inputs.spec.config, inputs.recipe),

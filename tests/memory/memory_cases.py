@@ -81,7 +81,7 @@ class Case:
         """Ask the oracle."""
         spec, recipe, settings, plan = self.spec(), self.recipe(), self.yaml(), self.plan()
         return observe(
-            lambda: building._student(spec, recipe, settings, plan),
+            lambda: building.trained_model(spec, recipe, settings, plan),
             plan,
             building.objective_for(recipe, spec),
             family_of(spec).batch_spec(spec.config, recipe),

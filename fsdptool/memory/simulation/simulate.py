@@ -122,7 +122,7 @@ def simulate(
     ledger.note("between steps")
     ledger.begin(RunPhase.LOAD)
     loading(off_step, _buffers(trace.buffers, grain))
-    teacher = _teacher(trace, prepared.teacher, mesh.dp_replicate, ledger)
+    teacher = _load_teacher(trace, prepared.teacher, mesh.dp_replicate, ledger)
     _add(ledger, states, EMA)
     ledger.begin(None)
     # Made by the first products of forward and of backward, and kept to the end of the process.
@@ -210,7 +210,7 @@ class _Teacher:
         return self.output
 
 
-def _teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledger) -> _Teacher | None:
+def _load_teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledger) -> _Teacher | None:
     """Hold the teacher's shards, and return it ready to run if its forward is known."""
     teacher_trace = trace.teacher
     if teacher_trace is None or rank is None:

@@ -76,13 +76,13 @@ def make_trace(
     objective = objective_for(recipe, spec)
     specs = family_of(spec).batch_spec(spec.config, recipe)
     teacher_trace = (
-        _teacher(teacher, recipe, settings, profile, specs, staged) if teacher is not None else None
+        _trace_teacher(teacher, recipe, settings, profile, specs, staged) if teacher is not None else None
     )
 
     base_notes: list[str | None] = []
 
     def make() -> nn.Module:
-        model = _student(spec, recipe, settings, plan)
+        model = trained_model(spec, recipe, settings, plan)
         if not base_notes:
             base_notes.append(describe_base(model))
         return model
@@ -99,15 +99,11 @@ def make_trace(
         staged=staged,
         ring=settings.cp_comm_strategy == "alltoall",
     )
-    try:
-        traced = _traced(make, method.micro_loss(recipe, objective), specs, conditions)
-    except FsdptoolError:
-        raise
-    except Exception as error:
-        # Whatever a model's code trips over on fake tensors: states stay exact, the rest is unknown.
-        return without_activations(anatomy, recipe, profile, _why(error, spec))
+    traced = _trace_or_explain(make, method.micro_loss(recipe, objective), specs, conditions, anatomy, recipe)
+    if not traced.known:
+        return traced
     evaluation, sampling = (
-        _off_step(phase, spec, recipe, conditions, make, anatomy)
+        _trace_off_step(phase, spec, recipe, conditions, make, anatomy)
         for phase in (RunPhase.EVALUATION, RunPhase.SAMPLING)
     )
     off_step = [part for part in (evaluation, sampling) if part is not None]
@@ -130,7 +126,7 @@ def make_trace(
     )
 
 
-def _off_step(
+def _trace_off_step(
     phase: RunPhase,
     spec: ModelSpec,
     recipe: Recipe,
@@ -143,18 +139,10 @@ def _off_step(
         return None
     own = recipe if phase is RunPhase.EVALUATION else sampled_recipe(recipe)
     specs = family_of(spec).batch_spec(spec.config, own)
-    try:
-        return _traced(
-            lambda: make().eval(),
-            Task(objective_for(recipe, spec)),
-            specs,
-            replace(conditions, off_step=phase),
-        )
-    except FsdptoolError:
-        raise
-    except Exception as error:
-        why = f"{phase}: {_why(error, spec)}"
-        return replace(without_activations(anatomy, own, conditions.profile, why), unknowns=(why,))
+    loss = Task(objective_for(recipe, spec))
+    return _trace_or_explain(
+        lambda: make().eval(), loss, specs, replace(conditions, off_step=phase), anatomy, own, what=phase
+    )
 
 
 def sampled_recipe(recipe: Recipe) -> Recipe:
@@ -179,7 +167,7 @@ def _sampled_tokens(value: Any) -> int:
     return value
 
 
-def _why(error: Exception, spec: ModelSpec) -> str:
+def _explain(error: Exception, spec: ModelSpec) -> str:
     failure = f"{spec.model_class} cannot be traced on fake tensors"
     reason = family_of(spec).untraceable(spec.config)
     if reason and isinstance(error, BY_VALUE):
@@ -189,7 +177,8 @@ def _why(error: Exception, spec: ModelSpec) -> str:
     return f"{failure} ({type(error).__name__}: {text})"
 
 
-def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
+def trained_model(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
+    """Return a model on meta as the trainer has it before it is sharded: method and checkpointing applied."""
     model = build_model(spec, recipe.model, cp=settings.mesh.cp)
     method_of(recipe).prepare(model, recipe, family_of(spec), spec.config)
     model.train()
@@ -199,7 +188,7 @@ def _student(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: Unit
     return model
 
 
-def _teacher(
+def _trace_teacher(
     spec: ModelSpec,
     recipe: Recipe,
     settings: FsdpSettings,
@@ -230,12 +219,9 @@ def _teacher(
         staged=staged,
         ring=settings.cp_comm_strategy == "alltoall",
     )
-    try:
-        traced = _traced(make, Task(objective), specs, conditions)
-    except FsdptoolError:
-        raise
-    except Exception as error:
-        return without_activations(anatomy, recipe, profile, _why(error, spec))
+    traced = _trace_or_explain(make, Task(objective), specs, conditions, anatomy, recipe)
+    if not traced.known:
+        return traced
     return replace(traced, buffers=anatomy.buffers, model=spec.model_class)
 
 
@@ -245,7 +231,28 @@ class _Attempt:
     shortened: tuple[Shortened, ...]
 
 
-def _traced(
+def _trace_or_explain(
+    make: Callable[[], nn.Module],
+    micro_loss: MicroLoss,
+    specs: Sequence[TensorSpec],
+    conditions: Conditions,
+    anatomy: Anatomy,
+    recipe: Recipe,
+    *,
+    what: str = "activations",
+) -> Trace:
+    """Trace; if a model's code fails on fake tensors, states stay exact and the rest is unknown."""
+    try:
+        return _trace(make, micro_loss, specs, conditions)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        return without_activations(
+            anatomy, recipe, conditions.profile, _explain(error, anatomy.spec), what=what
+        )
+
+
+def _trace(
     make: Callable[[], nn.Module],
     micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
@@ -253,12 +260,12 @@ def _traced(
 ) -> Trace:
     """Trace without values; with those the specs fix if the model decides shapes by value."""
     try:
-        return _extrapolated(make, micro_loss, specs, conditions, values=False)
+        return _trace_at_depth(make, micro_loss, specs, conditions, values=False)
     except BY_VALUE:
-        return _extrapolated(make, micro_loss, specs, conditions, values=True)
+        return _trace_at_depth(make, micro_loss, specs, conditions, values=True)
 
 
-def _extrapolated(
+def _trace_at_depth(
     make: Callable[[], nn.Module],
     micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
@@ -310,8 +317,10 @@ def _tokens(recipe: Recipe, specs: Sequence[TensorSpec]) -> int | None:
     return recipe.batch.micro_batch * length if length is not None else None
 
 
-def without_activations(anatomy: Anatomy, recipe: Recipe, profile: Profile, why: str) -> Trace:
-    """Return a trace that only knows the states."""
+def without_activations(
+    anatomy: Anatomy, recipe: Recipe, profile: Profile, why: str, *, what: str = "activations"
+) -> Trace:
+    """Return a trace that only knows the states; ``why`` says why ``what`` is unknown."""
     return Trace(
         profile=profile,
         compute_dtype=recipe.sharding.param_dtype or recipe.model.dtype,
@@ -324,5 +333,5 @@ def without_activations(anatomy: Anatomy, recipe: Recipe, profile: Profile, why:
         samples=recipe.batch.micro_batch,
         torch=library_versions().get("torch", "").split("+")[0],
         model=anatomy.spec.model_class,
-        unknowns=(f"activations: {why}",),
+        unknowns=(f"{what}: {why}",),
     )
