@@ -65,7 +65,7 @@ def predict(
         recipe: How it is trained.
         settings: What the accelerate YAML says; its mesh must suit the cluster.
         cluster: What it is trained on; None: CPU processes, as many as the settings name.
-        profile: Device profile (``cuda``; ``cpu-gloo`` and ``cpu-fake`` for CPU runs).
+        profile: Device profile.
         machine: Overheads and efficiencies; None takes the shipped table's.
 
     Raises:

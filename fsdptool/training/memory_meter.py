@@ -26,7 +26,7 @@ _PREPARED_WITHIN = 1.0
 """Seconds a profile's preparation may take: half of what kineto allows."""
 
 _SETTLE_SECONDS = 0.003
-"""Far longer than a gloo thread needs after its work is done, on a busy machine, too."""
+"""Far longer than a thread of the CPU backend needs after its work is done, on a busy machine, too."""
 
 
 class CudaMeter:
@@ -88,11 +88,11 @@ class CpuMeter:
     """torch's CPU allocator events over a step, on top of the tensors that were alive before it.
 
     The profiler reports every allocation and release of the CPU allocator (torch 2.13,
-    c10/core/CPUAllocator.cpp), gloo's staging tensors included; what existed before it started is
+    c10/core/CPUAllocator.cpp), the CPU backend's staging tensors included; what existed before it started is
     counted from the live storages. Profiling costs time, so the first steps of a start are measured,
     the one after the first save, and every other moment once before and once after it: the copies a
     save makes stay.
-    Collectives are let settle, or releases by gloo's threads would be missed and add up.
+    Collectives are let settle, or releases by the backend's threads would be missed and add up.
     """
 
     instrument = (
@@ -200,9 +200,9 @@ def open_meter(device: torch.device) -> CpuMeter | CudaMeter:
 
 @contextmanager
 def settled_collectives() -> Iterator[None]:
-    """Give gloo's threads time to let go of a collective's tensors before its waiter goes on.
+    """Give the CPU backend's threads time to let go of a collective's tensors before its waiter goes on.
 
-    The profiler sees the releases of threads that carry its state only. A gloo thread that drops
+    The profiler sees the releases of threads that carry its state only. A backend thread that drops
     the last reference after its work is done does not (torch 2.13, ``ProcessGroupGloo::runLoop``),
     so every such race would count a buffer as alive to the end.
     """
