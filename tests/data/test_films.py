@@ -54,11 +54,11 @@ def test_frames_are_taken_at_the_wanted_rate(tmp_path: Path, suffix: str) -> Non
 def test_a_film_becomes_the_pixels_of_its_bucket(tmp_path: Path) -> None:
     file = film(tmp_path / "a.mp4", frames=9, rate=8)
     picture = Picture("a.mp4", (str(file),), "", 48, 64, 0)
-    found = read_pixels(picture, Bucket(32, 32, 5), rate=4.0)
-    assert found.values.shape == (3, 5, 32, 32)
+    pixels = read_pixels(picture, Bucket(32, 32, 5), rate=4.0)
+    assert pixels.values.shape == (3, 5, 32, 32)
     expected = np.arange(0, 90, 20) / 127.5 - 1
-    assert np.allclose(found.values.mean(dim=(0, 2, 3)).numpy(), expected, atol=0.04)
-    assert (found.top, found.left) == (0, 5)
+    assert np.allclose(pixels.values.mean(dim=(0, 2, 3)).numpy(), expected, atol=0.04)
+    assert (pixels.top, pixels.left) == (0, 5)
 
 
 def test_films_that_cannot_be_used_are_named(tmp_path: Path) -> None:

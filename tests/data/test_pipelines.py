@@ -44,14 +44,14 @@ def material(name: str, folder: Path) -> list[torch.Tensor]:
         tiny_material.clips(folder, 2, frames, (64, 64), stills=True)
     else:
         tiny_material.pictures(folder, [(64, 64)] * 2)
-    found = []
+    results = []
     for number, caption in enumerate(CAPTIONS):
         place = folder / str(number) if frames else folder / f"{number:03d}.png"
         place.with_suffix(".txt").write_text(caption, encoding="utf-8")
         files = sorted(place.iterdir()) if frames else [place]
         values = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files])
-        found.append(torch.from_numpy(values).permute(3, 0, 1, 2).float() / 127.5 - 1)
-    return found
+        results.append(torch.from_numpy(values).permute(3, 0, 1, 2).float() / 127.5 - 1)
+    return results
 
 
 def frames_of(name: str) -> int | None:
@@ -61,16 +61,16 @@ def frames_of(name: str) -> int | None:
 def packed(name: str, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
     """Lay latents out as the pipeline hands them to its scheduler."""
     if name in ("flux", "chroma", "qwenimage"):
-        found: torch.Tensor = pipeline._pack_latents(latents, *latents.shape)
+        packed_latents: torch.Tensor = pipeline._pack_latents(latents, *latents.shape)
     elif name == "flux2":
-        found = pipeline._pack_latents(latents)
+        packed_latents = pipeline._pack_latents(latents)
     elif name == "ltx":
-        found = pipeline._pack_latents(latents, 1, 1)
+        packed_latents = pipeline._pack_latents(latents, 1, 1)
     elif name == "cogvideox":
-        found = latents.transpose(1, 2)
+        packed_latents = latents.transpose(1, 2)
     else:
-        found = latents
-    return found
+        packed_latents = latents
+    return packed_latents
 
 
 def watch(name: str, pipeline: Any, latents: torch.Tensor, **given: Any) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def watch(name: str, pipeline: Any, latents: torch.Tensor, **given: Any) -> dict
         extended = pipeline._prepare_attention_mask
 
         def masked(**given: Any) -> Any:
-            found = extended(**given)
-            return None if found is None else found.bool()
+            extended_batch = extended(**given)
+            return None if extended_batch is None else extended_batch.bool()
 
         pipeline._prepare_attention_mask = masked
     pipeline.scheduler.step, pipeline.vae.decode = step, decode
@@ -172,8 +172,8 @@ def test_a_family_is_fed_what_its_pipeline_feeds_it(
     with torch.no_grad():
         ours = family.denoise(model, batch["latents"], time, batch)
     for number, output in enumerate(outputs):
-        found = packed(name, pipeline, ours[number : number + 1])
-        torch.testing.assert_close(-found if reverse else found, output, atol=1e-4, rtol=1e-4)
+        packed_batch = packed(name, pipeline, ours[number : number + 1])
+        torch.testing.assert_close(-packed_batch if reverse else packed_batch, output, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(outputs[0], outputs[1])
 
     trained = family.build(spec.config, model_class=spec.model_class)

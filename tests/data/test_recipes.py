@@ -51,5 +51,5 @@ def test_a_recipe_gives_the_batch_its_family_names(
     batches.close()
     wanted = {item.name: (item.shape, item.dtype) for item in family.batch_spec(spec.config, recipe)}
     for batch in step:
-        found = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in batch.items()}
-        assert found == wanted
+        results = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in batch.items()}
+        assert results == wanted

@@ -171,8 +171,8 @@ def test_two_ranks_write_what_one_process_computes(pipelines: Mapping[str, Path]
             latents = denoise(model, objective, loader.example(number), steps=3)
         (expected,) = ImageEncoding(flux, device="cpu").decode(latents[0])
         file = tmp_path / "image/samples/step-00000007" / f"{number}.png"
-        found = torch.tensor(list(Image.open(file).tobytes()))
-        assert (found - torch.tensor(list(expected.tobytes()))).abs().max() <= 1
+        values = torch.tensor(list(Image.open(file).tobytes()))
+        assert (values - torch.tensor(list(expected.tobytes()))).abs().max() <= 1
 
 
 class _Perfect:
@@ -201,8 +201,8 @@ class _Perfect:
 def test_a_perfect_denoiser_gives_the_clean_latents(name: str) -> None:
     clean = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     batch = {"noise": torch.randn_like(clean)}
-    found = denoise(None, _Perfect(name, clean), batch, steps=5)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, clean, atol=1e-9, rtol=1e-9)
+    predicted = denoise(None, _Perfect(name, clean), batch, steps=5)  # type: ignore[arg-type]
+    torch.testing.assert_close(predicted, clean, atol=1e-9, rtol=1e-9)
 
 
 def test_an_encoded_picture_decodes_to_its_size(pipelines: Mapping[str, Path]) -> None:

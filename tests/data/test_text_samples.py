@@ -50,8 +50,8 @@ def test_wrapped_packing_keeps_every_token_and_marks_documents(
     batches = build_batches(recipe, spec, cache=tmp_path / "c")
     assert isinstance(batches, Batches)
     steps = -(-batches.samples_per_epoch // 2)
-    found = [batch for _ in range(steps) for batch in next(batches)]
-    rows = list(zip(*(rows_of(found, n) for n in ("input_ids", "labels", "position_ids")), strict=True))
+    results = [batch for _ in range(steps) for batch in next(batches)]
+    rows = list(zip(*(rows_of(results, n) for n in ("input_ids", "labels", "position_ids")), strict=True))
     documents: dict[tuple[int, ...], int] = {}
     pieces = []
     for tokens, labels, positions in rows[: batches.samples_per_epoch]:

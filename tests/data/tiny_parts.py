@@ -53,11 +53,11 @@ Text = tuple[Any, Any]
 
 def texts(*parts: Text) -> dict[str, Any]:
     """Return text encoders and tokenizers under the names pipelines give them."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for number, (encoder, tokenizer) in enumerate(parts, start=1):
         suffix = f"_{number}" if number > 1 else ""
-        found |= {f"text_encoder{suffix}": encoder, f"tokenizer{suffix}": tokenizer}
-    return found
+        results |= {f"text_encoder{suffix}": encoder, f"tokenizer{suffix}": tokenizer}
+    return results
 
 
 def tokenizer(length: int, **specials: str) -> Any:
@@ -79,10 +79,10 @@ def tokenizer(length: int, **specials: str) -> Any:
 
 def chat_tokenizer(*, side: str = "right", length: int = 512) -> Any:
     """Return one with a template for conversations."""
-    made = tokenizer(length, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    made.padding_side = side
-    made.chat_template = CHAT
-    return made
+    built = tokenizer(length, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    built.padding_side = side
+    built.chat_template = CHAT
+    return built
 
 
 def clip(*, projection: bool = False, positions: int = 16) -> Text:

@@ -86,10 +86,10 @@ def registry(*values: str) -> Registry:
 
 @pytest.mark.parametrize("value", ["registry_plugin:Toy", "registry_plugin:several"])
 def test_classes_and_callables_are_families(plugin: Path, value: str) -> None:
-    found = registry(value)
-    assert found.diagnostics == ()
-    assert found.get("toy").name == "toy"
-    assert found.flavour("toy", "small").model_class == "Toy"
+    families = registry(value)
+    assert families.diagnostics == ()
+    assert families.get("toy").name == "toy"
+    assert families.flavour("toy", "small").model_class == "Toy"
 
 
 @pytest.mark.parametrize(
@@ -108,61 +108,61 @@ def test_classes_and_callables_are_families(plugin: Path, value: str) -> None:
 def test_a_broken_plugin_is_one_finding_and_others_live(
     plugin: Path, value: str, code: str, words: str
 ) -> None:
-    found = registry(value, "registry_plugin:Twin")
-    assert [finding.code for finding in found.diagnostics] == [code]
-    assert words in found.diagnostics[0].message
-    assert "\n" not in found.diagnostics[0].message
-    assert [family.name for family in found.all()] == ["twin"]
+    families = registry(value, "registry_plugin:Twin")
+    assert [finding.code for finding in families.diagnostics] == [code]
+    assert words in families.diagnostics[0].message
+    assert "\n" not in families.diagnostics[0].message
+    assert [family.name for family in families.all()] == ["twin"]
 
 
 def test_two_plugins_with_one_name_are_both_named_and_neither_is_used(plugin: Path) -> None:
-    found = registry("registry_plugin:Toy", "registry_plugin:Rival")
-    assert [finding.code for finding in found.diagnostics] == ["DET003", "DET003"]
-    assert found.all() == ()
+    families = registry("registry_plugin:Toy", "registry_plugin:Rival")
+    assert [finding.code for finding in families.diagnostics] == ["DET003", "DET003"]
+    assert families.all() == ()
     with pytest.raises(BadReference, match=r"registered by .*Toy.* and .*Rival"):
-        found.get("toy")
+        families.get("toy")
 
 
 def test_equal_claims_are_an_error(plugin: Path) -> None:
-    found = registry("registry_plugin:several")
+    families = registry("registry_plugin:several")
     with pytest.raises(BadReference, match="matched equally by 'toy'"):
-        found.match({"model_type": "toy"})
+        families.match({"model_type": "toy"})
     with pytest.raises(BadReference, match="no installed family matches a configuration with model_type 'x'"):
-        found.match({"model_type": "x"})
+        families.match({"model_type": "x"})
 
 
 def test_a_match_that_raises_is_reported_once(plugin: Path) -> None:
-    found = registry("registry_plugin:Raises", "registry_plugin:Toy")
+    families = registry("registry_plugin:Raises", "registry_plugin:Toy")
     for _ in range(2):
-        assert found.match({"model_type": "toy"}).name == "toy"
-    assert [finding.code for finding in found.diagnostics] == ["DET001"]
+        assert families.match({"model_type": "toy"}).name == "toy"
+    assert [finding.code for finding in families.diagnostics] == ["DET001"]
 
 
 def test_near_misses_are_suggested_and_never_taken() -> None:
-    found = load_registry()
+    loaded = load_registry()
     for wrong, right in (("lama3", "llama3"), ("LLAMA3", "llama3"), ("flux", "flux.1")):
         with pytest.raises(BadReference) as caught:
-            found.get(wrong)
+            loaded.get(wrong)
         assert right in (caught.value.help or "")
     with pytest.raises(BadReference) as caught:
-        found.flavour("llama3", "8B")
+        loaded.flavour("llama3", "8B")
     assert "llama3:8b" in (caught.value.help or "")
     with pytest.raises(BadReference, match="'xyzzy'"):
-        found.get("xyzzy")
+        loaded.get("xyzzy")
 
 
 def test_what_ships_loads_without_findings() -> None:
-    found = load_registry()
-    assert found.diagnostics == ()
-    assert len([family for family in found.all() if family.flavours()]) >= 117
-    assert sum(len(family.flavours()) for family in found.all()) >= 225
+    loaded = load_registry()
+    assert loaded.diagnostics == ()
+    assert len([family for family in loaded.all() if family.flavours()]) >= 117
+    assert sum(len(family.flavours()) for family in loaded.all()) >= 225
 
 
 def test_the_digest_follows_the_plugins_files(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdptool.families import registry as module
 
-    found = registry("registry_plugin:Toy")
-    monkeypatch.setattr(module, "load_registry", lambda: found)
+    families = registry("registry_plugin:Toy")
+    monkeypatch.setattr(module, "load_registry", lambda: families)
     module._package_digest.cache_clear()
     before = family_digest("toy")
     plugin.write_text(PLUGIN + "\n# edited\n")

@@ -46,9 +46,9 @@ def config(folder: Path, **changes: Any) -> str:
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
     assert run(["detect", *arguments, "--format", "json"]) == status
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    Draft202012Validator(load_schema("detect")).validate(found)
-    return found
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    Draft202012Validator(load_schema("detect")).validate(result)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_records_agree_with_torch(reference: str) -> None:
     paths = {id(module): path for path, module in model.named_modules()}
     norm = _find_final_norm(model)
     assert anatomy.final_norm == (paths[id(norm)] if norm is not None else None)
-    for getter, found in (
+    for getter, result in (
         ("get_input_embeddings", anatomy.input_embedding),
         ("get_output_embeddings", anatomy.output_embedding),
     ):
         wanted = getattr(model, getter)() if hasattr(model, getter) else None
-        assert found == (paths[id(wanted)] if wanted is not None else None)
+        assert result == (paths[id(wanted)] if wanted is not None else None)
     assert decode(json.loads(json.dumps(encode(anatomy))), spec) == anatomy
 
 
@@ -111,13 +111,13 @@ def test_a_plain_llama_triggers_nothing_but_size_wrapping() -> None:
 
 
 def test_misspelt_keys_are_findings(tmp_path: Path) -> None:
-    given = {**LLAMA, "hidden_sizes": 128, "wholly_foreign": 1}
-    del given["hidden_size"]
+    values = {**LLAMA, "hidden_sizes": 128, "wholly_foreign": 1}
+    del values["hidden_size"]
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(given))
+    path.write_text(json.dumps(values))
     anatomy = examine(resolve(str(path))).anatomy
-    found = {finding.message for finding in anatomy.diagnostics if finding.code == "DET120"}
-    assert found == {"LlamaConfig does not know the key hidden_sizes; it knows hidden_size"}
+    results = {finding.message for finding in anatomy.diagnostics if finding.code == "DET120"}
+    assert results == {"LlamaConfig does not know the key hidden_sizes; it knows hidden_size"}
     unread = [finding.message for finding in anatomy.diagnostics if finding.code == "DET121"]
     assert unread == ["LlamaConfig does not know: wholly_foreign"]
     path.write_text(
@@ -132,8 +132,8 @@ def test_misspelt_keys_of_a_nested_configuration_are_findings(tmp_path: Path) ->
     text = {"model_type": "llama", "num_hiden_layers": 3}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**spec.config, "model_type": "llava", "text_config": text}))
-    found = [f.message for f in examine(resolve(str(path))).anatomy.diagnostics if f.code == "DET120"]
-    assert any("text_config.num_hiden_layers" in message for message in found)
+    results = [f.message for f in examine(resolve(str(path))).anatomy.diagnostics if f.code == "DET120"]
+    assert any("text_config.num_hiden_layers" in message for message in results)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_misspelt_keys_of_a_nested_configuration_are_findings(tmp_path: Path) ->
 def test_files_the_library_writes_itself_have_no_misspelt_keys(tmp_path: Path, reference: str) -> None:
     model = build(resolve(reference))
     model.config.save_pretrained(tmp_path)  # type: ignore[operator, union-attr]
-    found = examine(resolve(str(tmp_path))).anatomy
-    assert "DET120" not in codes(found)
+    result = examine(resolve(str(tmp_path))).anatomy
+    assert "DET120" not in codes(result)
 
 
 def test_another_class_than_the_file_says_is_a_finding(tmp_path: Path) -> None:
@@ -175,11 +175,13 @@ def test_uneven_parameters_are_padded_like_torch_chunks_them() -> None:
 
     for dim0 in (1, 3, 5, 7, 8, 60):
         for ranks in (1, 2, 4, 7, 16):
-            found = uneven([Parameter("w", (dim0, 10), "bfloat16")], ranks)
+            uneven_parameters = uneven([Parameter("w", (dim0, 10), "bfloat16")], ranks)
             chunks = torch.chunk(torch.empty(dim0, 10), ranks)
             padding = (chunks[0].shape[0] * ranks - dim0) * 10 * 2
-            assert sum(item.padding_bytes for item in found) == (padding if dim0 % ranks else 0)
-            assert sum(item.empty_ranks for item in found) == (ranks - len(chunks) if dim0 % ranks else 0)
+            assert sum(item.padding_bytes for item in uneven_parameters) == (padding if dim0 % ranks else 0)
+            assert sum(item.empty_ranks for item in uneven_parameters) == (
+                ranks - len(chunks) if dim0 % ranks else 0
+            )
 
 
 def test_reasons_are_closed_lists() -> None:
@@ -197,34 +199,34 @@ def test_the_public_function() -> None:
 
 
 def test_documents_validate_and_count_each_parameter_once(capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys, "mixtral:8x7b", "--world-size", "16", "--tree", "--leaves", "--where")
-    listed = [fqn for unit in found["units"] for fqn in unit["fqns"]]
+    answer = document(capsys, "mixtral:8x7b", "--world-size", "16", "--tree", "--leaves", "--where")
+    listed = [fqn for unit in answer["units"] for fqn in unit["fqns"]]
     assert len(listed) == len(set(listed))
-    assert sum(unit["parameters"] for unit in found["units"]) == found["parameters"]["total"]
-    assert sum(part["parameters"] for part in found["parts"]) == found["parameters"]["total"]
-    assert sum(leaf["parameters_total"] for leaf in found["leaves"]) == found["parameters"]["total"]
-    assert found["tree"]["parameters_each"] == found["parameters"]["total"]
-    assert found["experts"]["counts"] == [8]
-    experts = [item for item in found["uneven"] if "experts" in item["fqn"]]
+    assert sum(unit["parameters"] for unit in answer["units"]) == answer["parameters"]["total"]
+    assert sum(part["parameters"] for part in answer["parts"]) == answer["parameters"]["total"]
+    assert sum(leaf["parameters_total"] for leaf in answer["leaves"]) == answer["parameters"]["total"]
+    assert answer["tree"]["parameters_each"] == answer["parameters"]["total"]
+    assert answer["experts"]["counts"] == [8]
+    experts = [item for item in answer["uneven"] if "experts" in item["fqn"]]
     assert {item["empty_ranks"] for item in experts} == {8}, "8 experts over 16 ranks"
-    where = {place["name"]: place for place in found["where"]}
+    where = {place["name"]: place for place in answer["where"]}
     line = where["MixtralDecoderLayer"]["line"]
     assert (
         "class MixtralDecoderLayer"
         in Path(where["MixtralDecoderLayer"]["file"]).read_text().splitlines()[line - 1]
     )
-    assert found["unknowns"] == []
+    assert answer["unknowns"] == []
 
 
 def test_parts_of_a_multimodal_model(capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys, "llava:1.5-7b")
-    assert {part["path"] for part in found["parts"]} >= {
+    answer = document(capsys, "llava:1.5-7b")
+    assert {part["path"] for part in answer["parts"]} >= {
         "model.vision_tower",
         "model.multi_modal_projector",
         "model.language_model",
     }
-    assert sum(part["parameters"] for part in found["parts"]) == found["parameters"]["total"]
-    assert found["unknowns"]
+    assert sum(part["parameters"] for part in answer["parts"]) == answer["parameters"]["total"]
+    assert answer["unknowns"]
 
 
 def test_text_is_plain_rows_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:

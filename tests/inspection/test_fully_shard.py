@@ -27,11 +27,11 @@ from fsdptool.testing.families import small_model
 
 def one_of_each_class() -> list[tuple[Family, Flavour]]:
     """Return the first flavour of every model class that ships."""
-    found: dict[tuple[str, str], tuple[Family, Flavour]] = {}
+    results: dict[tuple[str, str], tuple[Family, Flavour]] = {}
     for family in load_registry().all():
         for flavour in family.flavours().values():
-            found.setdefault((family.library, flavour.model_class), (family, flavour))
-    return list(found.values())
+            results.setdefault((family.library, flavour.model_class), (family, flavour))
+    return list(results.values())
 
 
 CASES = one_of_each_class()

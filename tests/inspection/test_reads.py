@@ -102,6 +102,6 @@ def test_a_unit_of_its_own_would_break(group: None) -> None:
     ],
 )
 def test_shipped_models_that_read_by_hand_are_known(family: str, read: tuple[str, ...]) -> None:
-    made = load_registry().get(family)
-    spec = small_spec(made, next(iter(made.flavours().values())))
+    shipped = load_registry().get(family)
+    spec = small_spec(shipped, next(iter(shipped.flavours().values())))
     assert describe(build(spec, initialise=False), spec).weights_read == read

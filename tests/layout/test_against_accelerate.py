@@ -118,7 +118,7 @@ def groups_of(model: nn.Module) -> dict[frozenset[str], dict[str, Any]]:
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), name.replace("_checkpoint_wrapped_module.", ""))
-    found: dict[frozenset[str], dict[str, Any]] = {}
+    results: dict[frozenset[str], dict[str, Any]] = {}
     seen: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -129,7 +129,7 @@ def groups_of(model: nn.Module) -> dict[frozenset[str], dict[str, Any]]:
                 continue
             seen.add(id(param_group))
             key = frozenset(names[id(p.sharded_param)] for p in param_group.fsdp_params)
-            found[key] = {
+            results[key] = {
                 "reshard": param_group._reshard_after_forward,
                 "automatic": state._auto_reshard_after_forward,
                 "dtypes": [
@@ -141,7 +141,7 @@ def groups_of(model: nn.Module) -> dict[frozenset[str], dict[str, Any]]:
                     )
                 ],
             }
-    return found
+    return results
 
 
 PLAIN = FsdpSettings(mixed_precision="no")

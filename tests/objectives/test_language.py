@@ -18,11 +18,11 @@ from fsdptool.families.shrink import shrink
 def _small(
     family: str, flavour: str | None = None, *, dtype: torch.dtype = torch.float64, **changes: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    made = load_registry().get(family)
-    chosen = made.flavours()[flavour] if flavour else next(iter(made.flavours().values()))
-    config = {**shrink(made, chosen.config, chosen.model_class), **changes}
+    shipped = load_registry().get(family)
+    chosen = shipped.flavours()[flavour] if flavour else next(iter(shipped.flavours().values()))
+    config = {**shrink(shipped, chosen.config, chosen.model_class), **changes}
     torch.manual_seed(0)
-    return made.build(config, model_class=chosen.model_class).to(dtype).eval(), config
+    return shipped.build(config, model_class=chosen.model_class).to(dtype).eval(), config
 
 
 def _tokens(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -83,8 +83,8 @@ def test_masks_do_not_look_at_values() -> None:
     places = torch.arange(8).unsqueeze(0)
     original = masking_utils.find_packed_sequence_indices
     with masks(nn.Identity(), places):
-        found = masking_utils.find_packed_sequence_indices(places)
-        assert found is not None and not found.any()
+        indices = masking_utils.find_packed_sequence_indices(places)
+        assert indices is not None and not indices.any()
     with masks(nn.Identity(), None):
         assert masking_utils.find_packed_sequence_indices(torch.zeros(1, 8, dtype=torch.int64)) is None
     assert masking_utils.find_packed_sequence_indices is original

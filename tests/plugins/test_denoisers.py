@@ -69,13 +69,13 @@ def test_ideogram_4_lays_its_sequence_out_as_the_pipeline_does() -> None:
 
     noisy = torch.randn(2, 4, 4, 6)
     family: Any = load_registry().get("ideogram-4")
-    found = family.denoise(
+    denoised = family.denoise(
         model, noisy, torch.tensor([0.25, 0.5]), {"encoder_hidden_states": torch.randn(2, 5, 8)}
     )
     for name, expected in zip(("position_ids", "segment_ids", "indicator"), theirs, strict=True):
         assert torch.equal(seen[name], expected), name
     assert seen["timestep"].tolist() == [0.75, 0.5]
-    assert torch.equal(found, -noisy)
+    assert torch.equal(denoised, -noisy)
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(1, 4, 6), (3, 5, 8)])
@@ -100,8 +100,8 @@ def test_cosmos_3_packs_its_sequence_as_the_pipeline_does(frames: int, height: i
         return ([arguments["vision_tokens"][0]],)
 
     model.config = config  # type: ignore[attr-defined]
-    found = family.denoise(model, noisy, torch.tensor([0.25]), {"input_ids": torch.tensor([[5, 9, 11]])})
-    assert torch.equal(found, noisy)
+    denoised = family.denoise(model, noisy, torch.tensor([0.25]), {"input_ids": torch.tensor([[5, 9, 11]])})
+    assert torch.equal(denoised, noisy)
     for name in ("input_ids", "text_indexes", "vision_sequence_indexes", "vision_mse_loss_indexes"):
         assert torch.equal(seen[name], {**text, **vision}[name]), name
     assert seen["und_len"] == text["und_len"] and seen["vision_token_shapes"] == vision["vision_token_shapes"]
@@ -124,8 +124,8 @@ def test_qwen_image_2_1_puts_the_image_behind_the_text() -> None:
     noisy = torch.randn(2, 4, 4, 6)
     batch = {"encoder_hidden_states": torch.randn(2, 5, 8), "encoder_hidden_states_mask": torch.ones(2, 5)}
     family: Any = load_registry().get("qwen-image-2.1")
-    found = family.denoise(model, noisy, torch.tensor([0.25, 0.5]), batch)
-    assert torch.equal(found, noisy)
+    denoised = family.denoise(model, noisy, torch.tensor([0.25, 0.5]), batch)
+    assert torch.equal(denoised, noisy)
     assert torch.equal(seen["hidden_states"], QwenImage21Pipeline._pack_latents(noisy, 2, 4, 4, 6))
     assert seen["img_mask"].tolist() == [[False] * 5 + [True] * 6] * 2
     assert seen["img_shapes"] == [[(1, 4, 6)]] * 2

@@ -19,9 +19,9 @@ UNIFORM = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
 
 def test_times_rise_with_the_draw_and_stay_inside() -> None:
     for options in ({}, {"timestep_sampling": "uniform"}, {"shift": 3.0}, {"logit_mean": 1.0}):
-        found = time(UNIFORM, options)
-        assert bool((found[1:] > found[:-1]).all())
-        assert 0 < found[0] < found[-1] < 1
+        times = time(UNIFORM, options)
+        assert bool((times[1:] > times[:-1]).all())
+        assert 0 < times[0] < times[-1] < 1
 
 
 def test_logit_normal_has_its_moments() -> None:
@@ -106,5 +106,5 @@ def test_epsilon_draws_steps_alike_unless_told() -> None:
     sample["uniform"] = torch.tensor(0.9, dtype=torch.float64)
     assert family.assemble(config, recipe, [sample])["timestep"].tolist() == [900]  # type: ignore[attr-defined]
     shifted = replace(recipe, objective=Objective(options={"shift": 2.0}))
-    found = family.assemble(config, shifted, [sample])["timestep"].tolist()  # type: ignore[attr-defined]
-    assert found == [int(1000 * 1.8 / 1.9)]
+    result = family.assemble(config, shifted, [sample])["timestep"].tolist()  # type: ignore[attr-defined]
+    assert result == [int(1000 * 1.8 / 1.9)]

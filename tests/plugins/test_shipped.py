@@ -113,8 +113,8 @@ def test_the_same_objective_runs_on_fake_tensors(name: str) -> None:
     objective = family.objectives()[spec.objective or ""]()
     half = torch.bfloat16
     conditions = Conditions("cpu", half, inputs=half, exact=family.exact_inputs, master=torch.float32)
-    made = run_trace(build(spec), objective, tensors, conditions, values=True)
-    assert made.known and made.gradients
+    traced = run_trace(build(spec), objective, tensors, conditions, values=True)
+    assert traced.known and traced.gradients
 
 
 def _recipe(**sizes: Any) -> Recipe:
@@ -143,15 +143,15 @@ def _recipe(**sizes: Any) -> Recipe:
     ],
 )
 def test_sizes_that_do_not_suit_are_named(family: str, sizes: dict[str, int], message: str) -> None:
-    made = load_registry().get(family)
-    flavour = next(iter(made.flavours().values()))
+    result = load_registry().get(family)
+    flavour = next(iter(result.flavours().values()))
     with pytest.raises(ConfigError, match=message):
-        made.batch_spec(flavour.config, _recipe(**sizes))
+        result.batch_spec(flavour.config, _recipe(**sizes))
 
 
 def test_rotary_models_run_beyond_their_positions() -> None:
-    made = load_registry().get("llama3")
-    specs = made.batch_spec(made.flavours()["8b"].config, _recipe(sequence_length=131_072))
+    family = load_registry().get("llama3")
+    specs = family.batch_spec(family.flavours()["8b"].config, _recipe(sequence_length=131_072))
     assert specs[0].shape == (1, 131_072)
 
 
@@ -165,11 +165,11 @@ def test_rotary_models_run_beyond_their_positions() -> None:
     ],
 )
 def test_bad_values_are_one_line(family: str, change: dict[str, Any], message: str) -> None:
-    made = load_registry().get(family)
-    flavour = next(iter(made.flavours().values()))
+    result = load_registry().get(family)
+    flavour = next(iter(result.flavours().values()))
     with torch.device("meta"):
         try:
-            made.build({**flavour.config, **change}, model_class=flavour.model_class)
+            result.build({**flavour.config, **change}, model_class=flavour.model_class)
         except ModelError as error:
             assert "\n" not in str(error)
             import re
@@ -180,42 +180,42 @@ def test_bad_values_are_one_line(family: str, change: dict[str, Any], message: s
 
 
 def test_an_unknown_class_says_what_to_do() -> None:
-    made = load_registry().get("generic")
+    family = load_registry().get("generic")
     with pytest.raises(ModelError, match="has no class 'NoSuchForCausalLM'") as error:
-        made.build({"model_type": "nosuch"}, model_class="NoSuchForCausalLM")
+        family.build({"model_type": "nosuch"}, model_class="NoSuchForCausalLM")
     assert error.value.help is not None and "--trust-remote-code" in error.value.help
 
 
 def test_code_of_the_models_own_needs_the_flag() -> None:
-    made = load_registry().get("generic")
+    family = load_registry().get("generic")
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
     with pytest.raises(ModelError, match="exists only as code that comes with the model") as error:
-        made.build(config, model_class="OwnForCausalLM")
+        family.build(config, model_class="OwnForCausalLM")
     assert error.value.help is not None and "--trust-remote-code" in error.value.help
 
 
 def test_dropping_whole_layers_is_off() -> None:
     """A coin toss per layer would make ranks disagree on which units to gather."""
-    made = load_registry().get("wav2vec2")
-    flavour = made.flavours()["base"]
+    family = load_registry().get("wav2vec2")
+    flavour = family.flavours()["base"]
     with torch.device("meta"):
-        model = made.build({**flavour.config, "layerdrop": 0.5}, model_class=flavour.model_class)
+        model = family.build({**flavour.config, "layerdrop": 0.5}, model_class=flavour.model_class)
     assert model.config.layerdrop == 0  # type: ignore[union-attr]
 
 
 def test_experts_are_lora_targets_only_where_there_are_experts() -> None:
-    made = load_registry().get("gemma4")
-    assert made.lora_targets(made.flavours()["26b-a4b"].config).parameters
-    assert not made.lora_targets(made.flavours()["31b"].config).parameters
+    family = load_registry().get("gemma4")
+    assert family.lora_targets(family.flavours()["26b-a4b"].config).parameters
+    assert not family.lora_targets(family.flavours()["31b"].config).parameters
 
 
 def test_images_change_the_inputs_with_their_size() -> None:
-    made = load_registry().get("qwen2.5-vl")
-    config = made.flavours()["3b"].config
+    family = load_registry().get("qwen2.5-vl")
+    config = family.flavours()["3b"].config
     small = _recipe(height=224, width=224)
     large = replace(small, batch=Batch(height=448, width=448))
     sizes = [
-        {spec.name: spec for spec in made.batch_spec(config, recipe)}["pixel_values"].shape[1]
+        {spec.name: spec for spec in family.batch_spec(config, recipe)}["pixel_values"].shape[1]
         for recipe in (small, large)
     ]
     assert sizes[1] == 4 * sizes[0] == 4 * (224 // 14) ** 2

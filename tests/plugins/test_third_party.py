@@ -57,8 +57,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_listed_and_detected(installed: tuple[Path, Path]) -> None:
     python, folder = installed
-    found = _run(python, "-c", "import fsdptool_gatedconv as m; print(m.__file__)", folder=folder)
-    assert str(folder) in found.stdout
+    outcome = _run(python, "-c", "import fsdptool_gatedconv as m; print(m.__file__)", folder=folder)
+    assert str(folder) in outcome.stdout
     listed = json.loads(_run(python, "-m", "fsdptool", "families", "--format", "json", folder=folder).stdout)
     assert "gatedconv" in json.dumps(listed)
     done = _run(python, "-m", "fsdptool", "detect", "gatedconv:base", "--format", "json", folder=folder)

@@ -79,10 +79,10 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    asked: list[tuple[str, str]] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Recording", (Hub,), {"asked": asked}))
+    requests: list[tuple[str, str]] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Recording", (Hub,), {"asked": requests}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    yield f"http://127.0.0.1:{server.server_address[1]}", requests
     server.shutdown()
     server.server_close()
 
@@ -117,14 +117,14 @@ def ask(
         check=True,
         stdin=subprocess.DEVNULL,
     )
-    found: list[list[str]] = json.loads(shown.stdout)
-    return found
+    document: list[list[str]] = json.loads(shown.stdout)
+    return document
 
 
 def test_only_json_is_downloaded_and_the_cache_answers_afterwards(
     hub: tuple[str, list[tuple[str, str]]], tmp_path: Path
 ) -> None:
-    endpoint, asked = hub
+    endpoint, requested = hub
     references = (("someone/llama", None), ("someone/pipe", None), ("someone/adapter", None))
     online = ask(endpoint, tmp_path, *references)
     assert [item[:3] for item in online] == [
@@ -132,21 +132,21 @@ def test_only_json_is_downloaded_and_the_cache_answers_afterwards(
         ["pipeline", COMMIT, "FluxTransformer2DModel"],
         ["adapter", COMMIT, "LlamaForCausalLM"],
     ]
-    files = [path for _, path in asked if "/resolve/" in path]
+    files = [path for _, path in requested if "/resolve/" in path]
     assert files
     assert {path.rpartition(".")[2] for path in files} == {"json"}, "no weights, no code"
-    count = len(asked)
+    count = len(requested)
     assert ask(endpoint, tmp_path, *references) == online
-    assert len(asked) == count, "the local cache comes first"
+    assert len(requested) == count, "the local cache comes first"
     assert ask(endpoint, tmp_path, *references, offline=True) == online
 
 
 def test_what_the_hub_refuses_is_one_line(hub: tuple[str, list[tuple[str, str]]], tmp_path: Path) -> None:
     endpoint, _ = hub
-    found = ask(
+    answer = ask(
         endpoint, tmp_path, ("someone/none", None), ("someone/gated", None), ("someone/llama", "no-branch")
     )
-    assert [item[0] for item in found] == ["error"] * 3
-    assert "no model 'someone/none' on the Hub" in found[0][1]
-    assert "someone/gated is gated" in found[1][1]
-    assert "no revision 'no-branch'" in found[2][1]
+    assert [item[0] for item in answer] == ["error"] * 3
+    assert "no model 'someone/none' on the Hub" in answer[0][1]
+    assert "someone/gated is gated" in answer[1][1]
+    assert "no revision 'no-branch'" in answer[2][1]
