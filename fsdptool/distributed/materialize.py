@@ -60,10 +60,10 @@ def materialize(model: nn.Module, origins: Origins, session: Session, *, offload
     packed = quantised_layers(model)
     for path, layer in packed.items():
         _pack(model, path, layer, origins, missing, session.device, device)
-    taken = {f"{path}.{part}" for path in packed for part in ("codes", "scales")}
+    packed_names = {f"{path}.{part}" for path in packed for part in ("codes", "scales")}
     aliases = _aliases(model)
     for names in aliases.values():
-        if names[0] in taken:
+        if names[0] in packed_names:
             continue
         parameter = model.get_parameter(names[0])
         values = _values(tuple(parameter.shape), rows_of(parameter), parameter.dtype, names, origins, missing)
@@ -174,11 +174,11 @@ def _fill_loose(model: nn.Module, origins: Origins, device: torch.device) -> Non
     for name, value in loose_tensors(model):
         if not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_iter(value)):
             continue
-        found = origins.blueprint.loose.get(base_name(name))
-        if found is None:
+        initial = origins.blueprint.loose.get(base_name(name))
+        if initial is None:
             raise ModelError(f"attribute {name} has no value: the model does not compute it when it is built")
         path, _, leaf = name.rpartition(".")
-        moved = tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, found)
+        moved = tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, initial)
         setattr(model.get_submodule(path), leaf, moved)
 
 

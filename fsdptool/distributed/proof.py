@@ -53,9 +53,9 @@ def _check_units(model: nn.Module, plan: UnitPlan) -> None:
         assert isinstance(module, FSDPModule)
         managed = set(managed_names(model, module))
         for parameter in unit.parameters:
-            found = managed.intersection(parameter.names)
-            require(bool(found), f"{parameter.fqn} is not in unit {unit.id}")
-            managed -= found
+            match = managed.intersection(parameter.names)
+            require(bool(match), f"{parameter.fqn} is not in unit {unit.id}")
+            managed -= match
         require(not managed, f"unit {unit.id} also manages {sorted(managed)[:1]}")
         listed += len(unit.parameters)
     states = {id(module._get_fsdp_state()) for module in sharded_modules(model)}
@@ -67,19 +67,17 @@ def _check_units(model: nn.Module, plan: UnitPlan) -> None:
 
 def _check_placements(names: Mapping[str, torch.Tensor], plan: UnitPlan, session: Session) -> None:
     hybrid = session.dims.dp_replicate > 1
-    wanted: tuple[Placement, ...] = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
+    expected: tuple[Placement, ...] = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
     for unit in plan.units:
         for listed in unit.parameters:
             parameter = names.get(listed.fqn)
             require(isinstance(parameter, DTensor), f"{listed.fqn} is not a sharded parameter of the model")
             assert isinstance(parameter, DTensor)
-            require(tuple(parameter.placements) == wanted, f"{listed.fqn} is placed {parameter.placements}")
+            require(tuple(parameter.placements) == expected, f"{listed.fqn} is placed {parameter.placements}")
             require(
                 tuple(parameter.shape) == listed.shape, f"{listed.fqn} has shape {tuple(parameter.shape)}"
             )
-            require(
-                parameter.requires_grad == listed.trainable, f"{listed.fqn} is trainable or frozen by mistake"
-            )
+            require(parameter.requires_grad == listed.trainable, f"{listed.fqn} has the wrong requires_grad")
             first, last = rows_of(parameter)
             shard = local(parameter)
             require(shard.shape == (last - first, *listed.shape[1:]), f"{listed.fqn}: wrong rows")

@@ -197,8 +197,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "device" in named:
             named["device"] = torch.device("cpu")
         torch.manual_seed(derive_seed(seed, whole, func))
-        made = func(*real, **named)
-        return made if index is None else made[index]  # type: ignore[no-any-return]
+        value = func(*real, **named)
+        return value if index is None else value[index]  # type: ignore[no-any-return]
 
     def _number(self, key: int) -> int:
         return next((number for number, known in enumerate(self._bases) if known == key), -1)

@@ -77,10 +77,10 @@ class Session:
 
     def most(self, value: int) -> int:
         """Return the largest ``value`` of all ranks, agreed on the CPU: no rank waits for its device."""
-        found = torch.tensor([value])
+        largest = torch.tensor([value])
         if self.world_size > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
 
 def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:

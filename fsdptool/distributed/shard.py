@@ -200,8 +200,8 @@ def _module(model: nn.Module, path: str) -> nn.Module:
         return model.get_submodule(path)
     except AttributeError as error:
         raise ConfigError(
-            f"the unit plan names {path!r}, which {type(model).__name__} does not have",
-            help="plan the run again: the model has changed",
+            f"the unit plan lists {path!r}, which {type(model).__name__} does not have",
+            help="plan the run again: the model changed",
         ) from error
 
 

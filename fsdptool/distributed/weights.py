@@ -68,7 +68,7 @@ class Weights:
             except (OSError, SafetensorError) as error:
                 raise StorageError(
                     f"{Path(name)} cannot be read as safetensors: {error}",
-                    help="the file is damaged or incomplete: fetch it again",
+                    help="the file is damaged or incomplete: download it again",
                 ) from error
         return self._files[name]
 
@@ -100,10 +100,10 @@ class Weights:
         converter = copy.deepcopy(source.converter)
         for key, pattern in source.keys:
             converter.add_tensor(source.target, key, pattern, self._reader(key))
-        made = converter.convert(
+        converted = converter.convert(
             source.target, model=self._model, config=getattr(self._model, "config", None)
         )
-        value = made[name]
+        value = converted[name]
         return value[0] if isinstance(value, list) else value  # type: ignore[no-any-return]
 
     def _reader(self, key: str) -> Any:
@@ -114,11 +114,11 @@ class Weights:
         self._files.clear()
 
 
-def _check(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> None:
-    if tuple(wanted) != tuple(found):
+def _check(name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if tuple(expected) != tuple(shape):
         raise ModelError(
-            f"the checkpoint's {name} has shape {list(found)}, the model's {list(wanted)}",
-            help="the configuration and the weights are not of one model",
+            f"the checkpoint's {name} has shape {list(shape)}, the model's {list(expected)}",
+            help="the configuration and the weights belong to different models",
         )
 
 
@@ -169,7 +169,7 @@ def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
 
     Raises:
         ConfigError: Pretrained weights are wanted and there are none.
-        ModelError: The files hold no parameter of this model.
+        ModelError: The files contain no parameter of this model.
     """
     if choice.weights == "random" or (choice.weights == "auto" and not spec.weights):
         return None
@@ -181,7 +181,7 @@ def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
     weights = Weights(spec.weights, model)
     if not any(name in weights for name, _ in model.named_parameters(remove_duplicate=False)):
         raise ModelError(
-            f"the weights of {spec.reference.id} hold no parameter of {spec.model_class}",
+            f"the weights of {spec.reference.id} contain no parameter of {spec.model_class}",
             help="name another model class or other files, or set model.weights: random",
         )
     return weights

@@ -65,14 +65,14 @@ def evaluate(
         reshard_all(model)
         model.train(was_training)
     message = torch.cat([total, *(value.double().reshape(-1) for value in sums.values())])
-    found = session.sum(message).cpu()
-    items = max(float(found[1]), 1.0)
+    reduced = session.sum(message).cpu()
+    items = max(float(reduced[1]), 1.0)
     metrics, at = {}, 2
     for name, value in sums.items():
-        metrics[name] = per_item(found[at : at + value.numel()].view(value.shape), items)
+        metrics[name] = per_item(reduced[at : at + value.numel()].view(value.shape), items)
         at += value.numel()
-    loss = float(found[0]) / items if found[1] else math.nan
-    return Evaluated(loss, int(found[1]), metrics)
+    loss = float(reduced[0]) / items if reduced[1] else math.nan
+    return Evaluated(loss, int(reduced[1]), metrics)
 
 
 class Validation:

@@ -117,7 +117,7 @@ class Checkpointer(Protocol):
         ...
 
     def load(self, state: TrainState) -> int | None:
-        """Load the checkpoint the run asks for into ``state``; returns its step, or None to start anew."""
+        """Load the checkpoint the run asks for into ``state``; returns its step, or None for a new start."""
         ...
 
     def rollback(self, state: TrainState) -> int | None:

@@ -42,12 +42,12 @@ class CudaMeter:
         self._moments: dict[str, int] = {}
 
     def _read(self) -> int:
-        """Return the allocated peak since the last reading, and start anew."""
+        """Return the allocated peak since the last reading, and reset it."""
         import torch
 
-        # One look at the allocator: each of torch.cuda.max_memory_* makes all of its statistics.
-        found: dict[str, int] = torch.cuda.memory_stats(self._device)
-        allocated, reserved = (found.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
+        # One look at the allocator: each of torch.cuda.max_memory_* makes all of its stats.
+        stats: dict[str, int] = torch.cuda.memory_stats(self._device)
+        allocated, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
         torch.cuda.reset_peak_memory_stats(self._device)
         self._seen = (max(allocated, self._seen[0]), max(reserved, self._seen[1]))
         self._peaks = (max(allocated, self._peaks[0] or 0), max(reserved, self._peaks[1] or 0))
@@ -276,9 +276,9 @@ def highest(profiler: Any) -> dict[str, int]:
     changes.sort(key=lambda change: change[0])
     times = [time for time, _ in changes]
     levels = list(itertools.accumulate((size for _, size in changes), initial=0))
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for start, end, name in spans:
         # levels[i] is what is alive before change i: a span begins with what it finds.
         first, last = bisect.bisect_left(times, start), bisect.bisect_right(times, end)
-        found[name] = max(*levels[first : last + 1], found.get(name, 0))
-    return found
+        peaks[name] = max(*levels[first : last + 1], peaks.get(name, 0))
+    return peaks

@@ -71,8 +71,8 @@ def _roots() -> list[nn.Module]:
     from torch import nn
 
     every = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
-    held = {id(child) for module in every for child in module.children()}
-    return [module for module in every if id(module) not in held]
+    children = {id(child) for module in every for child in module.children()}
+    return [module for module in every if id(module) not in children]
 
 
 def _owners(roots: list[nn.Module]) -> tuple[dict[int, str], dict[int, str]]:
@@ -133,15 +133,15 @@ def _storages() -> dict[int, int]:
     """Return the bytes of every storage that a live tensor of this rank's device holds."""
     import torch
 
-    wanted = "cuda" if _on_cuda() else "cpu"
-    found: dict[int, int] = {}
+    device_type = "cuda" if _on_cuda() else "cpu"
+    sizes: dict[int, int] = {}
     for item in gc.get_objects():
         if issubclass(type(item), torch.Tensor):
             tensor = _local(item)
-            if tensor.device.type == wanted:
+            if tensor.device.type == device_type:
                 storage = tensor.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
-    return found
+                sizes[storage._cdata] = storage.nbytes()
+    return sizes
 
 
 def _moment(trace: TracebackType | None, roots: list[nn.Module]) -> str:

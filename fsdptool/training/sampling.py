@@ -60,14 +60,14 @@ def translate(
     import torch
 
     source = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    said = torch.full((1, new_tokens + 1), start, dtype=torch.int64, device=batch["input_ids"].device)
+    translated = torch.full((1, new_tokens + 1), start, dtype=torch.int64, device=batch["input_ids"].device)
     for at in range(new_tokens):
-        said[:, at + 1] = _choose(
-            model(**source, decoder_input_ids=said[:, :-1], use_cache=False).logits[:, at],
+        translated[:, at + 1] = _choose(
+            model(**source, decoder_input_ids=translated[:, :-1], use_cache=False).logits[:, at],
             temperature,
             generator,
         )
-    return said[:, 1:]
+    return translated[:, 1:]
 
 
 def _choose(logits: Tensor, temperature: float, generator: Any) -> Tensor:
@@ -112,11 +112,11 @@ def _ddim(model: nn.Module, objective: Any, batch: Mapping[str, Tensor], steps: 
     for number, now in enumerate(times):
         time = torch.full((latents.shape[0],), now, dtype=torch.int64, device=latents.device)
         signal, spread = objective.coefficients({**batch, "latents": latents, "timestep": time})
-        found = objective.denoise(model, latents, time, batch).to(latents.dtype)
+        predicted = objective.denoise(model, latents, time, batch).to(latents.dtype)
         if objective.name == "epsilon":
-            clean, noise = (latents - spread * found) / signal, found
+            clean, noise = (latents - spread * predicted) / signal, predicted
         else:
-            clean, noise = signal * latents - spread * found, spread * latents + signal * found
+            clean, noise = signal * latents - spread * predicted, spread * latents + signal * predicted
         if number + 1 == len(times):
             latents = clean
             break
@@ -174,22 +174,22 @@ class Sampler:
 
         was_training = model.training
         model.eval()
-        made: list[Any] = []
+        samples: list[Any] = []
         try:
             # Every rank runs the same whole sequence, those that share one included.
             with torch.no_grad(), using(None):
                 for number in range(self._recipe.evaluation.samples):
                     if stop():
-                        return made
-                    made.append(self._one(model, number))
+                        return samples
+                    samples.append(self._one(model, number))
         finally:
             # A forward without a backward leaves the root gathered; the next step would not see it.
             reshard_all(model)
             model.train(was_training)
         stop()
-        return made
+        return samples
 
-    def write(self, made: list[Any], step: int) -> tuple[Path, ...]:
+    def write(self, samples: list[Any], step: int) -> tuple[Path, ...]:
         """Write what was sampled on rank 0 (latents decoded on the host), into a folder named by the step.
 
         Returns:
@@ -198,7 +198,7 @@ class Sampler:
         Raises:
             StorageError: Rank 0 could not write; raised on every rank.
         """
-        return self._save(made, self._folder / FOLDER / f"step-{step:08d}")
+        return self._save(samples, self._folder / FOLDER / f"step-{step:08d}")
 
     def _one(self, model: nn.Module, number: int) -> Any:
         if self._objective.name in _DENOISERS:
@@ -222,8 +222,8 @@ class Sampler:
         temperature = float(self._options.get("temperature", 0.0))
         example = self._example(number)
         if self._objective.name == "seq2seq":
-            given = example["input_ids"][0].tolist()
-            found = translate(
+            prompt_ids = example["input_ids"][0].tolist()
+            generated = translate(
                 model,
                 example,
                 start=self._start(),
@@ -231,7 +231,7 @@ class Sampler:
                 temperature=temperature,
                 generator=generator,
             )
-            return given, found[0].tolist()
+            return prompt_ids, generated[0].tolist()
         prompt = self._prompt(number, example)
         whole = continue_text(model, prompt, new_tokens=count, temperature=temperature, generator=generator)
         return prompt[0].tolist(), whole[0, prompt.shape[1] :].tolist()
@@ -263,14 +263,14 @@ class Sampler:
         batch = self._loader.example(number % self._loader.samples_per_epoch)
         return {name: tensor.to(self._session.device) for name, tensor in batch.items()}
 
-    def _save(self, made: list[Any], folder: Path) -> tuple[Path, ...]:
+    def _save(self, samples: list[Any], folder: Path) -> tuple[Path, ...]:
         import torch
 
         files: tuple[Path, ...] = ()
         failure: FsdptoolError | None = None
         if self._session.is_main:
             try:
-                files = self._write_all(made, folder)
+                files = self._write_all(samples, folder)
             except OSError as error:
                 failure = StorageError(f"{folder} cannot be written: {error.strerror or error}")
             except FsdptoolError as error:
@@ -280,19 +280,19 @@ class Sampler:
             raise failure or StorageError("rank 0 could not write its samples", help="see rank 0's message")
         return files
 
-    def _write_all(self, made: list[Any], folder: Path) -> tuple[Path, ...]:
+    def _write_all(self, samples: list[Any], folder: Path) -> tuple[Path, ...]:
         folder.mkdir(parents=True, exist_ok=True)
         if self._objective.name in _DENOISERS:
-            return _write_latents(made, folder, self._recipe, self._spec)
+            return _write_latents(samples, folder, self._recipe, self._spec)
         encoder = self._encoder() if self._recipe.data.source != "synthetic" else None
         files = []
-        for number, (given, found) in enumerate(made):
-            words = [encoder.decode(part) if encoder else str(part) for part in (given, found)]
+        for number, (prompt_ids, generated) in enumerate(samples):
+            words = [encoder.decode(part) if encoder else str(part) for part in (prompt_ids, generated)]
             files.append(_written(folder / f"{number}.txt", f"{words[0]}\n---\n{words[1]}\n".encode()))
         return tuple(files)
 
 
-def _write_latents(made: list[Tensor], folder: Path, recipe: Recipe, spec: ModelSpec) -> tuple[Path, ...]:
+def _write_latents(samples: list[Tensor], folder: Path, recipe: Recipe, spec: ModelSpec) -> tuple[Path, ...]:
     """Pictures where the pipeline's VAE is at hand, else the latents themselves."""
     import io
 
@@ -305,7 +305,7 @@ def _write_latents(made: list[Tensor], folder: Path, recipe: Recipe, spec: Model
 
         decoding = ImageEncoding(pipeline_folder(recipe, spec), device="cpu")
     files = []
-    for number, latents in enumerate(made):
+    for number, latents in enumerate(samples):
         plain = latents[0].float().cpu().contiguous()
         if decoding is None:
             files.append(_written(folder / f"{number}.safetensors", save({"latents": plain})))

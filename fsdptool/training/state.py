@@ -126,13 +126,13 @@ class RunState:
         Optimizer states are made if no step has been taken.
         """
         named = dict(self.model.named_parameters())
-        found = {f"model/{n}": p.detach() for n, p in named.items() if p.requires_grad}
-        found |= {f"model/{name}": buffer for name, buffer in persistent_buffers(self.model).items()}
+        tensors = {f"model/{n}": p.detach() for n, p in named.items() if p.requires_grad}
+        tensors |= {f"model/{name}": buffer for name, buffer in persistent_buffers(self.model).items()}
         states = self.optimizer.state_tensors()
-        found |= {f"optimizer/{name}": tensor for name, tensor in states.items()}
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in states.items()}
         if self.ema is not None:
-            found |= {f"ema/{name}": tensor for name, tensor in self.ema.tensors().items()}
-        return found
+            tensors |= {f"ema/{name}": tensor for name, tensor in self.ema.tensors().items()}
+        return tensors
 
     def progress(self) -> dict[str, Any]:
         """Return the counters, the data position and the scaler's state; equal on all ranks."""
@@ -149,10 +149,10 @@ class RunState:
 
     def rank_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's random generators' states, and optimizer states no other rank could use."""
-        found = {"rng_cpu": torch.get_rng_state(), **self.optimizer.own_tensors()}
+        tensors = {"rng_cpu": torch.get_rng_state(), **self.optimizer.own_tensors()}
         if torch.cuda.is_available():
-            found["rng_cuda"] = torch.cuda.get_rng_state()
-        return found
+            tensors["rng_cuda"] = torch.cuda.get_rng_state()
+        return tensors
 
     def restore(self, progress: Mapping[str, Any], rank_tensors: Mapping[str, torch.Tensor] | None) -> None:
         """Continue from a checkpoint whose tensors are loaded already.
@@ -178,15 +178,15 @@ class RunState:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that belong to a state dict, by name, each tensor once."""
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            found[f"{path}.{name}" if path else name] = buffer
-    return found
+            buffers[f"{path}.{name}" if path else name] = buffer
+    return buffers
 
 
 _ROLLBACKS = 3

@@ -153,17 +153,17 @@ class Stepper:
                 sums[name] = sums[name] + value if name in sums else value.detach()
         with self.moment(RunPhase.OPTIMIZER):
             self._reduce_replicated()
-            found = self._agree(total, sums, stop)
-            norm = math.sqrt(found.squares) / scale
-            finite = math.isfinite(norm) and math.isfinite(found.loss)
+            agreed = self._agree(total, sums, stop)
+            norm = math.sqrt(agreed.squares) / scale
+            finite = math.isfinite(norm) and math.isfinite(agreed.loss)
             if finite:
                 self._apply(norm, scale, rate)
             self.optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
         items = float(divisor)
-        metrics = {name: per_item(value, items) for name, value in found.metrics.items()}
-        return Outcome(found.loss / items, norm, int(weight), finite, found.stop, metrics)
+        metrics = {name: per_item(value, items) for name, value in agreed.metrics.items()}
+        return Outcome(agreed.loss / items, norm, int(weight), finite, agreed.stop, metrics)
 
     def _global_weight(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return the number of items over all ranks and micro-batches."""
@@ -204,17 +204,17 @@ class Stepper:
         replicas, world = self.session.dims.dp_replicate, self.session.world_size
         squares = _squares(self._sharded) / replicas + _squares(self._replicated) / world
         device = self.session.device
-        asked = [total.new_tensor(float(stop == number)) for number in SIGNALS]
-        head = [squares.to(device), total, *asked]
+        stops = [total.new_tensor(float(stop == number)) for number in SIGNALS]
+        head = [squares.to(device), total, *stops]
         tail = [value.to(device, torch.float64).reshape(-1) for value in sums.values()]
         message = torch.cat([torch.stack(head), *tail])
-        found = self.session.sum(message).cpu()
-        agreed = next((int(number) for at, number in enumerate(SIGNALS, 2) if found[at]), 0)
+        reduced = self.session.sum(message).cpu()
+        agreed = next((int(number) for at, number in enumerate(SIGNALS, 2) if reduced[at]), 0)
         metrics, at = {}, len(head)
         for name, value in sums.items():
-            metrics[name] = found[at : at + value.numel()].view(value.shape)
+            metrics[name] = reduced[at : at + value.numel()].view(value.shape)
             at += value.numel()
-        return _Agreed(float(found[0]), float(found[1]), agreed, metrics)
+        return _Agreed(float(reduced[0]), float(reduced[1]), agreed, metrics)
 
     @torch.no_grad()
     def _apply(self, norm: float, scale: float, rate: float) -> None:
@@ -307,13 +307,13 @@ def per_item(value: Tensor, items: float) -> Any:
 
 
 def _grads_by_dtype(parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
+    groups: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             grad = local(parameter.grad)
             if grad.numel():
-                found.setdefault(grad.dtype, []).append(grad)
-    return found
+                groups.setdefault(grad.dtype, []).append(grad)
+    return groups
 
 
 def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:

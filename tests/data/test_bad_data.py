@@ -60,7 +60,7 @@ CASES: list[tuple[str, str, str, dict[str, Any], str]] = [
         '{"messages": "hello"}\n',
         "causal_lm",
         {"assistant_only_loss": True},
-        "holds no list of messages",
+        "does not contain a list of messages",
     ),
     (
         "plain.jsonl",
@@ -107,7 +107,7 @@ def test_files_that_cannot_be_read(spec_of: SpecOf, recipe_for: RecipeFor, tmp_p
     assert "bad.parquet cannot be read" in complaint(recipe, spec, tmp_path / "c")
     (tmp_path / "folder").mkdir()
     recipe = recipe_for("causal_lm", source="text", path=str(tmp_path / "folder"))
-    assert "holds no file that ends in .txt" in complaint(recipe, spec, tmp_path / "c")
+    assert "contains no file that ends in .txt" in complaint(recipe, spec, tmp_path / "c")
     (tmp_path / "folder" / "empty.txt").touch()
     assert "has no rows" in complaint(recipe, spec, tmp_path / "c")
     recipe = recipe_for("causal_lm", source="dataset", path=str(tmp_path / "folder"), split="nope")
@@ -124,14 +124,14 @@ def test_a_tokenizer_that_does_not_suit(spec_of: SpecOf, recipe_for: RecipeFor, 
     recipe = recipe_for("causal_lm", source="text", path="pydoc")
     assert "has 262 tokens, the model tiny-causal_lm only 100" in complaint(recipe, small, tmp_path / "c")
     recipe = recipe_for("causal_lm", source="text", path="pydoc", tokenizer="auto")
-    assert "comes without a tokenizer | set data.tokenizer: bytes" in complaint(recipe, spec, tmp_path / "c")
+    assert "has no tokenizer | set data.tokenizer: bytes" in complaint(recipe, spec, tmp_path / "c")
     recipe = recipe_for("causal_lm", source="text", path="pydoc", tokenizer=str(tmp_path))
     assert "no tokenizer can be loaded from" in complaint(recipe, spec, tmp_path / "c")
 
 
 def test_sizes_that_do_not_divide(spec_of: SpecOf, recipe_for: RecipeFor, tmp_path: Path) -> None:
     recipe = recipe_for("causal_lm", batch={"micro_batch": 2, "global_batch": 6})
-    with pytest.raises(ConfigError, match=r"global_batch 6 is no multiple of 2 ranks x micro_batch 2"):
+    with pytest.raises(ConfigError, match=r"global_batch 6 is not a multiple of 2 ranks x micro_batch 2"):
         build_batches(recipe, spec_of("causal_lm"), world=2, cache=tmp_path)
 
 

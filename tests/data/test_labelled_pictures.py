@@ -111,10 +111,10 @@ def test_pictures_that_cannot_be_used_are_named(model: Path, images: Path, tmp_p
             build_batches(recipe_of(model, path, **options), spec)
         return f"{error.value} {error.value.help}"
 
-    assert "is no folder" in complaint(tmp_path / "nowhere")
+    assert "is not a folder" in complaint(tmp_path / "nowhere")
     assert "differ in yellow" in complaint(images, labels=["blue", "green", "red", "yellow"])
     (tmp_path / "flat").mkdir()
-    assert "holds no images in folders" in complaint(tmp_path / "flat")
+    assert "contains no images in folders" in complaint(tmp_path / "flat")
     assert "leaves none to train on" in complaint(images, holdout=1.0)
     (images / "white").mkdir()
     Image.new("RGB", (8, 8)).save(images / "white" / "0.png")

@@ -186,7 +186,7 @@ def test_a_kill_or_a_stop_loses_nothing_that_was_finished(
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "latents").glob("*-0*.safetensors")}
     assert len(kept) >= 3
     assert not (tmp_path / "latents" / INDEX).exists()
-    with pytest.raises(ConfigError, match="holds no finished latents"):
+    with pytest.raises(ConfigError, match="does not contain finished latents"):
         spec = resolve(str(pipelines["flux"]))
         recipe_record = recipe_of(pipelines["flux"], images, shard_size=2, latents=str(tmp_path / "latents"))
         prepare(recipe_record, spec, cache=tmp_path / "c")
@@ -246,7 +246,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
 
     (tmp_path / "none").mkdir()
     assert "holds no images" in complaint(lambda: plan(tmp_path / "none"))
-    assert "is no folder" in complaint(lambda: plan(tmp_path / "nowhere"))
+    assert "is not a folder" in complaint(lambda: plan(tmp_path / "nowhere"))
     bare = tiny_material.pictures(tmp_path / "bare", [(32, 32)])
     (bare / "000.txt").unlink()
     assert "has no captions" in complaint(lambda: plan(bare))
@@ -256,7 +256,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     good = tiny_material.pictures(tmp_path / "good", [(32, 32)])
     assert "no multiple of 16 pixels" in complaint(lambda: plan(good, size=(64, 60)))
     assert "has more pixels than batch.height" in complaint(lambda: plan(good, buckets=[[128, 64]]))
-    assert "takes no frames" in complaint(
+    assert "does not take frames" in complaint(
         lambda: make(tiny_material.clips(tmp_path / "v", 1, 5, (32, 32)), frames=5)
     )
     films = tiny_material.clips(tmp_path / "films", 2, 5, (32, 32))

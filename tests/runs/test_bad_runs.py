@@ -106,7 +106,7 @@ def test_a_tracking_backend_that_is_not_installed(place: Work, capsys: pytest.Ca
 
 def test_a_global_batch_that_does_not_divide(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(place, **{"accumulation: 2": "global_batch: 6"})
-    assert "batch.global_batch 6 is no multiple of" in complain(place, capsys)
+    assert "batch.global_batch 6 is not a multiple of" in complain(place, capsys)
 
 
 def test_an_objective_or_an_option_of_it_that_is_not_there(
@@ -219,5 +219,5 @@ def test_exporting_over_what_is_no_export(place: Work, capsys: pytest.CaptureFix
     trained.mkdir()
     (trained / "run.json").touch()
     assert run(["export", str(trained), "-o", str(place.folder / "model"), "--force"]) == 2
-    assert "is no export of fsdptool's" in capsys.readouterr().err
+    assert "is not an fsdptool export" in capsys.readouterr().err
     assert (place.folder / "model" / "config.json").exists()

@@ -187,7 +187,7 @@ def test_what_a_checkpoint_lacks_is_said_and_a_foreign_one_refused(pool: Pool, t
     assert "start at random" in note
     save_file({f"other.{name}": tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     refusals = pool.run(named_weights, 2, tmp_path, config, wrap)
-    assert all("hold no parameter of Gemma3ForCausalLM" in refusal for refusal in refusals)
+    assert all("contain no parameter of Gemma3ForCausalLM" in refusal for refusal in refusals)
 
 
 def test_slices_of_random_values_agree_with_the_whole() -> None:

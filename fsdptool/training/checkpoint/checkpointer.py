@@ -155,26 +155,26 @@ class RunCheckpointer:
                 model or the recipe.
             StorageError: It cannot be read.
         """
-        found = None
-        # Rank 0 decides: torchrun counts restarts per machine, and one may have joined anew.
-        asked = [resume for resume in (self._resume, self._origin) if resume is not None]
-        for resume in loading.share(asked, self._group):
-            found = loading.choose(resume, self._folder, self._group, self._events)
-            if found is not None:
+        chosen = None
+        # Rank 0 decides: torchrun counts restarts per machine, and one may have joined later.
+        candidates = [resume for resume in (self._resume, self._origin) if resume is not None]
+        for resume in loading.share(candidates, self._group):
+            chosen = loading.choose(resume, self._folder, self._group, self._events)
+            if chosen is not None:
                 break
         self._clean()
-        return self._restore(state, found)
+        return self._restore(state, chosen)
 
     def rollback(self, state: TrainState) -> int | None:
         """Load the newest good checkpoint of this very run; returns its step, or None if there is none."""
         self._land()
         return self._restore(state, loading.choose("auto", self._folder, self._group, self._events))
 
-    def _restore(self, state: TrainState, found: tuple[Path, Manifest] | None) -> int | None:
-        if found is None:
+    def _restore(self, state: TrainState, chosen: tuple[Path, Manifest] | None) -> int | None:
+        if chosen is None:
             self._events.rewind(0)
             return None
-        path, manifest = found
+        path, manifest = chosen
         loading.load_into(state, path, manifest, self._group)
         self._last_saved = manifest.step
         # Only now: a checkpoint that does not load costs nothing.

@@ -36,7 +36,7 @@ def choose(
 
     Raises:
         ConfigError: ``resume`` names a checkpoint that is missing or damaged, or there are checkpoints
-            and every one is damaged: to start anew is a decision nobody has taken.
+            and every one is damaged: nobody decided to start over.
     """
     named = None if resume == "auto" else Path(resume)
     candidates = share([str(path) for path in ([named] if named else list_checkpoints(folder))], group)
@@ -56,7 +56,7 @@ def choose(
     if candidates:
         raise ConfigError(
             f"none of the {len(candidates)} checkpoints in {folder} can be used; the oldest: {wrong}",
-            help="give one with --resume PATH, or start anew with --force",
+            help="give one with --resume PATH, or start over with --force",
         )
     return None
 
@@ -94,11 +94,11 @@ def load_into(state: TrainState, path: Path, manifest: Manifest, group: dist.Pro
     own = (
         {name: torch.empty_like(value) for name, value in state.rank_tensors().items()} if same_ranks else {}
     )
-    wanted: dict[str, Any] = dict(state.tensors())
-    wanted.update({own_name(rank, name): value for name, value in own.items()})
+    targets: dict[str, Any] = dict(state.tensors())
+    targets.update({own_name(rank, name): value for name, value in own.items()})
     try:
         load(
-            wanted,
+            targets,
             storage_reader=HuggingFaceStorageReader(str(path)),
             process_group=group,
             no_dist=not dist.is_initialized(),
@@ -121,7 +121,7 @@ def _unsuited(error: CheckpointException, path: Path) -> FsdptoolError:
         if is_out_of_memory(cause):
             raise cause
     return ConfigError(
-        translated(error, f"checkpoint {path} does not suit this run").message,
+        translated(error, f"checkpoint {path} does not match this run").message,
         help="resume with the recipe and model it was written with",
     )
 

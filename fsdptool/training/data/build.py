@@ -56,13 +56,13 @@ class Synthetic:
         from fsdptool.families.synthetic import synthesise
 
         own = synthesise(self._own, torch.Generator().manual_seed(mix(self._seed, index, 7)))
-        found = {name: tensor[0] for name, tensor in own.items()}
-        tokens, labels = found.get("input_ids"), found.get("labels")
+        sample = {name: tensor[0] for name, tensor in own.items()}
+        tokens, labels = sample.get("input_ids"), sample.get("labels")
         if tokens is not None and labels is not None and tokens.shape == labels.shape:
             high = next(item.high for item in self._own if item.name == "labels")
-            found["labels"] = tokens % high if high else tokens.clone()
-        found |= synthesise(self._common, torch.Generator().manual_seed(mix(self._seed, 8)))
-        return found
+            sample["labels"] = tokens % high if high else tokens.clone()
+        sample |= synthesise(self._common, torch.Generator().manual_seed(mix(self._seed, 8)))
+        return sample
 
 
 def split_spec(one: Sequence[TensorSpec], two: Sequence[TensorSpec]) -> frozenset[str]:
@@ -133,15 +133,15 @@ def build_evaluation(
         ConfigError: The recipe's data cannot be used, or nothing is held out.
         StorageError: The cache cannot be written.
     """
-    wanted = recipe.evaluation
-    if wanted.data is None and wanted.holdout <= 0.0:
+    evaluation = recipe.evaluation
+    if evaluation.data is None and evaluation.holdout <= 0.0:
         return None
     share = share_of(recipe, rank=rank, world=world)
-    data = wanted.data if wanted.data is not None else recipe.data
-    part = "all" if wanted.data is not None else "held_out"
+    data = evaluation.data if evaluation.data is not None else recipe.data
+    part = "all" if evaluation.data is not None else "held_out"
     fixed = dataclasses.replace(data, shuffle=False)
     opened = _open(recipe, spec, fixed, cache or data_cache(), part=part)
-    steps = max(1, min(wanted.batches, opened.order.samples // share.global_batch))
+    steps = max(1, min(evaluation.batches, opened.order.samples // share.global_batch))
     return Loader(
         opened.samples,
         opened.collate,
@@ -191,7 +191,7 @@ def share_of(recipe: Recipe, *, rank: int, world: int) -> Share:
     """Return how this recipe's global batches are split.
 
     Raises:
-        ConfigError: ``batch.global_batch`` is no multiple of ranks times micro-batch.
+        ConfigError: ``batch.global_batch`` is not a multiple of ranks times micro-batch.
     """
     batch = recipe.batch
     if batch.global_batch is None:
@@ -199,9 +199,9 @@ def share_of(recipe: Recipe, *, rank: int, world: int) -> Share:
     each = world * batch.micro_batch
     if batch.global_batch < 1 or batch.global_batch % each:
         raise ConfigError(
-            f"batch.global_batch {batch.global_batch} is no multiple of {world} ranks "
+            f"batch.global_batch {batch.global_batch} is not a multiple of {world} ranks "
             f"x micro_batch {batch.micro_batch}",
-            help=f"the next ones are {max(batch.global_batch // each, 1) * each} "
+            help=f"the nearest multiples are {max(batch.global_batch // each, 1) * each} "
             f"and {(batch.global_batch // each + 1) * each}",
         )
     return Share(rank, world, batch.micro_batch, batch.global_batch // each)
@@ -263,23 +263,23 @@ def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened
 
 
 def _labelled(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
-    wanted = {item.name: item for item in family_of(spec).batch_spec(spec.config, recipe)}
-    if "pixel_values" not in wanted:
+    batch_spec = {item.name: item for item in family_of(spec).batch_spec(spec.config, recipe)}
+    if "pixel_values" not in batch_spec:
         raise ConfigError(
-            f"{spec.model_class} takes no images under objective classification",
+            f"{spec.model_class} does not take images under objective classification",
             help="choose another data.source, or synthetic",
         )
-    samples = open_labelled(data, spec, wanted, part=part, holdout=recipe.evaluation.holdout)
+    samples = open_labelled(data, spec, batch_spec, part=part, holdout=recipe.evaluation.holdout)
     return Opened(samples, PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle), Stack())
 
 
 def _diffusion(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
-    wanted = family_of(spec).batch_spec(spec.config, for_micro_batch(recipe, 1))
-    if not any(item.name == "latents" for item in wanted):
+    batch_spec = family_of(spec).batch_spec(spec.config, for_micro_batch(recipe, 1))
+    if not any(item.name == "latents" for item in batch_spec):
         raise ConfigError(
-            f"{spec.model_class} is trained on no latents", help="choose another data.source, or synthetic"
+            f"{spec.model_class} is not trained on latents", help="choose another data.source, or synthetic"
         )
-    collate = Denoising(spec, recipe, {item.name: item for item in wanted})
+    collate = Denoising(spec, recipe, {item.name: item for item in batch_spec})
     folder = _latents_folder(recipe, spec, data, cache)
     dropout = float(recipe.objective.options.get("caption_dropout", 0.0))
     posterior = str(data.options.get("posterior", "mean"))

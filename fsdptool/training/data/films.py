@@ -53,17 +53,17 @@ def read_film(file: Path, count: int, rate: float | None) -> Iterator[Image]:
             raise _empty(file)
         last = max(float(item.duration or 0) * base for item in packets)
     late = min(max(base, _LATE[0]), _LATE[1])
-    wanted = _moments(file, times, times[-1] - times[0] + last, count, rate, late)
+    frame_numbers = _moments(file, times, times[-1] - times[0] + last, count, rate, late)
     with _opened(file) as (container, stream):
         stream.thread_type = "AUTO"
-        number, found = 0, 0
+        number, yielded = 0, 0
         for number, frame in enumerate(container.decode(stream)):
-            if number == wanted[found]:
+            if number == frame_numbers[yielded]:
                 image = frame.to_image().rotate(_turned(frame), expand=True)
-                while found < count and wanted[found] == number:
+                while yielded < count and frame_numbers[yielded] == number:
                     yield image
-                    found += 1
-                if found == count:
+                    yielded += 1
+                if yielded == count:
                     return
     raise ConfigError(
         f"film {file} ends after {number + 1} frames, its container lists {len(times)}",

@@ -78,30 +78,30 @@ def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
     """
     root = Path(path_of(data)).expanduser()
     if not root.is_dir():
-        raise ConfigError(f"data.path {root} is no folder", help="name the folder that holds the images")
-    told = _captions(root, data.text_column)
+        raise ConfigError(f"data.path {root} is not a folder", help="name the folder that holds the images")
+    captions = _captions(root, data.text_column)
     video = any(bucket.frames > 1 for bucket in buckets)
-    found = []
+    pictures = []
     for name, files in _files(root, video=video):
-        caption = told.get(name)
+        caption = captions.get(name)
         if caption is None:
-            beside = root / (name if video and (root / name).is_dir() else str(Path(name).with_suffix("")))
-            text = beside.with_name(beside.name + ".txt")
+            stem = root / (name if video and (root / name).is_dir() else str(Path(name).with_suffix("")))
+            text = stem.with_name(stem.name + ".txt")
             caption = _caption(text) if text.is_file() else ""
         height, width = _size(files[0])
         number = nearest(height / width, buckets)
-        found.append(Picture(name, tuple(map(str, files)), caption, height, width, number))
-    if not found:
+        pictures.append(Picture(name, tuple(map(str, files)), caption, height, width, number))
+    if not pictures:
         what = (
             f"clips ({', '.join(CLIPS)} or folders of stills)" if video else f"images ({', '.join(STILLS)})"
         )
         raise ConfigError(f"data.path {root} holds no {what}", help="check data.path")
-    if not any(picture.caption for picture in found):
+    if not any(picture.caption for picture in pictures):
         raise ConfigError(
             f"data.path {root} has no captions",
-            help="write NAME.txt beside each image, or metadata.jsonl with file_name and text",
+            help="write NAME.txt next to each image, or metadata.jsonl with file_name and text",
         )
-    return tuple(found)
+    return tuple(pictures)
 
 
 def _files(root: Path, *, video: bool) -> Iterator[tuple[str, list[Path]]]:
@@ -223,21 +223,23 @@ def buckets_of(
     has more pixels than the recipe's size, for which memory was planned.
 
     Raises:
-        ConfigError: A size is no multiple of ``step``, or larger than the recipe's.
+        ConfigError: A size is not a multiple of ``step``, or larger than the recipe's.
     """
-    given = options.get("buckets")
-    if given is None:
+    requested = options.get("buckets")
+    if requested is None:
         sizes = [(height, width)]
-    elif given == "aspect":
+    elif requested == "aspect":
         sizes = _aspects(height * width, step)
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        sizes = [(int(size[0]), int(size[1])) for size in given]
+    elif isinstance(requested, Sequence) and not isinstance(requested, str):
+        sizes = [(int(size[0]), int(size[1])) for size in requested]
     else:
-        raise ConfigError(f"data.options.buckets {given!r} is neither aspect nor a list of [height, width]")
+        raise ConfigError(
+            f"data.options.buckets {requested!r} is neither aspect nor a list of [height, width]"
+        )
     for tall, wide in sizes:
         if tall % step or wide % step or tall < 1 or wide < 1:
             raise ConfigError(
-                f"size {tall} x {wide} is no multiple of {step} pixels, the model's patch in pixels",
+                f"size {tall} x {wide} is not a multiple of {step} pixels, the model's patch in pixels",
                 help=f"for example {max(tall // step, 1) * step} x {max(wide // step, 1) * step}",
             )
         if tall * wide > height * width:
@@ -250,17 +252,17 @@ def buckets_of(
 
 
 def _aspects(area: int, step: int) -> list[tuple[int, int]]:
-    found = []
+    sizes = []
     for tall in range(step, math.isqrt(2 * area) + 1, step):
         wide = area // tall // step * step
         if wide and 0.5 <= tall / wide <= 2.0:
-            found.append((tall, wide))
-    if not found:
+            sizes.append((tall, wide))
+    if not sizes:
         raise ConfigError(
             f"no size of at most {area} pixels has sides that are multiples of {step}",
             help="raise batch.height and batch.width",
         )
-    return found
+    return sizes
 
 
 def nearest(aspect: float, buckets: Sequence[Bucket]) -> int:

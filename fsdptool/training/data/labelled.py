@@ -60,7 +60,7 @@ class LabelledPictures:
 
 
 def open_labelled(
-    data: Data, spec: ModelSpec, wanted: Mapping[str, TensorSpec], *, part: str, holdout: float
+    data: Data, spec: ModelSpec, batch_spec: Mapping[str, TensorSpec], *, part: str, holdout: float
 ) -> LabelledPictures:
     """Return the pictures of one part (``train``, ``held_out``, ``all``).
 
@@ -73,7 +73,7 @@ def open_labelled(
     root = Path(path_of(data)).expanduser()
     if not root.is_dir():
         raise ConfigError(
-            f"data.path {root} is no folder", help="name the folder that holds a folder per class"
+            f"data.path {root} is not a folder", help="name the folder that holds a folder per class"
         )
     names = sorted(
         place.name for place in root.iterdir() if place.is_dir() and not place.name.startswith(".")
@@ -84,18 +84,18 @@ def open_labelled(
             f"data.options.labels and the folders of {root} differ in {strange[0]}",
             help=f"the folders are {', '.join(names)}",
         )
-    found = [
+    labelled = [
         (file, number)
         for number, name in enumerate(order)
         for file in sorted((root / name).rglob("*"))
         if file.suffix.lower() in STILLS and file.is_file()
     ]
-    if not found:
+    if not labelled:
         raise ConfigError(
-            f"data.path {root} holds no images in folders ({', '.join(STILLS)})",
-            help="put the images of each class into a folder of its name",
+            f"data.path {root} contains no images in folders ({', '.join(STILLS)})",
+            help="put the images of each class in a folder named after the class",
         )
-    known = wanted["labels"].high
+    known = batch_spec["labels"].high
     if known is not None and len(order) > known:
         raise ConfigError(
             f"data.path {root} has {len(order)} classes, {spec.reference.id} predicts {known}",
@@ -103,16 +103,18 @@ def open_labelled(
         )
     if part != "all" and holdout > 0.0:
         hidden = part == "held_out"
-        found = [item for item in found if held_out(item[0].relative_to(root).as_posix(), holdout) == hidden]
-        if not found:
+        labelled = [
+            item for item in labelled if held_out(item[0].relative_to(root).as_posix(), holdout) == hidden
+        ]
+        if not labelled:
             raise ConfigError(
                 f"evaluation.holdout {holdout} of the images in {root} leaves none to "
                 f"{'evaluate on' if hidden else 'train on'}",
                 help="choose another share, or give evaluation.data",
             )
-    height, width = wanted["pixel_values"].shape[-2:]
+    height, width = batch_spec["pixel_values"].shape[-2:]
     mean, deviation = _normalisation(spec)
-    files, labels = zip(*found, strict=True)
+    files, labels = zip(*labelled, strict=True)
     return LabelledPictures(files, labels, size=(height, width), mean=mean, deviation=deviation)
 
 

@@ -40,7 +40,7 @@ class Sequences:
 
     A sample has ``length`` entries of ``input_ids``, ``labels`` (unshifted; -100 where nothing is
     learned), ``attention_mask`` (0 where filled up) and ``position_ids`` that start again with each
-    document. With ``document_mask`` the first token of a piece is no label: it would be predicted
+    document. With ``document_mask`` the first token of a piece is not a label: it would be predicted
     from another document. The loader hands on what the family's batch asks for.
 
     Args:
@@ -128,21 +128,21 @@ class MaskedSequences:
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
         """Return one sequence, masked as (seed, epoch, index) says."""
-        found = dict(self._inner.sample(index, epoch))
-        tokens = found["input_ids"]
+        sample = dict(self._inner.sample(index, epoch))
+        tokens = sample["input_ids"]
         length = len(tokens)
         draw = np.random.Generator(np.random.Philox(key=mix(self._seed, epoch, index, 5)))
         choice, kind = draw.random(length), draw.random(length)
         replacement = (draw.random(length) * self._vocabulary).astype(np.int64)
-        eligible = found["attention_mask"].astype(bool) & ~np.isin(tokens, self._specials)
+        eligible = sample["attention_mask"].astype(bool) & ~np.isin(tokens, self._specials)
         chosen = eligible & (choice < self._share)
         if eligible.any() and not chosen.any():
             # A short sequence must not be empty: the eligible token with the lowest draw is chosen.
             chosen[np.where(eligible, choice, 2.0).argmin()] = True
         masked = np.where(kind < 0.8, self._mask, np.where(kind < 0.9, replacement, tokens))
-        found["labels"] = np.where(chosen, tokens, IGNORED)
-        found["input_ids"] = np.where(chosen, masked, tokens)
-        return found
+        sample["labels"] = np.where(chosen, tokens, IGNORED)
+        sample["input_ids"] = np.where(chosen, masked, tokens)
+        return sample
 
 
 class Pairs:
@@ -243,28 +243,28 @@ def open_language(
         ConfigError: The data or the tokenizer cannot be used, or does not suit the model.
         StorageError: The cache cannot be written.
     """
-    wanted = {item.name: item for item in family_of(spec).batch_spec(spec.config, recipe)}
-    tokens = wanted.get("input_ids")
+    batch_spec = {item.name: item for item in family_of(spec).batch_spec(spec.config, recipe)}
+    tokens = batch_spec.get("input_ids")
     if tokens is None:
         raise ConfigError(
-            f"{spec.model_class} takes no text under objective {kind}",
+            f"{spec.model_class} does not take text under objective {kind}",
             help="choose another data.source, or synthetic",
         )
     encoder = load_tokenizer(data, spec, vocabulary=tokens.high)
     table = tokenised(kind, data, encoder, cache=cache)
     rows = _part(table, part, recipe.evaluation.holdout, data)
     if kind == "classification":
-        _check_labels(table, wanted, spec)
-    samples = _MAKERS[kind](_Material(table, rows, encoder, recipe, data, wanted))
+        _check_labels(table, batch_spec, spec)
+    samples = _MAKERS[kind](_Material(table, rows, encoder, recipe, data, batch_spec))
     if len(samples) == 0:
         raise ConfigError(
             f"data {table.facts['source']} has no tokens", help="check data.path and the files' content"
         )
-    return samples, Stack(only=frozenset(wanted))
+    return samples, Stack(only=frozenset(batch_spec))
 
 
-def _check_labels(table: Ragged, wanted: Wanted, spec: ModelSpec) -> None:
-    known, names = wanted["labels"].high, table.facts["labels"]
+def _check_labels(table: Ragged, batch_spec: Wanted, spec: ModelSpec) -> None:
+    known, names = batch_spec["labels"].high, table.facts["labels"]
     if known is not None and known > 1 and len(names) > known:
         raise ConfigError(
             f"data {table.facts['source']} has {len(names)} labels, {spec.reference.id} predicts {known}",
@@ -280,14 +280,14 @@ def _part(table: Ragged, part: str, holdout: float, data: Data) -> NDArray[np.in
     if holdout >= 1.0:
         raise ConfigError(f"evaluation.holdout is {holdout}", help="give a share below 1, for example 0.05")
     held_out = table.hashes() < int(holdout * _HASH_RANGE)
-    found = every[held_out] if part == "held_out" else every[~held_out]
-    if len(found) == 0:
+    documents = every[held_out] if part == "held_out" else every[~held_out]
+    if len(documents) == 0:
         raise ConfigError(
             f"evaluation.holdout {holdout} of {len(table)} documents in {data.path} leaves none to "
             f"{'evaluate on' if part == 'held_out' else 'train on'}",
             help="choose another share, or give evaluation.data",
         )
-    return found
+    return documents
 
 
 def _sequences(of: _Material) -> Sequences:
@@ -312,9 +312,9 @@ def _sequences(of: _Material) -> Sequences:
 def _make_causal(of: _Material) -> Samples:
     if of.data.packing and of.data.document_mask and "position_ids" not in of.wanted:
         raise ConfigError(
-            "data.document_mask cannot be had: this model cannot keep documents apart that share a sequence"
+            "data.document_mask is not supported: this model cannot separate documents that share a sequence"
             " (its layers carry a state from token to token, or take no positions)",
-            help="let documents run into one another (data.document_mask: false), or set data.packing: false",
+            help="set data.document_mask: false (documents attend to one another), or data.packing: false",
         )
     return _sequences(of)
 

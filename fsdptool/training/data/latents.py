@@ -81,7 +81,7 @@ def read_index(folder: Path) -> Index:
     file = folder / INDEX
     if not file.exists():
         raise ConfigError(
-            f"{folder} holds no finished latents ({INDEX} is missing)",
+            f"{folder} does not contain finished latents ({INDEX} is missing)",
             help="run fsdptool precompute RECIPE; it continues where it stopped",
         )
     try:
@@ -90,7 +90,7 @@ def read_index(folder: Path) -> Index:
         raise ConfigError(f"{file} cannot be read: {error}", help="run fsdptool precompute again") from error
     if not isinstance(data, dict) or data.get("version") != VERSION:
         raise ConfigError(
-            f"{file} is of another version", help="remove the folder and run fsdptool precompute again"
+            f"{file} has another version", help="remove the folder and run fsdptool precompute again"
         )
     return from_json(Index, data, where=str(file))
 
@@ -113,8 +113,8 @@ class Latents:
         folder: A finished folder.
         numbers: Numbers of the pictures used.
         seed: The run's seed.
-        dropout: Share of captions that are dropped, anew each epoch.
-        draw: Whether latents are drawn from the VAE's posterior, anew each epoch, or its mean.
+        dropout: Share of captions that are dropped, drawn again each epoch.
+        draw: Whether latents are drawn from the VAE's posterior, again each epoch, or its mean.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class Latents:
     @property
     def buckets(self) -> list[list[int]]:
         """Sample numbers by bucket."""
-        found: list[list[int]] = [[] for _ in self._index.buckets]
+        members: list[list[int]] = [[] for _ in self._index.buckets]
         for position, number in enumerate(self._numbers):
-            found[self._index.pictures[number].bucket].append(position)
-        return found
+            members[self._index.pictures[number].bucket].append(position)
+        return members
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
         """Return one sample, drawn as (seed, epoch, picture) says."""
@@ -236,10 +236,10 @@ class Denoising:
         ConfigError: The family cannot be trained from a cache.
     """
 
-    def __init__(self, spec: ModelSpec, recipe: Recipe, wanted: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, spec: ModelSpec, recipe: Recipe, batch_spec: Mapping[str, TensorSpec]) -> None:
         self._spec = spec
         self._recipe = recipe
-        self._wanted = dict(wanted)
+        self._wanted = dict(batch_spec)
         if not callable(getattr(family_of(spec), "assemble", None)):
             raise ConfigError(
                 f"family {spec.family} does not assemble batches from cached latents",
@@ -266,7 +266,8 @@ class Denoising:
                 continue
             if cached not in sample:
                 raise ConfigError(
-                    f"the model takes {name}, the pipeline's text encoders make no {cached}", help=_OTHER
+                    f"the model takes {name}, the pipeline's text encoders do not produce {cached}",
+                    help=_OTHER,
                 )
             if item.fill != "mask" and sample[cached].shape[-1] != item.shape[-1]:
                 raise ConfigError(
@@ -278,19 +279,19 @@ class Denoising:
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         family: Any = family_of(self._spec)
         ready = [self._ready(sample) for sample in samples]
-        made: dict[str, Tensor] = family.assemble(self._spec.config, self._recipe, ready)
-        return made
+        batch: dict[str, Tensor] = family.assemble(self._spec.config, self._recipe, ready)
+        return batch
 
     def _ready(self, sample: Sample) -> dict[str, Tensor]:
-        found = dict(sample)
+        ready = dict(sample)
         for name, cached in SOURCES.items():
             item = self._wanted.get(name)
-            if item is not None and cached in found:
-                found[cached] = self._filled(cached, found[cached], item.shape[1:])
-        size = found["size"].double()
+            if item is not None and cached in ready:
+                ready[cached] = self._filled(cached, ready[cached], item.shape[1:])
+        size = ready["size"].double()
         # PixArt's micro-conditions (diffusers 0.42.1, pipeline_pixart_sigma.py).
-        found["resolution"], found["aspect_ratio"] = size[4:6], size[4:5] / size[5:6]
-        return found
+        ready["resolution"], ready["aspect_ratio"] = size[4:6], size[4:5] / size[5:6]
+        return ready
 
     def _filled(self, name: str, tensor: Tensor, planned: tuple[int, ...]) -> Tensor:
         shape = tuple(tensor.shape)

@@ -66,7 +66,7 @@ Collate = Callable[[Sequence[Sample]], dict[str, Array]]
 
 
 class Samples(Protocol):
-    """Samples by index. ``epoch`` decides what is drawn anew each time (masks, noise, dropped captions)."""
+    """Samples by index. ``epoch`` decides what is drawn again each time (masks, noise, dropped captions)."""
 
     digest: str
     """Digest of the content: a position counted in other data is refused."""
@@ -234,7 +234,7 @@ class Loader:
         """
         if state["digest"] != self.digest:
             raise ConfigError(
-                f"the data is not what the checkpoint was trained on: digest {self.digest[:12]}, "
+                f"the data is not the data the checkpoint was trained on: digest {self.digest[:12]}, "
                 f"checkpoint {str(state['digest'])[:12]}",
                 help="give the same files, tokenizer and data settings, or start a new run from the weights",
             )

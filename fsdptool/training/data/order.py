@@ -74,18 +74,18 @@ class PlainOrder:
 
     def places(self, start: int, count: int) -> list[Place]:
         """Return the ``count`` places from ``start`` on."""
-        found: list[Place] = []
+        places: list[Place] = []
         while count > 0:
             epoch, offset = divmod(start, self.samples)
             take = min(count, self.samples - offset)
             if self._shuffle:
                 line = permutation(self.samples, mix(self._seed, epoch))
-                found += [(int(index), epoch) for index in line[offset : offset + take]]
+                places += [(int(index), epoch) for index in line[offset : offset + take]]
             else:
-                found += [(index, epoch) for index in range(offset, offset + take)]
+                places += [(index, epoch) for index in range(offset, offset + take)]
             start += take
             count -= take
-        return found
+        return places
 
 
 class BucketOrder:
@@ -133,11 +133,11 @@ class BucketOrder:
     def places(self, start: int, count: int) -> list[Place]:
         """Return the ``count`` places from ``start`` on."""
         first, skipped = divmod(start, self._chunk)
-        found: list[Place] = []
-        while len(found) < skipped + count:
-            found += self._chunk_at(first)
+        places: list[Place] = []
+        while len(places) < skipped + count:
+            places += self._chunk_at(first)
             first += 1
-        return found[skipped : skipped + count]
+        return places[skipped : skipped + count]
 
 
 Piece = tuple[int, int, int]
@@ -169,14 +169,14 @@ class WrappedPacking:
         start = index * self.length
         stop = min(start + self.length, int(self.ends[-1]))
         number = int(np.searchsorted(self.ends, start, side="right"))
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         while start < stop:
             begin = int(self.ends[number - 1]) if number else 0
             end = min(stop, int(self.ends[number]))
-            found.append((int(self.documents[number]), start - begin, end - begin))
+            pieces.append((int(self.documents[number]), start - begin, end - begin))
             start = end
             number += 1
-        return found
+        return pieces
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,8 @@ class Ragged:
 
     def hashes(self) -> NDArray[np.int64]:
         """Return 63 bits of each row's content: they decide what is held out."""
-        found: NDArray[np.int64] = np.load(self.folder / "hashes.npy", mmap_mode="r")
-        return found
+        hashes: NDArray[np.int64] = np.load(self.folder / "hashes.npy", mmap_mode="r")
+        return hashes
 
     def row(self, name: str, index: int) -> NDArray[Any]:
         """Return one row of one column (a view)."""

@@ -52,7 +52,7 @@ def open_source(data: Data) -> Source:
     if data.source == "dataset":
         return _dataset(data)
     raise ConfigError(
-        f"data.source {data.source} gives no rows of text",
+        f"data.source {data.source} does not provide rows of text",
         help="use text, jsonl, parquet or dataset for language models",
     )
 
@@ -89,13 +89,13 @@ def files_under(path: str, suffixes: tuple[str, ...]) -> list[Path]:
         raise ConfigError(
             f"data.path {path} does not exist", help=f"it is looked up from {Path.cwd()}; check the spelling"
         )
-    found = sorted(file for file in place.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
-    if not found:
+    files = sorted(file for file in place.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
+    if not files:
         raise ConfigError(
-            f"data.path {path} holds no file that ends in {', '.join(suffixes)}",
+            f"data.path {path} contains no file that ends in {', '.join(suffixes)}",
             help="name the right folder, or another data.source",
         )
-    return found
+    return files
 
 
 def _unreadable(file: Path, error: Exception) -> ConfigError:
@@ -219,8 +219,8 @@ def _dataset(data: Data) -> Source:
     options = {key: data.options[key] for key in ("name", "data_files", "revision") if key in data.options}
     try:
         if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
-            found = datasets.load_from_disk(path)
-            table = found[data.split] if isinstance(found, datasets.DatasetDict) else found
+            dataset = datasets.load_from_disk(path)
+            table = dataset[data.split] if isinstance(dataset, datasets.DatasetDict) else dataset
         else:
             table = datasets.load_dataset(path, split=data.split, **options)
     except Exception as error:  # the datasets library raises its own, OSError, ValueError, KeyError
@@ -240,7 +240,7 @@ def with_places(recipe: Recipe, recipe_path: Path) -> Recipe:
     """Return the recipe with data paths that are found wherever a worker starts.
 
     A relative path counts from the working directory, then from the recipe's folder, as the model's
-    does. Names that are no path (``pydoc``, hub ids, ``bytes``) stay.
+    does. Names that are not paths (``pydoc``, hub ids, ``bytes``) stay.
     """
     evaluation = recipe.evaluation
     if evaluation.data is not None:
@@ -248,19 +248,19 @@ def with_places(recipe: Recipe, recipe_path: Path) -> Recipe:
     return dataclasses.replace(recipe, data=_placed(recipe.data, recipe_path.parent), evaluation=evaluation)
 
 
-def _placed(data: Data, beside: Path) -> Data:
+def _placed(data: Data, folder: Path) -> Data:
     options = dict(data.options)
     for name in ("pipeline", "latents"):
         if name in options:
-            options[name] = _place(options[name], beside)
-    path = data.path if data.source == "text" and data.path == "pydoc" else _place(data.path, beside)
-    return dataclasses.replace(data, path=path, tokenizer=_place(data.tokenizer, beside), options=options)
+            options[name] = _place(options[name], folder)
+    path = data.path if data.source == "text" and data.path == "pydoc" else _place(data.path, folder)
+    return dataclasses.replace(data, path=path, tokenizer=_place(data.tokenizer, folder), options=options)
 
 
-def _place(text: Any, beside: Path) -> Any:
+def _place(text: Any, folder: Path) -> Any:
     if not isinstance(text, str):
         return text
-    for candidate in (Path(text).expanduser(), beside / text):
+    for candidate in (Path(text).expanduser(), folder / text):
         if candidate.exists():
             return str(candidate.absolute())
     return text

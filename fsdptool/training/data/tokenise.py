@@ -19,7 +19,7 @@ from fsdptool.training.data.tokenizer import Encoder
 
 _GROUP = 512
 _VERSION = 2
-"""Raised when the tables' meaning changes, so that old ones are made anew."""
+"""Raised when the tables' meaning changes, so that old ones are not used."""
 
 
 def tokenised(kind: str, data: Data, encoder: Encoder, *, cache: Path) -> Ragged:
@@ -108,29 +108,29 @@ def column(row: Row, name: str, source: Source, setting: str) -> Any:
         ConfigError: It is not there; the message names those that are.
     """
     try:
-        found = row[name]
+        value = row[name]
     except KeyError:
         raise ConfigError(
             f"data {source.place} has no column {name!r}; it has {', '.join(map(str, sorted(row)))}",
             help=f"set {setting} to one of them",
         ) from None
-    if found is None:
+    if value is None:
         raise ConfigError(
             f"data {source.place}: column {name!r} is empty in row {_number(source, name, type(None))}",
             help="take the rows without a value out of the file",
         )
-    return found
+    return value
 
 
 def _text(row: Row, name: str, source: Source, setting: str) -> str:
-    found = column(row, name, source, setting)
-    if not isinstance(found, str):
+    value = column(row, name, source, setting)
+    if not isinstance(value, str):
         raise ConfigError(
-            f"data {source.place}: column {name!r} holds {type(found).__name__} in row "
-            f"{_number(source, name, type(found))}, expected text",
+            f"data {source.place}: column {name!r} holds {type(value).__name__} in row "
+            f"{_number(source, name, type(value))}, expected text",
             help=f"set {setting} to a column of text",
         )
-    return found
+    return value
 
 
 def _number(source: Source, name: str, kind: type) -> int:
@@ -196,7 +196,7 @@ def _chats(
         messages = column(row, name, source, "data.options.messages_column")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise ConfigError(
-                f"data {source.place}: column {name!r} holds no list of messages",
+                f"data {source.place}: column {name!r} does not contain a list of messages",
                 help='each message is {"role": ..., "content": ...}',
             )
         tokens, learned = encoder.chat(
@@ -206,7 +206,7 @@ def _chats(
         yield {"input_ids": tokens, "learned": learned}
     if not learned_any:
         raise ConfigError(
-            f"data {source.place}: no conversation has a word of the assistant to learn from",
+            f"data {source.place}: no conversation contains a message of the assistant to learn from",
             help="check the roles, or leave data.assistant_only_loss off",
         )
 
@@ -220,8 +220,8 @@ def _completions(
         pairs = zip(
             encoder.encode(prompts, special=False), encoder.encode(answers, special=False), strict=True
         )
-        for asked, answered in pairs:
-            head = np.concatenate([_start(encoder), asked]).astype(np.int64)
+        for prompt_ids, answered in pairs:
+            head = np.concatenate([_start(encoder), prompt_ids]).astype(np.int64)
             tail = np.concatenate([answered, _stop(encoder)]).astype(np.int64)
             learned = np.concatenate([np.zeros(len(head), np.uint8), np.ones(len(tail), np.uint8)])
             yield {"input_ids": np.concatenate([head, tail]), "learned": learned}
@@ -246,10 +246,10 @@ def _pairs(data: Data, encoder: Encoder, source: Source, _: dict[str, Any]) -> I
     ]
     prefix = str(data.options.get("prefix", ""))
     for group in _groups(source.rows()):
-        asked = [prefix + _text(row, names[0], source, "data.options.source_column") for row in group]
+        sources = [prefix + _text(row, names[0], source, "data.options.source_column") for row in group]
         answers = [_text(row, names[1], source, "data.options.target_column") for row in group]
         encoded = zip(
-            encoder.encode(asked, special=False), encoder.encode(answers, special=False), strict=True
+            encoder.encode(sources, special=False), encoder.encode(answers, special=False), strict=True
         )
         for ids, labels in encoded:
             yield {"input_ids": _framed(ids, encoder), "labels": _framed(labels, encoder)}
@@ -280,9 +280,9 @@ def _labelled(
 
 def _label_names(name: str, data: Data, source: Source) -> list[str]:
     """The recipe's list, or every label that occurs: numbers in their order, names sorted."""
-    given = data.options.get("labels")
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        return [str(label) for label in given]
+    listed = data.options.get("labels")
+    if isinstance(listed, Sequence) and not isinstance(listed, str):
+        return [str(label) for label in listed]
     seen = {str(column(row, name, source, "data.options.label_column")) for row in source.rows()}
     try:
         return sorted(seen, key=int)

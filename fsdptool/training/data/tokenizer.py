@@ -53,8 +53,8 @@ class Encoder:
             # A byte is its own token: the tokenizers library gives the same, more slowly (a test holds
             # the two against each other).
             return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) for text in texts]
-        found = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)
-        return [np.asarray(row, dtype=np.int64) for row in found["input_ids"]]
+        encoded = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)
+        return [np.asarray(row, dtype=np.int64) for row in encoded["input_ids"]]
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, assistant_only: bool, tools: Any = None
@@ -71,20 +71,20 @@ class Encoder:
             )
         if assistant_only and "generation" not in str(self.tokenizer.chat_template):
             raise ConfigError(
-                f"the chat template of tokenizer {self.name} does not mark what the assistant says",
+                f"the chat template of tokenizer {self.name} does not mark the messages of the assistant",
                 help="add {% generation %}...{% endgeneration %} to it, or drop assistant_only_loss",
             )
-        found = self.tokenizer.apply_chat_template(
+        encoded = self.tokenizer.apply_chat_template(
             list(messages),
             tools=tools,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=assistant_only,
         )
-        tokens = np.asarray(found["input_ids"], dtype=np.int64)
+        tokens = np.asarray(encoded["input_ids"], dtype=np.int64)
         if not assistant_only:
             return tokens, np.ones(len(tokens), dtype=np.uint8)
-        return tokens, np.asarray(found["assistant_masks"], dtype=np.uint8)
+        return tokens, np.asarray(encoded["assistant_masks"], dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out."""
@@ -176,7 +176,7 @@ def _pretrained(name: str, spec: ModelSpec) -> Encoder:
 
     place, options = _place_of(name, spec)
     try:
-        found = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             place, trust_remote_code=spec.trust_remote_code, use_fast=True, **options
         )
     except Exception as error:  # transformers raises anything from OSError to KeyError here
@@ -185,7 +185,7 @@ def _pretrained(name: str, spec: ModelSpec) -> Encoder:
             f"no tokenizer can be loaded from {place}: {line}",
             help="set data.tokenizer to a folder with tokenizer.json, or to bytes",
         ) from error
-    return Encoder(found, name=str(place))
+    return Encoder(tokenizer, name=str(place))
 
 
 def _place_of(name: str, spec: ModelSpec) -> tuple[str, dict[str, Any]]:
@@ -198,7 +198,7 @@ def _place_of(name: str, spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     if spec.reference.kind == "hub":
         return spec.reference.id, {"revision": spec.reference.revision}
     raise ConfigError(
-        f"{spec.reference.id} comes without a tokenizer",
+        f"{spec.reference.id} has no tokenizer",
         help="set data.tokenizer: bytes, or name a folder or hub id",
     )
 

@@ -199,14 +199,14 @@ def _unpack(received: bytes) -> dict[str, Tensor]:
     if "error" in header:
         kind, text, advice = header["error"]
         raise getattr(errors, kind, FsdptoolError)(text, help=advice)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, kind, shape, offset, length in header["tensors"]:
         dtype = getattr(torch, kind)
         if length == 0:
-            found[name] = torch.empty(shape, dtype=dtype)
+            tensors[name] = torch.empty(shape, dtype=dtype)
             continue
         flat = torch.frombuffer(
             message, dtype=dtype, count=length // dtype.itemsize, offset=8 + size + offset
         )
-        found[name] = flat.reshape(shape)
-    return found
+        tensors[name] = flat.reshape(shape)
+    return tensors

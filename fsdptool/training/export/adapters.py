@@ -162,7 +162,7 @@ def _owners(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
     """Map each adapted base parameter to the layers that adapt it, innermost first."""
     from peft.tuners.lora import LoraLayer
 
-    found: dict[str, list[tuple[str, Any]]] = {}
+    owners: dict[str, list[tuple[str, Any]]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, LoraLayer) or ADAPTER not in module.r:
             continue
@@ -170,8 +170,8 @@ def _owners(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
         base, prefix = module.base_layer, f"{path}.base_layer"
         while hasattr(base, "base_layer"):
             base, prefix = base.base_layer, f"{prefix}.base_layer"
-        found.setdefault(f"{prefix}.{leaf}", []).insert(0, (path, module))
-    return found
+        owners.setdefault(f"{prefix}.{leaf}", []).insert(0, (path, module))
+    return owners
 
 
 def _delta(path: str, layer: Any, fetch: Callable[[str], torch.Tensor], value: torch.Tensor) -> torch.Tensor:

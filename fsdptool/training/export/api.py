@@ -35,7 +35,7 @@ class Exported:
         step: The checkpoint's step.
         checkpoint: Its folder.
         files: Names of the files, relative to ``folder``.
-        bytes: Their size in all.
+        bytes: Their total size.
         notes: What is missing, one line each.
     """
 
@@ -91,7 +91,7 @@ def export_run(
         raise ConfigError("--merge is for LoRA runs, and this run trained the weights themselves")
     saved, manifest, path = open_saved(run, checkpoint)
     if average and not any(True for _ in saved.names("ema/")):
-        raise ConfigError("the run kept no moving average of its weights", help="leave --ema out")
+        raise ConfigError("the run did not keep a moving average of its weights", help="leave --ema out")
     aside = target.with_name(f".{target.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -134,7 +134,7 @@ def _check_target(target: Path, *, force: bool) -> None:
         raise StorageError(f"{target} already exists", help="give --force to replace it, or another --output")
     if not target.is_dir() or (any(target.iterdir()) and not (target / MARK).exists()):
         raise StorageError(
-            f"{target} is no export of fsdptool's ({MARK} is missing) and is left alone",
+            f"{target} is not an fsdptool export ({MARK} is missing) and is not replaced",
             help="give another --output, or remove it yourself",
         )
 
@@ -156,8 +156,8 @@ class _Export:
         recipe = method.unquantised(inputs.recipe)
         method.prepare(self.trained, recipe, self.family, inputs.spec.config)
         check_suits(saved, self.trained)
-        held = method.quantised_weights(self.trained, inputs.recipe)
-        self.values = Values(inputs, self.trained, self.base, saved, average=average, held=held)
+        quantised = method.quantised_weights(self.trained, inputs.recipe)
+        self.values = Values(inputs, self.trained, self.base, saved, average=average, held=quantised)
         self.dtype = dtype
         self.shard_bytes = shard_bytes
 
@@ -194,10 +194,10 @@ class _Export:
 
     def like(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint of the base model holds: parameters once, and persistent buffers."""
-        found: dict[str, torch.Tensor] = dict(self.base.named_parameters())
+        tensors: dict[str, torch.Tensor] = dict(self.base.named_parameters())
         state = self.base.state_dict()
-        found |= {name: state[name] for name, _ in self.base.named_buffers() if name in state}
-        return {name: tensor.to("meta") for name, tensor in found.items()}
+        tensors |= {name: state[name] for name, _ in self.base.named_buffers() if name in state}
+        return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
     def write_model(self, folder: Path) -> list[str]:
         from fsdptool.training.export.adapters import write_shards

@@ -56,8 +56,8 @@ def original_entries(
     whole = revert(like)
     groups = _by_module(like)
     reverted = [revert({name: like[name] for name in group}) for group in groups]
-    found = {name: tensor for part in reverted for name, tensor in part.items()}
-    if _shapes(found) != _shapes(whole):
+    original = {name: tensor for part in reverted for name, tensor in part.items()}
+    if _shapes(original) != _shapes(whole):
         # A conversion reaches across modules: give it everything at once.
         groups, reverted = [list(like)], [whole]
     entries = []
@@ -133,7 +133,7 @@ class Saved:
         for name in sorted(manifest.files):
             stream: Any = safe_open(str(folder / name), framework="pt", device="cpu")
             offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-            for key in stream.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            for key in stream.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                 where = offsets.get(key, {}).get("saved_offsets")
                 self._parts.setdefault(key, []).append((stream, where))
 
@@ -200,10 +200,10 @@ def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path
         StorageError: It cannot be opened; a run that still trains may just have removed it.
     """
     if checkpoint is None:
-        found = newest_good(run / CHECKPOINTS)
-        if found is None:
+        newest = newest_good(run / CHECKPOINTS)
+        if newest is None:
             raise ConfigError(f"{run} has no complete checkpoint", help="train it, or resume it, first")
-        path, manifest = found
+        path, manifest = newest
     else:
         path = Path(checkpoint)
         manifest = read_manifest(path)
@@ -214,7 +214,7 @@ def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path
     except OSError as error:
         raise StorageError(
             f"checkpoint {path} cannot be opened: {error}",
-            help="a run that goes on removes old ones: export again, or another one",
+            help="a running job removes old checkpoints: export again, or export another one",
         ) from error
 
 
@@ -268,8 +268,8 @@ class Values:
 
     def _rounded(self, names: list[str]) -> torch.Tensor:
         value = self._begin(names)
-        held = self._held.get(names[0])
-        return value if held is None else decode(held, *encode(held, value), value.dtype)
+        stored = self._held.get(names[0])
+        return value if stored is None else decode(stored, *encode(stored, value), value.dtype)
 
     def _begin(self, names: list[str]) -> torch.Tensor:
         like = self._like(names)

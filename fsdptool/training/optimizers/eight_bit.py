@@ -25,20 +25,22 @@ class EightBitAdamW(ShardedOptimizer):
 
     A scale belongs to 256 neighbouring elements of a rank's rows (bitsandbytes 0.50,
     ``Optimizer2State.init_state``). Other ranks' blocks begin elsewhere, so states are saved by rank and
-    never cut anew.
+    never divided again.
     """
 
     def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
         load_kernels()
         from bitsandbytes.optim import AdamW8bit
 
-        made: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=options.betas, eps=options.epsilon)
-        return made
+        optimizer: torch.optim.Optimizer = AdamW8bit(
+            groups, lr=rate, betas=options.betas, eps=options.epsilon
+        )
+        return optimizer
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        found = super()._gradient(parameter)
+        gradient = super()._gradient(parameter)
         # A rank without rows has nothing to start a kernel for.
-        return found if found is not None and found.numel() else None
+        return gradient if gradient is not None and gradient.numel() else None
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return nothing: no state is shared by the ranks."""
@@ -46,12 +48,12 @@ class EightBitAdamW(ShardedOptimizer):
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's states as ``optimizer/<fqn>/<state>``, live, and a copy of the step count."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, state in self._states():
-            found |= {f"optimizer/{name}/{key}": state[key] for key in _STATES if key in state}
+            tensors |= {f"optimizer/{name}/{key}": state[key] for key in _STATES if key in state}
             # A number here, and not a tensor as torch's own optimizers have it.
-            found[f"optimizer/{name}/step"] = torch.tensor(state["step"])
-        return found
+            tensors[f"optimizer/{name}/step"] = torch.tensor(state["step"])
+        return tensors
 
     def restore_own(self, saved: Mapping[str, torch.Tensor] | None) -> None:
         """Continue with saved states.
@@ -61,8 +63,8 @@ class EightBitAdamW(ShardedOptimizer):
         """
         if saved is None:
             raise ConfigError(
-                "the 8-bit states of optimizer adamw8bit are of another number of ranks, and their blocks"
-                " cannot be cut anew",
+                "the 8-bit states of optimizer adamw8bit were saved on another number of ranks, and their"
+                " blocks cannot be divided again",
                 help="resume on as many ranks as before, or start a run from its exported weights",
             )
         for name, state in self._states():

@@ -125,12 +125,12 @@ class ShardedOptimizer:
         """
         if not self.torch_optimizer.state:
             self._create_states()
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._names.items():
             for key, value in self.torch_optimizer.state[self._stand_ins[name]].items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{name}/{key}"] = _as_sharded(key, value, parameter)
-        return found
+                    tensors[f"{name}/{key}"] = _as_sharded(key, value, parameter)
+        return tensors
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return the states that mean something on this rank alone, live, by name."""
@@ -182,7 +182,7 @@ def _as_sharded(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torc
 def _groups(options: Optimizer, pairs: Pairs) -> Groups:
     chosen = {decay: [s for p, s in pairs if decays(p) is decay] for decay in (True, False)}
     rates = {True: options.weight_decay, False: 0.0}
-    return [{"params": found, "weight_decay": rates[decay]} for decay, found in chosen.items() if found]
+    return [{"params": members, "weight_decay": rates[decay]} for decay, members in chosen.items() if members]
 
 
 class AdamW(ShardedOptimizer):
@@ -219,5 +219,5 @@ def build_optimizer(options: Optimizer, named: NamedParameters, *, rate: float) 
         ConfigError: The optimizer needs a library that is not installed, or has no such kernel.
     """
     check_optimizer(options)
-    made: ShardedOptimizer = optimizer_class(optimizer_spec(options))(options, named, rate=rate)
-    return made
+    optimizer: ShardedOptimizer = optimizer_class(optimizer_spec(options))(options, named, rate=rate)
+    return optimizer

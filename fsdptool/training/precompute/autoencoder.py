@@ -75,10 +75,10 @@ class ImageEncoding:
         if self._folds:
             mean, spread = _folded(mean), _folded(spread)
         shift, scale = self._normalisation(mean)
-        found = {"latents": (mean - shift) * scale, "latents_std": spread * scale}
+        latents = {"latents": (mean - shift) * scale, "latents_std": spread * scale}
         if self.video and not frames:
-            found = {name: value.squeeze(2) for name, value in found.items()}
-        return {name: owned(value[0]) for name, value in found.items()}
+            latents = {name: value.squeeze(2) for name, value in latents.items()}
+        return {name: owned(value[0]) for name, value in latents.items()}
 
     def decode(self, latents: Tensor) -> list[Image]:
         """Return the pictures of normalised latents ``[channels, (frames,) height, width]``."""
@@ -102,8 +102,8 @@ class ImageEncoding:
         import torch
 
         def per_channel(values: Any) -> Tensor:
-            found = torch.as_tensor(values, device=like.device, dtype=like.dtype)
-            return found.view(1, -1, *(1,) * (like.dim() - 2))
+            channels = torch.as_tensor(values, device=like.device, dtype=like.dtype)
+            return channels.view(1, -1, *(1,) * (like.dim() - 2))
 
         if self._folds:
             variance = self._buffers["bn.running_var"] + self._config["batch_norm_eps"]
@@ -139,13 +139,13 @@ class FirstFrame:
 
         index = pipeline_index(folder)
         parts = (name for name, value in index.items() if isinstance(value, list))
-        given: dict[str, Any] = {
+        loaded: dict[str, Any] = {
             name: None for name in parts if name not in ("image_encoder", "image_processor", "scheduler")
         }
-        given["vae"] = images.vae
+        loaded["vae"] = images.vae
         cls = getattr(diffusers, str(index["_class_name"]))
         try:
-            pipeline = cls.from_pretrained(str(folder), local_files_only=True, use_safetensors=True, **given)
+            pipeline = cls.from_pretrained(str(folder), local_files_only=True, use_safetensors=True, **loaded)
         except Exception as error:
             raise ConfigError(f"pipeline {folder} cannot be loaded: {first_line(error)}") from error
         self._pipeline: Any = pipeline.to(images.device)
@@ -171,11 +171,11 @@ class FirstFrame:
                 dtype=torch.float32,
                 device=self._device,
             )
-            found = {"condition": condition[0]}
+            encoded = {"condition": condition[0]}
             if pipeline.image_encoder is not None:
                 image = as_images(first.unsqueeze(1))[0]
-                found["encoder_hidden_states_image"] = pipeline.encode_image(image, self._device)[0]
-        return {name: owned(value) for name, value in found.items()}
+                encoded["encoder_hidden_states_image"] = pipeline.encode_image(image, self._device)[0]
+        return {name: owned(value) for name, value in encoded.items()}
 
 
 def as_images(frames: Tensor) -> list[Image]:

@@ -101,16 +101,16 @@ def pipeline_folder(recipe: Recipe, spec: ModelSpec) -> Path:
     Raises:
         ConfigError: There is none, so there is no VAE and no text encoder.
     """
-    given = recipe.data.options.get("pipeline")
-    places = [Path(str(given)).expanduser()] if given else []
-    if not given and spec.folder is not None:
+    requested = recipe.data.options.get("pipeline")
+    places = [Path(str(requested)).expanduser()] if requested else []
+    if not requested and spec.folder is not None:
         places = [Path(spec.folder), Path(spec.folder).parent]
     for place in places:
         if (place / "model_index.json").is_file():
             return place
     raise ConfigError(
-        f"no pipeline folder with model_index.json is known for {given or spec.reference.id}",
-        help="name a local diffusers pipeline under data.options.pipeline: its VAE and text encoders do it",
+        f"no pipeline folder with model_index.json is known for {requested or spec.reference.id}",
+        help="name a local diffusers pipeline under data.options.pipeline: its VAE and encoders are used",
     )
 
 
@@ -121,12 +121,12 @@ def pipeline_index(folder: Path) -> Mapping[str, Any]:
         ConfigError: It cannot be read.
     """
     try:
-        found = read_json(folder / "model_index.json")
+        index = read_json(folder / "model_index.json")
     except UnreadableError as error:
         raise ConfigError(f"{folder / 'model_index.json'} cannot be read: {error}") from error
-    if not isinstance(found, Mapping) or not isinstance(found.get("_class_name"), str):
-        raise ConfigError(f"{folder / 'model_index.json'} names no _class_name")
-    return found
+    if not isinstance(index, Mapping) or not isinstance(index.get("_class_name"), str):
+        raise ConfigError(f"{folder / 'model_index.json'} has no _class_name")
+    return index
 
 
 def check_pipeline(folder: Path) -> str:
@@ -146,7 +146,7 @@ def check_pipeline(folder: Path) -> str:
     else:
         why = "what its encode_prompt returns is not known here"
     raise ConfigError(
-        f"latents and captions cannot be made with {name}: {why}",
+        f"latents and captions cannot be encoded with {name}: {why}",
         help=f"known are {', '.join(sorted(TEXT_OUTPUTS))}; or train on data.source latents you made",
     )
 
@@ -194,18 +194,20 @@ class TextEncoding:
         known = inspect.signature(self._pipeline.encode_prompt).parameters
         own = inspect.signature(type(self._pipeline).__call__).parameters
         unset = (None, inspect.Parameter.empty)
-        wanted = {name: own[name].default for name in known if name in own and own[name].default not in unset}
-        wanted |= {"device": self._device, "do_classifier_free_guidance": False}
+        arguments = {
+            name: own[name].default for name in known if name in own and own[name].default not in unset
+        }
+        arguments |= {"device": self._device, "do_classifier_free_guidance": False}
         # Some pipelines have no default for it.
-        wanted |= dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), 1)
+        arguments |= dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), 1)
         for twin in ("prompt_2", "prompt_3"):
             if twin in known and known[twin].default is inspect.Parameter.empty:
-                wanted[twin] = None
+                arguments[twin] = None
         if length is not None:
-            wanted["max_sequence_length"] = length - self._before()
+            arguments["max_sequence_length"] = length - self._before()
             if self._name == "CogView4Pipeline":
                 self._pipeline.tokenizer = _Filling(self._pipeline.tokenizer, length)
-        return {name: value for name, value in wanted.items() if name in known}
+        return {name: value for name, value in arguments.items() if name in known}
 
     def _before(self) -> int:
         """Tokens that stand before those ``max_sequence_length`` counts: CLIP's, in SD 3."""
@@ -237,16 +239,16 @@ class TextEncoding:
                 help=f"pip install {error.name}",
             ) from error
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        found: dict[str, Tensor] = {}
+        encoded: dict[str, Tensor] = {}
         for name, value in zip(TEXT_OUTPUTS[self._name], outputs, strict=True):
             if name is None or name.startswith(_NEGATIVE) != bool(prefix):
                 continue
             plain = name.removeprefix(prefix)
             if value is not None:  # a mask of ones is None (Qwen-Image)
-                found[plain] = owned(value[:, 0] if plain in _LAYERED else value[0])
+                encoded[plain] = owned(value[:, 0] if plain in _LAYERED else value[0])
         if _MASK in TEXT_OUTPUTS[self._name] or self._name in _UNFILLED:
-            found.setdefault(_MASK, torch.ones(found[_EMBEDS].shape[0], dtype=torch.int64))
-        return found
+            encoded.setdefault(_MASK, torch.ones(encoded[_EMBEDS].shape[0], dtype=torch.int64))
+        return encoded
 
     def unload(self) -> None:
         """Give the memory back."""

@@ -120,7 +120,7 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
     _check_sizes(recipe, spec, buckets)
     specs = {item.name: item for item in family.batch_spec(spec.config, for_micro_batch(recipe, 1))}
     lengths = [specs[name].shape[1] for name in SOURCES if name in specs and len(specs[name].shape) == 3]
-    found = Work(
+    work = Work(
         folder=Path(),
         pipeline=pipeline,
         buckets=buckets,
@@ -133,24 +133,24 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
         rate=_rate(recipe, spec),
         trust_remote_code=spec.trust_remote_code,
     )
-    key = _key(found, Path(str(data.path)).expanduser().name)
-    given = data.options.get("latents")
-    folder = Path(str(given)).expanduser() if given else cache / "latents" / key
-    return dataclasses.replace(found, key=key, folder=folder)
+    key = _key(work, Path(str(data.path)).expanduser().name)
+    requested = data.options.get("latents")
+    folder = Path(str(requested)).expanduser() if requested else cache / "latents" / key
+    return dataclasses.replace(work, key=key, folder=folder)
 
 
 def _rate(recipe: Recipe, spec: ModelSpec) -> float | None:
     """``data.options.fps``, or what the family was trained at; ``spread`` is None."""
     family: Any = family_of(spec)
-    given = recipe.data.options.get("fps")
-    if given is None:
+    requested = recipe.data.options.get("fps")
+    if requested is None:
         known: float | None = family.frame_rate(spec.config) if hasattr(family, "frame_rate") else None
         return known
-    if given == "spread":
+    if requested == "spread":
         return None
-    if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
-        raise ConfigError(f"data.options.fps {given!r} is neither spread nor a number of frames a second")
-    return float(given)
+    if isinstance(requested, bool) or not isinstance(requested, int | float) or not requested > 0:
+        raise ConfigError(f"data.options.fps {requested!r} is neither spread nor a number of frames a second")
+    return float(requested)
 
 
 def _check_sizes(recipe: Recipe, spec: ModelSpec, buckets: Iterable[Bucket]) -> None:
@@ -190,15 +190,15 @@ def run_work(work: Work, *, rank: int, world: int, device: str, tell: Tell = lam
         work.folder.mkdir(parents=True, exist_ok=True)
         _claim(work)
         mine = range(rank, work.shards, world)
-        made = _make_text(work, mine, rank, device, tell)
-        made |= _make_pixels(work, mine, device, tell)
+        shards = _make_text(work, mine, rank, device, tell)
+        shards |= _make_pixels(work, mine, device, tell)
         _finish(work)
     except OSError as error:
         raise StorageError(
             f"{work.folder} cannot be written: {error.strerror or error}",
-            help="free space there, or set data.options.latents to another folder; what is done is kept",
+            help="free space there, or set data.options.latents to another folder; finished work is kept",
         ) from error
-    return _done(work, len(made))
+    return _done(work, len(shards))
 
 
 def _claim(work: Work) -> None:
@@ -217,7 +217,7 @@ def _check_same(work: Work) -> None:
 
 def _refuse(work: Work) -> None:
     raise ConfigError(
-        f"{work.folder} holds latents of other images, captions, sizes or encoders",
+        f"{work.folder} contains latents of other images, captions, sizes or encoders",
         help="name another folder in data.options.latents, or remove this one",
     )
 
@@ -235,8 +235,8 @@ def _make_text(work: Work, shards: Iterable[int], rank: int, device: str, tell: 
         _save(text_file(work.folder, None), {f"0/{name}": tensor for name, tensor in nothing.items()})
     for position, shard in enumerate(missing, 1):
         members = work.members(shard)
-        found = encoding.encode([work.pictures[number].caption for number in members])
-        pairs = zip(members, found, strict=True)
+        encoded = encoding.encode([work.pictures[number].caption for number in members])
+        pairs = zip(members, encoded, strict=True)
         tensors = {f"{number}/{name}": tensor for number, item in pairs for name, tensor in item.items()}
         _save(text_file(work.folder, shard), tensors)
         tell(f"text: shard {position} of {len(missing)}")
@@ -252,7 +252,7 @@ def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> 
     first = FirstFrame(work.pipeline, encoding) if work.name == "WanImageToVideoPipeline" else None
     if not encoding.video and any(bucket.frames > 1 for bucket in work.buckets):
         raise ConfigError(
-            f"the VAE of {work.pipeline} takes no frames, batch.frames is {work.buckets[0].frames}",
+            f"the VAE of {work.pipeline} does not take frames, batch.frames is {work.buckets[0].frames}",
             help="leave batch.frames out, or name a video pipeline",
         )
     for position, shard in enumerate(missing, 1):
@@ -260,10 +260,10 @@ def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> 
         for number in work.members(shard):
             picture = work.pictures[number]
             pixels = read_pixels(picture, work.buckets[picture.bucket], rate=work.rate).values
-            found = encoding.encode(pixels, frames=work.frames) | (
+            encoded = encoding.encode(pixels, frames=work.frames) | (
                 first.encode(pixels) if first is not None else {}
             )
-            tensors |= {f"{number}/{name}": tensor for name, tensor in found.items()}
+            tensors |= {f"{number}/{name}": tensor for name, tensor in encoded.items()}
         _save(pixel_file(work.folder, shard), tensors)
         tell(f"pixels: shard {position} of {len(missing)}")
     encoding.unload()
