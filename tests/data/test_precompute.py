@@ -245,7 +245,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
         return run_work(plan(images, **fields), rank=0, world=1, device="cpu")
 
     (tmp_path / "none").mkdir()
-    assert "holds no images" in complaint(lambda: plan(tmp_path / "none"))
+    assert "contains no images" in complaint(lambda: plan(tmp_path / "none"))
     assert "is not a folder" in complaint(lambda: plan(tmp_path / "nowhere"))
     bare = tiny_material.pictures(tmp_path / "bare", [(32, 32)])
     (bare / "000.txt").unlink()
@@ -254,7 +254,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     (torn / "000.png").write_bytes((torn / "000.png").read_bytes()[:900])
     assert "000.png" in complaint(lambda: make(torn))
     good = tiny_material.pictures(tmp_path / "good", [(32, 32)])
-    assert "no multiple of 16 pixels" in complaint(lambda: plan(good, size=(64, 60)))
+    assert "not a multiple of 16 pixels" in complaint(lambda: plan(good, size=(64, 60)))
     assert "has more pixels than batch.height" in complaint(lambda: plan(good, buckets=[[128, 64]]))
     assert "does not take frames" in complaint(
         lambda: make(tiny_material.clips(tmp_path / "v", 1, 5, (32, 32)), frames=5)

@@ -95,7 +95,7 @@ def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
         what = (
             f"clips ({', '.join(CLIPS)} or folders of stills)" if video else f"images ({', '.join(STILLS)})"
         )
-        raise ConfigError(f"data.path {root} holds no {what}", help="check data.path")
+        raise ConfigError(f"data.path {root} contains no {what}", help="check data.path")
     if not any(picture.caption for picture in pictures):
         raise ConfigError(
             f"data.path {root} has no captions",
