@@ -74,7 +74,7 @@ CASES: list[tuple[str, str, str, dict[str, Any], str]] = [
         '{"messages": [{"role": "user", "content": "x"}]}\n',
         "causal_lm",
         {"assistant_only_loss": True},
-        "no conversation has a word of the assistant",
+        "no conversation contains a message of the assistant",
     ),
 ]
 
