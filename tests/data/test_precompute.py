@@ -284,7 +284,9 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     assert "neither aspect nor a list" in complaint(lambda: plan(good, buckets="no"))
     make(good, latents=str(tmp_path / "taken"))
     other = tiny_material.pictures(tmp_path / "other", [(40, 40)])
-    assert "contains latents of other images" in complaint(lambda: make(other, latents=str(tmp_path / "taken")))
+    assert "contains latents of other images" in complaint(
+        lambda: make(other, latents=str(tmp_path / "taken"))
+    )
     # A model that does not belong to the pipeline.
     wan = resolve(str(pipelines["wan"]))
     recipe = recipe_of(flux, good, latents=str(tmp_path / "taken"))
