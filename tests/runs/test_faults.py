@@ -142,6 +142,6 @@ def test_a_rank_that_hangs_leaves_the_stacks_of_all(work: Work) -> None:
     assert "imed out" in run.said()
     stacks = [path.read_text() for path in sorted((run.folder / "logs").glob("rank-*.stacks"))]
     events = (run.folder / "events" / "rank-00000.jsonl").read_text()
-    assert "loop.py" in events, "the rank that gave up says where it was"
+    assert "trainer.py" in events, "the rank that gave up says where it was"
     assert len(stacks) == 2
     assert json.loads((run.folder / "summary.json").read_text())["failure"]["rank"] == 0
