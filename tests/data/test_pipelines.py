@@ -27,6 +27,8 @@ from fsdptool.source import resolve
 from fsdptool.training.data import build_batches
 from fsdptool.training.precompute import plan_work, run_work
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = {"flux2": 48, "hunyuanvideo": 32, "kolors": 256, "lumina2": 48, "qwenimage": 48, "sd3": 32}
 FRAMES = {"mochi": 7}
 UNGUIDED = {"zimage": 0.0}
