@@ -46,7 +46,7 @@ def recipe_of(method: Method | None = None) -> Recipe:
 def test_float8_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"needs float8 hardware, which this device \(cpu\) does not have"):
         float8.convert_layers(Blocks(), recipe_of(), FP8, CPU)
-    with pytest.raises(ConfigError, match="training whole weights, which LoRA keeps frozen"):
+    with pytest.raises(ConfigError, match="fp8 trains whole weights, but LoRA keeps them frozen"):
         float8.convert_layers(Blocks(), recipe_of(Method("lora", lora=Lora())), FP8, CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
