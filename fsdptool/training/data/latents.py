@@ -230,7 +230,7 @@ class Denoising:
     Args:
         spec: The model.
         recipe: The run's recipe.
-        wanted: The family's batch specification by name.
+        batch_spec: The family's batch specification by name.
 
     Raises:
         ConfigError: The family cannot be trained from a cache.
