@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +21,12 @@ from torch.utils._pytree import tree_iter
 
 from fsdptool.distributed.recording import DRAWS, Note, Recorder, derive_seed, fill_slice
 from fsdptool.errors import ModelError
+from fsdptool.families.registry import family_of
 from fsdptool.runs.watchdog import beat
+
+if TYPE_CHECKING:
+    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.recipe import ModelChoice
 
 
 @dataclass(slots=True)
@@ -126,6 +131,23 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
         else:
             blueprint.values[name] = parameter.detach()
     return blueprint
+
+
+def model_blueprint(spec: ModelSpec, choice: ModelChoice, *, seed: int) -> Blueprint:
+    """Return how a model of a run would have been initialised (:func:`draw_blueprint`)."""
+    family = family_of(spec)
+    return draw_blueprint(
+        lambda: family.build(
+            spec.config,
+            model_class=spec.model_class,
+            dtype=choice.dtype,
+            attention=choice.attention,
+            folder=spec.folder,
+            trust_remote_code=spec.trust_remote_code,
+        ),
+        seed=seed,
+        library=spec.library,
+    )
 
 
 def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ LIBRARIES = (
     "huggingface_hub",
     *(tracker.package for tracker in TRACKERS.values()),
 )
-_PROBE = "fsdptool.distributed.probe"
+_PROBE = "fsdptool.distributed.proof"
 PROBE_SECONDS = 180.0
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, note_initialisation
+from fsdptool.distributed.initialisation import Blueprint, model_blueprint, note_initialisation
 from fsdptool.distributed.materialize import Origins, materialize
 from fsdptool.distributed.proof import prove
 from fsdptool.distributed.session import close_session, open_session
@@ -219,19 +219,7 @@ def build_sharded(
     shard(model, plan, session)
     # Values last: every rank reads or draws its own rows only.
     phase(WorkerPhase.LOADING if weights is not None else WorkerPhase.INITIALISING)
-    family = family_of(spec)
-    blueprint = draw_blueprint(
-        lambda: family.build(
-            spec.config,
-            model_class=spec.model_class,
-            dtype=choice.dtype,
-            attention=choice.attention,
-            folder=spec.folder,
-            trust_remote_code=spec.trust_remote_code,
-        ),
-        seed=seed,
-        library=spec.library,
-    )
+    blueprint = model_blueprint(spec, choice, seed=seed)
     missing = materialize(
         model, Origins(blueprint, weights, adapters, seed), session, offload=plan.cpu_offload
     )

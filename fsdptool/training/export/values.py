@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, replay
+from fsdptool.distributed.initialisation import Blueprint, model_blueprint, replay
 from fsdptool.distributed.weights import open_weights
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.safetensors_writer import Entry
@@ -305,21 +305,7 @@ class Values:
         raise ConfigError(f"{names[0]} is not a tensor of the model")
 
     def _blueprint(self) -> Blueprint:
-        from fsdptool.families.registry import family_of
-
         if self._drawn is None:
-            spec, choice = self._inputs.spec, self._inputs.recipe.model
-            family = family_of(spec)
-            self._drawn = draw_blueprint(
-                lambda: family.build(
-                    spec.config,
-                    model_class=spec.model_class,
-                    dtype=choice.dtype,
-                    attention=choice.attention,
-                    folder=spec.folder,
-                    trust_remote_code=spec.trust_remote_code,
-                ),
-                seed=self._inputs.recipe.seed,
-                library=spec.library,
-            )
+            recipe = self._inputs.recipe
+            self._drawn = model_blueprint(self._inputs.spec, recipe.model, seed=recipe.seed)
         return self._drawn
