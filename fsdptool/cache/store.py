@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from fsdptool.files.text import private_folder
 from fsdptool.records.command_documents import CacheEntry, CacheReport, PathProblem
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.document import digest
@@ -87,6 +88,7 @@ class Store:
         content = _encode(kind, key, value, about)
         part = path.with_name(f".{key}.{os.getpid()}{_PART}")
         try:
+            private_folder(self.folder)
             path.parent.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 try:
@@ -186,6 +188,7 @@ class Store:
     def _locked(self) -> Iterator[None]:
         from filelock import FileLock, Timeout
 
+        private_folder(self.folder)
         self._root.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._root / ".lock", timeout=_LOCK_SECONDS)
         try:

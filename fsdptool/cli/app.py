@@ -144,6 +144,12 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return int(ExitCode.INTERRUPTED)
+    except SystemExit as error:
+        # click (8.3, core.py:main) and rich (14, console.py:on_broken_pipe) end the process with status 1
+        # where the reader of the output went away.
+        if isinstance(error.__context__, BrokenPipeError):
+            return int(ExitCode.CLEAN)
+        return error.code if isinstance(error.code, int) else int(ExitCode.USAGE)
     except BrokenPipeError:
         # The reader (head, less) went away: not a failure.
         _drop_output()

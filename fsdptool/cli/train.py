@@ -71,7 +71,7 @@ def command(
 
     from fsdptool.errors import ConfigError
     from fsdptool.launch.command import build_command
-    from fsdptool.launch.create import check_folder, lock_run, wait_for_run, write_run
+    from fsdptool.launch.create import check_folder, check_unlocked, lock_run, wait_for_run, write_run
     from fsdptool.launch.devices import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
     from fsdptool.runs.folder import ACCELERATE
@@ -83,6 +83,7 @@ def command(
     first = not node_rank
     with handle_stop_signals("the run was started", "start it again with --resume auto") as stops:
         if first:
+            check_unlocked(folder)
             check_folder(folder, resume=resume, force=force)
         prepared = prepare(
             recipe,

@@ -13,13 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fsdptool.cache.source_digest import digest_of, files_imported_by, reached_files
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.families.loading import load_bounded
 from fsdptool.families.protocol import API_VERSION, Family, Flavour
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.model import ModelSpec
@@ -204,7 +205,7 @@ def read_registry(entry_points: Iterable[metadata.EntryPoint]) -> Registry:
             module=entry_point.module,
         )
         try:
-            families = list(_families(entry_point.load()))
+            families = load_bounded(partial(_loaded_families, entry_point))
         except (Exception, SystemExit) as error:
             diagnostics.append(_broken(origin, f"{type(error).__name__}: {_one_line(error)}"))
             continue
@@ -215,6 +216,10 @@ def read_registry(entry_points: Iterable[metadata.EntryPoint]) -> Registry:
             else:
                 diagnostics.append(problem(origin))
     return Registry(claims, diagnostics)
+
+
+def _loaded_families(entry_point: metadata.EntryPoint) -> list[Any]:
+    return list(_families(entry_point.load()))
 
 
 def _families(loaded: Any) -> Iterator[Any]:

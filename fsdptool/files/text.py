@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -197,6 +198,20 @@ def read_bytes(path: str | Path, *, limit: int = SIZE_LIMIT) -> bytes:
     except ValueError as error:  # a NUL in the path
         raise UnreadableError("FSD101", f"the file cannot be read: {error}") from error
     return data
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that only its owner can open; one that exists stays as it is.
+
+    Raises:
+        OSError: It cannot be made, or it would be in a home folder that does not exist: a service's
+            ``/nonexistent`` is not ours to make.
+    """
+    home = Path.home()
+    if path.is_relative_to(home) and not home.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the home folder does not exist", str(home))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> None:

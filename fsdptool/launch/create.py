@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fsdptool.errors import ConfigError, StorageError
+from fsdptool.files.text import private_folder
 from fsdptool.launch.prepare import Prepared
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import Start
@@ -146,6 +147,17 @@ def _clear(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def check_unlocked(folder: Path) -> None:
+    """Refuse a folder in which a run is live, before anything is prepared.
+
+    Raises:
+        ConfigError: Another process trains in this folder.
+    """
+    if (folder / LOCK).exists():
+        with lock_run(folder):
+            pass
+
+
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """Lock the run for this process; the lock file stays in the folder and marks it as fsdptool's.
@@ -157,7 +169,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
     except OSError as error:
         raise StorageError(
             f"the run folder {folder} cannot be made: {error.strerror or error}",

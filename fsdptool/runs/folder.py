@@ -47,23 +47,25 @@ EXPORT = "export"
 RECIPE = "recipe.yaml"
 ACCELERATE = "accelerate.yaml"
 
-_ENVIRONMENT_PREFIXES = (
-    "NCCL_",
-    "TORCH_",
-    "TORCHELASTIC_",
-    "CUDA_",
-    "GLOO_",
-    "OMP_",
-    "FSDPTOOL_",
-    "SLURM_JOB",
-)
-_ENVIRONMENT_NAMES = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "HF_HUB_OFFLINE",
-    "HF_HOME",
-    "MASTER_ADDR",
-)
+# fmt: off
+_RECORDED = frozenset((
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING",
+    "CUDA_VISIBLE_DEVICES", "FSDPTOOL_CACHE", "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS", "FSDPTOOL_DATA_CACHE",
+    "FSDPTOOL_LOCKS", "GLOO_SOCKET_IFNAME", "HF_HOME", "HF_HUB_OFFLINE", "KMP_AFFINITY", "MASTER_ADDR",
+    "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_CROSS_NIC", "NCCL_CUMEM_ENABLE", "NCCL_DEBUG",
+    "NCCL_DEBUG_SUBSYS", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_HCA", "NCCL_IB_TIMEOUT",
+    "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NET_GDR_LEVEL", "NCCL_NSOCKS_PERTHREAD",
+    "NCCL_NTHREADS", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO",
+    "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_NTHREADS", "OMP_NUM_THREADS", "OMP_PLACES",
+    "OMP_PROC_BIND", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "SLURM_JOB_ID", "SLURM_JOB_NODELIST",
+    "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", "TORCH_COMPILE_DISABLE",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+    "TORCH_FR_BUFFER_SIZE", "TORCH_LOGS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+))
+# fmt: on
+"""Variables that change a run, each by its whole name: ``NCCL_`` and a word may be somebody's secret."""
 
 
 def write_start(folder: Path, start: Start, inputs: Any) -> None:
@@ -91,11 +93,7 @@ def read_prediction(folder: Path) -> Candidate | None:
 
 def environment() -> dict[str, Any]:
     """Return the interpreter, the machine and the variables that change a run (never secrets)."""
-    chosen = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_ENVIRONMENT_PREFIXES) or name in _ENVIRONMENT_NAMES
-    }
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name in _RECORDED}
     return {
         "fsdptool": tool_version(),
         "libraries": library_versions(),

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -260,8 +261,8 @@ def check_checkpoint(folder: Path, manifest: Manifest, *, deep: bool = True) -> 
 
 def publish(aside: Path, final: Path) -> None:
     """Give a finished checkpoint its final name; replaces one of the same step (raises ``OSError``)."""
-    doomed = final.with_name(f".{final.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)
+    # A name of nobody else's: beside an export lie a person's own files.
+    doomed = final.with_name(f".{final.name}.{secrets.token_hex(4)}.old")
     if final.exists():
         final.replace(doomed)
     aside.replace(final)

@@ -168,7 +168,7 @@ def _redirect(folder: Path, rank: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     event_module.fallback_stream = os.fdopen(os.dup(2), "w")
-    log = os.open(folder / LOGS / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(folder / LOGS / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

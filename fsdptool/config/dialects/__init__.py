@@ -8,11 +8,13 @@ load is a finding (FSD115), never a crash.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
+from typing import Any
 
 from fsdptool.config.dialects.protocol import API_VERSION, Dialect
 from fsdptool.errors import ConfigError
+from fsdptool.families.loading import load_bounded
 from fsdptool.files.json_tree import parse_json_source
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Node, to_python
@@ -84,8 +86,7 @@ class Registry:
                 self._fail(entry, f"{' and '.join(map(_origin, others))} registers the same name")
                 return None
             try:
-                loaded = entry.load()
-                dialect = loaded() if callable(loaded) else loaded
+                dialect = load_bounded(partial(_load, entry))
             except (Exception, SystemExit) as error:
                 self._fail(entry, _one_line(error))
                 return None
@@ -99,6 +100,11 @@ class Registry:
     def _fail(self, entry: metadata.EntryPoint, why: str) -> None:
         self._loaded.pop(entry.name, None)
         self.problems[entry.name] = f"dialect {entry.name!r} of {_origin(entry)} is left out: {why}"
+
+
+def _load(entry: metadata.EntryPoint) -> Any:
+    loaded = entry.load()
+    return loaded() if callable(loaded) else loaded
 
 
 def _origin(entry: metadata.EntryPoint) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptool.errors import StorageError
+from fsdptool.files.text import private_folder
 
 _DIGEST_BYTES = 20
 
@@ -163,6 +164,7 @@ def made_once(folder: Path, make: Callable[[Path], None], *, finished: str) -> N
         return
     aside = folder.with_name(f".{folder.name}.part")
     try:
+        private_folder(folder.parent.parent)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if (folder / finished).exists():

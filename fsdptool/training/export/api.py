@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,10 +93,11 @@ def export_run(
     saved, manifest, path = open_saved(run, checkpoint)
     if average and not any(True for _ in saved.names("ema/")):
         raise ConfigError("the run did not keep a moving average of its weights", help="leave --ema out")
-    aside = target.with_name(f".{target.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
+    # A name of nobody else's: what lies beside the target is not ours to remove.
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        aside.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
         kind, notes = _Export(inputs, saved, average, dtype, shard_bytes).write(
             aside, separate=adapters and not merge
         )
@@ -128,6 +130,8 @@ def export_run(
 
 def _check_target(target: Path, *, force: bool) -> None:
     """Refuse to replace what is not ours to replace."""
+    if target.is_symlink():
+        raise StorageError(f"{target} is a link", help="give the folder it names, or another --output")
     if not target.exists():
         return
     if not force:
@@ -137,6 +141,34 @@ def _check_target(target: Path, *, force: bool) -> None:
             f"{target} is not an fsdptool export ({MARK} is missing) and is not replaced",
             help="give another --output, or remove it yourself",
         )
+
+
+def _home_of(pipeline: Path) -> Path:
+    """Return the folder that all of a pipeline's files are in: its own, or the Hub's cache of its repository.
+
+    The cache's snapshots are links to ``blobs`` beside them (huggingface_hub 1.0, file_download.py).
+    """
+    pipeline = pipeline.resolve()
+    return pipeline.parent.parent if pipeline.parent.name == "snapshots" else pipeline
+
+
+def _copy_folder(source: Path, target: Path, home: Path) -> None:
+    target.mkdir()
+    for item in sorted(source.iterdir()):
+        if item.is_dir() and not item.is_symlink():
+            _copy_folder(item, target / item.name, home)
+        else:
+            _copy_file(item, target / item.name, home)
+
+
+def _copy_file(source: Path, target: Path, home: Path) -> None:
+    """Copy a regular file of the pipeline's; a link that leads elsewhere would export somebody's secrets."""
+    if not source.resolve().is_relative_to(home) or not source.is_file():
+        raise ConfigError(
+            f"{source} is not a file of the pipeline {home}",
+            help="remove it, or replace the link by its file",
+        )
+    shutil.copy2(source, target)
 
 
 class _Export:
@@ -245,13 +277,15 @@ class _Export:
         root = Path(spec.folder) if spec.folder else None
         if root is None or spec.component is None:
             return None
+        if Path(spec.component).name != spec.component or spec.component == "..":
+            raise ConfigError(f"component {spec.component!r} is not the name of a folder")
         root = root if (root / "model_index.json").exists() else root.parent
         if not (root / "model_index.json").exists():
             return None
-        shutil.copy2(root / "model_index.json", folder)
+        _copy_file(root / "model_index.json", folder / "model_index.json", _home_of(root))
         for item in sorted(root.iterdir()):
             if item.is_dir() and item.name != spec.component and not item.name.startswith("."):
-                shutil.copytree(item, folder / item.name)
+                _copy_folder(item, folder / item.name, _home_of(root))
         return spec.component
 
     def write_tokenizer(self, folder: Path) -> list[str]:

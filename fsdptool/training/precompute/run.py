@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.registry import family_of
+from fsdptool.files.text import private_folder
 from fsdptool.records.command_documents import BucketCount, PrecomputeReport
 from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
@@ -187,7 +188,7 @@ def run_work(work: Work, *, rank: int, world: int, device: str, tell: Tell = lam
         _check_same(work)
         return _done(work, 0)
     try:
-        work.folder.mkdir(parents=True, exist_ok=True)
+        private_folder(work.folder)
         _claim(work)
         mine = range(rank, work.shards, world)
         shards = _make_text(work, mine, rank, device, tell)
