@@ -27,10 +27,9 @@ from typing import Any
 from fsdptool.errors import FsdptoolError
 from fsdptool.inspection.api import describe
 from fsdptool.inspection.build import build
-from fsdptool.inspection.units import DOMINANT, unit_plan
-from fsdptool.records.anatomy import WrapConcern
-from fsdptool.records.document import library_versions
-from fsdptool.records.model import ModelSpec, Reference
+from fsdptool.inspection.census import DOMINANT, unit_plan
+from fsdptool.records.anatomy import ModelSpec, Reference, WrapConcern
+from fsdptool.records.schema import library_versions
 
 CONCERNS: dict[WrapConcern, str] = {
     "no_repeated_block": "no class repeats: nothing can be wrapped by class",

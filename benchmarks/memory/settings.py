@@ -10,7 +10,6 @@ from typing import Any
 from fsdptool.inspection import inspect
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.codec import from_json
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import (
     Batch,
     Checkpointing,
@@ -23,7 +22,7 @@ from fsdptool.records.recipe import (
     Recipe,
     Sharding,
 )
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 

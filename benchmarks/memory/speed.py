@@ -20,10 +20,9 @@ os.environ["FSDPTOOL_CACHE"] = tempfile.mkdtemp(prefix="fsdptool-speed-")
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint, trace
 from fsdptool.modeling.units import plan_units
-from fsdptool.records.document import library_versions
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.schema import library_versions
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 from fsdptool.source import resolve
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_speed.json"

@@ -63,7 +63,7 @@ def ours(folder: Path) -> Callable[[], Any]:
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_units
     from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
     from fsdptool.source import resolve
     from fsdptool.training.trainer import build_sharded
 

@@ -56,7 +56,7 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_units
     from fsdptool.records.recipe import Batch, Checkpoints, ModelChoice, Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
     from fsdptool.runs.folder import RunInputs
     from fsdptool.source import resolve
     from fsdptool.training.checkpoint.checkpointer import RunCheckpointer

@@ -38,7 +38,7 @@ def ours(folder: Path) -> tuple[Step, float]:
     from fsdptool.inspection import inspect
     from fsdptool.modeling.units import plan_units
     from fsdptool.records.recipe import Batch, ModelChoice, Optimizer, Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
     from fsdptool.runs.folder import RunInputs
     from fsdptool.source import resolve
     from fsdptool.training.trainer import assemble

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.recipe import Sharding
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -12,10 +12,9 @@ from fsdptool import spelling
 from fsdptool.config.writer import emit_yaml, resolved
 from fsdptool.errors import ConfigError
 from fsdptool.records.config_documents import EmittedConfig, Preset
-from fsdptool.records.document import digest, envelope
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.schema import digest, envelope
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 
 if TYPE_CHECKING:
     from fsdptool.records.anatomy import Anatomy

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.checks.hardware import Hardware
+from fsdptool.config.checks.model import Hardware
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading, Verdict
 from fsdptool.errors import ConfigError, PlanError
@@ -19,7 +19,7 @@ from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
 if TYPE_CHECKING:
     from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.cluster import Gpu
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 
 def validate(

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption
-from fsdptool.cli.output import answer_line, print_document
+from fsdptool.cli.options import Format, FormatOption, answer_line, print_document
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def _removed(report: CacheReport, format: Format) -> int:
 
 
 def _print(report: CacheReport) -> None:
-    from fsdptool.records.document import envelope
+    from fsdptool.records.schema import envelope
 
     print_document(envelope("cache", report.folder, report))
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption
-from fsdptool.cli.output import print_document, say, write_file
+from fsdptool.cli.options import Format, FormatOption, print_document, say, write_file
 from fsdptool.errors import ExitCode
 
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.options import Format, FormatOption, print_document
 from fsdptool.errors import ExitCode, PlanError
 
 
@@ -28,8 +27,8 @@ def command(
     A run folder that is given twice is compared with its own prediction.
     """
     from fsdptool.planning.compare import compare
-    from fsdptool.records.document import envelope
-    from fsdptool.report.compare import print_comparison
+    from fsdptool.records.schema import envelope
+    from fsdptool.report.plan import print_comparison
 
     comparison = compare(left, right)
     if tolerance is not None and comparison.kind == "plans":

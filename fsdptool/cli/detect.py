@@ -7,8 +7,14 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, OverrideOption, TrustOption, override_values
-from fsdptool.cli.output import print_document
+from fsdptool.cli.options import (
+    Format,
+    FormatOption,
+    OverrideOption,
+    TrustOption,
+    override_values,
+    print_document,
+)
 from fsdptool.errors import ConfigError, ExitCode
 
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.options import Format, FormatOption, print_document
 from fsdptool.errors import ExitCode
 
 
@@ -19,7 +18,7 @@ def command(
 ) -> int:
     """Report versions, devices, plugins and the cache, and test FSDP2 on two processes."""
     from fsdptool.launch.doctor import examine
-    from fsdptool.records.document import envelope
+    from fsdptool.records.schema import envelope
 
     health, diagnostics = examine(with_probe=probe)
     document = envelope("doctor", health, health, diagnostics=diagnostics)

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, RevisionOption, TrustOption
-from fsdptool.cli.output import answer_line, check_free, print_document, say, write_file
+from fsdptool.cli.options import (
+    Format,
+    FormatOption,
+    RevisionOption,
+    TrustOption,
+    answer_line,
+    check_free,
+    print_document,
+    say,
+    write_file,
+)
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -117,7 +126,7 @@ def _list_presets(format: Format) -> int:
 
     if format is Format.JSON:
         from fsdptool.records.config_documents import PresetList
-        from fsdptool.records.document import envelope
+        from fsdptool.records.schema import envelope
 
         print_document(envelope("presets", {}, PresetList(tuple(PRESETS.values()))))
         return 0

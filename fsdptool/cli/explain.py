@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import DialectOption, Format, FormatOption, TargetOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.options import DialectOption, Format, FormatOption, TargetOption, print_document
 from fsdptool.errors import ExitCode
 
 _VARIABLES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
@@ -32,7 +31,7 @@ def command(
     from fsdptool.cli.validate import read_input
     from fsdptool.config import read_settings
     from fsdptool.config.result import explain_document
-    from fsdptool.report.explain import render_explanation
+    from fsdptool.report.findings import render_explanation
 
     environment = {} if no_environment else {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
     reading = read_settings(

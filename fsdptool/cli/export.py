@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, TrustOption
-from fsdptool.cli.output import answer_line, print_document, say
+from fsdptool.cli.options import Format, FormatOption, TrustOption, answer_line, print_document, say
 
 
 def command(
@@ -61,7 +60,7 @@ def command(
         _note_in_summary(run, exported.folder)
     if format is Format.JSON:
         from fsdptool.records.command_documents import ExportReport
-        from fsdptool.records.document import envelope
+        from fsdptool.records.schema import envelope
 
         report = ExportReport(
             folder=str(exported.folder),

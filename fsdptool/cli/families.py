@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.options import Format, FormatOption, print_document
 from fsdptool.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ def command(
     """List the model families, or show the flavours and facts of one family."""
     from fsdptool.families.registry import load_registry
     from fsdptool.records.command_documents import FamilyList
-    from fsdptool.records.document import envelope
+    from fsdptool.records.schema import envelope
 
     registry = load_registry()
     if name is None:
@@ -45,7 +44,7 @@ def command(
     if format is Format.JSON:
         print_document(document)
     else:
-        from fsdptool.report.families import print_families
+        from fsdptool.report.detect import print_families
 
         print_families(document)
     return int(ExitCode.CLEAN)

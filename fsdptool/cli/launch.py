@@ -8,8 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument, TrustOption, refuse
-from fsdptool.cli.output import answer_line, print_document, write_file
+from fsdptool.cli.options import (
+    ConfigOption,
+    Format,
+    FormatOption,
+    RecipeArgument,
+    TrustOption,
+    answer_line,
+    print_document,
+    refuse,
+    write_file,
+)
 
 _SLURM = ("script", "name", "time", "partition", "account", "cpus_per_task", "setup")
 """Options that only affect a batch script."""
@@ -99,7 +108,7 @@ def _document(lines: list[str], variables: dict[str, str], folder: str, script: 
     import shlex
 
     from fsdptool.records.command_documents import LaunchLines, NodeCommand
-    from fsdptool.records.document import envelope
+    from fsdptool.records.schema import envelope
 
     nodes = (NodeCommand(tuple(shlex.split(line)[len(variables) :]), variables) for line in lines)
     report = LaunchLines(tuple(nodes), folder, script)

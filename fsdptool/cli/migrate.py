@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import DialectOption, Format, FormatOption
-from fsdptool.cli.output import answer_line, print_document, say, write_file
+from fsdptool.cli.options import (
+    DialectOption,
+    Format,
+    FormatOption,
+    answer_line,
+    print_document,
+    say,
+    write_file,
+)
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:

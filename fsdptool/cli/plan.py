@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
 import typer
 
-from fsdptool.cli.options import Format, command_line_options, override_values, refuse
-from fsdptool.cli.plan_answer import answer, check_output, check_saved, exit_code, progress
+from fsdptool.cli.options import (
+    Format,
+    check_free,
+    command_line_options,
+    override_values,
+    print_document,
+    refuse,
+    say,
+    write_file,
+)
+from fsdptool.errors import ExitCode, PlanError, StorageError
 from fsdptool.planning.options import Declared, Options, declared
+
+if TYPE_CHECKING:
+    from fsdptool.records.plan import Plan
 
 _ANSWER = "Answer"
 
@@ -122,3 +135,68 @@ def _signature() -> inspect.Signature:
 
 
 command.__signature__ = _signature()  # type: ignore[attr-defined]  # Typer reads the options from it
+
+
+def exit_code(plan: Plan) -> ExitCode:
+    """Return the status a verdict leaves with."""
+    codes = {"fits": ExitCode.CLEAN, "does_not_fit": ExitCode.FINDINGS, "unknown": ExitCode.INCOMPLETE}
+    return codes[plan.verdict]
+
+
+def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, explain: bool) -> None:
+    """Print the plan and write it to the output file."""
+    import json
+
+    from fsdptool.planning.plan_document import plan_document
+    from fsdptool.report.plan import print_plan
+
+    document = plan_document(plan)
+    if output is not None and output.suffix == ".html":
+        from fsdptool.report.html import plan_page
+
+        write_file(output, plan_page(document), force=force)
+    elif output is not None:
+        write_file(output, json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
+    if format is Format.JSON:
+        print_document(document)
+    else:
+        print_plan(document, explain=explain)
+    if output is not None:
+        say(f"wrote {output}")
+
+
+def check_saved(path: Path, format: Format, *, trust_remote_code: bool = False) -> int:
+    """Derive a saved plan anew, print what changed and return the exit status."""
+    from fsdptool.planning.plan_check import check_plan
+    from fsdptool.planning.plan_document import plan_document
+    from fsdptool.report.plan import print_changes
+
+    after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)
+    if format is Format.JSON:
+        document = plan_document(after)
+        document["details"]["changes"] = [
+            {"what": change.what, "before": change.before, "after": change.after} for change in changes
+        ]
+        print_document(document)
+    else:
+        print_changes(str(path), [(c.what, c.before, c.after) for c in changes])
+    return int(ExitCode.FINDINGS if changes else exit_code(after))
+
+
+def check_output(output: Path | None, force: bool) -> None:
+    """Refuse before the work, not after it."""
+    if output is None:
+        return
+    if output.suffix not in (".json", ".html"):
+        raise PlanError(
+            f"{output}: a plan is written as .json or .html", help="choose one of the two suffixes"
+        )
+    check_free(output, force=force)
+    folder = next(parent for parent in output.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"{output} cannot be written: {folder} takes no files", help="choose another path")
+
+
+def progress(line: str) -> None:
+    """Say on standard error what is being done."""
+    say(f"{line}")

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, TrustOption
-from fsdptool.cli.output import answer_line, print_document, say
+from fsdptool.cli.options import Format, FormatOption, TrustOption, answer_line, print_document, say
 
 
 def command(
@@ -56,7 +55,7 @@ def command(
         )
     body = precompute_report(done, device or "auto")
     if format is Format.JSON:
-        from fsdptool.records.document import envelope
+        from fsdptool.records.schema import envelope
 
         print_document(envelope("precompute", {"key": work.key}, body))
         return 0

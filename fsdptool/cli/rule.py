@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.options import Format, FormatOption, print_document
 from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 def all_rules() -> dict[str, Rule]:
     """Return the rules of every room by code: each room keeps the table of the codes it emits."""
-    from fsdptool.cache import store as cache
+    from fsdptool import cache
     from fsdptool.config.rules import RULES
     from fsdptool.families import registry as families
     from fsdptool.inspection import rules as inspection
@@ -39,8 +38,8 @@ def command(
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Explain the code of a finding: what it means, why it matters, what to do, and whether a fix is safe."""
-    from fsdptool.records.document import envelope
-    from fsdptool.report.rules import render_list, render_rule
+    from fsdptool.records.schema import envelope
+    from fsdptool.report.findings import render_list, render_rule
     from fsdptool.spelling import nearest
 
     table = all_rules()

@@ -36,7 +36,7 @@ def write_schemas(folder: Path) -> None:
     Raises:
         StorageError: A file cannot be written.
     """
-    from fsdptool.cli.output import write_file
+    from fsdptool.cli.options import write_file
     from fsdptool.config.dialects.accelerate.schema import NAME, accelerate_schema
     from fsdptool.records.schema import FORMATS, generate
 

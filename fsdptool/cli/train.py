@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdptool.cli.options import ConfigOption, Format, FormatOption, RecipeArgument, TrustOption
-from fsdptool.cli.output import print_document
+from fsdptool.cli.options import (
+    ConfigOption,
+    Format,
+    FormatOption,
+    RecipeArgument,
+    TrustOption,
+    print_document,
+)
 
 if TYPE_CHECKING:
     from fsdptool.launch.command import LaunchCommand
@@ -136,7 +142,7 @@ def command(
 
 def _print_dry_run(command_line: LaunchCommand, folder: Path, format: Format) -> None:
     from fsdptool.records.command_documents import LaunchLines, NodeCommand
-    from fsdptool.records.document import envelope
+    from fsdptool.records.schema import envelope
 
     if format is Format.JSON:
         node = NodeCommand(tuple(command_line.argv), command_line.environment)

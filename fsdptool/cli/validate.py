@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdptool.cli.options import DialectOption, TargetOption, TrustOption
-from fsdptool.cli.output import print_document, say
+from fsdptool.cli.options import DialectOption, TargetOption, TrustOption, print_document, say
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:

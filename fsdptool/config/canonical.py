@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.parallel_dims import DIMENSIONS, ParallelDims
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import DIMENSIONS, FsdpSettings, ParallelDims
 
 LAUNCH = (
     "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",

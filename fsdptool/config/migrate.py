@@ -15,8 +15,8 @@ from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.records.document import envelope
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.schema import envelope
+from fsdptool.records.sharding import FsdpSettings
 
 _LAUNCH = tuple(name for name in LAUNCH if name != "use_cpu")
 """What a dialect without words for it leaves to the launch."""

@@ -22,7 +22,7 @@ from fsdptool.files.tree import Document, ParseError, duplicates, walk
 from fsdptool.records.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
-    from fsdptool.config.checks.hardware import Hardware
+    from fsdptool.config.checks.model import Hardware
     from fsdptool.records.anatomy import Anatomy
 
 

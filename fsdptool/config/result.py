@@ -11,8 +11,8 @@ from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.document import envelope
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.schema import envelope
+from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.records.config_documents import ConsumerVersion, FileStatus, FileVerdict, Finding

@@ -17,7 +17,7 @@ from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import duplicates
 from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Edit
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 MODELINE = "# yaml-language-server: $schema=accelerate-fsdp2.schema.json"
 

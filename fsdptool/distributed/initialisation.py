@@ -25,7 +25,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.runs.watchdog import beat
 
 if TYPE_CHECKING:
-    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice
 
 

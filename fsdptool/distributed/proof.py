@@ -22,7 +22,7 @@ from fsdptool.distributed.materialize import rows_of
 from fsdptool.distributed.rendezvous import join
 from fsdptool.distributed.shard import local, managed_names, require, sharded_modules
 from fsdptool.modeling.methods.quantised_layers import describe_base
-from fsdptool.records.units import Unit, UnitPlan
+from fsdptool.records.sharding import Unit, UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdptool.distributed.rendezvous import join
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
-from fsdptool.records.parallel_dims import TRAINED, ParallelDims
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import TRAINED, FsdpSettings, ParallelDims
 from fsdptool.runs.watchdog import TIMEOUT
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.distributed.direct_messages import send_directly, supports_direct_messages
 from fsdptool.errors import ConfigError, WorkerError
-from fsdptool.records.units import Unit, UnitPlan
+from fsdptool.records.sharding import Unit, UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session

@@ -22,7 +22,7 @@ from fsdptool.runs.watchdog import beat
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice
 
 

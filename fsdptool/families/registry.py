@@ -18,12 +18,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fsdptool.cache.source_digest import digest_of, files_imported_by, reached_files
+from fsdptool.cache import digest_of, files_imported_by, reached_files
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.loading import load_bounded
 from fsdptool.families.protocol import API_VERSION, Family, Flavour
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
-from fsdptool.records.model import ModelSpec
 
 GROUP = "fsdptool.families"
 

@@ -11,17 +11,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.cache import Store
-from fsdptool.cache.source_digest import source_digest
+from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_digest, family_of
 from fsdptool.inspection.census import Census
 from fsdptool.inspection.wrap import choose, select
-from fsdptool.records.anatomy import Anatomy, Buffer, Module, Parameter
+from fsdptool.records.anatomy import Anatomy, Buffer, ModelSpec, Module, Parameter, Reference
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.document import library_versions, tool_version
-from fsdptool.records.model import ModelSpec, Reference
+from fsdptool.records.schema import library_versions, tool_version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -160,9 +158,9 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
     Raises:
         ModelError: The model has no parameters, or a module contains itself.
     """
+    from fsdptool.inspection.census import with_concern
     from fsdptool.inspection.hazards import choice_hazards, judge_no_split, model_hazards
     from fsdptool.inspection.keys import check_keys
-    from fsdptool.inspection.units import with_concern
     from fsdptool.inspection.walk import walk
 
     walked = walk(model)
@@ -194,8 +192,8 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
 
 def _reselect(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Sequence[str]) -> Anatomy:
     """Apply the user's selection and repeat every check that depends on it."""
+    from fsdptool.inspection.census import with_concern
     from fsdptool.inspection.hazards import BY_CHOICE, choice_hazards, judge_no_split
-    from fsdptool.inspection.units import with_concern
 
     choice = select(anatomy.wrap, census, wrap, exclude)
     choice = replace(

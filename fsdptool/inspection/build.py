@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import FsdptoolError, ModelError
 from fsdptool.families.registry import family_of
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn

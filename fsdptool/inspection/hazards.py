@@ -13,7 +13,7 @@ from fsdptool.layout import group
 from fsdptool.layout.accelerate import NoForwardError
 from fsdptool.records.anatomy import Anatomy, NoSplitEntry, Parameter, WrapChoice
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 PERSISTENT_BUFFERS = "DET201"
 REFUSED = "DET202"

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.model import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn

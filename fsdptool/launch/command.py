@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from fsdptool.distributed.rendezvous import LISTEN, LOCAL, NODES
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 Launcher = Literal["torchrun", "accelerate"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.cluster import Cluster
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 
 def count_gpus() -> int:

@@ -13,14 +13,12 @@ from fsdptool.launch.command import Nodes
 from fsdptool.launch.devices import count_gpus, local_cluster, visible_gpus
 from fsdptool.launch.slurm import PORT, Job
 from fsdptool.launch.versions import untested_versions
-from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.runs.folder import ACCELERATE, RECIPE
 from fsdptool.runs.trackers import check_trackers
 

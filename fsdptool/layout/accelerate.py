@@ -10,8 +10,7 @@ from __future__ import annotations
 from fsdptool.errors import ConfigError
 from fsdptool.layout.tree import ModuleTree
 from fsdptool.records.anatomy import Anatomy, Parameter
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.units import Unit
+from fsdptool.records.sharding import FsdpSettings, Unit
 
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """What ``accelerate launch`` exports when the file names no size (``FSDP_MIN_NUM_PARAMS``)."""

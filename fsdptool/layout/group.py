@@ -12,8 +12,7 @@ from fsdptool.layout.accelerate import accelerate_units
 from fsdptool.layout.native import native_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.recipe import Layout, Sharding
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 
 _COMPUTE = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """accelerate 1.15 computes fp8 runs in bfloat16 outside the fp8 layers

@@ -17,8 +17,7 @@ from fsdptool.layout.accelerate import DEFAULT_MIN_NUM_PARAMS
 from fsdptool.layout.tree import ModuleTree
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.recipe import Sharding
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.units import Unit, UnitKind
+from fsdptool.records.sharding import FsdpSettings, Unit, UnitKind
 
 _EMBEDDING_SHARE = 0.01
 """An embedding below this share of the parameters is not worth a collective of its own."""

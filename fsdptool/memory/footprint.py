@@ -9,14 +9,11 @@ from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import host_bytes
 from fsdptool.memory.simulation.simulate import Prepared, Simulated, prepare, simulate
 from fsdptool.records.cluster import DeviceProfile
-from fsdptool.records.component import Basis, Component
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import ComponentBytes, Footprint, Holding, Moment, Peak, Phase
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import STEP_PHASES, RunPhase
-from fsdptool.records.settings import StateDictType
-from fsdptool.records.trace import Trace
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import ParallelDims, StateDictType, UnitPlan
+from fsdptool.records.trace import Basis, Component, Trace
 
 VERIFIED_TORCH = ("2.13",)
 """Minor versions of torch whose FSDP2 the schedule was checked against (``tests/memory/fsdp_oracle.py``)."""

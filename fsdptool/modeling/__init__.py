@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice
 
 

@@ -16,7 +16,7 @@ from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Checkpointing
-    from fsdptool.records.units import UnitPlan
+    from fsdptool.records.sharding import UnitPlan
 
 SAVED_OPERATORS = (
     "aten.mm.default",

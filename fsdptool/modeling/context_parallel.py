@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice, Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 _LENGTH_ROPES = frozenset({"dynamic", "longrope", "su"})
 """Rotary scalings that look at the longest position of a forward: it would differ between ranks."""

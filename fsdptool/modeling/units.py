@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.recipe import ModelChoice, Recipe
-    from fsdptool.records.settings import FsdpSettings
-    from fsdptool.records.units import UnitPlan
+    from fsdptool.records.sharding import FsdpSettings, UnitPlan
 
 
 @dataclass(frozen=True, slots=True)

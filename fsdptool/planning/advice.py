@@ -13,9 +13,8 @@ from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search import roomy
 from fsdptool.planning.verdict import HEADROOM
-from fsdptool.records.anatomy import Parameter
+from fsdptool.records.anatomy import ModelSpec, Parameter
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.recipe import Recipe
 

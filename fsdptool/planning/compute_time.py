@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.records.cluster import Gpu, Machine
+from fsdptool.records.sharding import UnitPlan
 from fsdptool.records.trace import Repeat, Segment, Trace
-from fsdptool.records.units import UnitPlan
 
 
 @dataclass(frozen=True, slots=True)

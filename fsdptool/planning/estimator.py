@@ -27,14 +27,11 @@ from fsdptool.planning.step_time import (
     time_candidate,
 )
 from fsdptool.planning.verdict import FitCheck, check_fit
-from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
-from fsdptool.records.model import ModelSpec
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import Candidate, Footprint, SearchPoint
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import Prepared

@@ -14,7 +14,7 @@ from fsdptool.errors import PlanError
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.plan import Preference
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
 

@@ -19,15 +19,14 @@ from fsdptool.planning.search import SearchResult, run_search
 from fsdptool.planning.search_point import apply_search_point, read_search_point
 from fsdptool.planning.suggestions import suggest
 from fsdptool.planning.verdict import HEADROOM
-from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.document import digest
-from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate, Plan, PlanInputs, SearchPoint, Suggestion
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.schema import digest
+from fsdptool.records.sharding import FsdpSettings
 
 Progress = Callable[[str], None]
 

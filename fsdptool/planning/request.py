@@ -20,7 +20,7 @@ from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.plan import PlanInputs, Preference, SearchScope
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,9 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.records.cluster import Cluster
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.plan import SearchPoint
 from fsdptool.records.recipe import Checkpointing, Recipe
-from fsdptool.records.settings import CheckpointingMode, FsdpSettings
+from fsdptool.records.sharding import CheckpointingMode, FsdpSettings, ParallelDims
 
 
 def read_search_point(

@@ -16,7 +16,7 @@ from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.plan import SearchPoint
 from fsdptool.records.recipe import GradientAccumulation, Implementation
-from fsdptool.records.settings import WrapPolicy
+from fsdptool.records.sharding import WrapPolicy
 
 T = TypeVar("T")
 

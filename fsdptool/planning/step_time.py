@@ -12,8 +12,8 @@ from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
 from fsdptool.planning.compute_time import Cost
 from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
 from fsdptool.records.cluster import Cluster, Machine
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.sharding import ParallelDims
 
 _ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "tail": 4}
 """Forward order by kind: the root gathers first, the tail computes last."""

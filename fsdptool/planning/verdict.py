@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fsdptool.formatting import amount
 from fsdptool.planning.machine import Overhead, overhead
 from fsdptool.records.cluster import Cluster, Machine
-from fsdptool.records.component import Component
 from fsdptool.records.plan import ComponentBytes, Footprint, Rejection, RejectionKind, SearchPoint
+from fsdptool.records.trace import Component
 
 HEADROOM = 0.05
 """Share of usable memory a search leaves free (docs/plan.md): reserved memory was never measured on a GPU."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fsdptool.records.diagnostic import Fix, RuleFamily, Safety, Severity
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Digest, Keywords, Positive
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 FileStatus = Literal["ok", "fixable", "error"]
 

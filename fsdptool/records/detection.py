@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from fsdptool.records.anatomy import NoSplitEntry, WrapCandidate, WrapConcern, WrapOrigin
-from fsdptool.records.model import Reference
+from fsdptool.records.anatomy import NoSplitEntry, Reference, WrapCandidate, WrapConcern, WrapOrigin
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Keywords, Positive, Share
-from fsdptool.records.units import UnitKind
+from fsdptool.records.sharding import UnitKind
 
 
 @dataclass(frozen=True, slots=True)

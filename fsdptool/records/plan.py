@@ -8,12 +8,12 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
-from fsdptool.records.component import Basis, Component
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
 from fsdptool.records.run import RunPhase
 from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
-from fsdptool.records.settings import FsdpSettings, WrapPolicy
+from fsdptool.records.sharding import FsdpSettings, WrapPolicy
+from fsdptool.records.trace import Basis, Component
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]
 SearchScope = Literal["none", "open", "wide"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from fsdptool.records.schema import Keywords
-from fsdptool.records.settings import CheckpointingMode
+from fsdptool.records.sharding import CheckpointingMode
 
 Layout = Literal["native", "accelerate"]
 MethodName = Literal["full", "lora", "distillation"]

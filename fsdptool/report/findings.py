@@ -1,12 +1,14 @@
-"""Findings as text: with the source line and a caret, one line each, GitHub annotations, or a diff."""
+"""Findings, rules and effective settings as text: with source lines, one line each, or as a diff."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import sys
+import textwrap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.formatting import printable, printable_lines
 from fsdptool.records.diagnostic import Diagnostic
@@ -14,6 +16,7 @@ from fsdptool.records.diagnostic import Diagnostic
 if TYPE_CHECKING:
     from fsdptool.config.result import Reading
     from fsdptool.files.text import SourceText
+    from fsdptool.records.diagnostic import Rule
 
 _COLOURS = {"error": "31;1", "warning": "33;1", "info": "36"}
 _WIDTH = 160
@@ -170,3 +173,84 @@ def _lines(text: str) -> list[str]:
     pieces = text.split("\n")
     lines = [piece + "\n" for piece in pieces[:-1]]
     return [*lines, pieces[-1]] if pieces[-1] else lines
+
+
+_SAFETY = {
+    "safe": "--fix (the run stays the same)",
+    "unsafe": "--unsafe-fixes (the run changes)",
+    "none": "no automatic fix",
+}
+
+
+def render_rule(rule: Rule) -> str:
+    """Return one rule as text."""
+
+    def wrap(text: str) -> str:
+        return textwrap.fill(text, 96, initial_indent="  ", subsequent_indent="  ")
+
+    return (
+        f"{rule.code} {rule.title}\n  {rule.family}, {rule.severity}\n\nwhy\n{wrap(rule.why)}\n\n"
+        f"what to do\n{wrap(rule.fix)}\n\nfix\n  {_SAFETY[rule.safety]}\n"
+    )
+
+
+def render_list(rules: Iterable[Rule]) -> str:
+    """Return all rules, one line each."""
+    return "".join(f"{rule.code}  {rule.severity:<8}{rule.title}\n" for rule in rules)
+
+
+def rules_page(rules: Iterable[Rule]) -> str:
+    """Return ``docs/rules.md``; a test holds the page against the table."""
+    parts = [
+        "# Rules\n\n"
+        "Generated from the tables of rules; `fsdptool rule CODE` prints the same. Codes that begin with "
+        "FSD are findings in configuration files: `# fsdptool: ignore[CODE]` at the end of a line silences "
+        "one there, on a separate line in the whole file. DET codes come from commands that "
+        "inspect a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache. The severities are the "
+        "usual ones; a finding may have another one for some consumers.\n"
+    ]
+    for family, members in groupby(rules, key=lambda rule: rule.family):
+        parts.append(f"\n## {family}\n")
+        for rule in members:
+            parts.append(
+                f"\n### {rule.code}: {rule.title}\n\n*{rule.severity}; fix: {_SAFETY[rule.safety]}*\n\n"
+                f"{rule.why}\n\n**What to do.** {rule.fix}\n"
+            )
+    return "".join(parts)
+
+
+def render_explanation(reading: Reading) -> str:
+    """Return settings, values and origins in columns, then what was ignored, then the findings."""
+    lines = [f"{reading.path or '<text>'}: {reading.dialect or 'unknown'} file, read by {reading.consumer}"]
+    if reading.version is not None:
+        lines.append(f"FSDP version {reading.version} runs")
+    elif reading.dialect is not None:
+        lines.append("FSDP does not run")
+    if reading.effective:
+        lines.append("")
+        rows = [(item.key, shown(item.value), item.origin) for item in reading.effective]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines.extend(
+            f"  {key:<{widths[0]}}  {value:<{min(widths[1], 48)}}  {origin}" for key, value, origin in rows
+        )
+    if reading.ignored:
+        lines.append("")
+        lines.append("ignored:")
+        lines.extend(
+            f"  line {item.line}: {item.key} = {shown(item.value)} ({item.reason})"
+            for item in reading.ignored
+        )
+    text = "\n".join(printable(line) for line in lines) + "\n"
+    findings = render_concise([reading])
+    return text + (f"\n{findings}" if findings else "")
+
+
+def shown(value: Any) -> str:
+    """Return a value as a person would write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "-"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "-"
+    return str(value)

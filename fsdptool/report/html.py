@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from fsdptool.formatting import amount
-from fsdptool.records.component import ColourGroup
+from fsdptool.records.trace import ColourGroup
 from fsdptool.report import html_charts as charts
 from fsdptool.report import plan_words as words
 from fsdptool.report.html_charts import STYLE

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from fsdptool.formatting import amount
-from fsdptool.records.component import ColourGroup, Component
+from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.report.plan_words import brief, duration
 
 _WIDTH = 960

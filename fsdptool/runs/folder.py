@@ -24,15 +24,14 @@ from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files import values
 from fsdptool.files.text import UnreadableError
 from fsdptool.modeling.methods import method_of
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.document import envelope, library_versions, tool_version
-from fsdptool.records.model import ModelSpec
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import Start
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.units import UnitPlan
-from fsdptool.source.consent import check_consent, consented
+from fsdptool.records.schema import envelope, library_versions, tool_version
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
+from fsdptool.source.config_checks import check_consent, consented
 
 RUN = "run.json"
 LOCK = ".lock"

@@ -10,17 +10,26 @@ from typing import Any, Protocol
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
+from fsdptool.records.anatomy import ModelSpec, Reference, ReferenceKind
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.model import ModelSpec, Reference, ReferenceKind
 from fsdptool.records.recipe import ModelChoice
-from fsdptool.source import pipeline
 from fsdptool.source.config_checks import (
     check_known,
     check_quantization,
     check_sizes,
     transformers_model_types,
 )
-from fsdptool.source.files import exists, expanded, read_json, refuse_pages, safetensors_in, short
+from fsdptool.source.files import (
+    CLASS_MISMATCH,
+    components,
+    exists,
+    expanded,
+    pick,
+    read_json,
+    refuse_pages,
+    safetensors_in,
+    short,
+)
 from fsdptool.source.hub import HubFiles, looks_like_id
 
 _DEEPEST = 4
@@ -184,7 +193,7 @@ def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
     config = options.read(path)
     if "peft_type" in config:
         return _adapter(text, config, path.parent, options)
-    if isinstance(config.get("_class_name"), str) and pipeline.components(config):
+    if isinstance(config.get("_class_name"), str) and components(config):
         return _pipeline(text, _Folder(path.parent), path, path.parent, options)
     folder = path.parent if path.name == _CONFIG else None
     return _plain(text, "config", config, path, folder, options)
@@ -270,7 +279,7 @@ def _beside(folder: Path | None) -> str:
 
 def _pipeline(text: str, files: _Files, index: Path, folder: Path, options: _Options) -> ModelSpec:
     listing = options.read(index)
-    part, diagnostics = pipeline.pick(listing, options.component, text)
+    part, diagnostics = pick(listing, options.component, text)
     path = files.find(f"{part.name}/{_CONFIG}")
     if path is None:
         raise ReferenceError(
@@ -284,7 +293,7 @@ def _pipeline(text: str, files: _Files, index: Path, folder: Path, options: _Opt
     elif config.get("_class_name") != named:
         diagnostics += (
             Diagnostic(
-                code=pipeline.CLASS_MISMATCH,
+                code=CLASS_MISMATCH,
                 severity="warning",
                 message=f"{index.name} says {part.name} is a {named}, {part.name}/{_CONFIG} says"
                 f" {config.get('_class_name')!r}; the latter is used",

@@ -29,8 +29,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Entry, Node, ParseError
 from fsdptool.files.yaml_tree import parse_yaml
-from fsdptool.records.parallel_dims import ParallelDims
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 
 BASE = FsdpSettings(wrap_classes=("DecoderLayer",))
 _EIGHT = replace(BASE, num_processes=8)

@@ -23,7 +23,7 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.protocol import API_VERSION, Family, Flavour, Objective, TensorSpec
 from fsdptool.families.shrink import shrink
 from fsdptool.families.synthetic import synthesise
-from fsdptool.records.model import ModelSpec, Reference
+from fsdptool.records.anatomy import ModelSpec, Reference
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 
 if TYPE_CHECKING:

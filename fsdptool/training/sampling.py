@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data.order import mix
 

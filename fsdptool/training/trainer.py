@@ -49,10 +49,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.distributed.session import Session
-    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice, Recipe
-    from fsdptool.records.settings import FsdpSettings
-    from fsdptool.records.units import UnitPlan
+    from fsdptool.records.sharding import FsdpSettings, UnitPlan
     from fsdptool.runs.events import EventLog
     from fsdptool.runs.folder import RunInputs
     from fsdptool.runs.signals import SignalFlag

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from fsdptool.cache import source_digest as digests
+from fsdptool import cache as digests
 from fsdptool.families.registry import files_reached_by_family
 from fsdptool.records.codec import to_json
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Batch, Distillation, Lora, Method, ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 from fsdptool.source import resolve
 
 TRACER, ANATOMY = "fsdptool.memory.tracing.tracer", "fsdptool.inspection.api"
@@ -64,9 +63,9 @@ if work["planted"]:
     plain = registry.family_of
     registry.family_of = lambda *given: (importlib.import_module(work["planted"]), plain(*given))[1]
 from fsdptool.records.codec import from_json
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 spec, recipe = from_json(ModelSpec, work["spec"]), from_json(Recipe, work["recipe"])
 settings = from_json(FsdpSettings, work["settings"])
 if work["module"].endswith("tracer"):

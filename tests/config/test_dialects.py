@@ -20,7 +20,7 @@ from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.result import Ignored
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Node
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.testing.dialects import assert_conforms, check_dialect
 
 ACCELERATE = (

@@ -9,7 +9,7 @@ import pytest
 
 from fsdptool.config import read_settings, write_settings
 from fsdptool.config.fixes import repair
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 # What SimpleTuner 4.8.0's parser refuses, and what it can only have meant.
 REJECTED: list[tuple[str, str, Any]] = [

@@ -19,7 +19,7 @@ from fsdptool.config.migrate import migrate_file
 from fsdptool.config.shell import _SWITCHES
 from fsdptool.errors import ConfigError
 from fsdptool.files.schemas import load_schema
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 NATURAL = {dialect.name: dialect.consumers[0] for dialect in load_registry().all()}
 READS = {name: [dialect.name for dialect in load_registry().read_by(name)] for name in PROGRAMS}

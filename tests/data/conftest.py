@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdptool.records.model import ModelSpec, Reference
+from fsdptool.records.anatomy import ModelSpec, Reference
 from fsdptool.records.recipe import Batch, Data, Evaluation, ModelChoice, Objective, Recipe
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {

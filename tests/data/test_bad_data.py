@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError, WorkerError
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data import build_batches, build_evaluation, prepare
 

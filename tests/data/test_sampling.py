@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdptool.families.registry import family_of
 from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 from fsdptool.training.data import build_batches
 from fsdptool.training.sampling import open_sampler

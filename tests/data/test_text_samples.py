@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data import build_batches, build_evaluation, load_tokenizer, prepare
 from fsdptool.training.data.order import fit, wrap

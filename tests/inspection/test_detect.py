@@ -18,7 +18,7 @@ from fsdptool.errors import ModelError
 from fsdptool.files.schemas import load_schema
 from fsdptool.inspection import build, examine, inspect
 from fsdptool.inspection.api import decode, encode
-from fsdptool.inspection.units import uneven
+from fsdptool.inspection.census import uneven
 from fsdptool.records.anatomy import Anatomy, NoSplitStatus, Parameter, WrapConcern, WrapReason
 from fsdptool.source import resolve
 

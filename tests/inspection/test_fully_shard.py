@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdptool.families.protocol import Family, Flavour
 from fsdptool.families.registry import load_registry
 from fsdptool.inspection.api import describe
-from fsdptool.inspection.units import unit_plan
+from fsdptool.inspection.census import unit_plan
 from fsdptool.testing.families import small_model
 
 

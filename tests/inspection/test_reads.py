@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdptool.families.registry import load_registry
 from fsdptool.inspection.api import decode, describe, encode
 from fsdptool.inspection.build import build
-from fsdptool.inspection.units import unit_plan
-from fsdptool.records.model import ModelSpec, Reference
+from fsdptool.inspection.census import unit_plan
+from fsdptool.records.anatomy import ModelSpec, Reference
 from fsdptool.testing.families import small_spec
 
 

@@ -18,7 +18,7 @@ from fsdptool.launch.command import Nodes, build_command, interface_towards, rea
 from fsdptool.launch.devices import gpu_set, register_claim, requested_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
 from fsdptool.launch.slurm import Job, node_lines, slurm_script
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 RECIPE = "model: {reference: 'llama:tiny', weights: random}\nbatch: {sequence_length: 16}\nsteps: 2\n"
 CONFIG = """\

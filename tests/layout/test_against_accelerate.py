@@ -26,9 +26,8 @@ from transformers import (
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.walk import walk
 from fsdptool.layout import group
-from fsdptool.records.anatomy import Anatomy, WrapChoice
-from fsdptool.records.model import ModelSpec, Reference
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.anatomy import Anatomy, ModelSpec, Reference, WrapChoice
+from fsdptool.records.sharding import FsdpSettings
 
 COMMON = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL: dict[str, dict[str, Any]] = {

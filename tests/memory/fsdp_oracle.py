@@ -26,9 +26,8 @@ from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.kernels import kernels_of
 from fsdptool.modeling.objective import GradientSync, Task, gradient_syncs, run_micro_batch
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Profile
-from fsdptool.records.units import UnitPlan
 
 
 @dataclass(slots=True)

@@ -14,13 +14,10 @@ from fsdptool.inspection import inspect
 from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.modeling.units import plan_units
-from fsdptool.records.component import Component
-from fsdptool.records.model import ModelSpec
-from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
-from fsdptool.records.settings import FsdpSettings
-from fsdptool.records.trace import Trace
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
+from fsdptool.records.trace import Component, Trace
 from fsdptool.source import resolve
 
 LLAMA: dict[str, Any] = {

@@ -17,9 +17,8 @@ from fsdptool.memory.tracing.make_trace import without_activations
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 from fsdptool.records.trace import Trace
 from fsdptool.source import resolve
 
@@ -193,7 +192,7 @@ def test_a_cached_trace_and_its_footprint_need_no_torch(tmp_path: Path) -> None:
 import sys
 from fsdptool.memory import footprint, trace
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 overrides = {LLAMA!r}
 recipe = Recipe(ModelChoice("llama3:8b", overrides=overrides), batch=Batch(sequence_length=64))

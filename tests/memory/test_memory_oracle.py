@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from memory_cases import LLAMA, Case
 
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Checkpointing, Lora, Method
+from fsdptool.records.sharding import ParallelDims
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import pytest
 
 from fsdptool.families.registry import load_registry
 from fsdptool.memory import trace
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.testing.families import small_batch, small_spec
 
 UNTRACEABLE = [

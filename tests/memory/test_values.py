@@ -18,7 +18,7 @@ from fsdptool.memory import trace
 from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.known_values import BY_VALUE, KnownValues
 from fsdptool.memory.tracing.recorder import Recorder
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.testing.families import small_batch, small_model
 
 SPECS = (

@@ -20,7 +20,7 @@ from fsdptool.modeling.objective import Task, gradient_syncs, run_micro_batch
 from fsdptool.modeling.units import as_trained
 from fsdptool.records.recipe import Distillation, Lora, Method, MethodName, ModelChoice, Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 
 LLAMA = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}

@@ -12,7 +12,7 @@ from fsdptool.planning import load_gpu, predict
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 7, 32, 64, 262

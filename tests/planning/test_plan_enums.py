@@ -16,7 +16,6 @@ from fsdptool.planning import Options, chosen_candidate, make_plan, plan_documen
 from fsdptool.planning.compare import compare
 from fsdptool.planning.plan_check import changes_between
 from fsdptool.planning.request import Request
-from fsdptool.records.component import Basis, ColourGroup, Component
 from fsdptool.records.plan import (
     ComponentBytes,
     Cost,
@@ -28,11 +27,11 @@ from fsdptool.records.plan import (
     SuggestionKind,
     Verdict,
 )
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.trace import Basis, ColourGroup, Component
 from fsdptool.report import plan_words
-from fsdptool.report.compare import print_comparison
 from fsdptool.report.html import plan_page
-from fsdptool.report.plan import print_changes, print_plan
+from fsdptool.report.plan import print_changes, print_comparison, print_plan
 
 CLOSED = ("accumulation", "checkpointing", "cp", "cpu_offload", "mesh", "micro_batch", "prefetch")
 
@@ -168,7 +167,7 @@ def test_every_component_through_every_reader(
 def test_every_verdict_through_every_reader(
     verdict: Verdict, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fsdptool.cli.plan_answer import exit_code
+    from fsdptool.cli.plan import exit_code
 
     judged = dataclasses.replace(changed(plan), verdict=verdict)
     console, page, _, comparison = read(judged, tmp_path, capsys)

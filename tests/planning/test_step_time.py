@@ -12,7 +12,7 @@ from fsdptool.planning.compute_time import model_flops, segment_seconds
 from fsdptool.planning.gpu_catalogue import load_gpu
 from fsdptool.planning.machine import machine_for
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
-from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.sharding import ParallelDims
 from fsdptool.records.trace import Repeat, Segment, Trace
 
 GPU = load_gpu("H100-80GB-SXM")

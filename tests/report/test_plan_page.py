@@ -9,7 +9,6 @@ import pytest
 
 from fsdptool.formatting import amount
 from fsdptool.planning.plan_document import plan_document
-from fsdptool.records.component import ColourGroup, Component
 from fsdptool.records.plan import (
     Candidate,
     ComponentBytes,
@@ -23,6 +22,7 @@ from fsdptool.records.plan import (
     Suggestion,
     SuggestionKind,
 )
+from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.report.html import plan_page
 from fsdptool.report.plan import print_plan
 from fsdptool.report.plan_words import resample

@@ -14,7 +14,7 @@ import pytest
 from attacks import PATIENCE, RECIPE, write_job
 
 from fsdptool.launch.command import build_command
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.runs.events import read_lines
 
 LOOPBACK = ("127.", "::1")
@@ -22,7 +22,7 @@ MEETING = """\
 import torch
 import torch.distributed as dist
 from fsdptool.distributed.session import open_session, close_session
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 session = open_session(FsdpSettings(use_cpu=True))
 assert session.sum(torch.ones(1)).item() == session.world_size

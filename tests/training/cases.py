@@ -13,9 +13,7 @@ import torch
 from fsdptool.inspection.build import build
 from fsdptool.inspection.walk import walk
 from fsdptool.modeling.units import plan_teacher, plan_units
-from fsdptool.records.anatomy import Anatomy, WrapChoice
-from fsdptool.records.model import ModelSpec
-from fsdptool.records.parallel_dims import ParallelDims
+from fsdptool.records.anatomy import Anatomy, ModelSpec, WrapChoice
 from fsdptool.records.recipe import (
     Batch,
     Distillation,
@@ -26,7 +24,7 @@ from fsdptool.records.recipe import (
     Optimizer,
     Recipe,
 )
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 

@@ -27,8 +27,8 @@ from ranks import share
 
 from fsdptool.distributed.session import open_session
 from fsdptool.errors import FsdptoolError
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Recipe, Sharding
+from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.events import EventLog
 from fsdptool.source import resolve
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.proof import content
 from fsdptool.distributed.session import Session, open_session
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.sharding import ParallelDims
 from fsdptool.training.state import Assembled
 from fsdptool.training.trainer import assemble
 

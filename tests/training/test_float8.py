@@ -17,7 +17,7 @@ from torch import nn
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.methods import float8
 from fsdptool.records.recipe import Lora, Method, ModelChoice, Recipe, Sharding
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 FP8 = FsdpSettings(mixed_precision="fp8")
 CPU = torch.device("cpu")

@@ -20,9 +20,8 @@ from fsdptool.distributed.recording import BLOCK, fill_slice
 from fsdptool.distributed.session import open_session
 from fsdptool.errors import ModelError, WorkerError
 from fsdptool.modeling.units import plan_units
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 from fsdptool.training.trainer import assemble

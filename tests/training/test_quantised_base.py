@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.build import build
 from fsdptool.modeling.methods import quantised_formats as formats
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Checkpointing, Sharding
+from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.manifest import list_checkpoints, read_manifest
 from fsdptool.source import resolve

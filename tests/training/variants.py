@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Checkpointing, Optimizer, Sharding
+from fsdptool.records.sharding import ParallelDims
 
 CLIPPED = Optimizer(
     learning_rate=2e-3, betas=(0.9, 0.99), epsilon=1e-6, weight_decay=0.01, clip_grad_norm=0.3

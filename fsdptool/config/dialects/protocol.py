@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fsdptool.config.fsdp1 import Rewriter, Target
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document, Node
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 API_VERSION = 1
 

@@ -2,10 +2,159 @@
 
 from __future__ import annotations
 
-from fsdptool.config.rules.form import PARSE, SCHEMA
 from fsdptool.config.rules.meaning import HARDWARE, MEANING, MODEL
 from fsdptool.records.diagnostic import Rule
 
-RULES: dict[str, Rule] = {rule.code: rule for rule in (*PARSE, *SCHEMA, *MEANING, *MODEL, *HARDWARE)}
+PARSE = (
+    Rule("FSD101", "file cannot be read", "error",
+         "The file does not exist, is a folder, or may not be opened.",
+         "Check the path and its permissions."),
+    Rule("FSD102", "file too large", "error",
+         "A configuration has a few kilobytes. Files over 1 MiB are refused before they are parsed, so "
+         "that a wrong path (a checkpoint, a log) or a hostile file does no harm.",
+         "Give the configuration file itself."),
+    Rule("FSD103", "file is not UTF-8", "error",
+         "accelerate 1.15 and transformers 5.23 open configuration files as UTF-8 and stop with a "
+         "UnicodeDecodeError.",
+         "Save the file as UTF-8."),
+    Rule("FSD104", "file does not parse", "error",
+         "The text is not YAML (PyYAML, YAML 1.1) or, for a name that ends in .json, not JSON. The "
+         "consumer stops with the parser's own traceback.",
+         "Repair the text at the marked place."),
+    Rule("FSD105", "file nested too deeply, or too large when expanded", "error",
+         "Nesting beyond 64 levels, aliases that contain themselves, and aliases that expand to more than "
+         "20,000 values are refused: configurations do not need them, and they can exhaust memory.",
+         "Write the values out plainly."),
+    Rule("FSD106", "several documents in one file", "error",
+         "PyYAML's safe_load, which accelerate 1.15 uses, raises a ComposerError at the second document.",
+         "Keep one document per file; remove the other `---` parts."),
+    Rule("FSD107", "file does not contain a mapping", "error",
+         "An empty file gives accelerate 1.15 `AttributeError: 'NoneType' object has no attribute 'get'`; "
+         "a list or a bare word fails in the same way.",
+         "Write `key: value` pairs."),
+    Rule("FSD108", "duplicate key", "warning",
+         "PyYAML and json keep the last value of a repeated key and do not report it. A person who reads "
+         "the file may believe the first.",
+         "Remove the entries that do not take effect (--fix does this: the run stays the same).", "safe"),
+    Rule("FSD109", "unknown kind of configuration", "error",
+         "Nothing in the file identifies the program that reads it: it has neither accelerate's "
+         "`distributed_type` nor TrainingArguments' `fsdp_config` keys, nor the keys of axolotl, "
+         "LLaMA-Factory or SimpleTuner.",
+         "Name the dialect with --dialect, or give the file that holds the FSDP settings."),
+    Rule("FSD110", "another program's format", "error",
+         "The file configures something else (XLA FSDP, oumi, torchtune, a job description, a file nested "
+         "under another key). fsdptool does not guess what its keys would mean as FSDP2.",
+         "Extract the FSDP settings, or write them with `fsdptool emit-config`."),
+    Rule("FSD111", "invalid value", "error",
+         "The value has a tag that SafeLoader refuses (`!!python/...`), or looks like a date or number "
+         "that cannot exist; PyYAML raises a ConstructorError or ValueError.",
+         "Write a plain value, in quotes if it is text."),
+    Rule("FSD112", "comment not understood", "warning",
+         "A `# fsdptool:` comment names a code that does not exist, or is neither `ignore[CODE]` nor "
+         "`consumer=NAME`. A comment that is not understood does not silence any finding.",
+         "Use a code that `fsdptool rule` lists, in brackets."),
+    Rule("FSD113", "file does not configure FSDP", "info",
+         "The file is a known kind of configuration, but it does not configure FSDP: there is nothing to "
+         "check.",
+         "If you want FSDP, write its settings into this file (see `fsdptool emit-config --into`)."),
+    Rule("FSD114", "file not read by this consumer", "error",
+         "A file is checked for the program that will read it. The program that --consumer, --target or "
+         "the file's own `# fsdptool: consumer=` comment names does not read files of this kind, so its "
+         "rules do not apply.",
+         "Check the file for the program that reads it, or migrate it to a dialect that this one reads."),
+    Rule("FSD115", "dialect plugin left out", "warning",
+         "An installed package registers a dialect that cannot be used: it does not load, implements "
+         "another version of the protocol, raises while a file is recognised, or bears a name that another "
+         "package registers, too. Files are read without it.",
+         "Repair, update or uninstall the package that the message names."),
+)  # fmt: skip
 
-__all__ = ["RULES", "Rule"]
+
+SCHEMA = (
+    Rule("FSD201", "unknown key; the consumer refuses the file", "error",
+         "accelerate 1.15 checks top-level keys strictly: `ValueError: The config file at ... had unknown "
+         "keys`. The launch stops.",
+         "Remove or rename the key. Where the nearest known key is clear, --unsafe-fixes "
+         "renames it.", "unsafe"),
+    Rule("FSD202", "unknown key, silently ignored", "warning",
+         "accelerate 1.15 never looks at the names inside `fsdp_config` and `parallelism_config`: every "
+         "key becomes an attribute, and one that is not read is silently dropped. transformers 5.23 does "
+         "the same with `fsdp_config`.",
+         "Rename it to the intended key (--unsafe-fixes: the setting takes effect), or remove it (--fix, "
+         "where no known key is similar: the run stays the same).", "unsafe"),
+    Rule("FSD203", "parallelism key without its prefix", "error",
+         "Unlike `fsdp_config`, accelerate 1.15 does not add a prefix to the keys of `parallelism_config`: "
+         "`dp_shard_size: 2` is dropped, all sizes stay 1, and the run continues as plain FSDP or stops "
+         "with a mesh error.",
+         "Add the prefix `parallelism_config_` (--unsafe-fixes: the mesh takes effect).", "unsafe"),
+    Rule("FSD204", "key without the fsdp_ prefix", "warning",
+         "accelerate 1.15 adds the prefix when it launches, but `accelerate to-fsdp2` does not. Of a key "
+         "that occurs with and without the prefix, the later one in the file wins.",
+         "Add the prefix (--fix: the run stays the same).", "safe"),
+    Rule("FSD205", "wrong type", "error",
+         "The consumer cannot use a value of this type (as PyYAML or json reads it).",
+         "Write a value of the type that the message names."),
+    Rule("FSD206", "value refused by the consumer", "error",
+         "The consumer does not accept this value; it stops with an error, often an unrelated one such as "
+         "`KeyError: 'BOGUS'` or `invalid truth value`.",
+         "Use one of the listed values. Where the spelling can mean only one of them, --fix "
+         "writes it.", "safe"),
+    Rule("FSD207", "boolean written as text", "info",
+         "The value is text that the consumer parses (`\"true\"`). This works, but a program that does not "
+         "parse the text takes `\"false\"` as true.",
+         "Write a plain boolean (--fix: the run stays the same).", "safe"),
+    Rule("FSD208", "unquoted `no` is a boolean", "error",
+         "YAML 1.1 reads `no` as false. accelerate 1.15 loads the file and fails at launch: "
+         "`AttributeError: 'bool' object has no attribute 'lower'`.",
+         "Write 'no' in quotes (--fix).", "safe"),
+    Rule("FSD209", "key without effect", "info",
+         "accelerate 1.15 accepts the key, but the value never takes effect: `rdzv_backend`, "
+         "`same_network` and `enable_cpu_affinity` have command-line defaults that are not None, "
+         "`downcast_bf16` is for TPUs, and `main_training_function` is not used by `accelerate launch`.",
+         "Pass it on the command line if you need it; otherwise you can leave it."),
+    Rule("FSD210", "key in the wrong place", "error",
+         "The key belongs elsewhere. At top level accelerate refuses it; inside a block it is ignored.",
+         "Move it (--unsafe-fixes: the setting takes effect).", "unsafe"),
+    Rule("FSD211", "removed key, or key that never existed under this name", "warning",
+         "Older accelerate versions, or the plugin's own field names, used this key; accelerate 1.15 "
+         "ignores it (`fsdp_backward_prefetch_policy` was removed in accelerate 1.0).",
+         "Remove it (--fix), or rename it to the key that is read (--unsafe-fixes: it takes "
+         "effect).", "unsafe"),
+    Rule("FSD212", "required key missing", "error",
+         "accelerate 1.15: A `distributed_type` must be specified in the config file. axolotl 0.19 needs "
+         "`fsdp_config` in addition to its `fsdp` list, and `min_num_params` with SIZE_BASED_WRAP.",
+         "Add `distributed_type: FSDP` (--unsafe-fixes, when the file has an `fsdp_config`).", "unsafe"),
+    Rule("FSD213", "number that is text to YAML 1.1", "error",
+         "PyYAML reads `1e8` as text and `1.0e8` as a float; accelerate 1.15 then fails with `invalid "
+         "literal for int()` when it builds the plugin, long after the launch.",
+         "Write a plain integer (--fix).", "safe"),
+    Rule("FSD214", "malformed list of wrap classes", "error",
+         "accelerate 1.15 turns a YAML list into text and splits it at commas, so it looks for a class "
+         "called `['Qwen3DecoderLayer'`; a space after a comma, a dotted path or an empty text fail in the "
+         "same way: `Could not find the transformer layer class`.",
+         "Write class names separated by commas, without spaces (--fix).", "safe"),
+    Rule("FSD215", "one setting written twice under two names", "warning",
+         "The setting is written with and without its prefix, or under an old and a new name. The consumer "
+         "takes one of them, depending on their order in the file.",
+         "Remove the one that does not take effect (--fix: the run stays the same).", "safe"),
+    Rule("FSD216", "key of another program", "warning",
+         "The consumer does not read this key, but another program reads it under this name: "
+         "`offload_params` is accelerate's name for what TrainingArguments calls `cpu_offload`.",
+         "Use this consumer's name for it (--unsafe-fixes: the setting takes effect).", "unsafe"),
+    Rule("FSD217", "value in a non-canonical spelling", "info",
+         "The consumer understands the value; the message gives its canonical spelling.",
+         "No action is needed; --fix writes the canonical spelling.", "safe"),
+    Rule("FSD218", "misspelt compute environment", "error",
+         "With any value but LOCAL_MACHINE, accelerate 1.15 parses the file as a SageMaker configuration "
+         "and reports `fsdp_config` and other keys as errors.",
+         "Write `compute_environment: LOCAL_MACHINE` (--fix, where the value is a misspelling of "
+         "it).", "safe"),
+    Rule("FSD219", "malformed list of GPU ids", "error",
+         "accelerate 1.15 calls `.split(',')` on `gpu_ids`; an unquoted number crashes the launcher.",
+         "Write the ids as text: `gpu_ids: '0,1'` (--fix).", "safe"),
+    Rule("FSD220", "note in the file", "info",
+         "Keys that begin with an underscore are notes in some JSON files; programs do not read them.",
+         "No action is needed."),
+)  # fmt: skip
+
+RULES: dict[str, Rule] = {rule.code: rule for rule in (*PARSE, *SCHEMA, *MEANING, *MODEL, *HARDWARE)}

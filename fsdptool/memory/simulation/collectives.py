@@ -30,7 +30,7 @@ from fsdptool.memory.simulation.sizes import (
     stored_dtype,
 )
 from fsdptool.records.cluster import DeviceProfile
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import UnitPlan
 
 COMPUTE, COPY_IN, REDUCE_SCATTER, ALL_REDUCE_STREAM = range(4)
 """Streams FSDP2 allocates on (``FSDPCommContext``, torch 2.13)."""

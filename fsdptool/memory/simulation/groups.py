@@ -14,7 +14,7 @@ from fsdptool.memory.simulation.collectives import (
 )
 from fsdptool.memory.simulation.ledger import Block
 from fsdptool.memory.simulation.sizes import Weights, weigh
-from fsdptool.records.units import Unit, UnitPlan
+from fsdptool.records.sharding import Unit, UnitPlan
 
 IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD = range(4)
 SHARDED, UNSHARDED_STATE, POST_FORWARD = range(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsdptool.records.component import Component
+from fsdptool.records.trace import Component
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.program import Body

@@ -27,7 +27,7 @@ from fsdptool.memory.simulation.sizes import WIDTH, Weights, pinned, rounded, ro
 from fsdptool.memory.simulation.states import States
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.settings import StateDictType
+from fsdptool.records.sharding import StateDictType
 from fsdptool.records.trace import Trace
 
 _RANDOM_STATES = 5056

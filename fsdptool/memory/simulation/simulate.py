@@ -23,12 +23,10 @@ from fsdptool.memory.simulation.sizes import WIDTH, rounded_sum
 from fsdptool.memory.simulation.states import States, rank_states
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
-from fsdptool.records.parallel_dims import ParallelDims
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.settings import StateDictType
+from fsdptool.records.sharding import ParallelDims, StateDictType, UnitPlan
 from fsdptool.records.trace import Trace
-from fsdptool.records.units import UnitPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdptool.records.anatomy import Parameter
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import UnitPlan
 
 WIDTH = {
     "float64": 8,

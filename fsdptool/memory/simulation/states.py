@@ -18,7 +18,7 @@ from fsdptool.memory.simulation.sizes import WIDTH, Weights, pinned, rounded_sum
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.units import UnitPlan
+from fsdptool.records.sharding import UnitPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,12 @@ from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import MicroLoss, Task, objective_for
 from fsdptool.modeling.units import plan_teacher, plan_units
-from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.document import library_versions
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.schema import library_versions
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Profile, Trace
-from fsdptool.records.units import UnitPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.cache import Store
-from fsdptool.cache.source_digest import source_digest
+from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_digest
 from fsdptool.modeling.methods import method_of
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.document import library_versions, tool_version
-from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.schema import library_versions, tool_version
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 
 KIND = "trace"

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from fsdptool.families.protocol import Family, Objective
     from fsdptool.modeling.methods.quantised_formats import Format
-    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import MethodName, ModelChoice, Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 
 class Initialisation(NamedTuple):

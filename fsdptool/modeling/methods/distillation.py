@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from fsdptool.families.protocol import Objective
     from fsdptool.modeling.objective import MicroLoss, Observer
-    from fsdptool.records.model import ModelSpec
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import Distillation, MethodName, ModelChoice, Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 
 class DistillationMethod(TrainingMethod):

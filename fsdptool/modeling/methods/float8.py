@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.records.recipe import Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 EMULATE = "FSDPTOOL_EMULATE_FLOAT8"
 """Set to 1 in the environment, layers round to float8 and multiply in wider numbers, on any device."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsdptool.families.protocol import Family
     from fsdptool.modeling.methods.quantised_formats import Format
     from fsdptool.records.recipe import MethodName, Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 ADAPTER = "default"
 

@@ -36,7 +36,7 @@ from fsdptool.training.checkpoint.saving import Staged, save_full, save_sharded
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
     from fsdptool.runs.events import EventLog
     from fsdptool.training.interfaces import Events, TrainState
 

@@ -14,7 +14,7 @@ from fsdptool.cache import cache_folder
 from fsdptool.errors import ConfigError
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.labelled import open_labelled
 from fsdptool.training.data.language import LANGUAGE, open_language

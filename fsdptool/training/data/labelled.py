@@ -14,7 +14,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import read_json
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data
 from fsdptool.training.data.images import STILLS, Bucket, held_out, read_still
 from fsdptool.training.data.sources import identity_of, path_of

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fsdptool.errors import ConfigError
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.loader import Collate, Samples, Stack
 from fsdptool.training.data.order import FittedPacking, WrappedPacking, fit, mix, single, wrap

@@ -22,8 +22,8 @@ from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import read_json
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data.images import Bucket, Picture, held_out
 from fsdptool.training.data.loader import Sample

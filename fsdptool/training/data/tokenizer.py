@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data
 
 BYTE_SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>", "<|im_start|>", "<|im_end|>")

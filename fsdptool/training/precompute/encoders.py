@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import read_json
-from fsdptool.records.model import ModelSpec
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from fsdptool.errors import ConfigError, StorageError
 from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.registry import family_of
 from fsdptool.files.text import private_folder
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.command_documents import BucketCount, PrecomputeReport
-from fsdptool.records.model import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.training.data.build import for_micro_batch
 from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pictures, read_pixels

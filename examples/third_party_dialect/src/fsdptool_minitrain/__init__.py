@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
     from fsdptool.config.fsdp1 import Rewriter, Target
     from fsdptool.files.tree import Entry, Node
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 FLAGS = {
     "free_after_forward": ("reshard_after_forward", True),

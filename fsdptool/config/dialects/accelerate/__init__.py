@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
     from fsdptool.config.fsdp1 import Rewriter, Target
     from fsdptool.files.tree import Node
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 
 class Accelerate(Dialect):

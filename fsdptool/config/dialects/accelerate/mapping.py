@@ -8,8 +8,7 @@ from fsdptool.config.canonical import LEGACY_DEFAULTS, WRITTEN, check_expressibl
 from fsdptool.config.context import LintContext
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
-from fsdptool.records.parallel_dims import ParallelDims
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 
 if TYPE_CHECKING:
     from fsdptool.config.fsdp1 import Rewriter, Target

@@ -15,7 +15,7 @@ from fsdptool.config.dialects.accelerate.mapping import (
     TOP_LEVEL,
 )
 from fsdptool.records.schema import compose
-from fsdptool.records.settings import Precision
+from fsdptool.records.sharding import Precision
 
 NAME = "accelerate-fsdp2"
 _TRUE = [True, "true", "True", "yes"]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 CANNOT = tuple(name for name in LAUNCH if name not in ("use_cpu", "debug"))
 

@@ -18,8 +18,7 @@ from fsdptool.config.dialects.accelerate.mapping import DETAILS
 from fsdptool.config.dialects.environment import CANNOT
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
-from fsdptool.records.parallel_dims import ParallelDims
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 
 NAME = "env"
 

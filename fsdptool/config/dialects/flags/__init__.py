@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document, Node
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 CANNOT = ("ignored_modules", "use_cpu")
 _SIMPLETUNER = frozenset([

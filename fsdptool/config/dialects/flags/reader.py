@@ -14,7 +14,7 @@ from fsdptool.config.dialects.flags import CANNOT
 from fsdptool.config.dialects.simpletuner import reader as simpletuner
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, to_python
-from fsdptool.records.settings import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings
 
 NAME = "flags"
 

@@ -16,7 +16,7 @@ from fsdptool.files.tree import Entry, Node, to_python
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
     from fsdptool.config.fsdp1 import Rewriter, Target
-    from fsdptool.records.settings import FsdpSettings
+    from fsdptool.records.sharding import FsdpSettings
 
 _OWN = frozenset(
     ["stage", "finetuning_type", "cutoff_len", "template", "dataset", "do_train", "lora_target", "plot_loss"]

@@ -1,0 +1,250 @@
+"""How a run shards a model: the sizes of its mesh, its canonical FSDP2 options, and its FSDP units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from fsdptool.records.anatomy import Parameter
+from fsdptool.records.schema import Count, Positive
+
+WrapPolicy = Literal["transformer", "size", "none"]
+StateDictType = Literal["sharded", "full"]
+Precision = Literal["no", "fp16", "bf16", "fp8"]
+CheckpointingMode = Literal["none", "full", "every_n", "selective"]
+
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
+"""Names of the dimensions, outermost first: neighbouring ranks differ in the last one above 1.
+
+accelerate 1.15 (``parallelism_config.py``) builds its mesh in this order, but with ``sp`` before ``tp``.
+"""
+
+TRAINED = ("dp_replicate", "dp_shard", "cp")
+"""The dimensions the trainer's own mesh has."""
+
+_UNSUPPORTED = {
+    "tp": "the trainer has no tensor-parallel plans",
+    "sp": "sequence parallelism is DeepSpeed's, and accelerate ignores it under FSDP2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """Sizes of the device mesh.
+
+    Parameters are sharded over ``dp_shard`` x ``cp`` (accelerate 1.15 does the same) and replicated over
+    ``dp_replicate``. Ranks of one ``cp`` group share their samples.
+
+    Attributes:
+        dp_replicate: Copies of the sharded model (HSDP).
+        dp_shard: Ranks to shard over; None takes whatever the other sizes leave.
+        cp, tp, sp: Context, tensor and sequence parallelism.
+    """
+
+    dp_replicate: Positive = 1
+    dp_shard: Positive | None = None
+    cp: Positive = 1
+    tp: Positive = 1
+    sp: Positive = 1
+
+    def size(self, name: str) -> int:
+        """Return the size of one dimension; an open ``dp_shard`` counts as 1."""
+        value = getattr(self, name)
+        return 1 if value is None else int(value)
+
+    @property
+    def other_sizes(self) -> int:
+        """Product of all sizes but ``dp_shard``."""
+        return prod(self.size(name) for name in DIMENSIONS if name != "dp_shard")
+
+    def violations(self, world_size: int) -> Iterator[str]:
+        """Yield what is wrong with these sizes for ``world_size`` ranks, a line each."""
+        wrong = [name for name in DIMENSIONS if self.size(name) < 1]
+        yield from (f"mesh size {name} is {self.size(name)}: sizes must be 1 or more" for name in wrong)
+        if wrong:
+            return
+        shard = self.dp_shard if self.dp_shard is not None else max(world_size // self.other_sizes, 1)
+        total = self.other_sizes * shard
+        if total != world_size:
+            shown = " x ".join(f"{n} {shard if n == 'dp_shard' else self.size(n)}" for n in DIMENSIONS)
+            yield f"mesh {shown} = {total} does not multiply to {world_size} processes"
+
+    def unsupported(self) -> Iterator[tuple[str, int, str]]:
+        """Yield name, size and reason of every dimension that can be neither planned nor trained."""
+        for name, reason in _UNSUPPORTED.items():
+            if self.size(name) > 1:
+                yield name, self.size(name), reason
+
+    def resolve(self, world_size: int) -> ParallelDims:
+        """Return the sizes with ``dp_shard`` filled in.
+
+        Raises:
+            ValueError: The sizes do not suit ``world_size``; the message is the first violation.
+        """
+        for line in self.violations(world_size):
+            raise ValueError(line)
+        return replace(self, dp_shard=world_size // self.other_sizes)
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks that share one copy of the parameters: ``dp_shard`` x ``cp`` (resolved sizes)."""
+        return self.size("dp_shard") * self.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares a global batch is split into: ``dp_replicate`` x ``dp_shard`` (resolved sizes)."""
+        return self.dp_replicate * self.size("dp_shard")
+
+    def data_rank(self, rank: int) -> int:
+        """Return which share of a global batch ``rank`` trains on."""
+        return rank // self.stride("dp_shard")
+
+    def stride(self, name: str) -> int:
+        """Return the distance in ranks between neighbours of a dimension."""
+        return prod(self.size(inner) for inner in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
+
+    def group(self, rank: int, name: str) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` in dimension ``name`` only, in order."""
+        stride, size = self.stride(name), self.size(name)
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + size * stride, stride))
+
+    def parameter_mesh(self) -> dict[str, int]:
+        """Return names and sizes of the mesh ``fully_shard`` gets: one dimension, or replicate x shard."""
+        shard = "dp_shard" if self.cp == 1 else "dp_shard_cp"
+        copies = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
+        return {**copies, shard: self.shard_degree}
+
+    def reshard_violation(self, ranks: int) -> str | None:
+        """Return why parameters cannot be resharded to ``ranks`` after forward, or None.
+
+        FSDP2 reshards to equal groups of the ranks that share a copy (torch 2.13,
+        ``_fsdp_init.py:_get_post_forward_mesh_info``).
+        """
+        degree = self.shard_degree
+        if 1 < ranks < degree and degree % ranks == 0:
+            return None
+        return f"{ranks} is not a proper divisor of the {degree} ranks that share a copy of the parameters"
+
+
+UnitKind = Literal["embedding", "block", "shared", "tail", "root"]
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpSettings:
+    """Every FSDP2 option. Dialects read into this and write out of it.
+
+    It holds what a configuration file can say; what accelerate's YAML cannot express is the recipe's
+    ``sharding`` (:class:`fsdptool.records.recipe.Sharding`).
+
+    Attributes:
+        wrap_policy: ``transformer`` wraps ``wrap_classes`` (empty: the model's
+            ``_no_split_modules``), ``size`` wraps from ``min_num_params``, ``none`` wraps the root only.
+        reshard_after_forward: True frees unsharded parameters after forward.
+        state_dict_type: How checkpoints are written.
+        cpu_offload: Parameters, gradients and optimizer states live in host memory.
+        cpu_ram_efficient_loading: accelerate loads real weights on rank 0 only.
+        activation_checkpointing: Recompute each wrapped block in backward.
+        activation_checkpointing_offload: Keep the saved block inputs in host memory.
+        ignored_modules: Regular expression (full match on module paths), or None.
+        mixed_precision: As accelerate names it; ``no`` trains in the model's own dtype.
+        cp_comm_strategy: How context parallelism exchanges keys and values.
+        num_processes: World size, or None when the file leaves it to the command line.
+        num_machines, machine_rank: Nodes of the run, and the rank of this one.
+        main_process_ip, main_process_port, rdzv_backend: Rendezvous of the nodes.
+        use_cpu: Train on the CPU.
+        gpu_ids: ``all``, a comma-separated list, or None.
+        debug: accelerate's own checks of collectives.
+    """
+
+    wrap_policy: WrapPolicy = "transformer"
+    wrap_classes: tuple[str, ...] = ()
+    min_num_params: int | None = None
+    reshard_after_forward: bool = True
+    state_dict_type: StateDictType = "sharded"
+    cpu_offload: bool = False
+    cpu_ram_efficient_loading: bool = False
+    activation_checkpointing: bool = False
+    activation_checkpointing_offload: bool = False
+    ignored_modules: str | None = None
+    mixed_precision: Precision = "bf16"
+    mesh: ParallelDims = ParallelDims()
+    cp_comm_strategy: Literal["allgather", "alltoall"] = "allgather"
+    num_processes: Positive | None = None
+    num_machines: Positive = 1
+    machine_rank: Count = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str = "static"
+    use_cpu: bool = False
+    gpu_ids: str | None = None
+    debug: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One ``fully_shard`` call.
+
+    Attributes:
+        id: ``root``, or the first module path joined by ``+`` with the others.
+        kind: Role of the unit.
+        modules: Module paths passed to ``fully_shard`` together; ``("",)`` is the model itself.
+        class_name: Class of the first module.
+        parameters: Parameters the unit owns (unique, in the order FSDP2 manages them).
+        reshard_after_forward: True, False, a number of ranks, or None for torch's own rule
+            (root False, others True: ``_fully_shard.py``).
+        unshard_in_backward: False where backward does not need the parameters (embeddings).
+        checkpointed: Whether the unit's forward is recomputed in backward.
+    """
+
+    id: str
+    kind: UnitKind
+    modules: tuple[str, ...]
+    class_name: str
+    parameters: tuple[Parameter, ...]
+    reshard_after_forward: bool | int | None = True
+    unshard_in_backward: bool = True
+    checkpointed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the unit, by element count."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def signature(self) -> tuple[str, tuple[tuple[tuple[int, ...], str, bool], ...]]:
+        """Equal for units that behave alike: class, and shapes, dtypes and trainability in order."""
+        return self.class_name, tuple((p.shape, p.dtype, p.trainable) for p in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """Every unit of a model, in the order ``fully_shard`` must be called (root last).
+
+    Attributes:
+        layout: ``native`` or ``accelerate`` (docs/layouts.md).
+        units: Bottom-up; the root is last and may own no parameter.
+        param_dtype, reduce_dtype, output_dtype: FSDP2's ``MixedPrecisionPolicy``; None leaves
+            the tensor's own dtype.
+        master_dtype: dtype the trainable shards are stored in; None leaves each as built.
+        input_dtype: What the model's floating inputs are cast to; None leaves each as it comes.
+        exact_inputs: Arguments of forward that are left out of that cast (``Family.exact_inputs``).
+        ignored: Parameters left out of sharding, replicated on every rank.
+        cpu_offload: ``CPUOffloadPolicy`` instead of device shards.
+        prefetch: FSDP units to prefetch; 1 is FSDP2's implicit prefetch.
+    """
+
+    layout: Literal["native", "accelerate"]
+    units: tuple[Unit, ...]
+    param_dtype: str | None
+    reduce_dtype: str | None
+    output_dtype: str | None
+    master_dtype: str | None = None
+    input_dtype: str | None = None
+    exact_inputs: tuple[str, ...] = ()
+    ignored: tuple[Parameter, ...] = ()
+    cpu_offload: bool = False
+    prefetch: int = 1
