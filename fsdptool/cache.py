@@ -22,8 +22,7 @@ from typing import Any
 
 from fsdptool.files.text import private_folder
 from fsdptool.records.command_documents import CacheEntry, CacheReport, PathProblem
-from fsdptool.records.diagnostic import Diagnostic, Rule
-from fsdptool.records.schema import digest
+from fsdptool.records.diagnostic import Diagnostic, Rule, digest
 
 _VERSION = "v1"
 _SUFFIX = ".json"

@@ -29,7 +29,7 @@ from fsdptool.config.fixes import fulfils, kept, repair
 from fsdptool.config.migrate import migrate_file, write_across
 from fsdptool.config.result import Reading, Verdict
 from fsdptool.files.text import UnreadableError, decode
-from fsdptool.records.schema import tool_version
+from fsdptool.records.diagnostic import tool_version
 from fsdptool.records.sharding import FsdpSettings, ParallelDims
 
 LIMIT_SECONDS = 2.0

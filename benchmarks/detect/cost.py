@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.families.registry import load_registry
-from fsdptool.records.schema import library_versions
+from fsdptool.records.diagnostic import library_versions
 
 MIB = 2**20
 

@@ -29,7 +29,7 @@ from fsdptool.inspection.api import describe
 from fsdptool.inspection.build import build
 from fsdptool.inspection.census import DOMINANT, unit_plan
 from fsdptool.records.anatomy import ModelSpec, Reference, WrapConcern
-from fsdptool.records.schema import library_versions
+from fsdptool.records.diagnostic import library_versions
 
 CONCERNS: dict[WrapConcern, str] = {
     "no_repeated_block": "no class repeats: nothing can be wrapped by class",

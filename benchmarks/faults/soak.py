@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdptool.records.schema import library_versions, tool_version
+from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.manifest import list_checkpoints, read_manifest
 

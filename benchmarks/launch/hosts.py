@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.launch.supervise import FAILURE_GRACE_SECONDS
-from fsdptool.records.schema import library_versions, tool_version
+from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.runs.events import read_lines
 
 HOSTS = ("fsdptool-a", "fsdptool-b")

@@ -31,7 +31,7 @@ from typing import Any
 from hosts import ADDRESSES, CONFIG, HOSTS, MODEL, join_hosts, part_hosts, steps
 
 from fsdptool.launch.slurm import SIGNAL_LEAD_SECONDS
-from fsdptool.records.schema import library_versions, tool_version
+from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.manifest import list_checkpoints, read_manifest
 

@@ -30,7 +30,7 @@ from fsdptool.families.synthetic import synthesise
 from fsdptool.memory import footprint, trace
 from fsdptool.modeling.objective import Task, objective_for
 from fsdptool.records.codec import to_json
-from fsdptool.records.schema import library_versions
+from fsdptool.records.diagnostic import library_versions
 from fsdptool.training.optimizers.sharded import build_optimizer
 from fsdptool.training.trainer import build_sharded
 

@@ -33,7 +33,7 @@ from fsdptool.memory.simulation.ledger import OPTIMIZER
 from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.memory.tracing import make_trace as building
 from fsdptool.modeling.objective import objective_for
-from fsdptool.records.schema import library_versions
+from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.trace import Trace
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_oracle.json"

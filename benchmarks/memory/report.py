@@ -19,8 +19,8 @@ from matrix import FAMILIES
 from settings import Setting, inputs_of, read_setting
 
 from fsdptool.memory import footprint, trace
+from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.plan import Footprint
-from fsdptool.records.schema import library_versions
 
 HERE = Path(__file__).parent
 MEASURED = HERE.parent / "results" / "memory_measured.json"

@@ -26,7 +26,7 @@ from matrix import rows
 from settings import Setting
 
 from fsdptool.records.codec import to_json
-from fsdptool.records.schema import library_versions
+from fsdptool.records.diagnostic import library_versions
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_measured.json"
 

@@ -20,8 +20,8 @@ os.environ["FSDPTOOL_CACHE"] = tempfile.mkdtemp(prefix="fsdptool-speed-")
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint, trace
 from fsdptool.modeling.units import plan_units
+from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.schema import library_versions
 from fsdptool.records.sharding import FsdpSettings, ParallelDims
 from fsdptool.source import resolve
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from fsdptool.planning import Options, make_plan, read_request
-from fsdptool.records.schema import library_versions, tool_version
+from fsdptool.records.diagnostic import library_versions, tool_version
 
 PUBLISHED = 5762
 """Tokens per second and GPU: FSDP alone, eager, selective checkpointing, 2 x 8,192 tokens a GPU."""

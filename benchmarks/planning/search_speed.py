@@ -79,7 +79,7 @@ def main() -> None:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         results.append(json.loads(done.stdout.splitlines()[-1]))
         print(results[-1])
-    from fsdptool.records.schema import library_versions, tool_version
+    from fsdptool.records.diagnostic import library_versions, tool_version
 
     document = {
         "benchmark": "planning/search_speed",

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fsdptool.records.schema import library_versions, tool_version
+from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.runs.events import read_lines
 
 STEPS = 6

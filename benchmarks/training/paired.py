@@ -67,7 +67,7 @@ def bounds(ratios: list[float], rounds: int = 4000) -> dict[str, float]:
 
 def head(benchmark: str, **settings: Any) -> dict[str, Any]:
     """Return the header of a result: its name, the machine and the library versions."""
-    from fsdptool.records.schema import library_versions
+    from fsdptool.records.diagnostic import library_versions
 
     return {
         "benchmark": benchmark,

@@ -12,8 +12,8 @@ from fsdptool import spelling
 from fsdptool.config.writer import emit_yaml, resolved
 from fsdptool.errors import ConfigError
 from fsdptool.records.config_documents import EmittedConfig, Preset
+from fsdptool.records.diagnostic import digest, envelope
 from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
-from fsdptool.records.schema import digest, envelope
 from fsdptool.records.sharding import FsdpSettings, ParallelDims
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ def build_app(only: str | None = None) -> typer.Typer:
         version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     ) -> None:
         if version:
-            from fsdptool.records.schema import tool_version
+            from fsdptool.records.diagnostic import tool_version
 
             sys.stdout.write(f"fsdptool {tool_version()}\n")
             raise typer.Exit

@@ -113,7 +113,7 @@ def _removed(report: CacheReport, format: Format) -> int:
 
 
 def _print(report: CacheReport) -> None:
-    from fsdptool.records.schema import envelope
+    from fsdptool.records.diagnostic import envelope
 
     print_document(envelope("cache", report.folder, report))
 

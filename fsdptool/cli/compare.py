@@ -27,7 +27,7 @@ def command(
     A run folder that is given twice is compared with its own prediction.
     """
     from fsdptool.planning.compare import compare
-    from fsdptool.records.schema import envelope
+    from fsdptool.records.diagnostic import envelope
     from fsdptool.report.plan import print_comparison
 
     comparison = compare(left, right)

@@ -18,7 +18,7 @@ def command(
 ) -> int:
     """Report versions, devices, plugins and the cache, and test FSDP2 on two processes."""
     from fsdptool.launch.doctor import examine
-    from fsdptool.records.schema import envelope
+    from fsdptool.records.diagnostic import envelope
 
     health, diagnostics = examine(with_probe=probe)
     document = envelope("doctor", health, health, diagnostics=diagnostics)

@@ -126,7 +126,7 @@ def _list_presets(format: Format) -> int:
 
     if format is Format.JSON:
         from fsdptool.records.config_documents import PresetList
-        from fsdptool.records.schema import envelope
+        from fsdptool.records.diagnostic import envelope
 
         print_document(envelope("presets", {}, PresetList(tuple(PRESETS.values()))))
         return 0

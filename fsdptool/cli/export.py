@@ -60,7 +60,7 @@ def command(
         _note_in_summary(run, exported.folder)
     if format is Format.JSON:
         from fsdptool.records.command_documents import ExportReport
-        from fsdptool.records.schema import envelope
+        from fsdptool.records.diagnostic import envelope
 
         report = ExportReport(
             folder=str(exported.folder),

@@ -22,7 +22,7 @@ def command(
     """List the model families, or show the flavours and facts of one family."""
     from fsdptool.families.registry import load_registry
     from fsdptool.records.command_documents import FamilyList
-    from fsdptool.records.schema import envelope
+    from fsdptool.records.diagnostic import envelope
 
     registry = load_registry()
     if name is None:

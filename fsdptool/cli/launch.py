@@ -108,7 +108,7 @@ def _document(lines: list[str], variables: dict[str, str], folder: str, script: 
     import shlex
 
     from fsdptool.records.command_documents import LaunchLines, NodeCommand
-    from fsdptool.records.schema import envelope
+    from fsdptool.records.diagnostic import envelope
 
     nodes = (NodeCommand(tuple(shlex.split(line)[len(variables) :]), variables) for line in lines)
     report = LaunchLines(tuple(nodes), folder, script)

@@ -55,7 +55,7 @@ def command(
         )
     body = precompute_report(done, device or "auto")
     if format is Format.JSON:
-        from fsdptool.records.schema import envelope
+        from fsdptool.records.diagnostic import envelope
 
         print_document(envelope("precompute", {"key": work.key}, body))
         return 0

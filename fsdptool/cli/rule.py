@@ -38,7 +38,7 @@ def command(
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Explain the code of a finding: what it means, why it matters, what to do, and whether a fix is safe."""
-    from fsdptool.records.schema import envelope
+    from fsdptool.records.diagnostic import envelope
     from fsdptool.report.findings import render_list, render_rule
     from fsdptool.spelling import nearest
 

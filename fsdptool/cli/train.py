@@ -142,7 +142,7 @@ def command(
 
 def _print_dry_run(command_line: LaunchCommand, folder: Path, format: Format) -> None:
     from fsdptool.records.command_documents import LaunchLines, NodeCommand
-    from fsdptool.records.schema import envelope
+    from fsdptool.records.diagnostic import envelope
 
     if format is Format.JSON:
         node = NodeCommand(tuple(command_line.argv), command_line.environment)

@@ -15,7 +15,7 @@ from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.records.schema import envelope
+from fsdptool.records.diagnostic import envelope
 from fsdptool.records.sharding import FsdpSettings
 
 _LAUNCH = tuple(name for name in LAUNCH if name != "use_cpu")

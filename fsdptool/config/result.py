@@ -10,8 +10,7 @@ from fsdptool.config.consumers import Consumer
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document
-from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.schema import envelope
+from fsdptool.records.diagnostic import Diagnostic, envelope
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from fsdptool.inspection.census import Census
 from fsdptool.inspection.wrap import choose, select
 from fsdptool.records.anatomy import Anatomy, Buffer, ModelSpec, Module, Parameter, Reference
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.schema import library_versions, tool_version
+from fsdptool.records.diagnostic import Diagnostic, library_versions, tool_version
 
 if TYPE_CHECKING:
     from torch import nn

@@ -30,8 +30,7 @@ from fsdptool.records.detection import (
     UnitSummary,
     WrapSummary,
 )
-from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.schema import envelope
+from fsdptool.records.diagnostic import Diagnostic, envelope
 from fsdptool.records.sharding import Unit, UnitPlan
 
 View = Literal["leaves", "tree", "where"]

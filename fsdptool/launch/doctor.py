@@ -16,9 +16,8 @@ from typing import Any
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.launch.versions import TESTED, untested_versions
 from fsdptool.records.command_documents import CacheState, Device, Health, Host, InstalledFamily, Probe
-from fsdptool.records.diagnostic import Diagnostic, Rule
+from fsdptool.records.diagnostic import Diagnostic, Rule, tool_version
 from fsdptool.records.run import DeviceType
-from fsdptool.records.schema import tool_version
 from fsdptool.runs.trackers import TRACKERS
 
 LIBRARIES = (

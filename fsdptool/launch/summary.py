@@ -10,8 +10,8 @@ from typing import Any
 from fsdptool.errors import ExitCode
 from fsdptool.launch.create import newest_step
 from fsdptool.launch.supervise import Outcome
+from fsdptool.records.diagnostic import envelope
 from fsdptool.records.run import RunFailure, Summary
-from fsdptool.records.schema import envelope
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.folder import (
     CHECKPOINTS,

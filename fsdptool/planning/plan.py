@@ -22,10 +22,9 @@ from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import to_json
-from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.diagnostic import Diagnostic, digest
 from fsdptool.records.plan import Candidate, Plan, PlanInputs, SearchPoint, Suggestion
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.schema import digest
 from fsdptool.records.sharding import FsdpSettings
 
 Progress = Callable[[str], None]

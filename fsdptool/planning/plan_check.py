@@ -11,8 +11,8 @@ from fsdptool.files.schemas import read_object
 from fsdptool.planning.plan import make_plan
 from fsdptool.planning.plan_document import inputs_of, plan_from
 from fsdptool.planning.request import Request
+from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.plan import Candidate, Plan
-from fsdptool.records.schema import library_versions, tool_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.schemas import check, read_object
 from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.diagnostic import envelope
 from fsdptool.records.plan import Plan, PlanInputs
-from fsdptool.records.schema import envelope
 
 _ENVELOPE = ("schema", "schema_version", "tool_version", "libraries", "inputs_digest")
 

@@ -1,4 +1,4 @@
-"""JSON Schemas (2020-12) of every document, generated from the records, and the envelope of documents.
+"""JSON Schemas (2020-12) of every document, generated from the records.
 
 A field's type, its ``Keywords`` and its documentation make its schema, so a document is described once.
 ``fsdptool schema --write schemas`` renews the committed files.
@@ -7,17 +7,12 @@ A field's type, its ``Keywords`` and its documentation make its schema, so a doc
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from importlib import metadata
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool.records.codec import key_of, to_json
-from fsdptool.records.diagnostic import Diagnostic
 
 
 class Keywords:
@@ -51,7 +46,7 @@ class DocumentFormat:
         title: Title of the schema.
         kind: ``output`` documents always hold every field. ``saved`` ones are read back, perhaps from an
             earlier version, and ``input`` ones are written by hand: fields with a default may be absent.
-        envelope: Whether the document begins with :class:`fsdptool.records.schema.Envelope`.
+        envelope: Whether the document begins with :class:`fsdptool.records.diagnostic.Envelope`.
         closed: Whether unknown keys are refused.
     """
 
@@ -92,6 +87,8 @@ FORMATS: Mapping[str, DocumentFormat] = {
 def generate(name: str) -> dict[str, Any]:
     """Return the JSON Schema of the document called ``name`` (a key of :data:`FORMATS`)."""
     from importlib import import_module
+
+    from fsdptool.records.diagnostic import SCHEMA_VERSION, Envelope
 
     form = FORMATS[name]
     module, _, record_name = form.record.rpartition(".")
@@ -250,81 +247,3 @@ def _field_texts(record: type) -> Iterator[tuple[str, str]]:
 def _plain(text: str) -> str:
     """Return documentation on one line, with the backticks of Markdown."""
     return " ".join(text.replace("``", "`").split())
-
-
-SCHEMA_VERSION = 1
-_LIBRARIES = ("torch", "accelerate", "transformers", "diffusers", "peft")
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What every document begins with.
-
-    Attributes:
-        schema: Name of the schema the document follows.
-        schema_version: Version of the schema.
-        tool_version: Version of fsdptool.
-        libraries: Versions of the libraries the answer depends on.
-        inputs_digest: Digest of what the document was derived from.
-        diagnostics: Findings that belong to the document.
-        unknowns: What could not be derived, one sentence each.
-    """
-
-    schema: str
-    schema_version: int
-    tool_version: str
-    libraries: Mapping[str, str]
-    inputs_digest: Digest
-    diagnostics: tuple[Diagnostic, ...]
-    unknowns: tuple[str, ...]
-
-
-def tool_version() -> str:
-    """Return fsdptool's own version, from package metadata."""
-    return metadata.version("fsdptool")
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries an answer depends on; reads metadata, imports nothing."""
-    versions = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def digest(value: Any) -> str:
-    """Return the SHA-256 of ``value``'s canonical JSON, as ``sha256:<hex>``."""
-    text = json.dumps(to_json(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def envelope(
-    schema: str,
-    inputs: Any,
-    body: object,
-    *,
-    diagnostics: Iterable[Diagnostic] = (),
-    unknowns: Iterable[str] = (),
-) -> dict[str, Any]:
-    """Return a complete document: the common head, then ``body``.
-
-    Args:
-        schema: Name of the schema in ``schemas/`` the document validates against.
-        inputs: What the document was derived from; only its digest is kept.
-        body: The document's own fields: the record of its format, or plain data in the record's form.
-        diagnostics: Findings that belong to the document.
-        unknowns: What could not be derived, one sentence each.
-    """
-    head = Envelope(
-        schema=schema,
-        schema_version=SCHEMA_VERSION,
-        tool_version=tool_version(),
-        libraries=library_versions(),
-        inputs_digest=digest(inputs),
-        diagnostics=tuple(diagnostics),
-        unknowns=tuple(unknowns),
-    )
-    return {**to_json(head), **to_json(body)}

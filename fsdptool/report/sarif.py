@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from fsdptool.config.rules import RULES
-from fsdptool.records.schema import tool_version
+from fsdptool.records.diagnostic import tool_version
 
 if TYPE_CHECKING:
     from fsdptool.config.result import Reading

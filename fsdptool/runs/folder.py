@@ -26,10 +26,10 @@ from fsdptool.files.text import UnreadableError
 from fsdptool.modeling.methods import method_of
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.diagnostic import envelope, library_versions, tool_version
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import Start
-from fsdptool.records.schema import envelope, library_versions, tool_version
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.source.config_checks import check_consent, consented
 

@@ -25,9 +25,9 @@ from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import MicroLoss, Task, objective_for
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy, ModelSpec
+from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.schema import library_versions
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Profile, Trace
 

@@ -11,8 +11,8 @@ from fsdptool.families.registry import family_digest
 from fsdptool.modeling.methods import method_of
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.schema import library_versions, tool_version
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.modeling.methods import method_of
-from fsdptool.records.schema import tool_version
+from fsdptool.records.diagnostic import tool_version
 from fsdptool.runs.folder import EXPORT, write_json
 from fsdptool.runs.manifest import publish
 from fsdptool.training.export.adapters import SHARD_BYTES
