@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdptool.config.dialects import load_registry
-from fsdptool.config.dialects.accelerate import mapping as accelerate
+from fsdptool.config.dialects import accelerate, load_registry
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.fsdp1 import NotEditableError, Rewriter
 from fsdptool.config.reader import read_settings

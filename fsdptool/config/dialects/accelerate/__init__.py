@@ -1,17 +1,176 @@
-"""accelerate's YAML (or JSON)."""
+"""accelerate 1.15's YAML (or JSON): its keys, and what became of others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.config.canonical import LEGACY_DEFAULTS, WRITTEN, check_expressible
 from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.edits import block_lines
+from fsdptool.errors import ConfigError
+from fsdptool.records.sharding import ParallelDims
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
     from fsdptool.config.fsdp1 import Rewriter, Target
     from fsdptool.files.tree import Node
     from fsdptool.records.sharding import FsdpSettings
+
+
+NAME = "accelerate"
+CANNOT: tuple[str, ...] = ()
+"""Settings that there is no word for."""
+
+TOP_LEVEL = frozenset([
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes",
+    "machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend",
+    "same_network", "main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config",
+    "fsdp_config", "parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name",
+    "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env",
+    "dynamo_config",
+])  # fmt: skip
+WHOLE_NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
+CONVERTED = frozenset({"fp16", "dynamo_backend"})
+"""Old top-level keys the loader still converts."""
+
+INERT = {
+    "rdzv_backend": "static",
+    "same_network": False,
+    "enable_cpu_affinity": False,
+    "downcast_bf16": False,
+    "main_training_function": "main",
+}
+"""Keys whose file value never wins, with the value that harms nobody."""
+
+FSDP_KEYS = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_auto_wrap_policy": "wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap": "wrap_classes",
+    "fsdp_min_num_params": "min_num_params",
+    "fsdp_state_dict_type": "state_dict_type",
+    "fsdp_offload_params": "cpu_offload",
+    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
+    "fsdp_ignored_modules": "ignored_modules",
+    **{f"fsdp_{name}": name for name in LEGACY_DEFAULTS},
+}
+PARALLELISM_KEYS = {
+    "parallelism_config_dp_replicate_size": "dp_replicate",
+    "parallelism_config_dp_shard_size": "dp_shard",
+    "parallelism_config_tp_size": "tp",
+    "parallelism_config_cp_size": "cp",
+    "parallelism_config_cp_comm_strategy": "cp_comm_strategy",
+    "parallelism_config_sp_size": "sp",
+}
+DETAILS = {
+    "parallelism_config_cp_backend": "cp_backend",
+    "parallelism_config_sp_backend": "sp_backend",
+    "parallelism_config_sp_seq_length": "sp_seq_length",
+    "parallelism_config_sp_seq_length_is_variable": "sp_seq_length_is_variable",
+    "parallelism_config_sp_attn_implementation": "sp_attn_implementation",
+}
+"""What else accelerate 1.15's launcher passes on to ``ParallelismConfig``."""
+DEAD = {
+    "fsdp_backward_prefetch_policy": None,
+    "fsdp_limit_all_gathers": None,
+    "fsdp_flatten_parameters": None,
+    "fsdp": None,
+    "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_cpu_offload": "fsdp_offload_params",
+    "fsdp_offload": "fsdp_offload_params",
+    "fsdp_cpu_offload_usage": None,
+    "fsdp_activation_cpu_offload": "fsdp_activation_checkpointing_offload",
+    "fsdp_mixed_precision": None,
+    "fsdp_mixed_precision_policy": None,
+}
+"""Keys that look right and are not read, with the one that was meant."""
+
+LEGACY_KEYS = tuple(f"fsdp_{name}" for name in LEGACY_DEFAULTS)
+"""Keys of FSDP1 that FSDP2 has no use for."""
+
+NAMES = {canonical: key for key, canonical in (*FSDP_KEYS.items(), *PARALLELISM_KEYS.items())}
+
+
+def mapping(settings: FsdpSettings) -> dict[str, Any]:
+    """Return the settings as the mapping an accelerate file holds, in the order it is written.
+
+    Raises:
+        ConfigError: As :func:`write`.
+    """
+    check_expressible(settings, NAME)
+    top: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": settings.debug,
+        "distributed_type": "FSDP",
+        "fsdp_config": _fsdp_mapping(settings),
+        "machine_rank": settings.machine_rank,
+    }
+    for key in ("main_process_ip", "main_process_port", "gpu_ids"):
+        if getattr(settings, key) is not None:
+            top[key] = getattr(settings, key)
+    top["mixed_precision"] = settings.mixed_precision
+    top["num_machines"] = settings.num_machines
+    if settings.num_processes is not None:
+        top["num_processes"] = settings.num_processes
+    mesh = mesh_block(settings)
+    if mesh:
+        top["parallelism_config"] = mesh
+    top["rdzv_backend"] = settings.rdzv_backend
+    top["use_cpu"] = settings.use_cpu
+    return top
+
+
+def _fsdp_mapping(settings: FsdpSettings) -> dict[str, Any]:
+    block: dict[str, Any] = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": settings.reshard_after_forward,
+        "fsdp_auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
+    }
+    if settings.wrap_classes:
+        block["fsdp_transformer_layer_cls_to_wrap"] = ",".join(settings.wrap_classes)
+    if settings.min_num_params is not None:
+        block["fsdp_min_num_params"] = settings.min_num_params
+    block["fsdp_state_dict_type"] = WRITTEN["state_dict_type"][settings.state_dict_type]
+    block["fsdp_offload_params"] = settings.cpu_offload
+    block["fsdp_cpu_ram_efficient_loading"] = settings.cpu_ram_efficient_loading
+    block["fsdp_activation_checkpointing"] = settings.activation_checkpointing
+    if settings.activation_checkpointing_offload:
+        block["fsdp_activation_checkpointing_offload"] = True
+    if settings.ignored_modules is not None:
+        block["fsdp_ignored_modules"] = settings.ignored_modules
+    return block
+
+
+def mesh_block(settings: FsdpSettings) -> dict[str, Any]:
+    """Return the ``parallelism_config`` block, empty when the mesh is plain sharding over the world.
+
+    accelerate fills nothing in: an unwritten size is 1.
+
+    Raises:
+        ConfigError: ``dp_shard`` is open, and the process count that would decide it too.
+    """
+    mesh = settings.mesh
+    if mesh == ParallelDims() and settings.cp_comm_strategy == "allgather":
+        return {}
+    if mesh.dp_shard is None:
+        raise ConfigError(
+            "accelerate cannot express an open dp_shard next to other mesh sizes",
+            help="resolve the mesh for the process count first",
+        )
+    sizes = {
+        "dp_replicate_size": mesh.dp_replicate,
+        "dp_shard_size": mesh.dp_shard,
+        "tp_size": mesh.tp,
+        "cp_size": mesh.cp,
+    }
+    if mesh.cp > 1 or settings.cp_comm_strategy != "allgather":
+        sizes["cp_comm_strategy"] = settings.cp_comm_strategy  # type: ignore[assignment]
+    if mesh.sp > 1:
+        sizes["sp_size"] = mesh.sp
+    return {f"parallelism_config_{key}": value for key, value in sizes.items()}
 
 
 class Accelerate(Dialect):
@@ -39,13 +198,44 @@ class Accelerate(Dialect):
         read(lint)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
-        """Return the file."""
-        from fsdptool.config.dialects.accelerate.mapping import write
+        """Return accelerate YAML; every default that any consumer reads differently is written.
 
-        return write(settings, header)
+        Raises:
+            ConfigError: A class name or ``min_num_params`` cannot be written under the wrap policy.
+        """
+        lines = block_lines(mapping(settings))
+        return "\n".join([*(f"# {line}" if line else "#" for line in header), *lines]) + "\n"
 
-    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> Mapping[str, Any]:
-        """Turn FSDP1 settings into FSDP2, in place."""
-        from fsdptool.config.dialects.accelerate.mapping import migrate
-
-        return migrate(steps, lint, target)
+    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any]:
+        """Turn an FSDP1 file into FSDP2, one edit at a time; every default that flips is written out."""
+        block = "fsdp_config"
+        if lint.root.get(block) is None:
+            steps.apply(steps.editor.add(steps.root, None, {block: {"fsdp_version": 2}}), block)
+        for key in FSDP_KEYS:
+            bare = key.removeprefix("fsdp_")
+            parent, _ = steps.block(block)
+            if parent.kind == "map" and parent.get(key) is not None:
+                steps.drop(block, bare)
+            steps.rename(block, bare, key)
+        strategy = "fsdp_sharding_strategy"
+        parent, _ = steps.block(block)
+        if parent.kind == "map" and parent.get("fsdp_reshard_after_forward") is not None:
+            steps.drop(block, strategy)
+        steps.put(block, "fsdp_reshard_after_forward", target.reshard, synonyms=(strategy,))
+        steps.put(block, "fsdp_version", 2)
+        steps.put(block, "fsdp_state_dict_type", WRITTEN["state_dict_type"][target.state_dict])
+        dead = [key for key, meant in DEAD.items() if meant is None]
+        steps.drop(
+            block,
+            *LEGACY_KEYS,
+            *dead,
+            *(key.removeprefix("fsdp_") for key in (*LEGACY_KEYS, *dead) if key != "fsdp"),
+        )
+        if lint.get("wrap_policy") != "size":
+            steps.drop(block, "fsdp_min_num_params")
+        if target.mesh and lint.root.get("parallelism_config") is None:
+            sizes = {f"parallelism_config_{key}_size": size for key, size in target.mesh.items()}
+            steps.apply(
+                steps.editor.add(steps.root, None, {"parallelism_config": sizes}), "parallelism_config"
+            )
+        return {}

@@ -14,8 +14,8 @@ from fsdptool.config.canonical import LEGACY_DEFAULTS
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.launch import report_size
+from fsdptool.config.dialects.axolotl import CHOICES, FSDP1_KEYS, KEYS, OTHER, SIZES
 from fsdptool.config.dialects.axolotl.fsdp1 import read_fsdp1, read_list, refuse
-from fsdptool.config.dialects.axolotl.mapping import CHOICES, FSDP1_KEYS, KEYS, OTHER, SIZES
 from fsdptool.config.dialects.trainer.values import read_threshold, strategy_under_1
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 

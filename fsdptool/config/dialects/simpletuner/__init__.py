@@ -1,12 +1,14 @@
-"""SimpleTuner's ``config.json``."""
+"""SimpleTuner's ``config.json``: the keys of its flags."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from typing import TYPE_CHECKING, Any
 
+from fsdptool import spelling
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible
 from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.dialects.simpletuner.mapping import CANNOT
+from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
@@ -14,6 +16,94 @@ if TYPE_CHECKING:
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document, Node
     from fsdptool.records.sharding import FsdpSettings
+
+
+NAME = "simpletuner"
+
+KEYS = {
+    "fsdp_enable": "enable",
+    "fsdp_version": "fsdp_version",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_state_dict_type": "state_dict_type",
+    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "fsdp_cpu_offload": "cpu_offload",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_limit_all_gathers": "limit_all_gathers",
+    "fsdp_auto_wrap_policy": "wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap": "wrap_classes",
+    "context_parallel_size": "cp",
+    "context_parallel_comm_strategy": "cp_comm_strategy",
+    "num_processes": "num_processes",
+    "num_machines": "num_machines",
+    "mixed_precision": "mixed_precision",
+}
+DEFAULTS: dict[str, Any] = {
+    "fsdp_version": 2,
+    "reshard_after_forward": True,
+    "state_dict_type": "sharded",
+    "cpu_ram_efficient_loading": False,
+    "cpu_offload": False,
+    "activation_checkpointing": False,
+    "wrap_policy": "transformer",
+    "wrap_classes": (),
+    "cp": 1,
+    "cp_comm_strategy": "allgather",
+    "num_processes": None,
+    "num_machines": 1,
+    "mixed_precision": "bf16",
+}
+CANNOT = (
+    *ACCELERATE_ONLY, "dp_replicate", "tp", "sp", "min_num_params",
+    *(name for name in LAUNCH if name != "num_processes"),
+)  # fmt: skip
+
+_TABLES = {
+    "state_dict_type": spelling.STATE_DICT_TYPES,
+    "wrap_policy": spelling.WRAP_POLICIES,
+    "cp_comm_strategy": spelling.ROTATIONS,
+    "mixed_precision": spelling.PRECISIONS,
+}
+
+
+_TEXTS = ("main_process_ip", "gpu_ids", "rdzv_backend", "ignored_modules")
+
+
+def mapping(settings: FsdpSettings) -> dict[str, Any]:
+    """Return the settings as SimpleTuner's flags.
+
+    Raises:
+        ConfigError: SimpleTuner has no flag for a setting.
+    """
+    check_expressible(settings, NAME, CANNOT)
+    mesh = settings.mesh
+    if mesh.cp > 1 and (settings.num_processes is None) != (mesh.dp_shard is None):
+        raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard} without num_processes")
+    if (
+        mesh.cp > 1
+        and settings.num_processes is not None
+        and mesh.cp * (mesh.dp_shard or 1) != settings.num_processes
+    ):
+        raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard}: it is what cp leaves")
+    if mesh.cp == 1 and mesh.dp_shard is not None:
+        raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard}: all processes shard")
+    flags: dict[str, Any] = {
+        "fsdp_enable": True,
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": settings.reshard_after_forward,
+        "fsdp_state_dict_type": WRITTEN["state_dict_type"][settings.state_dict_type],
+        "fsdp_cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
+        "fsdp_cpu_offload": settings.cpu_offload,
+        "fsdp_activation_checkpointing": settings.activation_checkpointing,
+        "fsdp_auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
+    }
+    if settings.wrap_classes:
+        flags["fsdp_transformer_layer_cls_to_wrap"] = ",".join(settings.wrap_classes)
+    flags["context_parallel_size"] = mesh.cp
+    flags["context_parallel_comm_strategy"] = settings.cp_comm_strategy
+    if settings.num_processes is not None:
+        flags["num_processes"] = settings.num_processes
+    flags["mixed_precision"] = settings.mixed_precision
+    return flags
 
 
 class SimpleTuner(Dialect):
@@ -44,13 +134,20 @@ class SimpleTuner(Dialect):
         read(lint)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
-        """Return the file."""
-        from fsdptool.config.dialects.simpletuner.mapping import write
+        """Return the FSDP part of SimpleTuner's ``config.json``.
 
-        return write(settings, header)
+        Raises:
+            ConfigError: As :func:`mapping`.
+        """
+        return json.dumps(mapping(settings), indent=2) + "\n"
 
-    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> Mapping[str, Any]:
-        """Turn FSDP1 settings into FSDP2, in place."""
-        from fsdptool.config.dialects.simpletuner.mapping import migrate
-
-        return migrate(steps, lint, target)
+    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any]:
+        """Write version 2 and what version 1 meant."""
+        for key, value in (
+            ("fsdp_version", 2),
+            ("fsdp_reshard_after_forward", target.reshard),
+            ("fsdp_state_dict_type", WRITTEN["state_dict_type"][target.state_dict]),
+        ):
+            dashed = f"--{key}" if steps.root.get(f"--{key}") is not None else key
+            steps.put(None, dashed, value)
+        return {}

@@ -12,7 +12,7 @@ from fsdptool import spelling
 from fsdptool.config.canonical import WRITTEN
 from fsdptool.config.checks.mesh import refuse_context_size
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.simpletuner.mapping import _TABLES, _TEXTS, DEFAULTS, KEYS
+from fsdptool.config.dialects.simpletuner import _TABLES, _TEXTS, DEFAULTS, KEYS
 from fsdptool.files.tree import Entry, effective_entries, to_python
 
 

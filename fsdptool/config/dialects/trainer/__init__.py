@@ -1,12 +1,14 @@
-"""transformers' TrainingArguments, or the file that their ``fsdp_config`` names."""
+"""TrainingArguments (transformers 5.23) and the file that their ``fsdp_config`` names: the keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, WRITTEN, check_expressible
 from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.dialects.trainer.mapping import ARGUMENTS, CANNOT, ELSEWHERE, FSDP1_KEYS, KEYS, XLA_KEYS
+from fsdptool.errors import ConfigError
+from fsdptool.files.tree import to_python
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
@@ -15,11 +17,76 @@ if TYPE_CHECKING:
     from fsdptool.records.sharding import FsdpSettings
 
 
+NAME = "trainer"
+
+KEYS = {
+    "version": "fsdp_version",
+    "reshard_after_forward": "reshard_after_forward",
+    "auto_wrap_policy": "wrap_policy",
+    "transformer_layer_cls_to_wrap": "wrap_classes",
+    "min_num_params": "min_num_params",
+    "state_dict_type": "state_dict_type",
+    "cpu_offload": "cpu_offload",
+    "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "activation_checkpointing": "activation_checkpointing",
+}
+FSDP1_KEYS = (
+    "forward_prefetch",
+    "backward_prefetch",
+    "use_orig_params",
+    "sync_module_states",
+    "limit_all_gathers",
+)
+XLA_KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
+ELSEWHERE = {
+    "offload_params": "cpu_offload",
+    "offload": "cpu_offload",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+    "transformer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+    "fsdp_version": "version",
+}
+"""Other programs' words for keys read here."""
+
+ARGUMENTS = frozenset([
+    "output_dir", "per_device_train_batch_size", "num_train_epochs", "learning_rate",
+    "gradient_accumulation_steps", "lr_scheduler_type", "save_strategy", "logging_steps", "report_to",
+    "bf16", "fp16", "gradient_checkpointing", "max_steps", "save_only_model", "deepspeed", "optim",
+    "activation_checkpointing",
+])  # fmt: skip
+CANNOT = (*ACCELERATE_ONLY, *MESH, "cp_comm_strategy", *LAUNCH)
+
+
+def mapping(settings: FsdpSettings, name: str = NAME) -> dict[str, Any]:
+    """Return ``fsdp``, precision and ``fsdp_config`` as TrainingArguments hold them.
+
+    Raises:
+        ConfigError: TrainingArguments have no word for a setting.
+    """
+    check_expressible(settings, name, CANNOT)
+    config: dict[str, Any] = {
+        "version": 2,
+        "reshard_after_forward": settings.reshard_after_forward,
+        "auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
+    }
+    if settings.wrap_classes:
+        config["transformer_layer_cls_to_wrap"] = list(settings.wrap_classes)
+    if settings.min_num_params is not None:
+        config["min_num_params"] = settings.min_num_params
+    config["state_dict_type"] = WRITTEN["state_dict_type"][settings.state_dict_type]
+    config["cpu_offload"] = settings.cpu_offload
+    config["cpu_ram_efficient_loading"] = settings.cpu_ram_efficient_loading
+    config["activation_checkpointing"] = settings.activation_checkpointing
+    precision = settings.mixed_precision
+    if precision == "fp8":
+        raise ConfigError(f"{name} cannot express mixed_precision = 'fp8'", help="write accelerate instead")
+    return {"fsdp": True, "bf16": precision == "bf16", "fp16": precision == "fp16", "fsdp_config": config}
+
+
 class Trainer(Dialect):
     """transformers' TrainingArguments, or the file that their ``fsdp_config`` names."""
 
     name = "trainer"
-    consumers = ("trainer", "llamafactory")
+    consumers: tuple[str, ...] = ("trainer", "llamafactory")
     cannot = CANNOT
 
     def matches(self, root: Node) -> float:
@@ -44,13 +111,44 @@ class Trainer(Dialect):
         read(lint)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
-        """Return the file."""
-        from fsdptool.config.dialects.trainer.mapping import write
+        """Return TrainingArguments as JSON (``HfArgumentParser.parse_json_file`` reads them).
 
-        return write(settings, header)
+        Raises:
+            ConfigError: As :func:`mapping`.
+        """
+        return json.dumps(mapping(settings), indent=2) + "\n"
 
-    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> Mapping[str, Any]:
+    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any]:
         """Turn FSDP1 settings into FSDP2, in place."""
-        from fsdptool.config.dialects.trainer.mapping import migrate
-
-        return migrate(steps, lint, target)
+        block = None if lint.root.get("fsdp_config") is None else "fsdp_config"
+        if lint.fsdp_entry is not None and block is None:
+            steps.apply(steps.editor.add(steps.root, None, {"fsdp_config": {"version": 2}}), "fsdp_config")
+            block = "fsdp_config"
+        for key in (*KEYS, "sharding_strategy", *FSDP1_KEYS):
+            parent, _ = steps.block(block)
+            if parent.kind == "map" and parent.get(f"fsdp_{key}") is not None:
+                steps.drop(block, key)
+        steps.drop(
+            block,
+            *FSDP1_KEYS,
+            "sharding_strategy",
+            *(f"fsdp_{key}" for key in (*FSDP1_KEYS, "sharding_strategy")),
+        )
+        steps.put(block, "reshard_after_forward", target.reshard, synonyms=("fsdp_reshard_after_forward",))
+        steps.put(
+            block,
+            "state_dict_type",
+            WRITTEN["state_dict_type"][target.state_dict],
+            synonyms=("fsdp_state_dict_type",),
+        )
+        steps.put(block, "version", 2, synonyms=("fsdp_version",))
+        switch = steps.root.get("fsdp") if block is not None else None
+        if switch is not None and to_python(switch.node) is not True:
+            value = to_python(switch.node)
+            offload = "offload" in (value if isinstance(value, list) else str(value).split())
+            if (offload and lint.facts["cpu_offload"].entry is switch) or lint.get("cpu_offload"):
+                steps.put(block, "cpu_offload", True, synonyms=("fsdp_cpu_offload",))
+            switch = steps.root.get("fsdp")
+            assert switch is not None
+            steps.apply(steps.editor.replace_entry(switch, True), "fsdp")
+        return {}

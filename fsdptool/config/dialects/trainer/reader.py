@@ -11,7 +11,7 @@ from typing import Any
 from fsdptool import spelling
 from fsdptool.config.canonical import begins
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.trainer.mapping import ELSEWHERE, FSDP1_KEYS, KEYS, XLA_KEYS
+from fsdptool.config.dialects.trainer import ELSEWHERE, FSDP1_KEYS, KEYS, XLA_KEYS
 from fsdptool.config.dialects.trainer.switch import read_switch
 from fsdptool.config.dialects.trainer.values import default, read_fsdp1_key, read_key, read_strategy
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python

@@ -5,17 +5,14 @@ Read, not run. The FSDP keys are transformers' and are read by the same code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdptool import spelling
-from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.dialects.trainer.mapping import CANNOT, KEYS, mapping, migrate
+from fsdptool.config.dialects.trainer import KEYS, Trainer, mapping
 from fsdptool.files.tree import Entry, Node, to_python
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
-    from fsdptool.config.fsdp1 import Rewriter, Target
     from fsdptool.records.sharding import FsdpSettings
 
 _OWN = frozenset(
@@ -27,12 +24,11 @@ _V1 = frozenset([
 ])  # fmt: skip
 
 
-class LlamaFactory(Dialect):
+class LlamaFactory(Trainer):
     """LLaMA-Factory's YAML."""
 
     name = "llamafactory"
     consumers = ("llamafactory",)
-    cannot = CANNOT
 
     def matches(self, root: Node) -> float:
         """Return how surely the mapping is LLaMA-Factory's."""
@@ -43,7 +39,28 @@ class LlamaFactory(Dialect):
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""
-        _read(lint)
+        from fsdptool.config.dialects.trainer import reader as trainer
+
+        lint.names = {canonical: key for key, canonical in KEYS.items()}
+        dist = lint.root.get("dist_config")
+        if dist is not None and dist.node.kind == "map":
+            _read_v1(lint, dist)
+            return
+        root = lint.root
+        if root.get("fsdp") is None and root.get("fsdp_config") is None:
+            deepspeed = root.get("deepspeed")
+            lint.runs_fsdp = False
+            lint.configures_fsdp = False
+            why = (
+                "it uses DeepSpeed"
+                if deepspeed is not None and to_python(deepspeed.node)
+                else ("FSDP can only come from the accelerate file it is launched with")
+            )
+            lint.report("FSD113", f"the file does not configure FSDP: {why}")
+            return
+        block = trainer.read_arguments(lint)
+        if lint.configures_fsdp:
+            trainer.read_config(lint, block)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         """Return the FSDP part of a file, in YAML.
@@ -55,35 +72,6 @@ class LlamaFactory(Dialect):
 
         top = {"stage": "sft", "finetuning_type": "full", **mapping(settings, self.name)}
         return "\n".join([*(f"# {line}" if line else "#" for line in header), *block_lines(top)]) + "\n"
-
-    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> Mapping[str, Any]:
-        """Turn FSDP1 settings into FSDP2, in place."""
-        return migrate(steps, lint, target)
-
-
-def _read(lint: LintContext) -> None:
-    from fsdptool.config.dialects.trainer import reader as trainer
-
-    lint.names = {canonical: key for key, canonical in KEYS.items()}
-    dist = lint.root.get("dist_config")
-    if dist is not None and dist.node.kind == "map":
-        _read_v1(lint, dist)
-        return
-    root = lint.root
-    if root.get("fsdp") is None and root.get("fsdp_config") is None:
-        deepspeed = root.get("deepspeed")
-        lint.runs_fsdp = False
-        lint.configures_fsdp = False
-        why = (
-            "it uses DeepSpeed"
-            if deepspeed is not None and to_python(deepspeed.node)
-            else ("FSDP can only come from the accelerate file it is launched with")
-        )
-        lint.report("FSD113", f"the file does not configure FSDP: {why}")
-        return
-    block = trainer.read_arguments(lint)
-    if lint.configures_fsdp:
-        trainer.read_config(lint, block)
 
 
 def _read_v1(lint: LintContext, dist: Entry) -> None:

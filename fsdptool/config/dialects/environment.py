@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import BOOLEANS, LEGACY_DEFAULTS, WRITTEN, check_expressible
+from fsdptool.config.canonical import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import values
+from fsdptool.config.dialects.accelerate import DETAILS, values
 from fsdptool.config.dialects.accelerate.launch import (
     read_details,
     read_precision,
     read_rotation,
     report_size,
 )
-from fsdptool.config.dialects.accelerate.mapping import DETAILS
-from fsdptool.config.dialects.environment import CANNOT
+from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.shell import parse_environment, sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
 from fsdptool.records.sharding import FsdpSettings, ParallelDims
+
+if TYPE_CHECKING:
+    from fsdptool.config.context import LintContext
+    from fsdptool.files.text import SourceText
+    from fsdptool.files.tree import Document
+    from fsdptool.records.sharding import FsdpSettings
+
+CANNOT = tuple(name for name in LAUNCH if name not in ("use_cpu", "debug"))
+
 
 NAME = "env"
 
@@ -52,39 +61,6 @@ SIZES = {
 }
 _DETAILS = {key.upper(): name for key, name in DETAILS.items()}
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
-
-
-def read(lint: LintContext) -> None:
-    """Read assignments into facts, as the plugin built without arguments would."""
-    lint.names = {canonical: key for key, canonical in (*KEYS.items(), *SIZES.items())}
-    chosen = {str(entry.key): entry for entry in effective_entries(lint.root)}
-    _unknown(lint, chosen)
-
-    def on(key: str) -> bool:
-        return key in chosen and bool(values.word_of_truth(chosen[key].node.value))
-
-    if on("ACCELERATE_USE_DEEPSPEED") and on("ACCELERATE_USE_FSDP"):
-        lint.report(
-            "FSD304",
-            "FSDP and DeepSpeed cannot be enabled simultaneously.",
-            chosen["ACCELERATE_USE_DEEPSPEED"],
-        )
-    if not on("ACCELERATE_USE_FSDP"):
-        first = next(iter(chosen.values()))
-        lint.report(
-            "FSD330",
-            "ACCELERATE_USE_FSDP is not true: accelerate does not start FSDP",
-            first,
-            severity="warning",
-            help="set ACCELERATE_USE_FSDP=true, or launch with an accelerate file",
-        )
-    values.read_version(lint, chosen.get("FSDP_VERSION"))
-    version = lint.get("fsdp_version")
-    for key, name in KEYS.items():
-        if key == "FSDP_VERSION":
-            continue
-        _read(lint, key, name, chosen.get(key), version)
-    _sizes(lint, chosen, on("ACCELERATE_USE_PARALLELISM_CONFIG"))
 
 
 def _unknown(lint: LintContext, chosen: dict[str, Entry]) -> None:
@@ -213,36 +189,6 @@ def _sizes(lint: LintContext, chosen: dict[str, Entry], active: bool) -> None:
         read_details(lint, details, written_in="environment")
 
 
-def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
-    """Return ``export`` lines.
-
-    Raises:
-        ConfigError: No variable expresses a setting.
-    """
-    check_expressible(settings, NAME, CANNOT)
-    lines = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    for key, name in KEYS.items():
-        if name in LEGACY_DEFAULTS or name == "fsdp_version":
-            continue
-        value = getattr(settings, name)
-        if value is None or value == () or (name in ("use_cpu", "debug") and not value):
-            continue
-        lines[key] = _text(name, value)
-    mesh = settings.mesh
-    if mesh != ParallelDims() or settings.cp_comm_strategy != "allgather":
-        if mesh.dp_shard is None:
-            raise ConfigError(
-                f"{NAME} cannot express an open dp_shard next to other mesh sizes",
-                help="resolve the mesh for the process count first",
-            )
-        lines["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        for key, name in SIZES.items():
-            lines[key] = str(getattr(mesh, name))
-        lines["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] = settings.cp_comm_strategy
-    head = [f"# {line}" if line else "#" for line in header]
-    return "\n".join([*head, *(f"export {key}={value}" for key, value in lines.items())]) + "\n"
-
-
 def _text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -254,3 +200,81 @@ def _text(name: str, value: Any) -> str:
             raise ConfigError(f"{NAME} cannot express {name} = {text!r}")
         return f"'{text}'"
     return text
+
+
+class Environment(Dialect):
+    """What accelerate's plugin reads where no launcher sets it."""
+
+    name = "env"
+    consumers = ("accelerate", "fsdptool")
+    cannot = CANNOT
+    in_place = False
+
+    def sniff(self, text: str) -> bool:
+        """Whether the text is a list of assignments."""
+        return sniff(text) == "env"
+
+    def parse(self, source: SourceText) -> Document:
+        """Read the assignments."""
+        return parse_environment(source.text)
+
+    def read(self, lint: LintContext) -> None:
+        """Read assignments into facts, as the plugin built without arguments would."""
+        lint.names = {canonical: key for key, canonical in (*KEYS.items(), *SIZES.items())}
+        chosen = {str(entry.key): entry for entry in effective_entries(lint.root)}
+        _unknown(lint, chosen)
+
+        def on(key: str) -> bool:
+            return key in chosen and bool(values.word_of_truth(chosen[key].node.value))
+
+        if on("ACCELERATE_USE_DEEPSPEED") and on("ACCELERATE_USE_FSDP"):
+            lint.report(
+                "FSD304",
+                "FSDP and DeepSpeed cannot be enabled simultaneously.",
+                chosen["ACCELERATE_USE_DEEPSPEED"],
+            )
+        if not on("ACCELERATE_USE_FSDP"):
+            first = next(iter(chosen.values()))
+            lint.report(
+                "FSD330",
+                "ACCELERATE_USE_FSDP is not true: accelerate does not start FSDP",
+                first,
+                severity="warning",
+                help="set ACCELERATE_USE_FSDP=true, or launch with an accelerate file",
+            )
+        values.read_version(lint, chosen.get("FSDP_VERSION"))
+        version = lint.get("fsdp_version")
+        for key, name in KEYS.items():
+            if key == "FSDP_VERSION":
+                continue
+            _read(lint, key, name, chosen.get(key), version)
+        _sizes(lint, chosen, on("ACCELERATE_USE_PARALLELISM_CONFIG"))
+
+    def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+        """Return ``export`` lines.
+
+        Raises:
+            ConfigError: No variable expresses a setting.
+        """
+        check_expressible(settings, NAME, CANNOT)
+        lines = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        for key, name in KEYS.items():
+            if name in LEGACY_DEFAULTS or name == "fsdp_version":
+                continue
+            value = getattr(settings, name)
+            if value is None or value == () or (name in ("use_cpu", "debug") and not value):
+                continue
+            lines[key] = _text(name, value)
+        mesh = settings.mesh
+        if mesh != ParallelDims() or settings.cp_comm_strategy != "allgather":
+            if mesh.dp_shard is None:
+                raise ConfigError(
+                    f"{NAME} cannot express an open dp_shard next to other mesh sizes",
+                    help="resolve the mesh for the process count first",
+                )
+            lines["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+            for key, name in SIZES.items():
+                lines[key] = str(getattr(mesh, name))
+            lines["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] = settings.cp_comm_strategy
+        head = [f"# {line}" if line else "#" for line in header]
+        return "\n".join([*head, *(f"export {key}={value}" for key, value in lines.items())]) + "\n"

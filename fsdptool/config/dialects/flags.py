@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import LEGACY_DEFAULTS, MESH, check_expressible
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import mapping as accelerate
+from fsdptool.config.dialects import accelerate
+from fsdptool.config.dialects.accelerate import DETAILS
 from fsdptool.config.dialects.accelerate.launch import read_details, report_size
-from fsdptool.config.dialects.accelerate.mapping import DETAILS
-from fsdptool.config.dialects.flags import CANNOT
+from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.dialects.simpletuner import reader as simpletuner
+from fsdptool.config.shell import parse_flags, sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, to_python
 from fsdptool.records.sharding import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.config.context import LintContext
+    from fsdptool.files.text import SourceText
+    from fsdptool.files.tree import Document, Node
+    from fsdptool.records.sharding import FsdpSettings
+
+CANNOT = ("ignored_modules", "use_cpu")
+_SIMPLETUNER = frozenset([
+    "fsdp_enable", "context_parallel_size", "context_parallel_comm_strategy", "fsdp_cpu_offload",
+    "model_family",
+])  # fmt: skip
+
 
 NAME = "flags"
 
@@ -160,38 +174,6 @@ def _value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
     return simpletuner.read_value(lint, key, name, entry)
 
 
-def write(settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
-    """Return ``accelerate launch`` flags, one per line.
-
-    Raises:
-        ConfigError: accelerate has no flag for a setting.
-    """
-    check_expressible(settings, NAME, CANNOT)
-    document = accelerate.mapping(settings)
-    lines = ["--use_fsdp"]
-    for key, value in document["fsdp_config"].items():
-        lines.append(f"--{key} {_word(value)}")
-    mesh = document.get("parallelism_config")
-    if mesh:
-        lines.append("--use_parallelism_config")
-        lines.extend(f"--{key} {_word(value)}" for key, value in mesh.items())
-    for key in (
-        "mixed_precision",
-        "num_processes",
-        "num_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "gpu_ids",
-        "rdzv_backend",
-    ):
-        if key in document:
-            lines.append(f"--{key} {_word(document[key])}")
-    if settings.debug:
-        lines.append("--debug")
-    return " \\\n".join(lines) + "\n"
-
-
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -199,3 +181,67 @@ def _word(value: Any) -> str:
     if not text or any(character.isspace() or character in "'\"\\#" for character in text):
         raise ConfigError(f"{NAME} cannot express the value {text!r}")
     return text
+
+
+class Flags(Dialect):
+    """A command line; SimpleTuner's are told by the flags that only it has."""
+
+    name = "flags"
+    consumers = ("accelerate", "fsdptool", "simpletuner")
+    cannot = CANNOT
+    in_place = False
+
+    def sniff(self, text: str) -> bool:
+        """Whether the text is a command line."""
+        return sniff(text) == "flags"
+
+    def parse(self, source: SourceText) -> Document:
+        """Read the flags."""
+        return parse_flags(source.text)
+
+    def consumer_of(self, root: Node) -> str:
+        """Return ``simpletuner`` for its flags."""
+        names = {str(entry.key).lstrip("-").replace("-", "_").lower() for entry in root.entries}
+        return "simpletuner" if names & _SIMPLETUNER and "use_fsdp" not in names else "accelerate"
+
+    def read(self, lint: LintContext) -> None:
+        """Read the flags into facts."""
+        from fsdptool.config.dialects.simpletuner import reader as simpletuner
+
+        if lint.consumer.name == "simpletuner":
+            lint.migration_refusal = "change the command line to --fsdp_version 2 by hand"
+        if self.consumer_of(lint.root) == "simpletuner":
+            simpletuner.read(lint)
+        else:
+            read_accelerate(lint)
+
+    def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+        """Return ``accelerate launch`` flags, one per line.
+
+        Raises:
+            ConfigError: accelerate has no flag for a setting.
+        """
+        check_expressible(settings, NAME, CANNOT)
+        document = accelerate.mapping(settings)
+        lines = ["--use_fsdp"]
+        for key, value in document["fsdp_config"].items():
+            lines.append(f"--{key} {_word(value)}")
+        mesh = document.get("parallelism_config")
+        if mesh:
+            lines.append("--use_parallelism_config")
+            lines.extend(f"--{key} {_word(value)}" for key, value in mesh.items())
+        for key in (
+            "mixed_precision",
+            "num_processes",
+            "num_machines",
+            "machine_rank",
+            "main_process_ip",
+            "main_process_port",
+            "gpu_ids",
+            "rdzv_backend",
+        ):
+            if key in document:
+                lines.append(f"--{key} {_word(document[key])}")
+        if settings.debug:
+            lines.append("--debug")
+        return " \\\n".join(lines) + "\n"
