@@ -2,7 +2,7 @@
 
 from fsdptool.config.consumers import Consumer
 from fsdptool.config.reader import read_settings
-from fsdptool.config.result import Ignored, Reading, Setting
+from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 
-__all__ = ["Consumer", "Ignored", "Reading", "Setting", "read_settings", "write_settings"]
+__all__ = ["Consumer", "Reading", "read_settings", "write_settings"]

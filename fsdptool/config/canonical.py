@@ -143,6 +143,23 @@ def facts_from(settings: FsdpSettings) -> dict[str, Any]:
     return {name: facts[name] for name in COMMON}
 
 
+def values_written(settings: FsdpSettings, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings as accelerate and TrainingArguments write them; what is unset is left out.
+
+    Args:
+        settings: What is to be written.
+        keys: A dialect's keys with their canonical names; those of version 1 are passed over.
+    """
+    facts = facts_from(settings)
+    values = {}
+    for key, name in keys.items():
+        value = facts.get(name)
+        if value is not None and value != ():
+            text = ",".join(value) if isinstance(value, tuple) else value
+            values[key] = WRITTEN.get(name, {}).get(text, text)
+    return values
+
+
 _DEFAULT = facts_from(FsdpSettings())
 
 

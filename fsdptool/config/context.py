@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.consumers import Consumer
 from fsdptool.config.edits import Editor
-from fsdptool.config.result import Ignored
 from fsdptool.config.rules import RULES
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry, Node
-from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, Severity
+from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, IgnoredKey, Severity
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import Dialect
@@ -79,7 +78,7 @@ class LintContext:
     environment: Mapping[str, str] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    ignored: list[Ignored] = field(default_factory=list)
+    ignored: list[IgnoredKey] = field(default_factory=list)
     overridden: dict[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     runs_fsdp: bool = True
@@ -140,7 +139,7 @@ class LintContext:
     def ignore(self, entry: Entry, reason: str, *, key: str | None = None) -> None:
         """Record something written that the consumer does not use."""
         value = entry.node.value if entry.node.kind == "scalar" else f"<{entry.node.kind}>"
-        self.ignored.append(Ignored(key or str(entry.key), value, self.line(entry), reason))
+        self.ignored.append(IgnoredKey(key or str(entry.key), value, self.line(entry), reason))
 
     def report(
         self,

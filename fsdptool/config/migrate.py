@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +95,12 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
     assert reading.source is not None and reading.written_in is not None
     if reading.version == 1 and not reading.written_in.in_place:
         return _across(path, reading, reading.written_in.name)
-    safe = repair(reading)
-    result = repair(safe.reading, unsafe=True, only=_CODES)
-    final = repair(result.reading)
+    result_of = partial(Migrated, path, reading.dialect, reading.source.text)
+    final = repair(repair(repair(reading).reading, unsafe=True, only=_CODES).reading)
     if final.reading.version == 1:
-        return Migrated(
-            path,
-            reading.dialect,
-            reading.source.text,
-            None,
-            "cannot be migrated: the form of the file does not allow the edits",
-            "write a new file with --to accelerate -o FILE",
-        )
-    return Migrated(
-        path,
-        reading.dialect,
-        reading.source.text,
+        why = "cannot be migrated: the form of the file does not allow the edits"
+        return result_of(None, why, "write a new file with --to accelerate -o FILE")
+    return result_of(
         final.after.text,
         encoded=final.after.encode(),
         notes=(*_lost(reading), *_switched(reading, final.reading), *_remaining(final.reading)),
@@ -135,29 +126,17 @@ def _switched(before: Reading, after: Reading) -> Iterable[str]:
 
 def _across(path: Path, reading: Reading, to: str) -> Migrated:
     assert reading.source is not None and reading.dialect is not None
+    result_of = partial(Migrated, path, reading.dialect, reading.source.text)
     blocking = [item for item in reading.errors if item.fix is None or not item.fix.safe]
     if blocking or reading.settings is None:
         first = blocking[0] if blocking else None
-        return Migrated(
-            path,
-            reading.dialect,
-            reading.source.text,
-            None,
-            first.message if first else "the file does not configure FSDP",
-            first.help if first else None,
-        )
+        why = first.message if first else "the file does not configure FSDP"
+        return result_of(None, why, first.help if first else None)
     try:
         text, notes = write_across(reading.settings, to)
     except ConfigError as error:
-        return Migrated(path, reading.dialect, reading.source.text, None, error.message, error.help)
-    return Migrated(
-        path,
-        reading.dialect,
-        reading.source.text,
-        text,
-        notes=(*notes, *_lost(reading)),
-        encoded=text.encode(),
-    )
+        return result_of(None, error.message, error.help)
+    return result_of(text, notes=(*notes, *_lost(reading)), encoded=text.encode())
 
 
 def write_across(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, settings_from
 from fsdptool.config.checks.meaning import check_meaning
@@ -15,11 +15,11 @@ from fsdptool.config.consumers import PROGRAMS, Consumer, known_programs, resolv
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import detect_dialect, load_registry, parse_source, sniff_dialect
 from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.result import Reading, Setting
+from fsdptool.config.result import Reading
 from fsdptool.config.rules import RULES
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Document, ParseError, duplicates, walk
-from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting
 
 if TYPE_CHECKING:
     from fsdptool.config.checks.model import Hardware
@@ -169,10 +169,11 @@ def _finish(lint: LintContext, comments: Comments) -> Reading:
         if fact is None or (not lint.runs_fsdp and key in _FSDP_ONLY):
             continue
         line = lint.line(fact.entry) if fact.entry is not None else None
-        value, origin = list(fact.value) if isinstance(fact.value, tuple) else fact.value, fact.origin
+        value: Any = list(fact.value) if isinstance(fact.value, tuple) else fact.value
+        origin = fact.origin
         if key in lint.overridden:
             value, origin, line = lint.overridden[key], f"default of {lint.consumer}", None
-        effective.append(Setting(key, value, origin, line))
+        effective.append(EffectiveSetting(key, value, origin, line))
     ordered = sorted(lint.findings, key=lambda finding: (finding.order, finding.diagnostic.code))
     kept = [finding for finding in ordered if not comments.silences(finding.diagnostic)]
     return Reading(

@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.consumers import Consumer
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document
-from fsdptool.records.diagnostic import Diagnostic, envelope
+from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting, IgnoredKey, envelope
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
-    from fsdptool.records.config_documents import ConsumerVersion, FileStatus, FileVerdict, Finding
-
-if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import Dialect
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One effective setting. ``line`` is None for defaults and the environment."""
-
-    key: str
-    value: Any
-    origin: str
-    line: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """Something that was written and that the consumer does not use."""
-
-    key: str
-    value: Any
-    line: int | None
-    reason: str
+    from fsdptool.records.config_documents import ConsumerVersion, FileStatus, FileVerdict, Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +37,8 @@ class Reading:
 
     settings: FsdpSettings | None
     diagnostics: tuple[Diagnostic, ...]
-    effective: tuple[Setting, ...]
-    ignored: tuple[Ignored, ...]
+    effective: tuple[EffectiveSetting, ...]
+    ignored: tuple[IgnoredKey, ...]
     dialect: str | None
     consumer: Consumer
     version: int | None = None
@@ -151,7 +129,7 @@ class Verdict:
 def file_verdict(reading: Reading) -> FileVerdict:
     """Return one file's part of the document."""
     # The records of documents cost the quick text output more than the checks do.
-    from fsdptool.records.config_documents import EffectiveSetting, FileVerdict, IgnoredKey
+    from fsdptool.records.config_documents import FileVerdict
 
     return FileVerdict(
         path=reading.path,
@@ -160,12 +138,8 @@ def file_verdict(reading: Reading) -> FileVerdict:
         consumer=_consumer(reading.consumer),
         fsdp_version=reading.version,  # type: ignore[arg-type]  # 1, 2 or None
         status=reading.status,
-        effective=tuple(
-            EffectiveSetting(item.key, item.value, item.origin, item.line) for item in reading.effective
-        ),
-        ignored=tuple(
-            IgnoredKey(item.key, _json(item.value), item.line, item.reason) for item in reading.ignored
-        ),
+        effective=reading.effective,
+        ignored=tuple(replace(item, value=_json(item.value)) for item in reading.ignored),
         findings=tuple(finding(item) for item in reading.diagnostics),
         suppressed=tuple(finding(item) for item in reading.suppressed),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fsdptool.records.diagnostic import Fix, RuleFamily, Safety, Severity
+from fsdptool.records.diagnostic import EffectiveSetting, Fix, IgnoredKey, RuleFamily, Safety, Severity
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Digest, Keywords, Positive
 from fsdptool.records.sharding import FsdpSettings
@@ -19,26 +19,6 @@ class ConsumerVersion:
 
     name: str
     version: str
-
-
-@dataclass(frozen=True, slots=True)
-class EffectiveSetting:
-    """A setting that takes effect, and where its value comes from; `line` is null for defaults."""
-
-    key: str
-    value: str | float | int | bool | tuple[str, ...] | None
-    origin: str
-    line: Positive | None
-
-
-@dataclass(frozen=True, slots=True)
-class IgnoredKey:
-    """Something that is written in the file and that the consumer does not use."""
-
-    key: str
-    value: str | float | int | bool | None
-    line: Positive | None
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

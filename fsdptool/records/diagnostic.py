@@ -115,6 +115,26 @@ class Rule:
         return _FAMILIES[self.code[:-2]]
 
 
+@dataclass(frozen=True, slots=True)
+class EffectiveSetting:
+    """A setting that takes effect, and where its value comes from; `line` is null for defaults."""
+
+    key: str
+    value: str | float | int | bool | tuple[str, ...] | None
+    origin: str
+    line: Positive | None
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredKey:
+    """Something that is written in the file and that the consumer does not use."""
+
+    key: str
+    value: str | float | int | bool | None
+    line: Positive | None
+    reason: str
+
+
 SCHEMA_VERSION = 1
 _LIBRARIES = ("torch", "accelerate", "transformers", "diffusers", "peft")
 

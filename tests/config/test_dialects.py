@@ -17,9 +17,9 @@ from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import Registry, load_registry
 from fsdptool.config.dialects.accelerate import Accelerate
 from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.result import Ignored
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Node
+from fsdptool.records.diagnostic import IgnoredKey
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.testing.dialects import assert_conforms, check_dialect
 
@@ -73,7 +73,7 @@ class Careless(Accelerate):
             lint.findings.clear()
             lint.set("state_dict_type", "sharded", entry=lint.at("state_dict_type"))
         if self.wrong == "misplaced" and "bogus" in lint.source.text:
-            lint.ignored.append(Ignored("key", "value", 10_000, "nobody reads it"))
+            lint.ignored.append(IgnoredKey("key", "value", 10_000, "nobody reads it"))
         if self.wrong == "forgets":
             lint.set("cpu_offload", False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.canonical import LEGACY_DEFAULTS, WRITTEN, check_expressible
+from fsdptool.config.canonical import LEGACY_DEFAULTS, WRITTEN, check_expressible, values_written
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
@@ -124,23 +124,9 @@ def mapping(settings: FsdpSettings) -> dict[str, Any]:
 
 
 def _fsdp_mapping(settings: FsdpSettings) -> dict[str, Any]:
-    block: dict[str, Any] = {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": settings.reshard_after_forward,
-        "fsdp_auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
-    }
-    if settings.wrap_classes:
-        block["fsdp_transformer_layer_cls_to_wrap"] = ",".join(settings.wrap_classes)
-    if settings.min_num_params is not None:
-        block["fsdp_min_num_params"] = settings.min_num_params
-    block["fsdp_state_dict_type"] = WRITTEN["state_dict_type"][settings.state_dict_type]
-    block["fsdp_offload_params"] = settings.cpu_offload
-    block["fsdp_cpu_ram_efficient_loading"] = settings.cpu_ram_efficient_loading
-    block["fsdp_activation_checkpointing"] = settings.activation_checkpointing
-    if settings.activation_checkpointing_offload:
-        block["fsdp_activation_checkpointing_offload"] = True
-    if settings.ignored_modules is not None:
-        block["fsdp_ignored_modules"] = settings.ignored_modules
+    block = values_written(settings, FSDP_KEYS)
+    if not settings.activation_checkpointing_offload:
+        block.pop("fsdp_activation_checkpointing_offload")
     return block
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible, values_written
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
@@ -109,19 +109,7 @@ class Axolotl(Dialect):
         for key, name in SIZES.items():
             if getattr(mesh, name) != getattr(ParallelDims(), name):
                 top[key] = getattr(mesh, name)
-        block: dict[str, Any] = {
-            "reshard_after_forward": settings.reshard_after_forward,
-            "auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
-        }
-        if settings.wrap_classes:
-            block["transformer_layer_cls_to_wrap"] = ",".join(settings.wrap_classes)
-        if settings.min_num_params is not None:
-            block["min_num_params"] = settings.min_num_params
-        block["state_dict_type"] = WRITTEN["state_dict_type"][settings.state_dict_type]
-        block["offload_params"] = settings.cpu_offload
-        block["cpu_ram_efficient_loading"] = settings.cpu_ram_efficient_loading
-        block["activation_checkpointing"] = settings.activation_checkpointing
-        top["fsdp_config"] = block
+        top["fsdp_config"] = values_written(settings, KEYS)
         top["bf16"] = settings.mixed_precision == "bf16"
         top["fp16"] = settings.mixed_precision == "fp16"
         if settings.mixed_precision == "fp8":

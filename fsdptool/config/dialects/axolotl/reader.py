@@ -7,8 +7,6 @@ the ``fsdp_`` prefix with a warning, lifts a version inside the block, and compa
 
 from __future__ import annotations
 
-from typing import Any
-
 from fsdptool import spelling
 from fsdptool.config.canonical import LEGACY_DEFAULTS
 from fsdptool.config.context import LintContext
@@ -16,7 +14,7 @@ from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.launch import report_size
 from fsdptool.config.dialects.axolotl import CHOICES, FSDP1_KEYS, KEYS, OTHER, SIZES
 from fsdptool.config.dialects.axolotl.fsdp1 import read_fsdp1, read_list, refuse
-from fsdptool.config.dialects.trainer.values import read_threshold, strategy_under_1
+from fsdptool.config.dialects.trainer.values import DEFAULTS, read_threshold, strategy_under_1
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
@@ -176,7 +174,8 @@ def _keys(lint: LintContext, block: Node | None, chosen: dict[str, Entry], versi
     for key, name in KEYS.items():
         entry = chosen.get(key)
         if entry is None or to_python(entry.node) is None:
-            _default(lint, name, version)
+            if name != "reshard_after_forward" or version == 2:
+                lint.set(name, DEFAULTS[name])
         elif name == "wrap_classes":
             values.read_classes(lint, entry, block)
         elif name == "min_num_params":
@@ -275,18 +274,3 @@ def _unknown(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
         lint.report_removable(
             "FSD202", f"{entry.key} is not read by axolotl", entry, block, help="remove it", safe=True
         )
-
-
-def _default(lint: LintContext, name: str, version: int) -> None:
-    defaults: dict[str, Any] = {
-        "reshard_after_forward": True if version == 2 else None,
-        "wrap_policy": "transformer",
-        "wrap_classes": (),
-        "min_num_params": None,
-        "state_dict_type": "full",  # what TrainingArguments pass when nothing is written
-        "cpu_offload": False,
-        "cpu_ram_efficient_loading": False,
-        "activation_checkpointing": False,
-    }
-    if name != "reshard_after_forward" or version == 2:
-        lint.set(name, defaults[name])

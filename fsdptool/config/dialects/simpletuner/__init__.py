@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible, values_written
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.errors import ConfigError
 
@@ -86,24 +86,8 @@ def mapping(settings: FsdpSettings) -> dict[str, Any]:
         raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard}: it is what cp leaves")
     if mesh.cp == 1 and mesh.dp_shard is not None:
         raise ConfigError(f"{NAME} cannot express dp_shard = {mesh.dp_shard}: all processes shard")
-    flags: dict[str, Any] = {
-        "fsdp_enable": True,
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": settings.reshard_after_forward,
-        "fsdp_state_dict_type": WRITTEN["state_dict_type"][settings.state_dict_type],
-        "fsdp_cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
-        "fsdp_cpu_offload": settings.cpu_offload,
-        "fsdp_activation_checkpointing": settings.activation_checkpointing,
-        "fsdp_auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
-    }
-    if settings.wrap_classes:
-        flags["fsdp_transformer_layer_cls_to_wrap"] = ",".join(settings.wrap_classes)
-    flags["context_parallel_size"] = mesh.cp
-    flags["context_parallel_comm_strategy"] = settings.cp_comm_strategy
-    if settings.num_processes is not None:
-        flags["num_processes"] = settings.num_processes
-    flags["mixed_precision"] = settings.mixed_precision
-    return flags
+    written = {key: name for key, name in KEYS.items() if name != "num_machines"}
+    return {"fsdp_enable": True, **values_written(settings, written)}
 
 
 class SimpleTuner(Dialect):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, WRITTEN, check_expressible
+from fsdptool.config.canonical import (
+    ACCELERATE_ONLY,
+    LAUNCH,
+    MESH,
+    WRITTEN,
+    check_expressible,
+    values_written,
+)
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import to_python
@@ -63,19 +70,9 @@ def mapping(settings: FsdpSettings, name: str = NAME) -> dict[str, Any]:
         ConfigError: TrainingArguments have no word for a setting.
     """
     check_expressible(settings, name, CANNOT)
-    config: dict[str, Any] = {
-        "version": 2,
-        "reshard_after_forward": settings.reshard_after_forward,
-        "auto_wrap_policy": WRITTEN["wrap_policy"][settings.wrap_policy],
-    }
+    config = values_written(settings, KEYS)
     if settings.wrap_classes:
         config["transformer_layer_cls_to_wrap"] = list(settings.wrap_classes)
-    if settings.min_num_params is not None:
-        config["min_num_params"] = settings.min_num_params
-    config["state_dict_type"] = WRITTEN["state_dict_type"][settings.state_dict_type]
-    config["cpu_offload"] = settings.cpu_offload
-    config["cpu_ram_efficient_loading"] = settings.cpu_ram_efficient_loading
-    config["activation_checkpointing"] = settings.activation_checkpointing
     precision = settings.mixed_precision
     if precision == "fp8":
         raise ConfigError(f"{name} cannot express mixed_precision = 'fp8'", help="write accelerate instead")

@@ -10,19 +10,21 @@ from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import values
 from fsdptool.files.tree import Entry, Node, to_python
 
+DEFAULTS: dict[str, Any] = {
+    "reshard_after_forward": True,
+    "wrap_policy": "transformer",
+    "wrap_classes": (),
+    "min_num_params": None,
+    "state_dict_type": "full",
+    "cpu_offload": False,
+    "cpu_ram_efficient_loading": False,
+    "activation_checkpointing": False,
+}
+"""What TrainingArguments pass under version 2 where nothing is written."""
+
 
 def default(lint: LintContext, name: str, version: int) -> None:
     """Record what transformers does when a key is not written."""
-    defaults: dict[str, Any] = {
-        "reshard_after_forward": True if version == 2 else None,
-        "wrap_policy": "transformer",
-        "wrap_classes": (),
-        "min_num_params": None,
-        "state_dict_type": "full",
-        "cpu_offload": False,
-        "cpu_ram_efficient_loading": False,
-        "activation_checkpointing": False,
-    }
     if name == "reshard_after_forward" and version == 1:
         if lint.get("sharding_strategy") is None:
             strategy_under_1(lint, None)
@@ -42,7 +44,7 @@ def default(lint: LintContext, name: str, version: int) -> None:
         origin = None if variable is None else "environment variable FSDP_MIN_NUM_PARAMS"
         lint.set(name, number, origin=origin)
         return
-    lint.set(name, defaults[name])
+    lint.set(name, DEFAULTS[name])
 
 
 def read_key(lint: LintContext, key: str, name: str, entry: Entry, block: Node | None, version: int) -> None:
