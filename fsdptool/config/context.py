@@ -145,7 +145,7 @@ class LintContext:
         self,
         code: str,
         message: str,
-        at: Entry | Node | int | None = None,
+        at: Entry | Node | int | str | None = None,
         *,
         value: bool = False,
         help: str | None = None,
@@ -160,7 +160,8 @@ class LintContext:
         Args:
             code: A rule's code.
             message: One line.
-            at: What it is about: an entry (its key, or its value with ``value``), a node or an index.
+            at: What it is about: an entry (its key, or its value with ``value``), a node, an index, or the
+                setting whose entry it is.
             help: What to do; the rule's own text otherwise.
             severity: Where it differs from the rule's.
             edits: The repair, or None when there is none.
@@ -169,7 +170,7 @@ class LintContext:
             changes: Canonical settings that the repair changes, with their new values.
         """
         rule = RULES[code]
-        start, end = self._span(at, value)
+        start, end = self._span(self.at(at) if isinstance(at, str) else at, value)
         place = self.source.place(start) if start is not None else (None, None)
         last = self.source.place(end) if end is not None else (None, None)
         repair = None
@@ -190,14 +191,17 @@ class LintContext:
         )
         self.findings.append(Finding(diagnostic, dict(changes or {}), start if start is not None else -1))
 
-    def report_value(self, code: str, message: str, entry: Entry, meant: Any, **more: Any) -> None:
+    def report_value(
+        self, code: str, message: str, at: Entry | Node | str | None, meant: Any = None, **more: Any
+    ) -> None:
         """Report a value, with the fix that writes what was meant; None: that cannot be told.
 
-        ``more`` is as for :meth:`report`.
+        ``at`` and ``more`` are as for :meth:`report`.
         """
-        edits = self.editor.replace(entry.node, meant) if meant is not None else None
-        words = str(meant).lower() if isinstance(meant, bool) else str(meant)
-        self.report(code, message, entry, value=True, edits=edits, fix=f"write {words}", **more)
+        if isinstance(at, Entry) and meant is not None:
+            words = str(meant).lower() if isinstance(meant, bool) else str(meant)
+            more = {"edits": self.editor.replace(at.node, meant), "fix": f"write {words}", **more}
+        self.report(code, message, at, value=True, **more)
 
     def report_removable(
         self,

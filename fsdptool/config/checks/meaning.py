@@ -75,11 +75,10 @@ def _conflicts(lint: LintContext) -> None:
         edits = None
         if entry is not None and kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
             edits = lint.editor.replace(entry.node, "FSDP")
-        lint.report(
+        lint.report_value(
             "FSD330",
             f"the FSDP settings have no effect: distributed_type is {kind}",
             entry,
-            value=True,
             edits=edits,
             safe=False,
             fix="write FSDP",
@@ -93,7 +92,7 @@ def _target(lint: LintContext) -> None:
         # accelerate release notes: FSDP2 in 1.6.0, ParallelismConfig in 1.10.0; activation offload is
         # newer than 1.14 (absent from its plugin, present in 1.15.0's).
         if lint.get("fsdp_version") == 2 and consumer.before(1, 6):
-            lint.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", lint.at("fsdp_version"))
+            lint.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", "fsdp_version")
         if lint.parallelism_block is not None and consumer.before(1, 10):
             lint.report(
                 "FSD344",
@@ -104,16 +103,14 @@ def _target(lint: LintContext) -> None:
             lint.report(
                 "FSD344",
                 f"activation offload does not exist in {consumer}",
-                lint.at("activation_checkpointing_offload"),
+                "activation_checkpointing_offload",
             )
 
 
 def _version(lint: LintContext) -> None:
     if lint.get("fsdp_version") != 1:
         if lint.get("state_dict_type") == "local":
-            lint.report(
-                "FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", lint.at("state_dict_type"), value=True
-            )
+            lint.report_value("FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", "state_dict_type")
         return
     from fsdptool.config.fsdp1 import migration
 
@@ -136,20 +133,12 @@ def _version(lint: LintContext) -> None:
         changes=migrated.changes,
     )
     if lint.get("sharding_strategy") == "no_shard":
-        lint.report(
-            "FSD332",
-            "NO_SHARD has no FSDP2 equivalent",
-            lint.at("sharding_strategy"),
-            value=True,
-            severity="warning",
+        lint.report_value(
+            "FSD332", "NO_SHARD has no FSDP2 equivalent", "sharding_strategy", severity="warning"
         )
     if lint.get("state_dict_type") == "local":
-        lint.report(
-            "FSD333",
-            "LOCAL_STATE_DICT is not supported by FSDP2",
-            lint.at("state_dict_type"),
-            value=True,
-            severity="warning",
+        lint.report_value(
+            "FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", "state_dict_type", severity="warning"
         )
 
 
@@ -179,22 +168,20 @@ def _wrapping(lint: LintContext) -> None:
             )
     if policy == "size" and wraps_nothing(lint) and lint.consumer.name != "fsdptool":
         # accelerate 1.15 set_auto_wrap_policy: "If zero, we silently ignore it."
-        lint.report(
+        lint.report_value(
             "FSD315",
             f"{lint.name('min_num_params')} is 0: no module is wrapped, and the whole model is one unit",
             lint.at("min_num_params", "wrap_policy"),
-            value=True,
             help="write a threshold, or wrap by class",
         )
     elif policy == "size":
         # torch's FSDP1 policy passes containers by; accelerate's FSDP2 policy counts parameters only.
         first = lint.get("fsdp_version") == 1
-        lint.report(
+        lint.report_value(
             "FSD324",
             f"size-based wrapping fails {'under version 2 ' if first else ''}on models whose layer list "
             "exceeds the threshold",
-            lint.at("wrap_policy"),
-            value=True,
+            "wrap_policy",
             severity="info" if first else None,
         )
     classes = lint.at("wrap_classes")
@@ -210,7 +197,7 @@ def _wrapping(lint: LintContext) -> None:
         elif class_name.endswith(_WHOLE) or (class_name.endswith("Model") and len(class_name) > 5):
             what = "a whole model, judging by its name"
         if what is not None:
-            lint.report("FSD335", f"{class_name} is {what}", lint.at("wrap_classes"), value=True)
+            lint.report_value("FSD335", f"{class_name} is {what}", "wrap_classes")
 
 
 def _checkpointing(lint: LintContext) -> None:
@@ -218,15 +205,11 @@ def _checkpointing(lint: LintContext) -> None:
     offload = bool(lint.get("activation_checkpointing_offload"))
     if on and wraps_nothing(lint) and lint.consumer.name != "fsdptool":
         lint.report(
-            "FSD316",
-            "activation checkpointing crashes without wrapped blocks",
-            lint.at("activation_checkpointing"),
+            "FSD316", "activation checkpointing crashes without wrapped blocks", "activation_checkpointing"
         )
     if offload and (not on or lint.get("fsdp_version") != 2):
         need = "activation checkpointing" if not on else "fsdp_version 2"
-        lint.report(
-            "FSD318", f"activation offload requires {need}", lint.at("activation_checkpointing_offload")
-        )
+        lint.report("FSD318", f"activation offload requires {need}", "activation_checkpointing_offload")
     entry = lint.gradient_checkpointing
     if on and entry is not None:
         lint.report(

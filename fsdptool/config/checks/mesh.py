@@ -15,7 +15,7 @@ def check_mesh(lint: LintContext) -> None:
     """
     sizes = {key: lint.get(key) or 1 for key in ("dp_replicate", "dp_shard", "cp", "tp", "sp")}
     if sizes["cp"] > 1 and lint.get("fsdp_version") == 1:
-        lint.report("FSD305", "Context parallelism requires FSDP2.", lint.at("cp"))
+        lint.report("FSD305", "Context parallelism requires FSDP2.", "cp")
         return
     block = lint.parallelism_block
     if block is not None and lint.get("fsdp_version") == 1:
@@ -32,11 +32,8 @@ def check_mesh(lint: LintContext) -> None:
     before = len(lint.findings)
     _products(lint, sizes, open_shard, processes, block)
     if sizes["tp"] > 1 and lint.consumer.name == "accelerate" and len(lint.findings) == before:
-        lint.report(
-            "FSD356",
-            f"tp {sizes['tp']}: accelerate 1.15 cannot prepare it with transformers 5.23",
-            lint.at("tp"),
-            value=True,
+        lint.report_value(
+            "FSD356", f"tp {sizes['tp']}: accelerate 1.15 cannot prepare it with transformers 5.23", "tp"
         )
 
 
@@ -46,35 +43,26 @@ def refuse_context_size(lint: LintContext, size: int, processes: Any) -> bool:
         return False
     how = "cannot exceed" if size > processes else "must evenly divide"
     message = f"Context parallel size ({size}) {how} process count ({processes})."
-    lint.report("FSD306", message, lint.at("cp"), value=True)
+    lint.report_value("FSD306", message, "cp")
     return True
 
 
 def _combinations(lint: LintContext, sizes: dict[str, int], open_shard: bool) -> bool:
     if sizes["cp"] > 1 and sizes["sp"] > 1:
-        lint.report(
-            "FSD311",
-            f"cp {sizes['cp']} and sp {sizes['sp']} exclude each other",
-            lint.at("sp", "cp"),
-            value=True,
+        lint.report_value(
+            "FSD311", f"cp {sizes['cp']} and sp {sizes['sp']} exclude each other", lint.at("sp", "cp")
         )
         return True
     if sizes["sp"] > 1:
-        lint.report(
-            "FSD312",
-            f"sp {sizes['sp']} has no effect under FSDP2: sequences are not split",
-            lint.at("sp"),
-            value=True,
+        lint.report_value(
+            "FSD312", f"sp {sizes['sp']} has no effect under FSDP2: sequences are not split", "sp"
         )
         return True
     split = sizes["cp"] > 1 and lint.consumer.name != "fsdptool"
     beside = (sizes["tp"] > 1 or split) and sizes["dp_replicate"] > 1
     if beside and sizes["dp_shard"] == 1 and not open_shard:
-        lint.report(
-            "FSD313",
-            "accelerate refuses tp or cp with dp_replicate above 1 and dp_shard 1",
-            lint.at("dp_replicate"),
-            value=True,
+        lint.report_value(
+            "FSD313", "accelerate refuses tp or cp with dp_replicate above 1 and dp_shard 1", "dp_replicate"
         )
         return True
     return False
@@ -121,18 +109,12 @@ def _products(lint: LintContext, sizes: dict[str, int], open_shard: bool, proces
         return
     if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
         if sizes["tp"] > 1 and sizes["dp_replicate"] == 1:
-            lint.report(
-                "FSD310",
-                f"tp {sizes['tp']} uses all processes: no dimension is left to shard over",
-                lint.at("tp"),
-                value=True,
+            lint.report_value(
+                "FSD310", f"tp {sizes['tp']} uses all processes: no dimension is left to shard over", "tp"
             )
         else:
-            lint.report(
-                "FSD309",
-                "the mesh only replicates: parameters are not sharded",
-                lint.at("dp_replicate"),
-                value=True,
+            lint.report_value(
+                "FSD309", "the mesh only replicates: parameters are not sharded", "dp_replicate"
             )
 
 
@@ -146,35 +128,33 @@ def check_processes(lint: LintContext) -> None:
     processes, machines = lint.get("num_processes"), lint.get("num_machines") or 1
     cpu = lint.get("use_cpu")
     if cpu and lint.consumer.name == "accelerate":
-        lint.report("FSD314", "accelerate runs FSDP on CPU without sharding", lint.at("use_cpu"))
+        lint.report("FSD314", "accelerate runs FSDP on CPU without sharding", "use_cpu")
     # Our trainer has an attention of its own for split sequences, on every device.
     if cpu and (lint.get("cp") or 1) > 1 and lint.consumer.name != "fsdptool":
-        lint.report("FSD347", "context parallelism does not work on CPU", lint.at("cp"))
+        lint.report("FSD347", "context parallelism does not work on CPU", "cp")
     if not launched_by_accelerate(lint):
         return
     if processes is None:
         # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
         if "num_processes" not in lint.dialect.cannot:
-            lint.report("FSD326", "num_processes is not written", lint.at("num_processes"))
+            lint.report("FSD326", "num_processes is not written", "num_processes")
     elif isinstance(processes, int):
         if processes == 1:
-            lint.report("FSD327", "FSDP over a single process", lint.at("num_processes"), value=True)
+            lint.report_value("FSD327", "FSDP over a single process", "num_processes")
         elif processes % machines:
-            lint.report(
+            lint.report_value(
                 "FSD328",
                 f"{processes} processes cannot be divided evenly over {machines} machines",
-                lint.at("num_processes"),
-                value=True,
+                "num_processes",
             )
     elif machines > 1:
-        lint.report(
+        lint.report_value(
             "FSD205",
             f"num_processes {processes!r} cannot be divided over {machines} machines",
-            lint.at("num_processes"),
-            value=True,
+            "num_processes",
         )
     if machines > 1 and not lint.get("main_process_ip"):
-        lint.report("FSD329", "several machines without main_process_ip", lint.at("num_machines"))
+        lint.report("FSD329", "several machines without main_process_ip", "num_machines")
     _gpu_ids(lint, processes, machines)
 
 
@@ -184,9 +164,6 @@ def _gpu_ids(lint: LintContext, processes: Any, machines: int) -> None:
         return
     count = len([part for part in ids.split(",") if part.strip()])
     if count != processes // max(machines, 1):
-        lint.report(
-            "FSD331",
-            f"{count} GPU ids for {processes // max(machines, 1)} processes per machine",
-            lint.at("gpu_ids"),
-            value=True,
+        lint.report_value(
+            "FSD331", f"{count} GPU ids for {processes // max(machines, 1)} processes per machine", "gpu_ids"
         )

@@ -58,11 +58,11 @@ def _classes(lint: LintContext, anatomy: Anatomy) -> None:
         if name not in present:
             near = spelling.nearest(name, present, cutoff=0.6)
             hint = f": did you mean {near}?" if near else ""
-            lint.report("FSD401", f"{anatomy.spec.model_class} has no {name}{hint}", place, value=True, **fix)
+            lint.report_value("FSD401", f"{anatomy.spec.model_class} has no {name}{hint}", place, **fix)
         elif anatomy.modules and anatomy.modules[0].class_name == name:
-            lint.report("FSD402", f"{name} is the whole model", place, value=True, **fix)
+            lint.report_value("FSD402", f"{name} is the whole model", place, **fix)
         elif _holds_embedding(anatomy, name):
-            lint.report("FSD403", f"{name} contains the input embedding", place, value=True, **fix)
+            lint.report_value("FSD403", f"{name} contains the input embedding", place, **fix)
     _coverage(lint, anatomy, [name for name in named if name in present], fix)
 
 
@@ -101,12 +101,11 @@ def _coverage(lint: LintContext, anatomy: Anatomy, named: list[str], fix: dict[s
         parameter.numel for parameter in anatomy.parameters if best and parameter.fqn.startswith(best)
     )
     if covered < 0.7 * possible:
-        lint.report(
+        lint.report_value(
             "FSD408",
             f"{','.join(named)} cover {covered:,} of {anatomy.total_parameters:,} parameters; "
             f"{','.join(anatomy.wrap.classes)} would cover {possible:,}",
-            lint.at("wrap_classes"),
-            value=True,
+            "wrap_classes",
             **fix,
         )
 
@@ -119,11 +118,10 @@ def _containers(lint: LintContext, anatomy: Anatomy) -> None:
         prefix = f"{module.path}."
         size = sum(parameter.numel for parameter in anatomy.parameters if parameter.fqn.startswith(prefix))
         if size >= threshold > 0:
-            lint.report(
+            lint.report_value(
                 "FSD409",
                 f"{module.path} ({module.class_name}) holds {size:,} parameters, more than {threshold:,}",
-                lint.at("wrap_policy"),
-                value=True,
+                "wrap_policy",
             )
             return
 
@@ -140,11 +138,10 @@ def _buffers(lint: LintContext, anatomy: Anatomy) -> None:
         edits = lint.editor.add(
             holder.node if holder else None, holder, {"fsdp_cpu_ram_efficient_loading": False}
         )
-    lint.report(
+    lint.report_value(
         "FSD404",
         f"{anatomy.spec.model_class} has {len(persistent)} persistent buffers ({persistent[0]}, ...)",
         entry,
-        value=True,
         edits=edits,
         safe=False,
         fix="write fsdp_cpu_ram_efficient_loading: false",
@@ -169,11 +166,8 @@ def _context(lint: LintContext, anatomy: Anatomy) -> None:
     if lint.consumer.name == "fsdptool":
         kinds = [kind for kind in kinds if kind not in MASKED_KINDS]
     if kinds:
-        lint.report(
-            "FSD407",
-            f"{anatomy.spec.model_class} has attention layers of type {', '.join(kinds)}",
-            lint.at("cp"),
-            value=True,
+        lint.report_value(
+            "FSD407", f"{anatomy.spec.model_class} has attention layers of type {', '.join(kinds)}", "cp"
         )
 
 
@@ -184,21 +178,17 @@ def _ignored(lint: LintContext, anatomy: Anatomy) -> None:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        lint.report(
-            "FSD206",
-            f"fsdp_ignored_modules is not a valid regular expression: {error}",
-            lint.at("ignored_modules"),
-            value=True,
+        lint.report_value(
+            "FSD206", f"fsdp_ignored_modules is not a valid regular expression: {error}", "ignored_modules"
         )
         return
     prefixes = tuple(f"{module.path}." for module in anatomy.modules if compiled.fullmatch(module.path))
     trainable = [p.fqn for p in anatomy.parameters if prefixes and p.fqn.startswith(prefixes) and p.trainable]
     if trainable and lint.consumer.name != "fsdptool":
-        lint.report(
+        lint.report_value(
             "FSD411",
             f"{len(trainable)} trainable parameters are ignored ({trainable[0]}, ...)",
-            lint.at("ignored_modules"),
-            value=True,
+            "ignored_modules",
         )
 
 
@@ -248,26 +238,23 @@ def _precision(lint: LintContext, gpu: Gpu) -> None:
     entry = lint.at("mixed_precision")
     if precision == "bf16" and not gpu.native_bf16:
         edits = lint.editor.replace(entry.node, "fp16") if entry is not None else None
-        lint.report(
+        lint.report_value(
             "FSD501",
             f"{gpu.name} does not compute in bfloat16 natively",
             entry,
-            value=True,
             edits=edits if lint.dialect.name == "accelerate" else None,
             safe=False,
             fix="write fp16",
             changes={"mixed_precision": "fp16"},
         )
     if precision == "fp8" and not gpu.native_fp8:
-        lint.report("FSD505", f"{gpu.name} does not compute in fp8", entry, value=True)
+        lint.report_value("FSD505", f"{gpu.name} does not compute in fp8", entry)
 
 
 def _count(lint: LintContext, hardware: Hardware) -> None:
     processes = lint.get("num_processes")
     if hardware.gpus is not None and isinstance(processes, int) and processes != hardware.gpus:
-        lint.report(
-            "FSD504", f"{processes} processes for {hardware.gpus} GPUs", lint.at("num_processes"), value=True
-        )
+        lint.report_value("FSD504", f"{processes} processes for {hardware.gpus} GPUs", "num_processes")
 
 
 def _offload(lint: LintContext, hardware: Hardware) -> None:
@@ -282,7 +269,7 @@ def _offload(lint: LintContext, hardware: Hardware) -> None:
             "FSD502",
             f"offload needs about {needed:,} bytes of host memory per machine, but only "
             f"{hardware.host_memory:,} are available (AdamW, fp32 masters)",
-            lint.at("cpu_offload"),
+            "cpu_offload",
         )
 
 

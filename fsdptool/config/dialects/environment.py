@@ -118,7 +118,7 @@ def _read(lint: LintContext, key: str, name: str, entry: Entry | None, version: 
         truth = values.word_of_truth(entry.node.value)
         lint.set(name, bool(truth), entry=entry)
         if truth is None:
-            lint.report("FSD206", f"{key} must be true or false, not {entry.node.value!r}", entry, value=True)
+            lint.report_value("FSD206", f"{key} must be true or false, not {entry.node.value!r}", entry)
     else:
         lint.set(name, entry.node.value, entry=entry)
 
@@ -140,11 +140,10 @@ def _threshold(lint: LintContext, entry: Entry) -> None:
     except ValueError:
         meant = spelling.integer(entry.node.value)
         lint.set("min_num_params", meant or 0, entry=entry)
-        lint.report(
+        lint.report_value(
             "FSD213",
             f"{entry.key} {entry.node.value!r} is not an integer",
             entry,
-            value=True,
             edits=lint.editor.replace(entry.node, str(meant)) if meant is not None else None,
             fix=f"write {meant}",
         )

@@ -148,7 +148,7 @@ def _value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
     if name == "sharding_strategy":
         strategy = spelling.choice(value, spelling.STRATEGIES)
         if strategy is None:
-            lint.report("FSD206", f"{key} {value!r} is not a sharding strategy", entry, value=True)
+            lint.report_value("FSD206", f"{key} {value!r} is not a sharding strategy", entry)
         return strategy or "full_shard"
     if name == "backward_prefetch":
         text = str(value).upper()

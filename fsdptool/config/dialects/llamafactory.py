@@ -90,11 +90,10 @@ def _read_v1(lint: LintContext, dist: Entry) -> None:
     if name != "fsdp2":
         lint.runs_fsdp = False
         lint.configures_fsdp = False
-        lint.report(
+        lint.report_value(
             "FSD110",
             f"dist_config {name!r} is LLaMA-Factory's own engine, not FSDP2 as accelerate runs it",
             kind or dist,
-            value=True,
         )
         return
     lint.set("fsdp_version", 2, entry=kind)

@@ -62,9 +62,7 @@ def _strategy_under_2(
     own = block.get("fsdp_reshard_after_forward") or block.get("reshard_after_forward") if block else None
     runs = word_of_truth(own.node.value) if own is not None else True
     if strategy == "no_shard":
-        lint.report(
-            "FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry, value=True
-        )
+        lint.report_value("FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry)
     elif strategy in ("hybrid_shard", "hybrid_shard_zero2"):
         _hybrid_under_2(lint, key, value, strategy, entry, block, own, remove)
     elif strategy == "shard_grad_op" and runs is not False:
@@ -76,11 +74,10 @@ def _strategy_under_2(
         elif block is not None and remove is not None and own is not None:
             replaced = lint.editor.replace(own.node, False)
             edits = (*remove, *replaced) if replaced is not None else None
-        lint.report(
+        lint.report_value(
             "FSD303",
             f"{key} {value!r} is ignored: parameters are freed after forward",
             entry,
-            value=True,
             edits=edits,
             safe=False,
             fix="write fsdp_reshard_after_forward: false",
@@ -114,7 +111,7 @@ def _hybrid_under_2(
         if runs == reshard:
             lint.report("FSD302", message, entry, edits=remove, fix=f"remove {key}")
             return
-        lint.report("FSD303", message, entry, value=True, severity=severity)
+        lint.report_value("FSD303", message, entry, severity=severity)
         return
     edits = None
     changes: dict[str, Any] = {}
@@ -132,11 +129,10 @@ def _hybrid_under_2(
         edits = (*remove, *added) if added is not None else None
         changes = dict(mesh)
     counted = isinstance(lint.get("num_processes"), int) and lint.written("num_machines")
-    lint.report(
+    lint.report_value(
         "FSD334",
         f"{key} {value!r} is ignored under version 2: the run shards over all ranks",
         entry,
-        value=True,
         help=None
         if counted
         else "write num_processes and num_machines: the mesh follows from them "
@@ -155,7 +151,7 @@ def _legacy_under_1(
         strategy = STRATEGIES.get(str(value).upper())
         if strategy is None:
             lint.set(name, "full_shard", entry=entry)
-            lint.report("FSD206", f"{key} {value!r} is not a sharding strategy", entry, value=True)
+            lint.report_value("FSD206", f"{key} {value!r} is not a sharding strategy", entry)
             return
         lint.set(name, strategy, entry=entry)
         if str(value).isdigit():
@@ -167,11 +163,10 @@ def _legacy_under_1(
         text = None if value is None else str(value).upper()
         if text is not None and text not in _PREFETCHES:
             lint.set(name, None, entry=entry)
-            lint.report(
+            lint.report_value(
                 "FSD206",
                 f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
                 entry,
-                value=True,
                 edits=lint.editor.replace(entry.node, "NO_PREFETCH")
                 if spelling.normal(value) in ("none", "no", "off")
                 else None,

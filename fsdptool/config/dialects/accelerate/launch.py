@@ -77,11 +77,10 @@ def _gpu_ids(lint: LintContext, value: Any, entry: Entry) -> None:
     else:
         text = None
     lint.set("gpu_ids", text, entry=entry)
-    lint.report(
+    lint.report_value(
         "FSD219",
         f"gpu_ids {value!r} is not text; the launcher crashes",
         entry,
-        value=True,
         edits=lint.editor.replace_entry(entry, text) if text is not None else None,
         fix=f"write '{text}'",
     )
@@ -99,11 +98,10 @@ def read_precision(lint: LintContext, entry: Entry) -> None:
         return
     if value is False:
         lint.set("mixed_precision", "no", entry=entry)
-        lint.report(
+        lint.report_value(
             "FSD208",
             f"mixed_precision: {entry.node.raw} is the boolean false in YAML 1.1",
             entry,
-            value=True,
             edits=lint.editor.replace(entry.node, "no"),
             fix="write 'no'",
         )
@@ -244,7 +242,7 @@ def _sequence_length(lint: LintContext, entry: Entry | None) -> None:
         lint.set("sp_seq_length", int(str(to_python(entry.node))), entry=entry)
     except ValueError:
         message = f"{entry.key} must be a whole number, not {to_python(entry.node)!r}"
-        lint.report("FSD205", message, entry, value=True)
+        lint.report_value("FSD205", message, entry)
 
 
 def _attention(lint: LintContext, entry: Entry | None, default: str | None) -> None:

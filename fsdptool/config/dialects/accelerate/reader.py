@@ -46,7 +46,7 @@ def _block(lint: LintContext, key: str) -> Node | None:
     if entry.node.kind == "map":
         return entry.node
     if entry.node.kind != "scalar" or entry.node.value is not None:
-        lint.report("FSD205", f"{key} must be a mapping", entry, value=True)
+        lint.report_value("FSD205", f"{key} must be a mapping", entry)
     return None
 
 
@@ -76,11 +76,10 @@ def _distributed_type(lint: LintContext, block: Node | None) -> str | None:
     environment = lint.root.get("compute_environment")
     if environment is not None and environment.node.value != "LOCAL_MACHINE":
         near = spelling.nearest(environment.node.value, ("LOCAL_MACHINE",))
-        lint.report(
+        lint.report_value(
             "FSD218",
             f"compute_environment is {environment.node.value!r}, not LOCAL_MACHINE",
             environment,
-            value=True,
             edits=lint.editor.replace(environment.node, "LOCAL_MACHINE") if near else None,
             fix="write LOCAL_MACHINE",
         )

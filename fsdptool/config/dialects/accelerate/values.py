@@ -155,8 +155,8 @@ def read_choice(
         )
         lint.set(name, meant or ("none" if name == "wrap_policy" else "sharded"), entry=entry)
         if name == "wrap_policy" and meant is None and "." in str(value):
-            lint.report(
-                "FSD348", f"{key} {value!r} is a dotted path, which programs do not import", entry, value=True
+            lint.report_value(
+                "FSD348", f"{key} {value!r} is a dotted path, which programs do not import", entry
             )
             return
         choices = ", ".join(written.values())
@@ -177,11 +177,10 @@ def _reshard(lint: LintContext, entry: Entry, block: Node | None, version: int) 
         lint.ignore(entry, "not read under version 1: fsdp_sharding_strategy decides")
         own = block.get("fsdp_sharding_strategy") or block.get("sharding_strategy") if block else None
         if strategy is not None and block is not None and own is None:
-            lint.report(
+            lint.report_value(
                 "FSD336",
                 f"{value} is written under {key}, which version 1 does not read: the run is FULL_SHARD",
                 entry,
-                value=True,
                 severity="info" if strategy == "full_shard" else None,
             )
         return
@@ -201,10 +200,10 @@ def read_reshard(lint: LintContext, entry: Entry, key: str) -> None:
         meant = spelling.boolean(value)
     lint.set("reshard_after_forward", meant if meant is not None else True, entry=entry)
     if strategy == "no_shard":
-        lint.report("FSD332", f"{key} is {value!r}: NO_SHARD has no FSDP2 equivalent", entry, value=True)
+        lint.report_value("FSD332", f"{key} is {value!r}: NO_SHARD has no FSDP2 equivalent", entry)
         return
     if strategy in ("hybrid_shard", "hybrid_shard_zero2"):
-        lint.report("FSD334", f"{key} is {value!r}: hybrid sharding is a mesh under FSDP2", entry, value=True)
+        lint.report_value("FSD334", f"{key} is {value!r}: hybrid sharding is a mesh under FSDP2", entry)
         return
     lint.report_value("FSD322", f"{key} must be true or false under version 2, not {value!r}", entry, meant)
 
@@ -221,11 +220,10 @@ def read_classes(lint: LintContext, entry: Entry, parent: Node | None) -> None:
     if exact:
         return
     if names:
-        lint.report(
+        lint.report_value(
             "FSD214",
             f"{entry.key} {value!r} is not split into class names",
             entry,
-            value=True,
             edits=lint.editor.replace_entry(entry, ",".join(names)),
             fix=f"write {','.join(names)}",
         )
@@ -240,7 +238,7 @@ def read_classes(lint: LintContext, entry: Entry, parent: Node | None) -> None:
             fix="remove the key",
         )
     else:
-        lint.report("FSD214", f"{entry.key} {value!r} does not contain class names", entry, value=True)
+        lint.report_value("FSD214", f"{entry.key} {value!r} does not contain class names", entry)
 
 
 def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, version: int) -> None:

@@ -117,11 +117,10 @@ def _under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> N
     lint.ignore(entry, "FSDP1 only; axolotl drops it under version 2")
     judged = key in ("use_orig_params", "sync_module_states") and to_python(entry.node) is not None
     if judged and values.word_of_truth(to_python(entry.node)) is None:
-        lint.report(
+        lint.report_value(
             "FSD206",
             f"{entry.key} must be true or false, not {entry.node.value!r}; axolotl refuses the file",
             entry,
-            value=True,
             help="remove it: it has no effect under version 2",
             edits=remove,
             fix=f"remove {entry.key}",
@@ -129,13 +128,11 @@ def _under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> N
         return
     shown = f"{entry.key} {entry.node.value!r}"
     if strategy == "shard_grad_op" and lint.get("reshard_after_forward") is not False:
-        lint.report("FSD303", f"{shown} is dropped: parameters are freed after forward", entry, value=True)
+        lint.report_value("FSD303", f"{shown} is dropped: parameters are freed after forward", entry)
     elif strategy in ("hybrid_shard", "hybrid_shard_zero2") and lint.get("dp_replicate") == 1:
-        lint.report(
-            "FSD334", f"{shown} is dropped: write dp_replicate_size and dp_shard_size", entry, value=True
-        )
+        lint.report_value("FSD334", f"{shown} is dropped: write dp_replicate_size and dp_shard_size", entry)
     elif strategy == "no_shard":
-        lint.report("FSD332", f"{shown} has no FSDP2 equivalent", entry, value=True)
+        lint.report_value("FSD332", f"{shown} has no FSDP2 equivalent", entry)
     else:
         lint.report_removable("FSD302", f"{entry.key} has no effect under version 2", entry, block)
 
@@ -188,13 +185,12 @@ def _optimizer(lint: LintContext, version: int) -> None:
             safe=False,
         )
     elif version == 1 and "8bit" in name and lint.get("cpu_offload"):
-        lint.report("FSD350", f"axolotl refuses {name} with offload_params under FSDP1", entry, value=True)
+        lint.report_value("FSD350", f"axolotl refuses {name} with offload_params under FSDP1", entry)
     elif version == 1 and name == "muon":
-        lint.report(
+        lint.report_value(
             "FSD345",
             "axolotl refuses muon under FSDP1",
             entry,
-            value=True,
             severity="error",
             help="write fsdp_version: 2",
         )

@@ -203,11 +203,10 @@ def _threshold(lint: LintContext, entry: Entry, block: Node | None) -> None:
         read_threshold(lint, entry, block, to_python(entry.node))
         return
     lint.set("min_num_params", None)
-    lint.report(
+    lint.report_value(
         "FSD206",
         f"{entry.key} must be a whole number above 0, not {entry.node.value!r}; axolotl refuses the file",
         entry,
-        value=True,
         help="remove it: it is read with SIZE_BASED_WRAP only",
         edits=lint.editor.remove(block, entry),
         safe=True,

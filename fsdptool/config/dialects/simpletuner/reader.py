@@ -187,12 +187,11 @@ def read_value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
     if not exact:
         strict = lint.consumer.name == "simpletuner"
         written = shown if lint.document.language != "flags" else str(shown)
-        lint.report(
+        lint.report_value(
             "FSD206" if strict else "FSD217",
             f"{key} {value!r} means {shown}"
             + ("; SimpleTuner 4.8.0 refuses this spelling" if strict else ""),
             entry,
-            value=True,
             edits=lint.editor.replace(entry.node, written),
             fix=f"write {shown}",
         )
@@ -202,35 +201,30 @@ def read_value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
 def _context_size(lint: LintContext, key: str, entry: Entry, value: Any) -> int:
     size = spelling.integer(value)
     if size is None:
-        lint.report("FSD306", f"Context parallel size must be an integer, got {value!r}.", entry, value=True)
+        lint.report_value("FSD306", f"Context parallel size must be an integer, got {value!r}.", entry)
         return 1
     if size < 1:
-        lint.report(
-            "FSD306", "Context parallel size must be greater than 0 when specified.", entry, value=True
-        )
+        lint.report_value("FSD306", "Context parallel size must be greater than 0 when specified.", entry)
         return 1
     return size
 
 
 def _refused(lint: LintContext, key: str, name: str, entry: Entry, value: Any, choices: str) -> Any:
     if name == "cp_comm_strategy":
-        lint.report(
+        lint.report_value(
             "FSD307",
             f"Unsupported context parallel rotation {value!r}. Valid options are 'allgather' and 'alltoall'.",
             entry,
-            value=True,
         )
     elif name == "wrap_policy" and "." in str(value):
-        lint.report(
-            "FSD348", f"{key} {value!r} is a dotted path, which programs do not import", entry, value=True
-        )
+        lint.report_value("FSD348", f"{key} {value!r} is a dotted path, which programs do not import", entry)
     else:
         empty = value in ("", None) or str(value).strip() == ""
         edits = None
         if empty and lint.document.language != "flags":
             edits = lint.editor.remove(lint.root, entry)
-        lint.report(
-            "FSD206", f"{key} {value!r} is not {choices}", entry, value=True, edits=edits, fix=f"remove {key}"
+        lint.report_value(
+            "FSD206", f"{key} {value!r} is not {choices}", entry, edits=edits, fix=f"remove {key}"
         )
     return DEFAULTS.get(name)
 
@@ -248,18 +242,14 @@ def _limits(lint: LintContext) -> None:
 
     optimizer = text("optimizer")
     if optimizer.startswith(("optimi-", "bnb-")) or optimizer == "soap":
-        lint.report(
+        lint.report_value(
             "FSD345",
             f"SimpleTuner swaps {optimizer} for adamw_schedulefree under FSDP2",
             root.get("optimizer"),
-            value=True,
         )
     if "quanto" in text("base_model_precision"):
-        lint.report(
-            "FSD346",
-            "quanto precision and FSDP2 cannot be combined",
-            root.get("base_model_precision"),
-            value=True,
+        lint.report_value(
+            "FSD346", "quanto precision and FSDP2 cannot be combined", root.get("base_model_precision")
         )
     if on("ema_cpu_only") and on("use_ema"):
         lint.report("FSD349", "ema_cpu_only cannot be used with FSDP2", root.get("ema_cpu_only"))
@@ -271,9 +261,8 @@ def _limits(lint: LintContext) -> None:
                 root.get("optimizer_release_gradients"),
             )
         if text("optimizer_cpu_offload_method") == "torchao":
-            lint.report(
+            lint.report_value(
                 "FSD350",
                 "fsdp_cpu_offload cannot be combined with optimizer_cpu_offload_method=torchao",
                 root.get("optimizer_cpu_offload_method"),
-                value=True,
             )

@@ -83,7 +83,7 @@ def read_arguments(lint: LintContext) -> Node | None:
     elif entry is not None and isinstance(entry.node.value, str):
         lint.config_path = entry.node.value
     elif entry is not None and entry.node.value is not None:
-        lint.report("FSD205", "fsdp_config must be a mapping or the path of one", entry, value=True)
+        lint.report_value("FSD205", "fsdp_config must be a mapping or the path of one", entry)
     switch = root.get("fsdp")
     if switch is None or not to_python(switch.node):
         return _off(lint, switch, block)
@@ -269,7 +269,7 @@ def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
     meant = spelling.integer(entry.node.value)
     if meant not in (1, 2):
         lint.set("fsdp_version", 2, entry=entry)
-        lint.report("FSD206", f"version must be 1 or 2, not {entry.node.value!r}", entry, value=True)
+        lint.report_value("FSD206", f"version must be 1 or 2, not {entry.node.value!r}", entry)
         return 2
     lint.set("fsdp_version", meant, entry=entry)
     if not isinstance(entry.node.value, int):

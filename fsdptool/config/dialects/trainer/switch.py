@@ -44,11 +44,10 @@ def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> No
         lint.set("reshard_after_forward", reshard, entry=switch)
     if offload and "cpu_offload" not in chosen:
         lint.set("cpu_offload", True, entry=switch)
-    lint.report(
+    lint.report_value(
         "FSD339",
         f"fsdp: {_shown(value)} is the legacy form",
         switch,
-        value=True,
         edits=_modern(
             lint, switch, version, reshard if not written else None, offload and "cpu_offload" not in chosen
         ),
@@ -64,18 +63,14 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
     word = bad[0]
     strategy = spelling.choice(word, spelling.STRATEGIES)
     if strategy == "no_shard":
-        lint.report(
-            "FSD332",
-            f"fsdp: {word} has no FSDP2 equivalent; transformers 5.23 raises an error",
-            switch,
-            value=True,
+        lint.report_value(
+            "FSD332", f"fsdp: {word} has no FSDP2 equivalent; transformers 5.23 raises an error", switch
         )
     elif strategy in ("hybrid_shard", "hybrid_shard_zero2"):
-        lint.report(
+        lint.report_value(
             "FSD334",
             f"fsdp: {word} is available with FSDP1 only; transformers 5.23 raises an error",
             switch,
-            value=True,
             help="hybrid sharding is a mesh under FSDP2, which TrainingArguments cannot "
             "express: migrate --to accelerate",
         )
@@ -95,11 +90,10 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
             if known and isinstance(switch.node.value, str)
             else None
         )
-        lint.report(
+        lint.report_value(
             "FSD206",
             f"fsdp: {word!r} is not understood; transformers 5.23 raises an error",
             switch,
-            value=True,
             edits=edits,
             fix=f"write {' '.join(fixed)}",
         )

@@ -96,11 +96,8 @@ def strategy_under_1(lint: LintContext, written: str | None, entry: Entry | None
         decides = (
             "unless FSDP_SHARDING_STRATEGY is set" if variable is None else "from FSDP_SHARDING_STRATEGY"
         )
-        lint.report(
-            "FSD336",
-            f"{written.upper()} does not run: version 1 uses {runs.upper()} {decides}",
-            entry,
-            value=True,
+        lint.report_value(
+            "FSD336", f"{written.upper()} does not run: version 1 uses {runs.upper()} {decides}", entry
         )
 
 
@@ -110,11 +107,8 @@ def _reshard(lint: LintContext, entry: Entry, value: Any, version: int) -> None:
         strategy = STRATEGIES.get(word)
         strategy_under_1(lint, strategy, entry)
         if strategy is None:
-            lint.report(
-                "FSD206",
-                f"under version 1 reshard_after_forward is a strategy name, not {value!r}",
-                entry,
-                value=True,
+            lint.report_value(
+                "FSD206", f"under version 1 reshard_after_forward is a strategy name, not {value!r}", entry
             )
         return
     values.read_reshard(lint, entry, "reshard_after_forward")
@@ -150,11 +144,8 @@ def _policy(lint: LintContext, entry: Entry, value: Any) -> None:
     meant = spelling.choice(value, spelling.WRAP_POLICIES)
     lint.set("wrap_policy", meant or "transformer", entry=entry)
     if meant is None and "." in str(value):
-        lint.report(
-            "FSD348",
-            f"auto_wrap_policy {value!r} is a dotted path, which programs do not import",
-            entry,
-            value=True,
+        lint.report_value(
+            "FSD348", f"auto_wrap_policy {value!r} is a dotted path, which programs do not import", entry
         )
         return
     lint.report_value(
@@ -178,13 +169,12 @@ def _classes(lint: LintContext, entry: Entry, value: Any) -> None:
     if isinstance(value, str | list) and all(piece.isidentifier() for piece in pieces):
         return
     if not names:
-        lint.report("FSD214", f"{entry.key} {value!r} does not contain class names", entry, value=True)
+        lint.report_value("FSD214", f"{entry.key} {value!r} does not contain class names", entry)
         return
-    lint.report(
+    lint.report_value(
         "FSD214",
         f"{entry.key} {value!r} is not split into class names",
         entry,
-        value=True,
         edits=lint.editor.replace_entry(entry, ",".join(names)),
         fix=f"write {','.join(names)}",
     )
@@ -238,11 +228,10 @@ def read_fsdp1_key(
         known = {"BACKWARD_PRE": "BACKWARD_PRE", "BACKWARD_POST": "BACKWARD_POST", "NO_PREFETCH": None}
         lint.set(key, known.get(text), entry=entry)
         if text not in known:
-            lint.report(
+            lint.report_value(
                 "FSD206",
                 f"{entry.key} {entry.node.value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
                 entry,
-                value=True,
             )
         return
     values.read_boolean(lint, str(entry.key), key, entry)
@@ -265,11 +254,10 @@ def read_strategy(
             renamed = lint.editor.rename(entry, "reshard_after_forward")
             replaced = lint.editor.replace(entry.node, False)
             edits = (*renamed, *replaced) if renamed is not None and replaced is not None else None
-        lint.report(
+        lint.report_value(
             "FSD303",
             f"{entry.key} {entry.node.value!r} is ignored: parameters are freed after forward",
             entry,
-            value=True,
             edits=edits,
             safe=False,
             fix="write reshard_after_forward: false",
@@ -277,19 +265,13 @@ def read_strategy(
         )
         return
     if strategy == "no_shard":
-        lint.report(
-            "FSD332",
-            f"{entry.key} {entry.node.value!r} is ignored; NO_SHARD has no FSDP2 equivalent",
-            entry,
-            value=True,
+        lint.report_value(
+            "FSD332", f"{entry.key} {entry.node.value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry
         )
         return
     if strategy in ("hybrid_shard", "hybrid_shard_zero2"):
-        lint.report(
-            "FSD334",
-            f"{entry.key} {entry.node.value!r} is ignored: the run shards over all ranks",
-            entry,
-            value=True,
+        lint.report_value(
+            "FSD334", f"{entry.key} {entry.node.value!r} is ignored: the run shards over all ranks", entry
         )
         return
     lint.report_removable("FSD302", f"{entry.key} is not read by TrainingArguments", entry, block)
