@@ -29,29 +29,21 @@ def list_differences(anatomy: Anatomy, settings: FsdpSettings, sharding: Shardin
     return tuple(differences)
 
 
+_DTYPES = {
+    "reduce_dtype": ("gradients are reduced in", "the parameter dtype"),
+    "output_dtype": ("outputs (logits and loss) come in", "the dtype the model computes"),
+    "param_dtype": ("parameters are gathered as", "stored"),
+    "master_dtype": ("trainable parameters are stored as", "loaded"),
+}
+"""What each dtype of a plan is about, and what None stands for."""
+
+
 def _precision(native: UnitPlan, plain: UnitPlan) -> list[str]:
     lines = []
-    if native.reduce_dtype != plain.reduce_dtype:
-        lines.append(
-            f"gradients are reduced in {plain.reduce_dtype or 'the parameter dtype'} instead of "
-            f"{native.reduce_dtype or 'the parameter dtype'}"
-        )
-    if native.output_dtype != plain.output_dtype:
-        own = "the dtype the model computes"
-        lines.append(
-            f"outputs (logits and loss) come in {plain.output_dtype or own} instead of "
-            f"{native.output_dtype or own}"
-        )
-    if native.param_dtype != plain.param_dtype:
-        lines.append(
-            f"parameters are gathered as {plain.param_dtype or 'stored'} instead of "
-            f"{native.param_dtype or 'stored'}"
-        )
-    if native.master_dtype != plain.master_dtype:
-        lines.append(
-            f"trainable parameters are stored as {plain.master_dtype or 'loaded'} instead of "
-            f"{native.master_dtype or 'loaded'}"
-        )
+    for name, (what, unset) in _DTYPES.items():
+        own, other = getattr(native, name), getattr(plain, name)
+        if own != other:
+            lines.append(f"{what} {other or unset} instead of {own or unset}")
     return lines
 
 

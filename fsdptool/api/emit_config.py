@@ -137,15 +137,13 @@ def prepare_emission(
         advice = "give a model, --plan FILE or --preset NAME"
         raise ConfigError("a model, a plan or a preset is required", help=advice)
     else:
+        model = None
+        if reference is not None:
+            model = ModelChoice(
+                reference, revision=revision, component=component, trust_remote_code=trust_remote_code
+            )
         emission = from_reference(
-            reference,
-            preset=preset,
-            layout=layout,
-            wrap=tuple(wrap),
-            exclude=tuple(exclude),
-            revision=revision,
-            component=component,
-            trust_remote_code=trust_remote_code,
+            model, preset=preset, layout=layout, wrap=tuple(wrap), exclude=tuple(exclude)
         )
     settings = adjust(emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
     return replace(emission, settings=settings)
@@ -201,15 +199,12 @@ def from_plan(
 
 
 def from_reference(
-    reference: str | None,
+    choice: ModelChoice | None,
     *,
     preset: str | None = None,
     layout: Layout | str = "native",
     wrap: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
-    revision: str | None = None,
-    component: str | None = None,
-    trust_remote_code: bool = False,
 ) -> Emission:
     """Return a preset's settings (default ``single-node``) with the wrap classes of a model.
 
@@ -217,31 +212,24 @@ def from_reference(
         ReferenceError, ModelError: The model cannot be resolved or built.
         ConfigError: The preset or the layout is unknown.
     """
+    from fsdptool.inspection import inspect
+    from fsdptool.source import resolve_choice
+
     if layout not in ("native", "accelerate"):
         raise ConfigError(f"unknown layout {layout!r}", help="native or accelerate")
     settings = find_preset(preset or "single-node").settings
-    if reference is None:
+    if choice is None:
         classes = spelling.classes(list(wrap)) or ()
         return Emission(replace(settings, wrap_classes=classes), layout)
-    anatomy = _inspect(
-        reference,
-        revision=revision,
-        component=component,
-        trust_remote_code=trust_remote_code,
-        wrap=wrap,
-        exclude=exclude,
-    )
+    anatomy = inspect(resolve_choice(choice), wrap=wrap, exclude=exclude)
     classes = anatomy.wrap.classes
     if classes:
         settings = replace(settings, wrap_policy="transformer", wrap_classes=classes)
     else:
         settings = replace(settings, wrap_policy="none", wrap_classes=(), activation_checkpointing=False)
     chosen: Layout = "accelerate" if layout == "accelerate" else "native"
-    model = ModelChoice(
-        reference, revision=revision, component=component, trust_remote_code=trust_remote_code
-    )
-    recipe = Recipe(model, sharding=Sharding(layout=chosen))
-    return Emission(settings, layout, reference, None, recipe, anatomy)
+    recipe = Recipe(choice, sharding=Sharding(layout=chosen))
+    return Emission(settings, layout, choice.reference, None, recipe, anatomy)
 
 
 def adjust(
@@ -287,15 +275,6 @@ def adjust(
                 raise ConfigError(f"{total} processes cannot be divided evenly by {others}")
             settings = replace(settings, mesh=replace(mesh, dp_shard=total // others))
     return settings
-
-
-def _inspect(
-    reference: str, *, wrap: tuple[str, ...] = (), exclude: tuple[str, ...] = (), **options: Any
-) -> Anatomy:
-    from fsdptool.inspection import inspect
-    from fsdptool.source import resolve
-
-    return inspect(resolve(reference, **options), wrap=wrap, exclude=exclude)
 
 
 PRESETS = {

@@ -25,7 +25,7 @@ def command(
     if format is Format.JSON:
         print_document(document)
     else:
-        from fsdptool.report.doctor import print_doctor
+        from fsdptool.report.detect import print_doctor
 
         print_doctor(document)
     failed = any(item.severity == "error" for item in diagnostics)

@@ -22,7 +22,7 @@ def all_rules() -> dict[str, Rule]:
     from fsdptool import cache
     from fsdptool.config.rules import RULES
     from fsdptool.families import registry as families
-    from fsdptool.inspection import rules as inspection
+    from fsdptool.inspection import hazards as inspection
     from fsdptool.launch import doctor as launch
     from fsdptool.planning import rules as planning
     from fsdptool.source import config_checks as source

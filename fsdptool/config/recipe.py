@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool import spelling
+from fsdptool.config.canonical import COMMON, LAUNCH
+from fsdptool.config.dialects.accelerate import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.recipe_constraints import contradictions, finite, out_of_range
 from fsdptool.errors import ConfigError
 from fsdptool.files.json_tree import parse_json
@@ -25,41 +27,21 @@ from fsdptool.formatting import printable
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 
+_BLOCKS = {
+    "fsdp_config": [item for item in FSDP_KEYS.items() if item[1] in COMMON[2:]],
+    "parallelism_config": [item for item in PARALLELISM_KEYS.items() if item[1] != "sp"],
+}
 OWNED_BY_YAML = {
-    "num_processes": "num_processes",
-    "num_machines": "num_machines",
-    "machine_rank": "machine_rank",
-    "main_process_ip": "main_process_ip",
-    "main_process_port": "main_process_port",
-    "use_cpu": "use_cpu",
-    "gpu_ids": "gpu_ids",
-    "mixed_precision": "mixed_precision",
-    "distributed_type": "distributed_type",
-    "fsdp_config": "fsdp_config",
-    "parallelism_config": "parallelism_config",
-    "wrap_policy": "fsdp_config.fsdp_auto_wrap_policy",
-    "auto_wrap_policy": "fsdp_config.fsdp_auto_wrap_policy",
-    "wrap_classes": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-    "transformer_layer_cls_to_wrap": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-    "min_num_params": "fsdp_config.fsdp_min_num_params",
-    "state_dict_type": "fsdp_config.fsdp_state_dict_type",
-    "offload_params": "fsdp_config.fsdp_offload_params",
-    "cpu_offload": "fsdp_config.fsdp_offload_params",
-    "cpu_ram_efficient_loading": "fsdp_config.fsdp_cpu_ram_efficient_loading",
-    "activation_checkpointing": "fsdp_config.fsdp_activation_checkpointing",
-    "activation_checkpointing_offload": "fsdp_config.fsdp_activation_checkpointing_offload",
+    **{name: name for name in LAUNCH if name not in ("rdzv_backend", "debug")},
+    **{name: name for name in ("mixed_precision", "distributed_type", *_BLOCKS)},
+    **{name: f"{block}.{key}" for block, items in _BLOCKS.items() for key, name in items},
+    **{
+        key.removeprefix("fsdp_").removeprefix("parallelism_config_"): f"{block}.{key}"
+        for block, items in _BLOCKS.items()
+        for key, _ in items
+    },
     "gradient_checkpointing": "fsdp_config.fsdp_activation_checkpointing",
-    "ignored_modules": "fsdp_config.fsdp_ignored_modules",
     "mesh": "parallelism_config",
-    "dp_replicate": "parallelism_config.parallelism_config_dp_replicate_size",
-    "dp_replicate_size": "parallelism_config.parallelism_config_dp_replicate_size",
-    "dp_shard": "parallelism_config.parallelism_config_dp_shard_size",
-    "dp_shard_size": "parallelism_config.parallelism_config_dp_shard_size",
-    "cp": "parallelism_config.parallelism_config_cp_size",
-    "cp_size": "parallelism_config.parallelism_config_cp_size",
-    "cp_comm_strategy": "parallelism_config.parallelism_config_cp_comm_strategy",
-    "tp": "parallelism_config.parallelism_config_tp_size",
-    "tp_size": "parallelism_config.parallelism_config_tp_size",
 }
 """Keys a person may look for in a recipe, and where the accelerate YAML has them."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, WRITTEN, check_expressible
+from fsdptool.config.canonical import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, MESH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import DETAILS, values
+from fsdptool.config.dialects.accelerate import DETAILS, FSDP_KEYS, PARALLELISM_KEYS, values
 from fsdptool.config.dialects.accelerate.launch import (
     read_details,
     read_precision,
@@ -32,33 +32,15 @@ CANNOT = tuple(name for name in LAUNCH if name not in ("use_cpu", "debug"))
 NAME = "env"
 
 KEYS = {
-    "FSDP_VERSION": "fsdp_version",
-    "FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward",
-    "FSDP_AUTO_WRAP_POLICY": "wrap_policy",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "wrap_classes",
-    "FSDP_MIN_NUM_PARAMS": "min_num_params",
-    "FSDP_STATE_DICT_TYPE": "state_dict_type",
-    "FSDP_OFFLOAD_PARAMS": "cpu_offload",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "cpu_ram_efficient_loading",
-    "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "activation_checkpointing_offload",
-    "FSDP_IGNORED_MODULES": "ignored_modules",
-    "FSDP_SHARDING_STRATEGY": "sharding_strategy",
-    "FSDP_BACKWARD_PREFETCH": "backward_prefetch",
-    "FSDP_FORWARD_PREFETCH": "forward_prefetch",
-    "FSDP_USE_ORIG_PARAMS": "use_orig_params",
-    "FSDP_SYNC_MODULE_STATES": "sync_module_states",
+    **{
+        "FSDP_TRANSFORMER_CLS_TO_WRAP" if name == "wrap_classes" else key.upper(): name
+        for key, name in FSDP_KEYS.items()
+    },
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
     "ACCELERATE_USE_CPU": "use_cpu",
     "ACCELERATE_DEBUG_MODE": "debug",
 }
-SIZES = {
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate",
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "dp_shard",
-    "PARALLELISM_CONFIG_TP_SIZE": "tp",
-    "PARALLELISM_CONFIG_CP_SIZE": "cp",
-    "PARALLELISM_CONFIG_SP_SIZE": "sp",
-}
+SIZES = {key.upper(): name for key, name in PARALLELISM_KEYS.items() if name in MESH}
 _DETAILS = {key.upper(): name for key, name in DETAILS.items()}
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
 
