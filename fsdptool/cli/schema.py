@@ -19,7 +19,7 @@ def command(
     ] = None,
 ) -> int:
     """Print a JSON Schema (2020-12) for editors and validators, or list the schemas."""
-    from fsdptool.files.schemas import load_schema, schema_names
+    from fsdptool.files.values import load_schema, schema_names
 
     if write is not None:
         write_schemas(write)

@@ -158,7 +158,7 @@ def _print(verdict: Any, format: FindingFormat, quiet: bool) -> None:
     if format is FindingFormat.JSON:
         print_document(verdict.document())
     elif format is FindingFormat.SARIF:
-        from fsdptool.report.sarif import sarif_document
+        from fsdptool.report.findings import sarif_document
 
         print_document(sarif_document(verdict.readings))
     elif format is FindingFormat.GITHUB:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, settings_from
 from fsdptool.config.checks.meaning import check_meaning
-from fsdptool.config.consumers import PROGRAMS, Consumer, known_programs, resolve_consumer
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import detect_dialect, load_registry, parse_source, sniff_dialect
-from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.dialects.protocol import PROGRAMS, Consumer, Dialect, known_programs, resolve_consumer
 from fsdptool.config.result import Reading
 from fsdptool.config.rules import RULES
 from fsdptool.files.text import SourceText, UnreadableError, read_source

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.consumers import Consumer
+from fsdptool.config.dialects.protocol import Consumer
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.files.schemas import read_object
+from fsdptool.files.values import read_object
 from fsdptool.planning.gpu_catalogue import find_gpu, gpu_from_data
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.diagnostic import Diagnostic

@@ -113,7 +113,7 @@ def _shipped() -> tuple[Entry, ...]:
 
 
 def _read(path: Path) -> tuple[Entry, ...]:
-    from fsdptool.files.schemas import read_object
+    from fsdptool.files.values import read_object
 
     data = read_object(path, "gpus")
     return tuple(_entry(item) for item in data["gpus"])

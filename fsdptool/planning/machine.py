@@ -42,7 +42,7 @@ def read_table(path: Path) -> tuple[Machine, ...]:
     Raises:
         ConfigError: The file is missing or malformed.
     """
-    from fsdptool.files.schemas import read_object
+    from fsdptool.files.values import read_object
 
     data = read_object(path, "machine")
     return tuple(

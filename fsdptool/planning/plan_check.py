@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptool.files.schemas import read_object
+from fsdptool.files.values import read_object
 from fsdptool.planning.plan import make_plan
 from fsdptool.planning.plan_document import inputs_of, plan_from
 from fsdptool.planning.request import Request

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError, PlanError
-from fsdptool.files.schemas import check, read_object
+from fsdptool.files.values import check, read_object
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.plan import Plan, PlanInputs

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fsdptool.config.canonical import COMMON
-from fsdptool.config.consumers import PROGRAMS
 from fsdptool.config.dialects import CERTAIN, load_registry, parse_source
-from fsdptool.config.dialects.protocol import API_VERSION, Dialect
+from fsdptool.config.dialects.protocol import API_VERSION, PROGRAMS, Dialect
 from fsdptool.config.edits import Editor, apply_edits
 from fsdptool.config.fixes import repair
 from fsdptool.config.reader import read_settings

@@ -180,7 +180,7 @@ def test_commands_tell_the_truth(
 ) -> None:
     from jsonschema import Draft202012Validator
 
-    from fsdptool.files.schemas import load_schema
+    from fsdptool.files.values import load_schema
 
     monkeypatch.setenv("FSDPTOOL_CACHE", str(tmp_path))
     store = Store()

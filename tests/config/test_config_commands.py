@@ -19,7 +19,7 @@ from test_rules_against_accelerate import GOOD
 
 from fsdptool.cli.app import run
 from fsdptool.cli.rule import all_rules
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.report.findings import rules_page
 
 BAD = (

@@ -14,7 +14,7 @@ from fsdptool.config.canonical import facts_from
 from fsdptool.config.dialects import load_registry
 from fsdptool.config.fixes import repair
 from fsdptool.config.migrate import migrate_file
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 
 FILES = corpus.files()
 LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")

@@ -21,7 +21,7 @@ from fsdptool.config.fixes import repair
 from fsdptool.config.recipe import dump_recipe, read_recipe
 from fsdptool.config.recipe_constraints import RANGES
 from fsdptool.errors import ConfigError
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.inspection import inspect
 from fsdptool.modeling.context_parallel import attention_kinds
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe

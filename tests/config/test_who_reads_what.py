@@ -12,13 +12,13 @@ from test_rules_against_accelerate import GOOD
 
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings, write_settings
-from fsdptool.config.consumers import PROGRAMS
 from fsdptool.config.dialects import load_registry
+from fsdptool.config.dialects.protocol import PROGRAMS
 from fsdptool.config.fixes import repair
 from fsdptool.config.migrate import migrate_file
 from fsdptool.config.shell import _SWITCHES
 from fsdptool.errors import ConfigError
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.records.sharding import FsdpSettings
 
 NATURAL = {dialect.name: dialect.consumers[0] for dialect in load_registry().all()}

@@ -25,7 +25,7 @@ from tiny_material import recipe_of
 
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.records.recipe import Recipe
 from fsdptool.source import resolve
 from fsdptool.training.data import build_batches, build_evaluation, prepare

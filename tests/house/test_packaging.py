@@ -61,7 +61,7 @@ def test_a_wheel_carries_schemas_plugins_and_types(distributions: tuple[Path, Pa
 
 CHECK = """
 import fsdptool, pathlib, sys
-from fsdptool.files.schemas import schema_names, load_schema
+from fsdptool.files.values import schema_names, load_schema
 from fsdptool.families.registry import load_registry
 home = pathlib.Path(fsdptool.__file__).parent
 assert str(home).startswith(sys.argv[1]), home

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 import fsdptool
 from fsdptool.cli.app import run
 from fsdptool.errors import ModelError
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.inspection import build, examine, inspect
 from fsdptool.inspection.api import decode, encode
 from fsdptool.inspection.census import uneven

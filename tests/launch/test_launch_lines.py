@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.launch.command import Nodes, build_command, interface_towards, reachable_name
 from fsdptool.launch.devices import gpu_set, register_claim, requested_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from fsdptool.cli.app import run
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 
 # All on one worker: another would make the same two runs again.
 pytestmark = [pytest.mark.xdist_group("run-phases"), pytest.mark.distributed, pytest.mark.slow]

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from fsdptool.errors import ConfigError, PlanError
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.planning import gpu_catalogue as catalogue
 from fsdptool.planning.clusters import parse_rate, parse_size, read_cluster
 from fsdptool.planning.gpu_catalogue import all_entries, find_gpu, load_gpu

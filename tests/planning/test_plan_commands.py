@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from fsdptool.cli.app import run
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.formatting import amount
 
 HARDWARE = ["--gpu", "RTX-4090-24GB", "--gpus", "2"]

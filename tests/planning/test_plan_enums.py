@@ -11,7 +11,7 @@ from typing import Any, get_args
 import jsonschema
 import pytest
 
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.planning import Options, chosen_candidate, make_plan, plan_document, read_plan, read_request
 from fsdptool.planning.compare import compare
 from fsdptool.planning.plan_check import changes_between

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fsdptool.cli.app import run as fsdptool
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.folder import read_json
 from fsdptool.runs.manifest import list_checkpoints

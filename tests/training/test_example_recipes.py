@@ -15,7 +15,7 @@ import recipe_runs
 from jsonschema import Draft202012Validator
 from pool import Pool
 
-from fsdptool.files.schemas import load_schema
+from fsdptool.files.values import load_schema
 from fsdptool.records.recipe import Recipe
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.manifest import newest_good

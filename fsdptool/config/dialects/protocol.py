@@ -1,12 +1,16 @@
-"""What a dialect must offer. Authors subclass :class:`Dialect` (docs/config.md)."""
+"""What a dialect must offer, and who reads its files. Authors subclass :class:`Dialect` (docs/config.md)."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.consumers import Program
+from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
@@ -90,3 +94,162 @@ class Dialect(ABC):
         from fsdptool.config.fsdp1 import NotEditableError
 
         raise NotEditableError(f"{self.name} files are not migrated in place")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that reads configuration files.
+
+    Attributes:
+        name: What ``--consumer`` calls it.
+        title: What it is, for people.
+        package: Distribution whose version counts and which ``--target PACKAGE==VERSION`` names.
+        assumed: Version to judge for where the program need not be installed here; None: the installed one.
+        checked: Version that the rules were checked against by running it, or None.
+    """
+
+    name: str
+    title: str
+    package: str
+    assumed: str | None = None
+    checked: str | None = None
+
+
+PROGRAMS = {
+    program.name: program
+    for program in (
+        Program("accelerate", "accelerate launch and the plugin it builds", "accelerate", None, "1.15.0"),
+        Program("fsdptool", "fsdptool's own trainer, started on an accelerate YAML", "fsdptool"),
+        Program("trainer", "transformers' TrainingArguments", "transformers", None, "5.23.0"),
+        Program("axolotl", "axolotl", "axolotl", "0.19.0"),
+        # Its FSDP keys are transformers'.
+        Program("llamafactory", "LLaMA-Factory", "transformers", "5.23.0", "5.23.0"),
+        Program("simpletuner", "SimpleTuner", "simpletuner", "4.8.0"),
+    )
+}
+"""The programs that the shipped dialects are for, by name; another dialect brings its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """The program that will read the file, at a version.
+
+    ``checked`` is False when the version is not one the rules were checked against by running it.
+    """
+
+    name: str
+    version: str
+    checked: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+    def before(self, *parts: int) -> bool:
+        """Whether the version is older than ``parts``."""
+        numbers = []
+        for piece in self.version.split(".")[: len(parts)]:
+            digits = "".join(character for character in piece if character.isdecimal())
+            numbers.append(int(digits[:9] or 0))
+        return tuple(numbers) < parts
+
+
+def known_programs() -> dict[str, Program]:
+    """Return every program by name: those above, and what installed dialects bring."""
+    from fsdptool.config.dialects import load_registry
+
+    brought = (program for dialect in load_registry().all() for program in dialect.programs)
+    return {program.name: program for program in brought} | PROGRAMS
+
+
+def resolve_consumer(
+    name: str | None,
+    target: str | None,
+    natural: str,
+    *,
+    noted: str | None = None,
+    programs: Iterable[Program] = (),
+) -> Consumer:
+    """Return the consumer a file is judged for.
+
+    Args:
+        name: ``--consumer``, or None.
+        target: ``--target``, ``accelerate==1.15`` or a bare version.
+        natural: The consumer of the file's dialect, which counts where nobody says otherwise.
+        noted: What a ``# fsdptool: consumer=NAME`` comment in the file says; a target of another
+            program is then not about this file.
+        programs: Programs that the file's dialect brings.
+
+    Raises:
+        ConfigError: The consumer is unknown, the target is malformed or names an unknown program, or
+            name and target are two programs.
+    """
+    chosen = name or noted or natural
+    brought = {program.name: program for program in programs}
+    program = brought.get(chosen) or PROGRAMS.get(chosen) or known_programs().get(chosen)
+    if program is None:
+        raise ConfigError(
+            f"unknown consumer {chosen!r}", help=f"choose one of: {', '.join(known_programs())}"
+        )
+    package, version = _target(target)
+    if package is not None and package != program.package:
+        if name is not None:
+            raise ConfigError(
+                f"--consumer {name} and --target {target} name different programs",
+                help=f"give --target {program.package}==VERSION, or leave one of the two out",
+            )
+        if noted is not None:
+            version = None
+        else:
+            program = _of_package(package) or program
+    if version is None:
+        version = program.assumed or _installed(program.package) or program.checked or "0"
+    return Consumer(program.name, version, program.checked is None or _same_minor(version, program.checked))
+
+
+def _target(target: str | None) -> tuple[str | None, str | None]:
+    """Split ``--target`` into a package (None for a bare version) and a version."""
+    if target is None:
+        return None, None
+    package, equals, version = target.partition("==")
+    if not equals:
+        package, version = "", package
+    package = package.strip().lower()
+    version = version.strip()
+    if not version or not version[0].isdecimal():
+        raise ConfigError(
+            f"--target {target!r} is not PACKAGE==VERSION", help="for example --target accelerate==1.15"
+        )
+    if package and _of_package(package) is None:
+        packages = dict.fromkeys(program.package for program in known_programs().values())
+        raise ConfigError(
+            f"--target {target!r} does not name a known program", help=f"choose one of: {', '.join(packages)}"
+        )
+    return package or None, version
+
+
+def _of_package(package: str) -> Program | None:
+    """Return the first program of a package: for transformers that is the Trainer."""
+    for programs in (PROGRAMS, known_programs()):
+        for program in programs.values():
+            if program.package == package:
+                return program
+    return None
+
+
+@cache
+def _installed(package: str) -> str | None:
+    """Return an installed version from the names of metadata folders: reading the metadata costs 50 ms."""
+    prefix = f"{package}-"
+    for folder in sys.path:
+        try:
+            names = [path.name for path in Path(folder or ".").iterdir()]
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith(".dist-info") and name.lower().startswith(prefix):
+                return name[len(prefix) : -len(".dist-info")]
+    return None
+
+
+def _same_minor(version: str, checked: str) -> bool:
+    return version.split(".")[:2] == checked.split(".")[:2]

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import LAUNCH, MESH
-from fsdptool.config.consumers import Program
-from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.dialects.protocol import Dialect, Program
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
