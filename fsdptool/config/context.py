@@ -203,6 +203,14 @@ class LintContext:
             more = {"edits": self.editor.replace(at.node, meant), "fix": f"write {words}", **more}
         self.report(code, message, at, value=True, **more)
 
+    def report_renamed(self, code: str, message: str, entry: Entry, key: str, **more: Any) -> None:
+        """Report a key that does not count, with the unsafe fix that renames it to ``key``.
+
+        ``more`` is as for :meth:`report`.
+        """
+        repair = {"edits": self.editor.rename(entry, key), "fix": f"rename {entry.key} to {key}"}
+        self.report(code, message, entry, **{"safe": False, **repair, **more})
+
     def report_removable(
         self,
         code: str,

@@ -46,14 +46,12 @@ def report_inside(lint: LintContext, block: Node, entry: Entry, full: str) -> No
     near = spelling.nearest(full, FSDP_KEYS, cutoff=0.8)
     if near is not None and block.get(near) is None:
         lint.ignore(entry, f"unknown; did you mean {near}?")
-        lint.report(
+        lint.report_renamed(
             "FSD202",
             f"{key} is not read: did you mean {near}?",
             entry,
+            near,
             help=f"rename it to {near}; it then takes effect",
-            edits=lint.editor.rename(entry, near),
-            safe=False,
-            fix=f"rename {key} to {near}",
             changes=begins(FSDP_KEYS[near], entry.node.value),
         )
         return
@@ -70,12 +68,11 @@ def report_in_parallelism(lint: LintContext, block: Node, entry: Entry, known: d
         near = spelling.nearest(key, [name.removeprefix("parallelism_config_") for name in known], cutoff=0.8)
         full = f"parallelism_config_{near}" if near else spelling.nearest(key, known, cutoff=0.8) or ""
     if full and block.get(full) is None:
-        lint.report(
+        lint.report_renamed(
             "FSD203",
             f"{key} is not read: the key is {full}",
             entry,
-            edits=lint.editor.rename(entry, full),
-            safe=False,
+            full,
             fix=f"write {full}",
             changes={PARALLELISM_KEYS.get(full, "*"): entry.node.value},
         )
@@ -111,14 +108,12 @@ def report_top_level(lint: LintContext, entry: Entry) -> None:
         else spelling.nearest(key, TOP_LEVEL, cutoff=0.75)
     )
     if near is not None and lint.root.get(near) is None:
-        lint.report(
+        lint.report_renamed(
             "FSD201",
             f"unknown key {key!r}: did you mean {near!r}?",
             entry,
+            near,
             help=f"rename it to {near}",
-            edits=lint.editor.rename(entry, near),
-            safe=False,
-            fix=f"rename {key} to {near}",
             changes={"*": near},
         )
     else:
@@ -155,14 +150,8 @@ def _report_dead(lint: LintContext, block: Node, entry: Entry, full: str, meant:
     key = str(entry.key)
     if meant is not None and block.get(meant) is None:
         lint.ignore(entry, f"not read; the key is {meant}")
-        lint.report(
-            "FSD211",
-            f"{key} is not read: the key is {meant}",
-            entry,
-            edits=lint.editor.rename(entry, meant),
-            safe=False,
-            fix=f"rename {key} to {meant}",
-            changes={"*": entry.node.value},
+        lint.report_renamed(
+            "FSD211", f"{key} is not read: the key is {meant}", entry, meant, changes={"*": entry.node.value}
         )
         return
     lint.ignore(entry, "not read by this version of accelerate")

@@ -260,12 +260,11 @@ def _unknown(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
     near = spelling.nearest(bare, KEYS, cutoff=0.8)
     lint.ignore(entry, "axolotl's schema has no such field and drops it")
     if near is not None and block.get(near) is None and block.get(f"fsdp_{near}") is None:
-        lint.report(
+        lint.report_renamed(
             "FSD202",
             f"{entry.key} is not read: did you mean {near}?",
             entry,
-            edits=lint.editor.rename(entry, near),
-            safe=False,
+            near,
             fix=f"rename it to {near}",
             changes={KEYS[near]: entry.node.value},
         )

@@ -225,13 +225,11 @@ def _unread(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
     near = spelling.nearest(bare, KEYS, cutoff=0.8)
     lint.ignore(entry, "unknown in fsdp_config")
     if near is not None and block.get(near) is None and block.get(f"fsdp_{near}") is None:
-        lint.report(
+        lint.report_renamed(
             "FSD202",
             f"{key} is not read: did you mean {near}?",
             entry,
-            edits=lint.editor.rename(entry, near),
-            safe=False,
-            fix=f"rename {key} to {near}",
+            near,
             changes=begins(KEYS[near], entry.node.value),
         )
         return
