@@ -76,7 +76,7 @@ def conditions(
     hardware = None
     if gpu is not None or gpus is not None or host_memory is not None:
         from fsdptool.planning.clusters import parse_size
-        from fsdptool.planning.gpu_catalogue import load_gpu
+        from fsdptool.planning.hardware import load_gpu
 
         if gpus is not None and gpus < 1:
             raise PlanError(

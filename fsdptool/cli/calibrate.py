@@ -38,7 +38,7 @@ def command(
 
     from fsdptool.planning.calibrate import calibrate, read_sample
     from fsdptool.planning.clusters import parse_size
-    from fsdptool.planning.machine import read_table, write_table
+    from fsdptool.planning.hardware import read_table, write_table
     from fsdptool.records.codec import to_json
     from fsdptool.report.tables import print_line, print_table
 

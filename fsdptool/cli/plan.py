@@ -167,7 +167,7 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, expl
 
 def check_saved(path: Path, format: Format, *, trust_remote_code: bool = False) -> int:
     """Derive a saved plan anew, print what changed and return the exit status."""
-    from fsdptool.planning.plan_check import check_plan
+    from fsdptool.planning.compare import check_plan
     from fsdptool.planning.plan_document import plan_document
     from fsdptool.report.plan import print_changes
 

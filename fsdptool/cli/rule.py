@@ -24,7 +24,7 @@ def all_rules() -> dict[str, Rule]:
     from fsdptool.families import registry as families
     from fsdptool.inspection import hazards as inspection
     from fsdptool.launch import doctor as launch
-    from fsdptool.planning import rules as planning
+    from fsdptool.planning import advice as planning
     from fsdptool.source import config_checks as source
 
     rooms = (families.RULES, source.RULES, inspection.RULES, planning.RULES, launch.RULES, cache.RULES)

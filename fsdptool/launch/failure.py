@@ -135,7 +135,7 @@ def match_moment(seen: str, plan: Candidate | None) -> str | None:
 def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
     from fsdptool.inspection import inspect
     from fsdptool.planning.estimator import Estimator
-    from fsdptool.planning.machine import machine_for
+    from fsdptool.planning.hardware import machine_for
     from fsdptool.planning.search_point import read_search_point
     from fsdptool.planning.suggestions import suggest
     from fsdptool.records.cluster import Cluster, device_profile

@@ -1,10 +1,10 @@
 """Planning: the hardware catalogue, estimates of configurations, the search, suggestions. Torch-free."""
 
+from fsdptool.planning.compare import check_plan
 from fsdptool.planning.estimator import predict
-from fsdptool.planning.gpu_catalogue import load_gpu
+from fsdptool.planning.hardware import load_gpu
 from fsdptool.planning.options import Options
 from fsdptool.planning.plan import chosen_candidate, chosen_run, make_plan, plan, search
-from fsdptool.planning.plan_check import check_plan
 from fsdptool.planning.plan_document import plan_document, read_plan
 from fsdptool.planning.request import read_request
 from fsdptool.records.plan import PlanInputs

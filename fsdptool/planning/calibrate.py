@@ -10,8 +10,7 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.planning.compare import read_json, read_prediction
-from fsdptool.planning.gpu_catalogue import find_gpu
-from fsdptool.planning.machine import machine_for
+from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.records.cluster import Machine
 from fsdptool.records.plan import Candidate
 

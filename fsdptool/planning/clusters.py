@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.files.values import read_object
-from fsdptool.planning.gpu_catalogue import find_gpu, gpu_from_data
+from fsdptool.planning.hardware import find_gpu, gpu_from_data
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.diagnostic import Diagnostic
 

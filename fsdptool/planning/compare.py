@@ -1,18 +1,22 @@
-"""Two plans side by side, or a plan and the run it predicted."""
+"""A plan against another one, against the run it predicted, or against itself recomputed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.files import values
 from fsdptool.files.text import UnreadableError
-from fsdptool.planning.plan import chosen_candidate
-from fsdptool.planning.plan_document import read_plan
+from fsdptool.files.values import read_object
+from fsdptool.planning.plan import chosen_candidate, make_plan
+from fsdptool.planning.plan_document import inputs_of, plan_from, read_plan
+from fsdptool.planning.request import Request
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, FigureUnit
+from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.plan import Candidate, Moment, Plan
 from fsdptool.records.run import RunPhase
 
@@ -67,9 +71,8 @@ def _figures(a: Candidate, b: Candidate) -> Iterator[ComparedFigure]:
         yield _row(name.removesuffix("_bytes").replace("_", " "), getattr(a, name), getattr(b, name), "bytes")
     yield _row("step", a.step_seconds, b.step_seconds, "seconds")
     yield _row("samples per second", a.samples_per_second, b.samples_per_second, "rate")
-    first, second = (item.rejected_by.kind.value if item.rejected_by else None for item in (a, b))
-    if first != second:
-        yield ComparedFigure("rejected by", first, second, "text")
+    if _rejection(a) != _rejection(b):
+        yield ComparedFigure("rejected by", _rejection(a), _rejection(b), "text")
     x = {component.name: component.bytes for component in a.components}
     y = {component.name: component.bytes for component in b.components}
     for name in dict.fromkeys([*x, *y]):
@@ -211,3 +214,76 @@ def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str
     for key in dict.fromkeys([*a, *b]):
         if a.get(key) != b.get(key):
             yield key, a.get(key), b.get(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that is no longer as the plan says: where, before and after."""
+
+    what: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.before} became {self.after}"
+
+
+def check_plan(
+    path: Path, *, trust_remote_code: bool = False, progress: Any = None
+) -> tuple[Plan, tuple[Change, ...]]:
+    """Recompute a plan from a document's own inputs and return it with everything that changed.
+
+    Args:
+        path: The plan's document.
+        trust_remote_code: Whether the model's own code may run, if the plan says that it is needed.
+        progress: Told how far the search is.
+
+    Raises:
+        PlanError: The file is not a plan.
+        ConfigError: It asks to run the model's own code, and ``trust_remote_code`` is not set.
+    """
+    from fsdptool.source import consented
+
+    data = read_object(path)
+    before = plan_from(data, where=str(path))
+    inputs = inputs_of(before)
+    consented(inputs.recipe, path, trust_remote_code=trust_remote_code)
+    after = make_plan(Request(inputs), progress=progress)
+    return after, changes_between(data, before, after)
+
+
+def changes_between(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple[Change, ...]:
+    """Return what differs between a saved plan, with its document's head, and a new one."""
+    libraries = _different(data["libraries"], library_versions())
+    model = _different(before.inputs.get("model", {}), after.inputs.get("model", {}))
+    pairs = [
+        *((f"libraries.{key}", old, new) for key, old, new in sorted(libraries)),
+        *((f"model.{key}", old, new) for key, old, new in sorted(model)),
+        ("fsdptool", data["tool_version"], tool_version()),
+        *(
+            (name, getattr(before, name), getattr(after, name))
+            for name in ("verdict", "chosen", "confidence")
+        ),
+        *_decisive(before, after),
+    ]
+    return tuple(Change(what, old, new) for what, old, new in pairs if old != new)
+
+
+def _decisive(before: Plan, after: Plan) -> Iterator[tuple[str, Any, Any]]:
+    """Pair what decides: figures of the requested candidates and of the chosen one."""
+    candidates = {candidate.id: candidate for candidate in after.candidates}
+    watched = {before.chosen, *before.details.get("asked", ())}
+    for old in before.candidates:
+        if old.id not in watched:
+            continue
+        new = candidates.get(old.id)
+        if new is None:
+            yield f"candidate {old.id}", "present", "missing"
+            continue
+        for name in ("allocated_peak_bytes", "reserved_peak_bytes", "device_total_bytes", "usable_bytes"):
+            yield f"{old.id} {name}", getattr(old, name), getattr(new, name)
+        yield f"{old.id} rejected_by", _rejection(old), _rejection(new)
+
+
+def _rejection(candidate: Candidate) -> str | None:
+    return candidate.rejected_by.kind.value if candidate.rejected_by else None

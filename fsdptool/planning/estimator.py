@@ -7,24 +7,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.memory.simulation.collectives import DEVICES
-from fsdptool.planning.compute_time import (
-    Cost,
-    exchanged_bytes,
-    model_flops,
-    module_costs,
-    peak_flops,
-    unit_costs,
-)
-from fsdptool.planning.machine import expands, machine_for, workspaces
-from fsdptool.planning.overlap import Stage
+from fsdptool.planning.hardware import expands, machine_for, workspaces
+from fsdptool.planning.overlap import Stage, peak_flops
 from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_dims
 from fsdptool.planning.step_time import (
+    Cost,
     Timing,
     Traffic,
+    exchanged_bytes,
     fill,
     measure_traffic,
+    model_flops,
     model_states,
+    module_costs,
     time_candidate,
+    unit_costs,
 )
 from fsdptool.planning.verdict import FitCheck, check_fit
 from fsdptool.records.anatomy import Anatomy, ModelSpec

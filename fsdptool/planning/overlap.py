@@ -1,7 +1,7 @@
 """How long a step takes: compute per unit, and FSDP2's overlap of gathers and compute.
 
 An estimate, with every assumption in docs/plan.md. Compute comes from
-:mod:`fsdptool.planning.compute_time`. The bandwidth terms of collectives are NCCL's bus-bandwidth
+:mod:`fsdptool.planning.step_time`. The bandwidth terms of collectives are NCCL's bus-bandwidth
 definitions (nccl-tests, ``doc/PERFORMANCE.md``): a ring all-gather or reduce-scatter of B bytes over N
 ranks moves B x (N-1)/N through every link, an all-reduce twice that.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fsdptool.planning.compute_time import peak_flops
-from fsdptool.records.cluster import Cluster, Machine
+from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.sharding import ParallelDims
 
 ASSUMED_NETWORK = {"nvlink": 50e9, "xgmi": 50e9, "pcie": 12.5e9}
@@ -72,6 +71,14 @@ def network_bandwidth(cluster: Cluster) -> float:
     if cluster.inter_node_bandwidth is not None:
         return cluster.inter_node_bandwidth
     return ASSUMED_NETWORK[cluster.gpu.link] if cluster.gpu is not None else 1e9
+
+
+def peak_flops(gpu: Gpu, dtype: str) -> float:
+    """Return the dtype's peak; bfloat16 without tensor cores for it runs at fp32's rate.
+
+    fp32 is taken without TF32, which torch leaves off for matrix products by default (2.13).
+    """
+    return gpu.flops.get(dtype, gpu.flops["float32"])
 
 
 _HOST_LINK = 25e9

@@ -10,12 +10,11 @@ from fsdptool.errors import PlanError
 from fsdptool.planning.advice import advise, does_not_fit, routing, routing_note
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.largest_batch import largest_batch
 from fsdptool.planning.options import Options, signature
 from fsdptool.planning.plan_document import ShownPlan, inputs_of, shown
 from fsdptool.planning.request import Request, read_request
 from fsdptool.planning.requested_recipe import check_sizes
-from fsdptool.planning.search import SearchResult, run_search
+from fsdptool.planning.search import SearchResult, largest_batch, run_search
 from fsdptool.planning.search_point import apply_search_point, read_search_point
 from fsdptool.planning.suggestions import suggest
 from fsdptool.planning.verdict import HEADROOM

@@ -13,8 +13,7 @@ from typing import cast
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
-from fsdptool.planning.gpu_catalogue import find_gpu
-from fsdptool.planning.machine import machine_for
+from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile

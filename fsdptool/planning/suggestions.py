@@ -9,8 +9,7 @@ from typing import Literal
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.gpu_catalogue import all_entries
-from fsdptool.planning.machine import expands, machine_for
+from fsdptool.planning.hardware import all_entries, expands, machine_for
 from fsdptool.planning.search_point import changed_settings
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.plan import (

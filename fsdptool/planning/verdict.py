@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdptool.formatting import amount
-from fsdptool.planning.machine import Overhead, overhead
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.plan import ComponentBytes, Footprint, Rejection, RejectionKind, SearchPoint
 from fsdptool.records.trace import Component
@@ -37,7 +36,13 @@ class FitCheck:
 
 def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machine: Machine) -> FitCheck:
     """Return whether one rank of the configuration fits one GPU (CPU: its share of the host)."""
-    lines = overhead(machine, cluster, groups=process_groups(point))
+    # Memory the allocator never sees; one GPU needs no communicator.
+    context = communicators = 0
+    if cluster.gpu is not None:
+        context = machine.context_bytes
+        if cluster.world_size > 1:
+            further = process_groups(point) - 1
+            communicators = machine.communicator_bytes + further * machine.further_communicator_bytes
     host = max(
         (p.host_bytes_per_rank * cluster.gpus_per_node + p.host_bytes_rank_0 for p in footprint.phases),
         default=footprint.host_bytes_per_rank * cluster.gpus_per_node,
@@ -49,8 +54,15 @@ def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machin
     allocator_slack = None
     if inside is not None and footprint.allocated_peak_bytes is not None:
         allocator_slack = inside - footprint.allocated_peak_bytes
-    components = _components(footprint, allocator_slack, lines)
-    total = None if inside is None else inside + lines.context + lines.communicators
+    extra = (
+        (Component.ALLOCATOR_SLACK, allocator_slack),
+        (Component.CONTEXT, context),
+        (Component.COMMUNICATORS, communicators),
+    )
+    components = footprint.components + tuple(
+        ComponentBytes(component, size, component.basis) for component, size in extra if size
+    )
+    total = None if inside is None else inside + context + communicators
     usable = usable_bytes(cluster)
     if cluster.gpu is None and total is not None:
         host += total * cluster.gpus_per_node
@@ -74,20 +86,6 @@ def process_groups(point: SearchPoint) -> int:
     hybrid = 2 if point.dp_replicate > 1 and point.dp_shard * point.cp > 1 else 0
     integer = 0 if isinstance(point.reshard_after_forward, bool) else 1
     return 1 + hybrid + integer + (2 if point.cp > 1 else 0)
-
-
-def _components(
-    footprint: Footprint, allocator_slack: int | None, outside: Overhead
-) -> tuple[ComponentBytes, ...]:
-    """The footprint's own lines, what the allocator reserves beyond them, and what lies outside it."""
-    extra = (
-        (Component.ALLOCATOR_SLACK, allocator_slack),
-        (Component.CONTEXT, outside.context),
-        (Component.COMMUNICATORS, outside.communicators),
-    )
-    return footprint.components + tuple(
-        ComponentBytes(component, size, component.basis) for component, size in extra if size
-    )
 
 
 def _rejection(total: int | None, usable: int | None, host: int, cluster: Cluster) -> Rejection | None:

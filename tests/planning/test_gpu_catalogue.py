@@ -10,10 +10,9 @@ import pytest
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import load_schema
-from fsdptool.planning import gpu_catalogue as catalogue
+from fsdptool.planning import hardware as catalogue
 from fsdptool.planning.clusters import parse_rate, parse_size, read_cluster
-from fsdptool.planning.gpu_catalogue import all_entries, find_gpu, load_gpu
-from fsdptool.planning.machine import machine_for, read_table, write_table
+from fsdptool.planning.hardware import all_entries, find_gpu, load_gpu, machine_for, read_table, write_table
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_every_name_of_the_catalogue_means_itself() -> None:
 
 
 def test_the_catalogue_follows_its_schema_and_never_counts_marketing_bytes() -> None:
-    raw = json.loads(catalogue._DATA.read_text(encoding="utf-8"))
+    raw = json.loads(catalogue._GPUS.read_text(encoding="utf-8"))
     jsonschema.validate(raw, load_schema("gpus"))
     for entry in all_entries():
         gpu = entry.gpu

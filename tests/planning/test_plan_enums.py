@@ -13,8 +13,7 @@ import pytest
 
 from fsdptool.files.values import load_schema
 from fsdptool.planning import Options, chosen_candidate, make_plan, plan_document, read_plan, read_request
-from fsdptool.planning.compare import compare
-from fsdptool.planning.plan_check import changes_between
+from fsdptool.planning.compare import changes_between, compare
 from fsdptool.planning.request import Request
 from fsdptool.records.plan import (
     ComponentBytes,

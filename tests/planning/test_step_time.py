@@ -8,10 +8,9 @@ import pytest
 
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.planning.clusters import make_cluster
-from fsdptool.planning.compute_time import model_flops, segment_seconds
-from fsdptool.planning.gpu_catalogue import load_gpu
-from fsdptool.planning.machine import machine_for
+from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
+from fsdptool.planning.step_time import model_flops, segment_seconds
 from fsdptool.records.sharding import ParallelDims
 from fsdptool.records.trace import Repeat, Segment, Trace
 

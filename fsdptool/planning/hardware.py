@@ -1,4 +1,10 @@
-"""The GPU catalogue: data with sources, forgiving names, extensible by file (docs/hardware.md)."""
+"""The hardware a plan assumes: the GPU catalogue and the machine table (docs/hardware.md).
+
+Both are data with a source. Names of GPUs are forgiving, and files extend either. A machine's row is what no
+trace can see (context, communicators, efficiencies): the shipped values are assumptions;
+``fsdptool calibrate`` replaces them by measurements in a file that is only read when named
+(``--machine``), so that equal inputs give equal plans everywhere.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.records.cluster import Gpu
+from fsdptool.records.cluster import Cluster, Gpu, Machine
+from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic
 
-_DATA = Path(__file__).parent / "data" / "gpus.json"
+_GPUS = Path(__file__).parent / "data" / "gpus.json"
 _NOISE = frozenset(
     {"nvidia", "amd", "geforce", "tesla", "quadro", "instinct", "gpu", "tensor", "core", "hbm2", "hbm2e"}
 )
@@ -99,7 +106,7 @@ def all_entries(gpus_file: Path | None = None) -> tuple[Entry, ...]:
     Raises:
         ConfigError: The file cannot be read or does not follow ``schemas/gpus.schema.json``.
     """
-    shipped = _shipped()
+    shipped = _shipped_gpus()
     if gpus_file is None:
         return shipped
     own = _read(gpus_file)
@@ -108,8 +115,8 @@ def all_entries(gpus_file: Path | None = None) -> tuple[Entry, ...]:
 
 
 @cache
-def _shipped() -> tuple[Entry, ...]:
-    return tuple(_entry(item) for item in json.loads(_DATA.read_text(encoding="utf-8"))["gpus"])
+def _shipped_gpus() -> tuple[Entry, ...]:
+    return tuple(_entry(item) for item in json.loads(_GPUS.read_text(encoding="utf-8"))["gpus"])
 
 
 def _read(path: Path) -> tuple[Entry, ...]:
@@ -168,3 +175,72 @@ def _nearest(name: str, entries: tuple[Entry, ...]) -> str:
     return (
         f"nearest: {', '.join(near)}; describe your own in a file: --gpus-file gpus.yaml (docs/hardware.md)"
     )
+
+
+_MACHINES = Path(__file__).parent / "data" / "machines.json"
+
+
+def machine_for(gpu: Gpu | None, *, table: Path | None = None) -> Machine:
+    """Return the figures for a GPU: the named table's first, then the shipped ones.
+
+    The most specific match wins: catalogue name, then link kind, then ``*``.
+
+    Raises:
+        PlanError: ``table`` cannot be used.
+    """
+    rows = (read_table(table) if table is not None else ()) + _shipped_machines()
+    keys = (gpu.name, gpu.link, "*") if gpu is not None else ("cpu", "*")
+    for key in keys:
+        for row in rows:
+            if row.match.lower() == key.lower():
+                return row
+    raise PlanError("the machine table has no row that matches everything ('*')")  # pragma: no cover
+
+
+def read_table(path: Path) -> tuple[Machine, ...]:
+    """Return the rows of a machine table.
+
+    Raises:
+        ConfigError: The file is missing or malformed.
+    """
+    from fsdptool.files.values import read_object
+
+    data = read_object(path, "machine")
+    return tuple(
+        from_json(Machine, row, where=f"{path}: machines[{i}]") for i, row in enumerate(data["machines"])
+    )
+
+
+def write_table(rows: tuple[Machine, ...]) -> str:
+    """Return the table as text, in the form :func:`read_table` reads."""
+    return json.dumps({"version": 1, "machines": [to_json(row) for row in rows]}, indent=1) + "\n"
+
+
+@cache
+def _shipped_machines() -> tuple[Machine, ...]:
+    rows = json.loads(_MACHINES.read_text(encoding="utf-8"))["machines"]
+    return tuple(from_json(Machine, row) for row in rows)
+
+
+_THREADS = 2
+"""Threads that multiply matrices: the one that runs forward and autograd's own for the device."""
+
+
+def expands(cluster: Cluster) -> bool:
+    """Return whether the run's environment switches expandable segments on."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:true" in cluster.environment.get(name, "").lower() for name in names)
+
+
+def workspaces(cluster: Cluster) -> tuple[int, ...]:
+    """Return the bytes of each workspace cuBLAS keeps: one for every thread that has used it.
+
+    torch takes them from its own allocator at the first product and never gives them back (2.13,
+    ``CublasHandlePool.cpp``; cuBLASLt shares them). ``CUBLAS_WORKSPACE_CONFIG``, pairs of KiB and
+    count, changes their size.
+    """
+    if cluster.gpu is None:
+        return ()
+    pairs = re.findall(r":(\d+):(\d+)", cluster.environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    size = sum(1024 * int(each) * int(count) for each, count in pairs) if pairs else None
+    return (cluster.gpu.workspace_bytes if size is None else size,) * _THREADS
