@@ -338,8 +338,10 @@ def _files_of(module: str) -> list[Path]:
     """Return the file of a module and the ``__init__`` of every package above it; none for a mere name."""
     parts = module.split(".")[1:]
     path = _PACKAGE.joinpath(*parts)
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if not file.is_file():
+    # As Python does: a folder without an __init__ gives way to a module of the same name.
+    files = (path / "__init__.py", path.with_suffix(".py"))
+    file = next((item for item in files if item.is_file()), None)
+    if file is None:
         return []
     above = [_PACKAGE.joinpath(*parts[:depth]) / "__init__.py" for depth in range(len(parts))]
     return [file, *(init for init in above if init.is_file())]
