@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -141,7 +142,8 @@ def write_file(path: Path, text: str, *, force: bool = False) -> None:
             os.fsync(stream.fileno())
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise StorageError(
             f"{path} cannot be written: {error.strerror or error}", help="choose another path"
         ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.planning.compare import read_json, read_prediction
+from fsdptool.planning.compare import read_prediction, read_summary, sound
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.records.cluster import Machine
 from fsdptool.records.plan import Candidate
@@ -34,7 +34,7 @@ def read_sample(folder: Path) -> Sample:
     Raises:
         PlanError: The folder is not a finished run with a prediction.
     """
-    summary = read_json(folder / "summary.json")
+    summary = read_summary(folder)
     lines = [line for line in _metrics(folder) if line.get("memory_reserved_peak_bytes") is not None]
     known = [value for value in summary.get("measured_peak_bytes", ()) if value is not None]
     return Sample(
@@ -117,4 +117,4 @@ def _speed(sample: Sample) -> float | None:
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     from fsdptool.runs.events import read_lines
 
-    return list(read_lines(folder / "metrics.jsonl"))
+    return [line for line in read_lines(folder / "metrics.jsonl") if sound(line)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.files import values
+from fsdptool.files.schemas import check
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import read_object
 from fsdptool.planning.plan import chosen_candidate, make_plan
@@ -101,8 +102,8 @@ def _numbered(moments: Sequence[Moment]) -> dict[tuple[str, int], int]:
 def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
     from fsdptool.runs.events import read_lines
 
-    summary = read_json(folder / _SUMMARY)
-    metrics = list(read_lines(folder / _METRICS))
+    summary = read_summary(folder)
+    metrics = [line for line in read_lines(folder / _METRICS) if sound(line)]
     known = [value for value in summary.get("measured_peak_bytes", ()) if value is not None]
     if not known:
         raise PlanError(
@@ -137,6 +138,24 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
     if error is None:
         notes.append("the predicted peak is unknown, so the error is, too")
     return Comparison("run", left, str(folder), tuple(rows), tuple(moments), error, tuple(notes))
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return a run's ``summary.json``.
+
+    Raises:
+        PlanError: It is missing or unreadable.
+        ConfigError: It is not what a run writes.
+    """
+    summary: dict[str, Any] = read_json(folder / _SUMMARY)
+    check(summary, "summary", where=str(folder / _SUMMARY))
+    return summary
+
+
+def sound(line: Mapping[str, Any]) -> bool:
+    """Say whether a line of a run's metrics has the numbers that are compared: a damaged one is left out."""
+    peaks = (line.get(f"memory_{name}_peak_bytes") for name in ("allocated", "reserved"))
+    return type(line.get("step")) is int and all(peak is None or type(peak) is int for peak in peaks)
 
 
 def _phases(predicted: Candidate, measured: Mapping[str, Sequence[int | None]]) -> Iterator[ComparedFigure]:

@@ -12,6 +12,7 @@ Layout (docs/runs.md)::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -137,7 +138,8 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(stream.fileno())
         aside.replace(path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise
 
 

@@ -170,8 +170,11 @@ class _Chunk:
 
 
 def _chunk(stored: Stored, entry: Any) -> _Chunk:
-    start = [0] * len(stored.shape) if entry is None else entry["saved_offsets"]
-    if len(start) != len(stored.shape) or not all(type(n) is int and 0 <= n < 1 << 48 for n in start):
+    place = {"saved_offsets": [0] * len(stored.shape)} if entry is None else entry
+    start = place.get("saved_offsets") if isinstance(place, dict) else None
+    if not isinstance(start, list) or len(start) != len(stored.shape):
+        raise ValueError("a chunk has no place in its tensor")
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in start):
         raise ValueError("a chunk's offsets are not a place in its tensor")
     return _Chunk(stored.dtype, tuple(start), stored.shape)
 

@@ -1,0 +1,29 @@
+"""The page on security names tests that exist, and every command."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from fsdptool.cli.app import COMMANDS
+
+HERE = Path(__file__).parent
+PAGE = (HERE.parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PAGE))
+    defined = {
+        node.name
+        for path in HERE.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert len(named) > 30
+    assert named <= defined, named - defined
+
+
+def test_the_page_says_what_each_command_reads_and_writes() -> None:
+    table = PAGE.partition("## What each command")[2]
+    assert not [name for name in COMMANDS if f"`{name}`" not in table]
