@@ -9,9 +9,8 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.files import values
-from fsdptool.files.schemas import check
 from fsdptool.files.text import UnreadableError
-from fsdptool.files.values import read_object
+from fsdptool.files.values import check, read_object
 from fsdptool.planning.plan import chosen_candidate, make_plan
 from fsdptool.planning.plan_document import inputs_of, plan_from, read_plan
 from fsdptool.planning.request import Request
