@@ -147,7 +147,7 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, expl
     """Print the plan and write it to the output file."""
     import json
 
-    from fsdptool.planning.plan_document import plan_document
+    from fsdptool.planning.plan import plan_document
     from fsdptool.report.plan import print_plan
 
     document = plan_document(plan)
@@ -168,7 +168,7 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, expl
 def check_saved(path: Path, format: Format, *, trust_remote_code: bool = False) -> int:
     """Derive a saved plan anew, print what changed and return the exit status."""
     from fsdptool.planning.compare import check_plan
-    from fsdptool.planning.plan_document import plan_document
+    from fsdptool.planning.plan import plan_document
     from fsdptool.report.plan import print_changes
 
     after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)

@@ -78,7 +78,7 @@ def command(
     from fsdptool.errors import ConfigError
     from fsdptool.launch.command import build_command
     from fsdptool.launch.create import check_folder, check_unlocked, lock_run, wait_for_run, write_run
-    from fsdptool.launch.devices import claim_gpus
+    from fsdptool.launch.machine import claim_gpus
     from fsdptool.launch.prepare import place_nodes, prepare
     from fsdptool.runs.folder import ACCELERATE
     from fsdptool.runs.signals import handle_stop_signals
@@ -162,7 +162,7 @@ def _run(
     *,
     quiet: bool = False,
 ) -> int:
-    from fsdptool.launch.summary import exit_status
+    from fsdptool.launch.outcome import exit_status
     from fsdptool.launch.supervise import Supervisor
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import Progress, plan_text
@@ -196,8 +196,7 @@ def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progres
     from dataclasses import asdict, replace
 
     from fsdptool.formatting import printable, printable_lines
-    from fsdptool.launch.failure import account_for_memory, write_report
-    from fsdptool.launch.summary import summarise, write_summary
+    from fsdptool.launch.outcome import account_for_memory, summarise, write_report, write_summary
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import closing_text, memory_text
     from fsdptool.runs.events import read_lines

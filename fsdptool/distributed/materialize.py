@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from fsdptool.distributed.initialisation import Blueprint, loose_tensors, replay
 from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import ModelError
-from fsdptool.modeling.methods.lora import base_name
+from fsdptool.modeling.methods import base_name
 from fsdptool.modeling.methods.quantised_formats import empty_parts, encode
 from fsdptool.modeling.methods.quantised_layers import QuantisedLinear, quantised_layers
 

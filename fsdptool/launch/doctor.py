@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
-from fsdptool.launch.versions import TESTED, untested_versions
+from fsdptool.launch.machine import TESTED, untested_versions
 from fsdptool.records.command_documents import CacheState, Device, Health, Host, InstalledFamily, Probe
 from fsdptool.records.diagnostic import Diagnostic, Rule, tool_version
 from fsdptool.records.run import DeviceType
@@ -90,7 +90,7 @@ def _machine() -> Host:
 
 
 def _devices(diagnostics: list[Diagnostic]) -> list[Device]:
-    from fsdptool.launch.devices import count_gpus, live_claims
+    from fsdptool.launch.machine import count_gpus, live_claims
 
     if not count_gpus():
         return []

@@ -10,9 +10,8 @@ from typing import Literal
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.launch.command import Nodes
-from fsdptool.launch.devices import count_gpus, local_cluster, visible_gpus
+from fsdptool.launch.machine import count_gpus, local_cluster, untested_versions, visible_gpus
 from fsdptool.launch.slurm import PORT, Job
-from fsdptool.launch.versions import untested_versions
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
 from fsdptool.records.diagnostic import Diagnostic

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.failure import Failure, failure_of_event, is_running
+from fsdptool.launch.outcome import Failure, failure_of_event, is_running
 from fsdptool.records.run import RunStatus
 from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
 from fsdptool.runs.folder import LOGS

@@ -308,7 +308,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         ),
         OptimizerSpec(
             name="adamw8bit",
-            builder="fsdptool.training.optimizers.eight_bit:EightBitAdamW",
+            builder="fsdptool.training.optimizers.sharded:EightBitAdamW",
             kernels=("fused",),
             states=_eight_bit_states,
             temporaries=_no_temporaries,

@@ -4,8 +4,15 @@ from fsdptool.planning.compare import check_plan
 from fsdptool.planning.estimator import predict
 from fsdptool.planning.hardware import load_gpu
 from fsdptool.planning.options import Options
-from fsdptool.planning.plan import chosen_candidate, chosen_run, make_plan, plan, search
-from fsdptool.planning.plan_document import plan_document, read_plan
+from fsdptool.planning.plan import (
+    chosen_candidate,
+    chosen_run,
+    make_plan,
+    plan,
+    plan_document,
+    read_plan,
+    search,
+)
 from fsdptool.planning.request import read_request
 from fsdptool.records.plan import PlanInputs
 

@@ -11,8 +11,7 @@ from fsdptool.errors import PlanError
 from fsdptool.files import values
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import check, read_object
-from fsdptool.planning.plan import chosen_candidate, make_plan
-from fsdptool.planning.plan_document import inputs_of, plan_from, read_plan
+from fsdptool.planning.plan import chosen_candidate, inputs_of, make_plan, plan_from, read_plan
 from fsdptool.planning.request import Request
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, FigureUnit

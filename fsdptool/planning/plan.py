@@ -1,17 +1,21 @@
-"""``plan``: resolve and inspect the model, evaluate the request, search around it, give a verdict."""
+"""``plan``: resolve and inspect the model, evaluate the request, search around it, give a verdict.
+
+A plan is a document, too (``schemas/plan.schema.json``), which is read back here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Unpack
 
-from fsdptool.errors import PlanError
+from fsdptool.errors import ConfigError, PlanError
+from fsdptool.files.values import check, read_object
 from fsdptool.planning.advice import advise, does_not_fit, routing, routing_note
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.options import Options, signature
-from fsdptool.planning.plan_document import ShownPlan, inputs_of, shown
 from fsdptool.planning.request import Request, read_request
 from fsdptool.planning.requested_recipe import check_sizes
 from fsdptool.planning.search import SearchResult, largest_batch, run_search
@@ -20,11 +24,81 @@ from fsdptool.planning.suggestions import suggest
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster
-from fsdptool.records.codec import to_json
-from fsdptool.records.diagnostic import Diagnostic, digest
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.diagnostic import Diagnostic, digest, envelope
 from fsdptool.records.plan import Candidate, Plan, PlanInputs, SearchPoint, Suggestion
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings
+
+_ENVELOPE = ("schema", "schema_version", "tool_version", "libraries", "inputs_digest")
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """Return a plan as a JSON document that ``emit-config``, ``train`` and ``--check`` accept."""
+    body = to_json(plan)
+    diagnostics, unknowns = body.pop("diagnostics"), body.pop("unknowns")
+    document = envelope("plan", plan.inputs, body)
+    document["diagnostics"], document["unknowns"] = diagnostics, unknowns
+    return document
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan a document contains.
+
+    Raises:
+        ConfigError: The file cannot be read, or breaks the schema.
+        PlanError: The file is not a plan.
+    """
+    return plan_from(read_object(path), where=str(path))
+
+
+def plan_from(data: Mapping[str, Any], *, where: str) -> Plan:
+    """Return the plan a parsed document contains.
+
+    Raises:
+        ConfigError: It breaks the schema; the message names the place.
+        PlanError: It is not a plan.
+    """
+    if data.get("schema") != "plan":
+        raise PlanError(
+            f"{where} is not a plan (its schema is {data.get('schema')!r})",
+            help="fsdptool plan ... -o plan.json writes one",
+        )
+    check(data, "plan", where=where)
+    body = {key: value for key, value in data.items() if key not in _ENVELOPE}
+    try:
+        return from_json(Plan, body, where=where)
+    except ConfigError as error:
+        raise PlanError(error.message, help="create a new plan with fsdptool plan") from error
+
+
+def inputs_of(plan: Plan) -> PlanInputs:
+    """Return the canonical inputs a plan was derived from.
+
+    Raises:
+        PlanError: They are not complete.
+    """
+    try:
+        return from_json(PlanInputs, plan.inputs, where="inputs")
+    except ConfigError as error:
+        raise PlanError(error.message, help="create a new plan with fsdptool plan") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPlan(Plan):
+    """A :class:`~fsdptool.records.plan.Plan` that shows itself in a notebook."""
+
+    def _repr_html_(self) -> str:
+        """Return the page ``plan -o plan.html`` writes, in a frame of its own."""
+        from fsdptool.report.html import plan_fragment
+
+        return plan_fragment(plan_document(self))
+
+
+def shown(plan: Plan) -> ShownPlan:
+    """Return the same plan with its notebook representation."""
+    return ShownPlan(**{field.name: getattr(plan, field.name) for field in fields(Plan)})
+
 
 Progress = Callable[[str], None]
 

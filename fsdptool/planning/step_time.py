@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdptool.memory.simulation.collectives import WIDTH, stored_dtype
 from fsdptool.memory.simulation.groups import Rank, Share
+from fsdptool.memory.simulation.off_step import trained_shards
 from fsdptool.memory.simulation.program import traced_path
-from fsdptool.memory.simulation.sizes import WIDTH, stored_dtype
-from fsdptool.memory.simulation.states import trained_shards
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
 from fsdptool.planning.overlap import Run, Stage, StepTime, peak_flops, time_step
 from fsdptool.records.cluster import Cluster, Gpu, Machine

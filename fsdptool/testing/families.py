@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.protocol import API_VERSION, Family, Flavour, Objective, TensorSpec
-from fsdptool.families.shrink import shrink
-from fsdptool.families.synthetic import synthesise
+from fsdptool.families.synthetic import shrink, synthesise
 from fsdptool.records.anatomy import ModelSpec, Reference
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 

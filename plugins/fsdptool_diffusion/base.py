@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases import DiffusersFamily
 from fsdptool.families.bases.batches import SOURCES, stacked, time
-from fsdptool.families.bases.diffusers import load_class
 from fsdptool.families.objectives.common import unwrapped
 from fsdptool.families.protocol import TensorSpec
 
@@ -247,6 +246,3 @@ def mask(name: str, *shape: int, dtype: str = "int64") -> TensorSpec:
 def settings(model: nn.Module) -> Any:
     """Return the configuration of a built denoiser, below any wrapper."""
     return unwrapped(model).config
-
-
-__all__ = ["Denoiser", "Geometry", "floats", "load_class", "mask", "one_sample", "settings"]

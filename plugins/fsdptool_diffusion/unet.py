@@ -8,7 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.bases.diffusers import DiffusersFamily
+from fsdptool.families.bases.families import DiffusersFamily
 from fsdptool.families.objectives.diffusion import Edm, Epsilon
 from fsdptool.families.objectives.features import Reconstruction
 from fsdptool.families.protocol import Objective, TensorSpec

@@ -15,7 +15,7 @@ from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
 from fsdptool.launch.command import Nodes, build_command, interface_towards, reachable_name
-from fsdptool.launch.devices import gpu_set, register_claim, requested_gpus
+from fsdptool.launch.machine import gpu_set, register_claim, requested_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
 from fsdptool.launch.slurm import Job, node_lines, slurm_script
 from fsdptool.records.sharding import FsdpSettings

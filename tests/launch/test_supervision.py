@@ -15,7 +15,7 @@ import pytest
 
 from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.failure import is_running
+from fsdptool.launch.outcome import is_running
 from fsdptool.launch.supervise import Outcome, Supervisor
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.signals import handle_stop_signals

@@ -11,7 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from fsdptool.launch import doctor, versions
+from fsdptool.launch import doctor
+from fsdptool.launch import machine as versions
 from fsdptool.launch.prepare import prepare
 
 ROOT = Path(__file__).parents[2]

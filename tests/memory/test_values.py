@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import load_registry
 from fsdptool.memory import trace
-from fsdptool.memory.tracing.fake_tensors import fake_batch
-from fsdptool.memory.tracing.known_values import BY_VALUE, KnownValues
+from fsdptool.memory.tracing.fake_tensors import BY_VALUE, KnownValues, fake_batch
 from fsdptool.memory.tracing.recorder import Recorder
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.testing.families import small_batch, small_model

@@ -15,7 +15,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.modeling import build_model
-from fsdptool.modeling.methods import Teacher, TrainingMethod, method_of, training_methods
+from fsdptool.modeling.methods import TRAINING_METHODS, Teacher, TrainingMethod, method_of
 from fsdptool.modeling.objective import Task, gradient_syncs, run_micro_batch
 from fsdptool.modeling.units import as_trained
 from fsdptool.records.recipe import Distillation, Lora, Method, MethodName, ModelChoice, Recipe
@@ -35,8 +35,8 @@ RECIPES: dict[str, Recipe] = {
 
 
 def test_the_registry_holds_the_recipes_methods() -> None:
-    assert set(training_methods()) == set(get_args(MethodName)) == set(RECIPES)
-    assert [type(method).name for method in training_methods().values()] == list(training_methods())
+    assert set(TRAINING_METHODS) == set(get_args(MethodName)) == set(RECIPES)
+    assert [type(method).name for method in TRAINING_METHODS.values()] == list(TRAINING_METHODS)
     assert type(method_of(RECIPES["full"])) is TrainingMethod
 
 

@@ -12,7 +12,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.families.objectives import CausalLM, MaskedLM, Seq2Seq
 from fsdptool.families.protocol import Objective
 from fsdptool.families.registry import load_registry
-from fsdptool.families.shrink import shrink
+from fsdptool.families.synthetic import shrink
 
 
 def _small(

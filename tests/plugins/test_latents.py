@@ -11,7 +11,7 @@ import torch
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases.batches import time
 from fsdptool.families.registry import load_registry
-from fsdptool.families.shrink import shrink
+from fsdptool.families.synthetic import shrink
 from fsdptool.records.recipe import Batch, ModelChoice, Objective, Recipe
 
 UNIFORM = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdptool.formatting import amount
-from fsdptool.planning.plan_document import plan_document
+from fsdptool.planning.plan import plan_document
 from fsdptool.records.plan import (
     Candidate,
     ComponentBytes,

@@ -14,7 +14,7 @@ import recipe_runs
 
 from fsdptool.runs.signals import SIGNALS, SignalFlag
 from fsdptool.training import evaluate, trainer
-from fsdptool.training.checkpoint import loading
+from fsdptool.training.checkpoint import checkpointer
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.sampling import Sampler
 
@@ -23,7 +23,7 @@ Reached = Callable[[], None]
 PHASES: dict[str, tuple[Any, str]] = {
     "loading": (trainer, "materialize"),
     "proving": (trainer, "prove"),
-    "restoring": (loading, "load_into"),
+    "restoring": (checkpointer, "load_into"),
     "evaluating": (evaluate, "_measure"),
     "sampling": (Sampler, "_one"),
     "saving": (RunCheckpointer, "_write"),

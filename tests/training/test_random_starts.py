@@ -8,7 +8,7 @@ import torch
 from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, replay
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
-from fsdptool.families.shrink import shrink
+from fsdptool.families.synthetic import shrink
 
 FAMILIES = {family.name: family for family in load_registry().all() if family.flavours()}
 

@@ -1,8 +1,7 @@
 """Base classes for families made of transformers or diffusers models (docs/families.md)."""
 
 from fsdptool.families.bases.catalogue import CatalogueFamily, FamilyCard, read_cards, read_flavours
-from fsdptool.families.bases.diffusers import DiffusersFamily
-from fsdptool.families.bases.transformers import TransformersFamily
+from fsdptool.families.bases.families import DiffusersFamily, TransformersFamily
 
 __all__ = [
     "CatalogueFamily",

@@ -15,9 +15,6 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from fsdptool.errors import ModelError
 
 _PREFERENCE = (
     # Heads people train, the most specific first.
@@ -115,24 +112,6 @@ def one_line(error: BaseException) -> str:
     elif isinstance(cause, MemoryError):
         text = f"too large to build: {text}"
     return text if len(text) <= _LIMIT else text[: _LIMIT - 1] + "…"
-
-
-def require_model_class(name: str, value: Any) -> Any:
-    """Return a library's attribute if it is the class of a model.
-
-    Raises:
-        ModelError: It is something else: a pipeline, a configuration, an automatic class.
-    """
-    from torch import nn
-
-    # Stand-ins for classes whose packages are missing say so themselves when they are built.
-    stand_in = ".dummy_" in getattr(value, "__module__", "")
-    if not stand_in and not (isinstance(value, type) and issubclass(value, nn.Module)):
-        raise ModelError(
-            f"{name} is not the class of a model",
-            help="set 'architectures' or '_class_name' to the class that is trained",
-        )
-    return value
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from fsdptool.memory.simulation.groups import (
     UNSHARDED_STATE,
     Group,
     Rank,
+    Unshard,
     make_groups,
 )
 from fsdptool.memory.simulation.ledger import ALL_REDUCE, REDUCE, Block, Ledger
 from fsdptool.memory.simulation.program import Piece
-from fsdptool.memory.simulation.unshard import Unshard
 from fsdptool.modeling.objective import GradientSync
 from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import Trace

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fsdptool.memory.simulation.sizes import pinned, rounded
+from fsdptool.memory.simulation.collectives import pinned, rounded
 from fsdptool.records.trace import KINDS, Marker, Repeat, Trace
 
 GRADIENT = KINDS.index("gradient")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fsdptool.memory.simulation.collectives import Device, replicated_messages
+from fsdptool.memory.simulation.collectives import WIDTH, Device, replicated_messages, rounded_sum
 from fsdptool.memory.simulation.fsdp_schedule import Schedule
 from fsdptool.memory.simulation.groups import Rank, cut
 from fsdptool.memory.simulation.ledger import (
@@ -17,10 +17,8 @@ from fsdptool.memory.simulation.ledger import (
     Block,
     Ledger,
 )
-from fsdptool.memory.simulation.off_step import OffStep, loading, play_off_step
+from fsdptool.memory.simulation.off_step import OffStep, States, loading, play_off_step, rank_states
 from fsdptool.memory.simulation.program import Piece, program
-from fsdptool.memory.simulation.sizes import WIDTH, rounded_sum
-from fsdptool.memory.simulation.states import States, rank_states
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
 from fsdptool.records.recipe import Recipe

@@ -1,13 +1,30 @@
-"""A model and its micro-batch on fake tensors, and the conditions they are traced under."""
+"""A model and its micro-batch on fake tensors: the conditions of a trace, and the values that are known.
+
+Some models decide shapes by value: they cut captions to their masks' lengths or lay out windows from an
+image's grid. The batch spec fixes those values, as synthetic training draws them. While
+:class:`KnownValues` is entered, every small tensor that follows from them alone is computed for real
+beside its fake, and the operators that ask for a value (``item``, ``nonzero``, a Boolean index) are
+answered from it. Whatever depends on weights or activations stays unknown, and asking for it fails as
+before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
 
 from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import Profile
@@ -106,3 +123,167 @@ def fake_batch(specs: Sequence[TensorSpec], mode: Any) -> dict[str, torch.Tensor
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
             for spec in specs
         }
+
+
+LARGEST = 1 << 20
+"""Elements up to which a value is followed: index tensors are small, attention masks need no values."""
+
+BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+_CONSTANTS = frozenset({"arange", "eye", "full", "linspace", "ones", "scalar_tensor", "zeros"})
+_FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1}
+_FIXED = ("mask", "constant", "positions")
+_ATTRIBUTE = "_fsdptool_value"
+
+
+class _Listing(TorchFunctionMode):
+    """Lets ``torch.tensor`` take known scalars in a list, which it reads past every dispatch mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Turn scalars into numbers."""
+        if func is torch.tensor and args and isinstance(args[0], list | tuple):
+            args = (tree_map(_number, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _number(leaf: Any) -> Any:
+    return leaf.item() if isinstance(leaf, FakeTensor) and not leaf.dim() else leaf
+
+
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows known values; enter it above the ``FakeTensorMode`` and below whatever records.
+
+    Args:
+        batch: The fake micro-batch.
+        specs: What it is: integers, masks and constants are known, embeddings and noise are not.
+    """
+
+    def __init__(self, batch: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        from fsdptool.families.synthetic import synthesise
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stale: dict[int, Any] = {}
+        self._listing = _Listing()
+        fixed = [spec for spec in specs if spec.fill in _FIXED or not batch[spec.name].is_floating_point()]
+        with no_dispatch():
+            drawn = synthesise(fixed, torch.Generator().manual_seed(0))
+        for name, value in drawn.items():
+            _attach(batch[name], value)
+
+    def __enter__(self) -> KnownValues:
+        """Follow values from here on."""
+        self._listing.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Stop."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._listing.__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator on fakes, and on values where all of its tensors have one."""
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        name = func._overloadpacket.__name__
+        known = (bool(inputs) or name in _CONSTANTS) and all(self._value(item) is not None for item in inputs)
+        if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(("empty", "new_empty")):
+            known = False
+        try:
+            out = func(*args, **kwargs)
+        except BY_VALUE:
+            if known:
+                return tree_map(_imitated, self._computed(func, args, kwargs))
+            indices = self._positions(args[1]) if name == "index" else None
+            if indices is None:
+                raise
+            return func(args[0], indices)
+        if known and _small(out):
+            values = self._computed(func, args, kwargs)
+            for fake, value in zip(_tensors(out), _tensors(values), strict=True):
+                _attach(fake, value)
+        else:
+            if func._schema.is_mutable:
+                self._forget(func, args, kwargs)
+            if name in _FILLED or name in ("full_like", "new_full"):
+                self._fill(name, args, kwargs, out)
+        return out
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what a tensor holds, or None if that is not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if tensor.device.type == "cpu" and tensor.numel() <= LARGEST else None
+        value: torch.Tensor | None = getattr(tensor, _ATTRIBUTE, None)
+        if value is not None and value.untyped_storage()._cdata in self._stale:
+            return None
+        return value
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def real(leaf: Any) -> Any:
+            return self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        real_args, real_kwargs = tree_map(real, (args, kwargs))
+        with no_dispatch():
+            return func(*real_args, **real_kwargs)
+
+    def _positions(self, indices: Sequence[Any]) -> list[Any] | None:
+        """Return indices with Boolean ones turned into the positions they select; None if unknown."""
+        positions: list[Any] = []
+        for index in indices:
+            if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
+                positions.append(index)
+                continue
+            value = self._value(index)
+            if value is None:
+                return None
+            with no_dispatch():
+                columns = value.nonzero().unbind(1)
+            positions += [_imitated(column) for column in columns]
+        return positions
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Let go of every value that shares memory with a tensor that something unknown is written to."""
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = kwargs.get(argument.name, args[position] if position < len(args) else None)
+            for tensor in _tensors(written):
+                value = self._value(tensor)
+                if value is not None:
+                    # The storage is kept so that no other can take its address.
+                    self._stale[value.untyped_storage()._cdata] = value.untyped_storage()
+
+    def _fill(self, name: str, args: Any, kwargs: Any, out: torch.Tensor) -> None:
+        """Note the value of a tensor that copies another's shape, not its contents."""
+        if not _small(out):
+            return
+        value = _FILLED.get(name)
+        if value is None:
+            value = kwargs.get("fill_value", args[2 if name == "new_full" else 1])
+        with no_dispatch():
+            _attach(out, torch.full(tuple(out.shape), value, dtype=out.dtype))
+
+
+def _attach(fake: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(fake, FakeTensor):
+        setattr(fake, _ATTRIBUTE, value)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _small(tree: Any) -> bool:
+    return all(tensor.numel() <= LARGEST and tensor.device.type == "cpu" for tensor in _tensors(tree))
+
+
+def _imitated(value: Any) -> Any:
+    """Return a fake of a tensor that holds its value; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    _attach(fake, value)
+    return fake

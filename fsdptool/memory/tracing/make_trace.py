@@ -12,8 +12,7 @@ from torch import nn
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.memory.tracing.fake_tensors import Conditions
-from fsdptool.memory.tracing.known_values import BY_VALUE
+from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions
 from fsdptool.memory.tracing.layer_extrapolation import Shortened, lengthened, shorten, verified
 from fsdptool.memory.tracing.micro_batch import run_trace
 from fsdptool.modeling import build_model

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from fsdptool.families.objectives.context import Context, share, using
-from fsdptool.memory.tracing.fake_tensors import Conditions, fake_batch, materialise
-from fsdptool.memory.tracing.known_values import KnownValues
+from fsdptool.memory.tracing.fake_tensors import Conditions, KnownValues, fake_batch, materialise
 from fsdptool.memory.tracing.module_hooks import ModuleHooks
 from fsdptool.memory.tracing.recorder import Recorder
-from fsdptool.modeling.methods.distillation import predict_frozen
+from fsdptool.modeling.methods import predict_frozen
 from fsdptool.modeling.objective import MicroLoss, add_validation_loss, run_micro_batch
 from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import Trace

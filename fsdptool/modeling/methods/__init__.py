@@ -7,19 +7,23 @@ loss of a micro-batch is computed. Planner, tracer and trainer ask it and never 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from fsdptool.modeling.objective import MicroLoss, Task
+from fsdptool.errors import ConfigError
+from fsdptool.modeling.objective import MicroLoss, Task, default_objective
+from fsdptool.records.recipe import Lora
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
 
     from fsdptool.families.protocol import Family, Objective
     from fsdptool.modeling.methods.quantised_formats import Format
+    from fsdptool.modeling.objective import MicroLoss, Observer
     from fsdptool.records.anatomy import ModelSpec
-    from fsdptool.records.recipe import MethodName, ModelChoice, Recipe
+    from fsdptool.records.recipe import Distillation, MethodName, ModelChoice, Recipe
     from fsdptool.records.sharding import FsdpSettings
 
 
@@ -118,15 +122,220 @@ class TrainingMethod:
         return Task(objective)
 
 
-@cache
-def training_methods() -> Mapping[MethodName, TrainingMethod]:
-    """Return every method by the name that a recipe's ``method.name`` gives it."""
-    from fsdptool.modeling.methods.distillation import DistillationMethod
-    from fsdptool.modeling.methods.lora import LoraMethod
+ADAPTER = "default"
 
-    return {method.name: method for method in (TrainingMethod(), LoraMethod(), DistillationMethod())}
+
+class LoraMethod(TrainingMethod):
+    """Trains adapters beside a frozen base, which may be stored quantised (Hu et al. 2021)."""
+
+    name: ClassVar[MethodName] = "lora"
+    adds_parameters: ClassVar[bool] = True
+
+    def check(self, recipe: Recipe, settings: FsdpSettings) -> None:
+        """Refuse float8 training, which is for trained weights."""
+        if settings.mixed_precision == "fp8":
+            raise ConfigError(
+                "mixed_precision fp8 trains whole weights, but LoRA keeps them frozen",
+                help="use bf16, and method.lora.base: float8 to store the base in 8 bits",
+            )
+
+    def prepare(self, model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
+        """Freeze the model, inject adapters and quantise the base."""
+        inject(model, recipe, family, config)
+
+    def replicated(self, model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
+        """Return the adapters' parameters if the recipe replicates them."""
+        lora = recipe.method.lora
+        if lora is None or lora.adapters != "replicated":
+            return ()
+        return tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+    def initialisation(self, model: nn.Module) -> Initialisation | None:
+        """Return peft's own initialisation of adapters (A Kaiming uniform, B zero)."""
+        from peft.tuners.lora import LoraLayer
+
+        def reset() -> None:
+            for module in model.modules():
+                if isinstance(module, LoraLayer):
+                    module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+
+        return Initialisation(reset, {n: p for n, p in model.named_parameters() if is_adapter(n)})
+
+    def unquantised(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the base as it was published."""
+        lora = recipe.method.lora
+        if lora is None or lora.base == "unchanged":
+            return recipe
+        return replace(recipe, method=replace(recipe.method, lora=replace(lora, base="unchanged")))
+
+    def quantised_weights(self, model: nn.Module, recipe: Recipe) -> dict[str, Format]:
+        """Return the weights of the layers that the base's format was chosen for."""
+        lora = recipe.method.lora
+        if lora is None or lora.base == "unchanged":
+            return {}
+        from fsdptool.modeling.methods.quantised_layers import choose_layers
+
+        return {f"{base_name(path)}.weight": lora.base for path in choose_layers(model, lora.base).layers}
+
+
+def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) -> Any:
+    """Return the ``peft.LoraConfig`` of a recipe.
+
+    Raises:
+        ConfigError: Neither the recipe nor the family names targets.
+    """
+    from peft import LoraConfig
+
+    lora = recipe.method.lora or Lora()
+    defaults = family.lora_targets(config)
+    modules = lora.targets if lora.targets is not None else defaults.modules
+    parameters = lora.target_parameters or (defaults.parameters if lora.targets is None else ())
+    if not modules and not parameters:
+        raise ConfigError(
+            f"family {family.name} has no default LoRA targets",
+            help="name module suffixes under method.lora.targets, for example [q_proj, v_proj]",
+        )
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(modules) or None,
+        target_parameters=list(parameters) or None,
+    )
+
+
+def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
+    """Freeze ``model`` and inject adapters, on meta as the model is; quantise the base if the recipe says so.
+
+    Raises:
+        ConfigError: A target is not in the model, or the base cannot be stored in the requested format.
+    """
+    import torch
+
+    from fsdptool.modeling.methods.quantised_formats import load_kernels
+
+    load_kernels()
+    from peft import inject_adapter_in_model
+
+    settings = adapter_config(recipe, family, config)
+    model.requires_grad_(False)
+    try:
+        with torch.device("meta"):
+            inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(
+            f"LoRA targets do not match {type(model).__name__}: {str(error).splitlines()[0]}",
+            help="name module suffixes that `fsdptool detect` lists under method.lora.targets",
+        ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    base = (recipe.method.lora or Lora()).base
+    if base != "unchanged":
+        from fsdptool.modeling.methods.quantised_layers import quantise_base
+
+        quantise_base(model, base)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter, by peft's naming."""
+    return ".lora_" in f".{name}"
+
+
+def base_name(name: str) -> str:
+    """Return the name a parameter had before adapters were injected (peft nests ``base_layer``)."""
+    return name.replace(".base_layer", "")
+
+
+class DistillationMethod(TrainingMethod):
+    """Trains a student on its task and on what a teacher predicts (Hinton et al. 2015)."""
+
+    name: ClassVar[MethodName] = "distillation"
+
+    def check(self, recipe: Recipe, settings: FsdpSettings) -> None:
+        """Refuse a recipe that names no teacher."""
+        self.teacher_choice(recipe)
+
+    def teacher_choice(self, recipe: Recipe) -> ModelChoice | None:
+        """Return the recipe's teacher.
+
+        Raises:
+            ConfigError: The recipe names none.
+        """
+        return _options(recipe).teacher
+
+    def check_teacher(self, student: ModelSpec, teacher: ModelSpec) -> None:
+        """Refuse a teacher that was trained for another task.
+
+        An encoder sees the token that a decoder is to predict, and their logits may well have one shape.
+        """
+        expected, actual = default_objective(student), default_objective(teacher)
+        if expected != actual:
+            raise ConfigError(
+                f"the teacher {teacher.reference.id} is a model for {actual}, the student one for {expected}",
+                help="choose a teacher that is trained for the student's objective",
+            )
+
+    def micro_loss(self, recipe: Recipe, objective: Objective, teacher: Teacher | None = None) -> MicroLoss:
+        """Return the mixed loss."""
+        return Student(objective, teacher, _options(recipe))
+
+
+class Student:
+    """Computes ``(1 - alpha) x task + alpha x distance`` for a micro-batch, both as sums.
+
+    Args:
+        objective: The task; also measures the distance.
+        teacher: The teacher; None where an observer answers for it.
+        options: Temperature and alpha.
+    """
+
+    def __init__(self, objective: Objective, teacher: Teacher | None, options: Distillation) -> None:
+        self.objective = objective
+        self.teacher = teacher
+        self.options = options
+
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Tensor], observer: Observer | None = None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the summed loss and summed metrics."""
+        target: Mapping[str, Any] = {}
+        if observer is None:
+            assert self.teacher is not None
+            target = predict_frozen(self.teacher.model, self.teacher.objective, batch)
+            # Its root, and all of it where units stay gathered, would wait for a backward that never comes.
+            self.teacher.release(self.teacher.model)
+        prediction = self.objective.predict(model, batch)
+        if observer is not None:
+            target = observer.predicted(prediction, distilled=True)
+        task = self.objective.loss(prediction, batch)
+        distance = self.objective.distance(prediction, target, batch, self.options.temperature)
+        metrics = dict(self.objective.metrics(prediction, batch))
+        metrics["task_loss"] = task.detach()
+        metrics["distance"] = distance.detach()
+        alpha = self.options.alpha
+        return (1.0 - alpha) * task + alpha * distance, metrics
+
+
+def predict_frozen(model: nn.Module, objective: Objective, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a frozen model predicts, detached; nothing else of its forward stays alive."""
+    import torch
+
+    with torch.no_grad():
+        return {name: value.detach() for name, value in objective.predict(model, batch).items()}
+
+
+def _options(recipe: Recipe) -> Distillation:
+    if recipe.method.distillation is None:
+        raise ConfigError("method distillation needs a teacher", help="name one under method.distillation")
+    return recipe.method.distillation
+
+
+TRAINING_METHODS: Mapping[MethodName, TrainingMethod] = {
+    method.name: method for method in (TrainingMethod(), LoraMethod(), DistillationMethod())
+}
+"""By the name that a recipe's ``method.name`` gives each."""
 
 
 def method_of(recipe: Recipe) -> TrainingMethod:
     """Return the recipe's method."""
-    return training_methods()[recipe.method.name]
+    return TRAINING_METHODS[recipe.method.name]

@@ -31,8 +31,7 @@ from fsdptool.runs.manifest import (
     sweep,
     write_manifest,
 )
-from fsdptool.training.checkpoint import loading
-from fsdptool.training.checkpoint.saving import Staged, save_full, save_sharded
+from fsdptool.training.checkpoint.storage import Staged, choose, load_into, save_full, save_sharded, share
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
@@ -158,8 +157,8 @@ class RunCheckpointer:
         chosen = None
         # Rank 0 decides: torchrun counts restarts per machine, and one may have joined later.
         candidates = [resume for resume in (self._resume, self._origin) if resume is not None]
-        for resume in loading.share(candidates, self._group):
-            chosen = loading.choose(resume, self._folder, self._group, self._events)
+        for resume in share(candidates, self._group):
+            chosen = choose(resume, self._folder, self._group, self._events)
             if chosen is not None:
                 break
         self._clean()
@@ -168,14 +167,14 @@ class RunCheckpointer:
     def rollback(self, state: TrainState) -> int | None:
         """Load the newest good checkpoint of this very run; returns its step, or None if there is none."""
         self._land()
-        return self._restore(state, loading.choose("auto", self._folder, self._group, self._events))
+        return self._restore(state, choose("auto", self._folder, self._group, self._events))
 
     def _restore(self, state: TrainState, chosen: tuple[Path, Manifest] | None) -> int | None:
         if chosen is None:
             self._events.rewind(0)
             return None
         path, manifest = chosen
-        loading.load_into(state, path, manifest, self._group)
+        load_into(state, path, manifest, self._group)
         self._last_saved = manifest.step
         # Only now: a checkpoint that does not load costs nothing.
         self._events.rewind(manifest.step)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and which of them a run uses."""
+"""What this machine offers a run: its GPUs, which of them other runs use, and its libraries' versions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+
+from packaging.version import Version
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.cluster import Cluster
+from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.sharding import FsdpSettings
 
 
@@ -131,3 +136,56 @@ def local_cluster(settings: FsdpSettings) -> Cluster | None:
     except FsdptoolError:
         return None
     return Cluster(gpu, per_machine, max(settings.num_machines, 1))
+
+
+UNTESTED = "DOC004"
+
+
+@dataclass(frozen=True, slots=True)
+class TestedVersions:
+    """The versions of one library, as ``major.minor``.
+
+    Attributes:
+        package: Distribution.
+        lowest: The oldest version that is supported.
+        highest: The newest version the tests ran with; ``pyproject.toml`` ends below the next.
+    """
+
+    package: str
+    lowest: str
+    highest: str
+
+
+TESTED = (
+    TestedVersions("torch", "2.11", "2.13"),
+    TestedVersions("accelerate", "1.15", "1.15"),
+    TestedVersions("transformers", "5.17", "5.23"),
+    TestedVersions("diffusers", "0.42", "0.42"),
+    TestedVersions("peft", "0.21", "0.21"),
+    TestedVersions("bitsandbytes", "0.50", "0.50"),
+    TestedVersions("torchao", "0.18", "0.18"),
+)
+"""Libraries whose internals or exact behaviour fsdptool relies on; the last two are optional."""
+
+
+def untested_versions() -> tuple[Diagnostic, ...]:
+    """Return a warning for every installed library whose version was not tested."""
+    findings = []
+    for library in TESTED:
+        try:
+            version = metadata.version(library.package)
+        except metadata.PackageNotFoundError:
+            continue
+        lowest, highest = Version(library.lowest).release, Version(library.highest).release
+        if lowest <= Version(version).release[:2] <= highest:
+            continue
+        tested = library.highest if lowest == highest else f"{library.lowest} to {library.highest}"
+        findings.append(
+            Diagnostic(
+                UNTESTED,
+                "warning",
+                f"{library.package} {version} was not tested with fsdptool: tested versions are {tested}",
+                help=f"pip install '{library.package}=={library.highest}.*' if something fails",
+            )
+        )
+    return tuple(findings)
