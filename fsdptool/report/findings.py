@@ -166,9 +166,15 @@ def unified(before: SourceText, after: str, name: str | None = None) -> str:
     mark = "\ufeff" if before.bom else ""
     lines = difflib.unified_diff(_lines(mark + before.text), _lines(mark + after), f"a/{name}", f"b/{name}")
     return "".join(
-        printable_lines(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n")
+        _patch_line(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n", mark)
         for line in lines
     )
+
+
+def _patch_line(line: str, mark: str) -> str:
+    """Return a line that a terminal may show and ``git apply`` still matches: mark and tabs stay."""
+    kept = 2 if mark and line[1:2] == mark else 0
+    return line[:kept] + "\t".join(printable_lines(part) for part in line[kept:].split("\t"))
 
 
 def _lines(text: str) -> list[str]:

@@ -167,7 +167,7 @@ def test_a_real_run_calibrates_what_it_measured(
     table = tmp_path / "machine.json"
     calibrate = ["calibrate", str(runs["packed"]), "--gpu", "4090", "-o", str(table)]
     assert run(calibrate) == 2
-    assert "nothing to calibrate by" in capsys.readouterr().err
+    assert "no measurements to calibrate from" in capsys.readouterr().err
     assert run([*calibrate, "--context", "300 MiB"]) == 0
     row = read(table)["machines"][0]
     assert row["context_bytes"] == 300 * 2**20

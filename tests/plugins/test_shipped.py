@@ -17,6 +17,7 @@ from fsdptool.families.registry import load_registry
 from fsdptool.inspection.build import build
 from fsdptool.memory.tracing.fake_tensors import Conditions
 from fsdptool.memory.tracing.micro_batch import run_trace
+from fsdptool.modeling.objective import Task
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.testing.families import assert_conforms, small_batch, small_spec
 
@@ -113,7 +114,7 @@ def test_the_same_objective_runs_on_fake_tensors(name: str) -> None:
     objective = family.objectives()[spec.objective or ""]()
     half = torch.bfloat16
     conditions = Conditions("cpu", half, inputs=half, exact=family.exact_inputs, master=torch.float32)
-    traced = run_trace(build(spec), objective, tensors, conditions, values=True)
+    traced = run_trace(build(spec), Task(objective), tensors, conditions, values=True)
     assert traced.known and traced.gradients
 
 
@@ -139,7 +140,7 @@ def _recipe(**sizes: Any) -> Recipe:
         ("qwen-image-2.1", {"width": 1040}, "multiple of 32 pixels"),
         ("deepfloyd-if", {"height": 60}, "multiple of 8 pixels"),
         ("llava", {"sequence_length": 128}, "an image takes 576 tokens"),
-        ("wav2vec2", {"sequence_length": 100}, "too few"),
+        ("wav2vec2", {"sequence_length": 100}, "too short for two frames"),
     ],
 )
 def test_sizes_that_do_not_suit_are_named(family: str, sizes: dict[str, int], message: str) -> None:
