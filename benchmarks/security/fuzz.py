@@ -39,6 +39,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import yaml
@@ -553,9 +554,10 @@ def work_through(bench: Bench, cases: Any, seed: int, limit: int, deadline: floa
     sys.stdout.flush()
     work = Path(tempfile.mkdtemp(dir=bench.folder, prefix="cases-"))
     while (case := cases.get()) is not None and time.monotonic() < deadline:
+        results.put((os.getpid(), case))
         results.put(run_case(bench, case[0], case[1], seed, limit, work))
     shutil.rmtree(work, ignore_errors=True)
-    results.put(None)
+    results.put((os.getpid(), None))
 
 
 def main() -> int:
@@ -608,36 +610,50 @@ def fuzz(bench: Bench, kinds: list[str], options: argparse.Namespace) -> dict[st
         queue.put(case)
     began = time.monotonic()
     deadline = began + 60 * options.minutes
-    workers = [
-        context.Process(
-            target=work_through, args=(bench, queue, options.seed, options.limit, deadline, results)
-        )
-        for _ in range(options.processes)
-    ]
-    for worker in workers:
-        worker.start()
     counts: dict[str, dict[str, Any]] = {
         kind: {"cases": 0, "statuses": Counter[str](), "wrong": Counter[str]()} for kind in kinds
     }
     failures: list[dict[str, Any]] = []
     slowest = 0.0
-    ended = 0
-    while ended < options.processes:
-        result = results.get(timeout=900)
-        if result is None:
-            ended += 1
-            continue
+    workers: dict[int, Any] = {}
+    busy: dict[int, tuple[float, Any]] = {}
+
+    def start() -> None:
+        arguments = (bench, queue, options.seed, options.limit, deadline, results)
+        worker = context.Process(target=work_through, args=arguments)
+        worker.start()
+        workers[worker.pid or 0] = worker
+
+    def count(result: dict[str, Any]) -> None:
         row = counts[result["kind"]]
         row["cases"] += 1
         row["statuses"][str(result["code"])] += 1
-        slowest = max(slowest, result["seconds"])
         for what in result["wrong"]:
             row["wrong"][what] += 1
         if result["wrong"]:
             failures.append(result)
-    for worker in workers:
-        queue.cancel_join_thread()
-        worker.join()
+
+    for _ in range(options.processes):
+        start()
+    while workers:
+        with contextlib.suppress(Empty):
+            result = results.get(timeout=1)
+            if isinstance(result, dict):
+                slowest = max(slowest, result["seconds"])
+                count(result)
+            elif result[1] is None:
+                workers.pop(result[0]).join()
+                busy.pop(result[0], None)
+            else:
+                busy[result[0]] = (time.monotonic(), result[1])
+        for pid, (since, (kind, number)) in list(busy.items()):
+            # A loop in C does not see the signal that ends a case.
+            if pid in workers and time.monotonic() - since > 2 * options.limit + 5:
+                workers.pop(pid).kill()
+                busy.pop(pid)
+                silent = {"kind": kind, "number": number, "code": None, "wrong": ["hang"], "seconds": 0.0}
+                count({**silent, "said": "", "arguments": []})
+                start()
     return {
         "seed": options.seed,
         "cases": sum(row["cases"] for row in counts.values()),

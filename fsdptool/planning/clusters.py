@@ -124,14 +124,15 @@ def describe(cluster: Cluster) -> str:
     return f"{count} {what}"
 
 
-def parse_size(value: int | str | None) -> int | None:
+def parse_size(value: float | str | None) -> int | None:
     """Return bytes from ``2 TiB``, ``512GB`` or a number; None stays None.
 
     Raises:
         PlanError: The text is not a size.
     """
-    if value is None or isinstance(value, int):
-        return value
+    if value is None or isinstance(value, int | float):
+        # A whole number written as 2e12 is an integer to JSON Schema.
+        return None if value is None else int(value)
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", value)
     if match is None:
         raise PlanError(f"{value!r} is not a size", help="write bytes, or text such as 512 GiB")
