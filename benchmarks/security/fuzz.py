@@ -38,6 +38,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -552,6 +553,9 @@ def work_through(bench: Bench, cases: Any, seed: int, limit: int, deadline: floa
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     # What a library writes below Python is nobody's answer here.
     sys.stdout.flush()
+    # Before the first case: an import that a time limit interrupts leaves half a module.
+    import_module("transformers.models.llama.modeling_llama")
+    import_module("fsdptool.training.export.values")
     work = Path(tempfile.mkdtemp(dir=bench.folder, prefix="cases-"))
     while (case := cases.get()) is not None and time.monotonic() < deadline:
         results.put((os.getpid(), case))
