@@ -163,7 +163,7 @@ def test_positions_of_other_data_are_refused(
         recipe_for("causal_lm", source="jsonl", path=one), spec, cache=tmp_path
     ).state_dict()
     other = build_batches(recipe_for("causal_lm", source="jsonl", path=two), spec, cache=tmp_path)
-    with pytest.raises(Exception, match="not what the checkpoint was trained on"):
+    with pytest.raises(Exception, match="not the data the checkpoint was trained on"):
         other.load_state_dict(state)
 
 

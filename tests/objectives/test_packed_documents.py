@@ -67,7 +67,7 @@ def test_a_model_that_carries_a_state_is_refused_unless_it_is_accepted(
         data=Data("text", str(tmp_path / "text.txt"), tokenizer="bytes"),
         batch=Batch(sequence_length=32),
     )
-    with pytest.raises(ConfigError, match="cannot keep documents apart") as caught:
+    with pytest.raises(ConfigError, match="cannot separate documents") as caught:
         build_batches(recipe, spec, cache=tmp_path / "cache")
     assert "document_mask: false" in str(caught.value.help)
     for accepted in ({"document_mask": False}, {"packing": False}):

@@ -182,8 +182,8 @@ REFUSED = {
     "long rope": "rope type dynamic",
     "no positions": "Bloom",
     "passed round, packed": "alltoall does not support the mask that separates packed documents",
-    "passed round, windows": "alltoall cannot serve MistralAttention: it has a mask",
-    "passed round, dropping": "alltoall cannot serve LlamaAttention: it drops attention",
+    "passed round, windows": "alltoall does not support MistralAttention: it has a mask",
+    "passed round, dropping": "alltoall does not support LlamaAttention: it drops attention",
     "experts, filled up": "multiple of 4",
 }
 
