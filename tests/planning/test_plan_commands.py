@@ -12,6 +12,8 @@ import pytest
 from fsdptool.cli.app import run
 from fsdptool.files.values import load_schema
 from fsdptool.formatting import amount
+from fsdptool.records.diagnostic import envelope
+from fsdptool.records.run import Summary
 
 HARDWARE = ["--gpu", "RTX-4090-24GB", "--gpus", "2"]
 
@@ -298,16 +300,31 @@ def run_folder(folder: Path, candidate: dict[str, Any], *, factor: float, reserv
     """A finished run, in the files and fields ``train`` writes."""
     folder.mkdir()
     measured = int(candidate["allocated_peak_bytes"] * factor)
-    summary = {
-        "world_size": 2,
-        "measured_peak_bytes": [measured, measured - 512],
-        "instrument": "a test",
-        "throughput": {
+    summary = Summary(
+        status="completed",
+        exit_code=0,
+        resumable=False,
+        steps=2,
+        world_size=2,
+        mesh={"dp_replicate": 1, "dp_shard": 2},
+        units=3,
+        sharding_proof={},
+        predicted_peak_bytes=candidate["allocated_peak_bytes"],
+        measured_peak_bytes=(measured, measured - 512),
+        instrument="a test",
+        error_percent=None,
+        throughput={
             "step_seconds_median": (candidate["step_seconds"] or 1.0) * 2,
             "samples_per_second": 1.0,
         },
-    }
-    (folder / "summary.json").write_text(json.dumps(summary))
+        last_checkpoint=None,
+        last_good_step=None,
+        export=None,
+        restarts=0,
+        failure=None,
+        memory_report=None,
+    )
+    (folder / "summary.json").write_text(json.dumps(envelope("summary", summary, summary)))
     (folder / "prediction.json").write_text(json.dumps(candidate))
     line = {"step": 2, "memory_allocated_peak_bytes": measured, "memory_reserved_peak_bytes": reserved}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
