@@ -20,8 +20,8 @@ from fsdptool.cli.options import (
 
 if TYPE_CHECKING:
     from fsdptool.launch.command import LaunchCommand
+    from fsdptool.launch.outcome import Outcome
     from fsdptool.launch.prepare import Prepared
-    from fsdptool.launch.supervise import Outcome
     from fsdptool.report.train import Progress
     from fsdptool.runs.signals import StopSignals
 

@@ -12,11 +12,10 @@ from typing import Any
 from fsdptool.errors import ExitCode, FsdptoolError
 from fsdptool.launch.create import newest_step
 from fsdptool.launch.prepare import Prepared
-from fsdptool.launch.supervise import Outcome
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.plan import Candidate, Suggestion
-from fsdptool.records.run import RunFailure, Summary
+from fsdptool.records.run import RunFailure, RunStatus, Summary
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.folder import (
     CHECKPOINTS,
@@ -49,6 +48,23 @@ class Failure:
     exit_code: int = 4
     retryable: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the run ended.
+
+    Attributes:
+        status: How the run ended.
+        failure: Why it failed.
+        restarts: How often torchrun relaunched the workers.
+        finished: The ``finished`` event of every rank that sent one, by rank.
+    """
+
+    status: RunStatus
+    failure: Failure | None
+    restarts: int
+    finished: Mapping[int, Mapping[str, Any]]
 
 
 def failure_of_event(event: Mapping[str, Any]) -> Failure:

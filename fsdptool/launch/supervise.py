@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.outcome import Failure, failure_of_event, is_running
+from fsdptool.launch.outcome import Failure, Outcome, failure_of_event, is_running
 from fsdptool.records.run import RunStatus
 from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
 from fsdptool.runs.folder import LOGS
@@ -50,23 +50,6 @@ class _Rank:
     node: str
     state: str = "running"
     seen_dead: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How the run ended.
-
-    Attributes:
-        status: How the run ended.
-        failure: Why it failed.
-        restarts: How often torchrun relaunched the workers.
-        finished: The ``finished`` event of every rank that sent one, by rank.
-    """
-
-    status: RunStatus
-    failure: Failure | None
-    restarts: int
-    finished: Mapping[int, Mapping[str, Any]]
 
 
 class Supervisor:

@@ -15,8 +15,8 @@ import pytest
 
 from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.outcome import is_running
-from fsdptool.launch.supervise import Outcome, Supervisor
+from fsdptool.launch.outcome import Outcome, is_running
+from fsdptool.launch.supervise import Supervisor
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.signals import handle_stop_signals
 
