@@ -38,9 +38,6 @@ IDIOMS = {
 }
 """Pattern to what a technical writer puts instead. Matching ignores case."""
 
-PENDING: tuple[str, ...] = ()
-"""Places whose words are still being rewritten; the aim is none."""
-
 PAGES = sorted(
     path
     for pattern in (
@@ -103,21 +100,13 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
     yield first, " ".join(block)
 
 
-def skip_pending(path: Path) -> None:
-    """Skip a place that is still being rewritten."""
-    if any(path.is_relative_to(ROOT / place) for place in PENDING):
-        pytest.skip("being rewritten")
-
-
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_pages_are_plain_english(path: Path) -> None:
-    skip_pending(path)
     assert not idioms(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_strings_and_comments_are_plain_english(path: Path) -> None:
-    skip_pending(path)
     source = path.read_text(encoding="utf-8")
     texts = (*strings(source), *comments(source))
     assert not [f"line {line}: {idiom}" for line, text in texts for idiom in idioms(text)]
