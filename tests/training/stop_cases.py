@@ -24,7 +24,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "loading": (trainer, "materialize"),
     "proving": (trainer, "prove"),
     "restoring": (checkpointer, "load_into"),
-    "evaluating": (evaluate, "_measure"),
+    "evaluating": (evaluate, "add_validation_loss"),
     "sampling": (Sampler, "_one"),
     "saving": (RunCheckpointer, "_write"),
 }
