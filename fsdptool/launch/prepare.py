@@ -221,13 +221,15 @@ def _teacher(
 
 
 def _check_share(recipe: Recipe, settings: FsdpSettings) -> None:
-    """Refuse a global batch that the ranks cannot share, and an optimizer that cannot be built here."""
+    """Refuse a global batch that the ranks cannot share, and what the installed libraries cannot train."""
+    from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.optimizers import check_optimizer
     from fsdptool.training.data.build import share_of
 
     mesh = settings.mesh.resolve(settings.num_processes or 1)
     share_of(recipe, rank=0, world=mesh.data_ranks)
     check_optimizer(recipe.optimizer)
+    method_of(recipe).check_libraries(recipe)
 
 
 def _check_data(recipe: Recipe, spec: ModelSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from pool import Pool
 from quantised_cases import QUANTISED, WIDE, decoded, installed, load_big, quantised_recipe, train
 from reference import plain_model
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.build import build
+from fsdptool.modeling.methods import check_format
 from fsdptool.modeling.methods import quantised_formats as formats
 from fsdptool.records.recipe import Checkpointing, Sharding
 from fsdptool.records.sharding import ParallelDims
@@ -213,11 +216,22 @@ def test_a_base_decodes_to_within_its_formats_error(base: Any, dtype: torch.dtyp
 
 
 def test_a_missing_library_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="needs bitsandbytes, which is not installed") as caught:
-        formats.check_library("nf4")
+        check_format("nf4")
     assert "pip install bitsandbytes" in (caught.value.help or "")
-    formats.check_library("int8")
+    check_format("int8")
+
+
+def test_a_base_without_values_decodes_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan needs the shape of the decoded weight only."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    cpu = torch.device("cpu")
+    with FakeTensorMode():
+        weight = formats.decode("nf4", *formats.empty_parts("nf4", 96, 128, cpu), torch.bfloat16)
+    assert (weight.shape, weight.dtype, weight.device) == ((96, 128), torch.bfloat16, cpu)
+    with pytest.raises(ConfigError, match="needs bitsandbytes"):
+        formats.decode("nf4", *formats.empty_parts("nf4", 96, 128, cpu), torch.bfloat16)
 
 
 def test_layers_the_model_wants_in_fp32_or_an_adapter_reads_itself_stay() -> None:

@@ -83,7 +83,7 @@ class Weights:
         shard: Elements of rank 0's (padded) shard.
         whole: Elements after gathering, padding included.
         stored: Bytes per element of the shard.
-        computed: Bytes per element while computing.
+        computed: Bytes per element while computing, and ``dtype`` the dtype it has then.
         casts: Whether gathering casts the shard first.
     """
 
@@ -92,6 +92,7 @@ class Weights:
     whole: int
     stored: int
     computed: int
+    dtype: str
     casts: bool
 
     @property
@@ -105,9 +106,8 @@ def weigh(parameter: Parameter, plan: UnitPlan, ranks: int) -> Weights:
     stored = stored_dtype(parameter, plan)
     computed = plan.param_dtype if plan.param_dtype and stored in _FLOATING else stored
     shard = shard_numel(parameter.shape, ranks)
-    return Weights(
-        parameter, shard, shard * ranks, WIDTH.get(stored, 4), WIDTH.get(computed, 4), stored != computed
-    )
+    widths = WIDTH.get(stored, 4), WIDTH.get(computed, 4)
+    return Weights(parameter, shard, shard * ranks, *widths, computed, stored != computed)
 
 
 def stored_dtype(parameter: Parameter, plan: UnitPlan) -> str:
@@ -141,15 +141,18 @@ class Device:
         direct: Whether ranks send each other their parts directly (``distributed/direct_messages.py``): a
             gather's output is freed as soon as it is copied out, and a reduction receives the
             other ranks' rows beside its input.
+        fused_copy_in: Whether one kernel pads, casts and concatenates the gradients of a reduction
+            (:func:`copies_of_gradients`).
     """
 
     grain: int
     host_apart: bool = False
     direct: bool = False
+    fused_copy_in: bool = False
 
 
 DEVICES: Mapping[DeviceProfile, Device] = {
-    "cuda": Device(512, host_apart=True),
+    "cuda": Device(512, host_apart=True, fused_copy_in=True),
     "cpu-fake": Device(1),
     "cpu-gloo": Device(1, direct=True),
 }
@@ -177,12 +180,19 @@ class UnshardBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Buffers of one unit's gradient reduction (``foreach_reduce``)."""
+    """Buffers of one unit's gradient reduction (``foreach_reduce``).
+
+    Attributes:
+        input: The gradients of all ranks' rows, padded, in the reduce dtype.
+        copies: What copying the gradients into it allocates besides (:func:`copies_of_gradients`).
+        output: This rank's rows.
+        stored: The output in the parameters' own dtype, if that differs.
+    """
 
     input: Block
+    copies: Block | None
     output: Block
     stored: Block | None
-    """The output in the parameters' own dtype, if that differs."""
 
 
 def unshard_buffers(
@@ -221,8 +231,18 @@ def unshard_buffers(
     return UnshardBuffers(cast, gather, whole, smaller, smaller_cast, offloaded)
 
 
-def reduction(weights: Sequence[Weights], plan: UnitPlan, grain: int) -> Reduction:
-    """Return the buffers that reduce-scatter the gradients of ``weights``."""
+def reduction(
+    weights: Sequence[Weights], plan: UnitPlan, device: Device, *, accumulated: bool = False
+) -> Reduction:
+    """Return the buffers that reduce-scatter the gradients of ``weights``.
+
+    Args:
+        weights: The parameters that have a gradient.
+        plan: The reduce dtype.
+        device: Whose kernels copy the gradients.
+        accumulated: Whether the gradients were accumulated unsharded, and so have the reduce dtype already.
+    """
+    grain = device.grain
     width = reduce_width(plan) or max((w.computed for w in weights), default=4)
     shard = sum(w.shard for w in weights)
     whole = sum(w.whole for w in weights)
@@ -233,9 +253,46 @@ def reduction(weights: Sequence[Weights], plan: UnitPlan, grain: int) -> Reducti
         kept = Block(GRADIENTS, rounded(shard * stored, grain), (shard * stored,), REDUCE_SCATTER)
     return Reduction(
         Block(REDUCE, rounded(whole * width, grain), (whole * width,), COMPUTE),
+        copies_of_gradients(weights, plan, device, accumulated=accumulated),
         Block(output_kind, rounded(shard * width, grain), (shard * width,), REDUCE_SCATTER),
         kept,
     )
+
+
+_FUSED_CAST = ("bfloat16", "float32")
+"""The gradient's and the reduction's dtype of the only cast that CUDA's ``_chunk_cat`` fuses."""
+
+
+def copies_of_gradients(
+    weights: Sequence[Weights], plan: UnitPlan, device: Device, *, accumulated: bool = False
+) -> Block | None:
+    """Return what ``_chunk_cat`` allocates while it copies gradients into a reduction's input, or None.
+
+    CUDA pads, casts and concatenates in one kernel if both dtypes are equal or the gradients are bfloat16
+    and the input is float32 (torch 2.13, ``aten/src/ATen/native/cuda/TensorShape.cu``,
+    ``_chunk_cat_out_cuda``); its table of tiles, 8 bytes for each 2 KiB of a rank's rows, is not counted.
+    In all other cases, and always on a CPU, every gradient whose rows the ranks do not divide is first
+    copied into a padded tensor, and the copies live until all are concatenated
+    (``aten/src/ATen/native/TensorShape.cpp``, ``_pad_chunk``). The CPU's concatenation also casts out of
+    place, tensor by tensor (``cat_out_cpu``: ``cast_common_dtype_to_outputs``).
+
+    Args:
+        weights: The parameters that have a gradient.
+        plan: The reduce dtype.
+        device: Whose kernels run.
+        accumulated: Whether the gradients have the reduce dtype already.
+    """
+    reduced = reduce_width(plan)
+    casting = [w for w in weights if reduced and not accumulated and w.dtype != plan.reduce_dtype]
+    if device.fused_copy_in and all((w.dtype, plan.reduce_dtype) == _FUSED_CAST for w in casting):
+        return None
+    padded = [w for w in weights if w.whole != w.parameter.numel]
+    copies = [w.whole * (reduced if accumulated and reduced else w.computed) for w in padded]
+    if casting and not device.fused_copy_in:
+        copies.append(max(w.whole * w.computed for w in casting))
+    if not copies:
+        return None
+    return Block(REDUCE, rounded_sum(copies, device.grain), tuple(copies), COMPUTE)
 
 
 def received(size: int, ranks: int) -> int:

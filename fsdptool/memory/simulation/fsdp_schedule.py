@@ -225,12 +225,13 @@ class Schedule(Unshard):
             self._keep_unsharded(group)
             return
         gradients = {**group.accumulated, **group.gradients}
+        accumulated = bool(group.accumulated)
         group.accumulated, group.gradients = {}, {}
         self._to_sharded(group)
         while self._reducing:
             self.ledger.drop(self._reducing.pop(0))
         if gradients:
-            self._reduce(group, gradients)
+            self._reduce(group, gradients, accumulated)
 
     def _keep_unsharded(self, group: Group) -> None:
         for name, block in list(group.gradients.items()):
@@ -241,7 +242,7 @@ class Schedule(Unshard):
                 del group.gradients[name]
                 group.accumulated[name] = wide
 
-    def _reduce(self, group: Group, gradients: dict[str, Block]) -> None:
+    def _reduce(self, group: Group, gradients: dict[str, Block], accumulated: bool) -> None:
         ledger = self.ledger
         # The same group's earlier all-reduce buffer goes first (``_wait_for_post_backward``).
         if group.all_reduce is not None:
@@ -249,9 +250,12 @@ class Schedule(Unshard):
             group.all_reduce = None
         weights = [w for name, w in group.share.by_name.items() if name in gradients]
         buffers = group.share.reduction
-        if len(weights) < sum(w.trainable for w in group.weights):
-            buffers = reduction(weights, self.plan, self.grain)
+        if accumulated or len(weights) < sum(w.trainable for w in group.weights):
+            buffers = reduction(weights, self.plan, self.device, accumulated=accumulated)
         ledger.add(buffers.input)
+        if buffers.copies is not None:
+            ledger.add(buffers.copies)
+            ledger.drop(buffers.copies)
         for block in gradients.values():
             ledger.drop(block)
         ledger.add(buffers.output)

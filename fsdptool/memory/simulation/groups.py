@@ -124,7 +124,7 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
             known[key] = (
                 weights,
                 unshard_buffers(weights, plan, degree, reshard, device.grain),
-                reduction(trained, plan, device.grain),
+                reduction(trained, plan, device),
             )
         weights, buffers, reduced = known[key]
         by_name = {p.fqn: w for p, w in zip(unit.parameters, weights, strict=True)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fsdptool.errors import ConfigError
@@ -64,6 +65,13 @@ class TrainingMethod:
 
         Raises:
             ConfigError: Names the two settings that exclude each other, or the missing one.
+        """
+
+    def check_libraries(self, recipe: Recipe) -> None:
+        """Refuse what cannot be trained with the installed libraries; a plan does not need them.
+
+        Raises:
+            ConfigError: Names the missing library.
         """
 
     def prepare(self, model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
@@ -139,6 +147,10 @@ class LoraMethod(TrainingMethod):
                 help="use bf16, and method.lora.base: float8 to store the base in 8 bits",
             )
 
+    def check_libraries(self, recipe: Recipe) -> None:
+        """Refuse a base format whose kernels are not installed."""
+        check_format((recipe.method.lora or Lora()).base)
+
     def prepare(self, model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
         """Freeze the model, inject adapters and quantise the base."""
         inject(model, recipe, family, config)
@@ -176,6 +188,19 @@ class LoraMethod(TrainingMethod):
         from fsdptool.modeling.methods.quantised_layers import choose_layers
 
         return {f"{base_name(path)}.weight": lora.base for path in choose_layers(model, lora.base).layers}
+
+
+def check_format(base: str) -> None:
+    """Refuse the format of a base whose kernels are not installed.
+
+    Raises:
+        ConfigError: nf4 without bitsandbytes. The other formats need torch alone.
+    """
+    if base == "nf4" and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "method.lora.base: nf4 needs bitsandbytes, which is not installed",
+            help="pip install bitsandbytes, or use int8 or float8, which need torch alone",
+        )
 
 
 def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) -> Any:

@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from typing import Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdptool.errors import ConfigError
 from fsdptool.families.bases.libraries import quiet
+from fsdptool.modeling.methods import check_format
 
 Format = Literal["nf4", "int8", "float8"]
 
@@ -32,18 +33,16 @@ where the C allocator keeps holes that larger ones leave between the codes."""
 
 Part = tuple[tuple[int, ...], torch.dtype]
 
+_LIBRARY = torch.library.Library("fsdptool", "FRAGMENT")
+_LIBRARY.define("decode_nf4(Tensor codes, Tensor scales, SymInt[] shape, ScalarType dtype) -> Tensor")
 
-def check_library(format: Format) -> None:
-    """Refuse a format whose kernels are not installed.
 
-    Raises:
-        ConfigError: nf4 without bitsandbytes. int8 and float8 need torch alone.
-    """
-    if format == "nf4" and find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "method.lora.base: nf4 needs bitsandbytes, which is not installed",
-            help="pip install bitsandbytes, or take int8 or float8, which need torch alone",
-        )
+@torch.library.impl(_LIBRARY, "decode_nf4", "Meta")
+def _decoded_shape(
+    codes: torch.Tensor, scales: torch.Tensor, shape: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Answer for bitsandbytes' kernel on tensors without values, so that a plan does not need the library."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def suits(format: Format, columns: int) -> bool:
@@ -125,6 +124,7 @@ def _encode_rows(format: Format, weight: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _encode_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    check_format("nf4")
     load_kernels()
     rows, columns = weight.shape
     codes, scales = torch.ops.bitsandbytes.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
@@ -132,11 +132,16 @@ def _encode_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _decode_blocks(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    load_kernels()
     shape = (codes.shape[0], codes.shape[1] * 2)
     kernel = torch.float32 if dtype == torch.float64 else dtype
     flat = scales.view(torch.float32).view(-1)
-    weight: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, flat, BLOCK, "nf4", shape, kernel)
+    weight: torch.Tensor
+    if codes.is_meta or isinstance(codes, FakeTensor):
+        weight = torch.ops.fsdptool.decode_nf4(codes, flat, shape, kernel)
+    else:
+        check_format("nf4")
+        load_kernels()
+        weight = torch.ops.bitsandbytes.dequantize_4bit(codes, flat, BLOCK, "nf4", shape, kernel)
     return weight.to(dtype)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdptool.errors import ConfigError
-from fsdptool.modeling.methods.quantised_formats import BLOCK, Format, check_library, decode, parts, suits
+from fsdptool.modeling.methods.quantised_formats import BLOCK, Format, decode, parts, suits
 
 _SHOWN = 3
 
@@ -60,9 +60,8 @@ def quantise_base(model: nn.Module, format: Format) -> None:
     """Replace the chosen layers by :class:`QuantisedLinear`, on meta and in place.
 
     Raises:
-        ConfigError: The format's library is missing, or the model has no layer for it.
+        ConfigError: The model has no layer for the format.
     """
-    check_library(format)
     taken = choose_layers(model, format)
     if not taken.layers:
         raise ConfigError(
