@@ -66,9 +66,7 @@ def test_the_peak_is_the_sum_of_its_components() -> None:
 
 
 def test_gloo_staging_is_a_line_of_its_own() -> None:
-    """What the other ranks send adds to the CPU profile over gloo and to no other: here where the gradients of
-    a block, which came in half as many bytes, are reduced.
-    """
+    """What the other ranks send adds to the CPU profile over gloo and to no other."""
     case = Case(
         ranks=2,
         settings={"mixed_precision": "bf16"},
