@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,7 +33,7 @@ where the C allocator keeps holes that larger ones leave between the codes."""
 
 Part = tuple[tuple[int, ...], torch.dtype]
 
-_LIBRARY = torch.library.Library("fsdptool", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("fsdptool", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("decode_nf4(Tensor codes, Tensor scales, SymInt[] shape, ScalarType dtype) -> Tensor")
 
 
