@@ -83,7 +83,7 @@ def read_setting(data: Any) -> Setting:
 
 def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
     """Return the recipe and the settings of a row."""
-    choice = ModelChoice(setting.reference, overrides=setting.overrides, weights="random")
+    choice = ModelChoice(setting.reference, overrides=setting.overrides, weights="random", dtype="float32")
     method = Method()
     if setting.method == "lora":
         method = Method("lora", lora=Lora(rank=8, adapters="sharded"))

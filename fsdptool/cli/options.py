@@ -24,6 +24,15 @@ class Format(StrEnum):
     JSON = "json"
 
 
+class RowFormat(StrEnum):
+    """Output format of a command whose answer has rows."""
+
+    TEXT = "text"
+    JSON = "json"
+    TSV = "tsv"
+    CSV = "csv"
+
+
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 RevisionOption = Annotated[str | None, typer.Option(help="Revision of a Hugging Face id.")]
 OverrideOption = Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 import typer
 
 from fsdptool.cli.options import (
-    Format,
+    RowFormat,
     check_free,
     command_line_options,
     override_values,
@@ -22,6 +22,7 @@ from fsdptool.cli.options import (
 )
 from fsdptool.errors import ExitCode, PlanError, StorageError
 from fsdptool.planning.options import Declared, Options, declared
+from fsdptool.planning.sweep import read_sweep
 
 if TYPE_CHECKING:
     from fsdptool.records.plan import Plan
@@ -39,6 +40,14 @@ def command(
             rich_help_panel=_ANSWER,
         ),
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            help="Plan every value of a numeric option: seq-len=4096,8192 (repeatable).",
+            rich_help_panel=_ANSWER,
+        ),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option(
@@ -47,14 +56,24 @@ def command(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write plan.json or plan.html.", rich_help_panel=_ANSWER),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write plan.json or plan.html; of a sweep .json, .csv or .svg.",
+            rich_help_panel=_ANSWER,
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing file.", rich_help_panel=_ANSWER)
     ] = False,
     format: Annotated[
-        Format, typer.Option("--format", help="Output format.", rich_help_panel=_ANSWER)
-    ] = Format.TEXT,
+        RowFormat,
+        typer.Option(
+            "--format",
+            help="Output format; tsv and csv print one row per candidate.",
+            rich_help_panel=_ANSWER,
+        ),
+    ] = RowFormat.TEXT,
     **options: Any,
 ) -> int:
     """Predict the memory of every rank and the step time, and find the fastest configuration that fits.
@@ -67,6 +86,8 @@ def command(
 
       fsdptool plan --recipe recipe.yaml --config accelerate.yaml --profile cpu-gloo
 
+      fsdptool plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --sweep seq-len=4096,8192,16384 -o sweep.svg
+
       fsdptool plan --check plan.json
     """
     if check is not None:
@@ -78,7 +99,8 @@ def command(
         reason = "not allowed with --check, which uses the inputs of the saved plan"
         refuse(context, sorted(others), reason, "leave it out")
         return check_saved(check, format, trust_remote_code=options["trust_remote_code"])
-    check_output(output, force)
+    values = read_sweep(sweep or ())
+    check_output(output, force, _SWEEP_SUFFIXES if values else _PLAN_SUFFIXES)
     from fsdptool.planning.plan import make_plan
     from fsdptool.planning.request import read_request
 
@@ -86,6 +108,8 @@ def command(
     options = {n: v for n, v in options.items() if v is not None and (v is not False or _pair(n))}
     if options.get("overrides"):
         options["overrides"] = override_values(options["overrides"])
+    if values:
+        return answer_sweep(cast("Options", options), values, output, force=force, format=format)
     plan = make_plan(read_request(cast("Options", options)), progress=progress)
     answer(plan, output, force=force, format=format, explain=explain)
     return int(exit_code(plan))
@@ -143,12 +167,52 @@ def exit_code(plan: Plan) -> ExitCode:
     return codes[plan.verdict]
 
 
-def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, explain: bool) -> None:
+def answer_sweep(
+    options: Options,
+    values: Mapping[str, Sequence[float]],
+    output: Path | None,
+    *,
+    force: bool,
+    format: RowFormat,
+) -> int:
+    """Plan every combination, print the rows, write the output file, and return the exit status.
+
+    The status is 0 where every combination fits, 5 where none is worse than unknown, else 1.
+    """
+    import json
+
+    from fsdptool.planning.sweep import sweep
+    from fsdptool.records.codec import to_json
+    from fsdptool.records.diagnostic import envelope
+    from fsdptool.report.sweep import print_sweep, print_sweep_rows, sweep_csv, sweep_svg
+
+    result = sweep(options, values, progress=progress)
+    body = to_json(result)
+    document = envelope("sweep", {"options": body["options"], "values": dict(values)}, body)
+    if output is not None:
+        writers = {".csv": sweep_csv, ".svg": sweep_svg}
+        text = writers[output.suffix](document) if output.suffix in writers else ""
+        write_file(output, text or json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
+    if format is RowFormat.JSON:
+        print_document(document)
+    elif format is RowFormat.TEXT:
+        print_sweep(document)
+    else:
+        print_sweep_rows(document, "tsv" if format is RowFormat.TSV else "csv")
+    if output is not None:
+        say(f"wrote {output}")
+    verdicts = {row.verdict for row in result.rows}
+    if verdicts <= {"fits"}:
+        return int(ExitCode.CLEAN)
+    return int(ExitCode.INCOMPLETE if verdicts <= {"fits", "unknown"} else ExitCode.FINDINGS)
+
+
+def answer(plan: Plan, output: Path | None, *, force: bool, format: RowFormat, explain: bool) -> None:
     """Print the plan and write it to the output file."""
     import json
 
     from fsdptool.planning.plan import plan_document
-    from fsdptool.report.plan import print_plan
+    from fsdptool.report.plan import print_candidates, print_plan
 
     document = plan_document(plan)
     if output is not None and output.suffix == ".html":
@@ -157,22 +221,24 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: Format, expl
         write_file(output, plan_page(document), force=force)
     elif output is not None:
         write_file(output, json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
-    if format is Format.JSON:
+    if format is RowFormat.JSON:
         print_document(document)
-    else:
+    elif format is RowFormat.TEXT:
         print_plan(document, explain=explain)
+    else:
+        print_candidates(document, "tsv" if format is RowFormat.TSV else "csv")
     if output is not None:
         say(f"wrote {output}")
 
 
-def check_saved(path: Path, format: Format, *, trust_remote_code: bool = False) -> int:
+def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = False) -> int:
     """Derive a saved plan anew, print what changed and return the exit status."""
     from fsdptool.planning.compare import check_plan
     from fsdptool.planning.plan import plan_document
     from fsdptool.report.plan import print_changes
 
     after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)
-    if format is Format.JSON:
+    if format is RowFormat.JSON:
         document = plan_document(after)
         document["details"]["changes"] = [
             {"what": change.what, "before": change.before, "after": change.after} for change in changes
@@ -183,14 +249,18 @@ def check_saved(path: Path, format: Format, *, trust_remote_code: bool = False) 
     return int(ExitCode.FINDINGS if changes else exit_code(after))
 
 
-def check_output(output: Path | None, force: bool) -> None:
+_PLAN_SUFFIXES = {"a plan": (".json", ".html")}
+_SWEEP_SUFFIXES = {"a sweep": (".json", ".csv", ".svg")}
+
+
+def check_output(output: Path | None, force: bool, suffixes: Mapping[str, Sequence[str]]) -> None:
     """Refuse before the work, not after it."""
     if output is None:
         return
-    if output.suffix not in (".json", ".html"):
-        raise PlanError(
-            f"{output}: a plan is written as .json or .html", help="choose one of the two suffixes"
-        )
+    ((what, allowed),) = suffixes.items()
+    if output.suffix not in allowed:
+        listed = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise PlanError(f"{output}: {what} is written as {listed}", help="choose one of these suffixes")
     check_free(output, force=force)
     folder = next(parent for parent in output.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):

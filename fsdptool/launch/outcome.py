@@ -12,9 +12,10 @@ from typing import Any
 from fsdptool.errors import ExitCode, FsdptoolError
 from fsdptool.launch.create import newest_step
 from fsdptool.launch.prepare import Prepared
+from fsdptool.records.advice import Suggestion
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import envelope
-from fsdptool.records.plan import Candidate, Suggestion
+from fsdptool.records.plan import Candidate
 from fsdptool.records.run import RunFailure, RunStatus, Summary
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.folder import (

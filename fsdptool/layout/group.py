@@ -103,6 +103,12 @@ def _refuse_extras(sharding: Sharding) -> None:
         )
 
 
+def compute_dtype(settings: FsdpSettings, sharding: Sharding) -> str | None:
+    """Return the dtype parameters are cast to for computing; None leaves them as they are stored."""
+    own = sharding.param_dtype if sharding.layout == "native" else None
+    return own or _COMPUTE[settings.mixed_precision]
+
+
 @dataclass(frozen=True, slots=True)
 class Dtypes:
     """The policy's three dtypes, what trainable shards are stored in, and what inputs are cast to."""
@@ -120,7 +126,7 @@ def accelerate_dtypes(settings: FsdpSettings) -> Dtypes:
     Trainable parameters are upcast to fp32 masters whenever precision is not ``no``
     (``accelerate/utils/fsdp_utils.py:fsdp2_prepare_model``).
     """
-    compute = _COMPUTE[settings.mixed_precision]
+    compute = compute_dtype(settings, Sharding(layout="accelerate"))
     return Dtypes(compute, compute, compute, "float32" if compute else None, compute)
 
 
@@ -130,7 +136,7 @@ def native_dtypes(anatomy: Anatomy, settings: FsdpSettings, sharding: Sharding) 
     ``reduce_dtype`` only widens: with fp32 or fp64 gradients an fp32 request changes nothing. Without
     mixed precision inputs follow the parameters: FSDP2 would hand fp32 latents to a bf16 model.
     """
-    compute = sharding.param_dtype or _COMPUTE[settings.mixed_precision]
+    compute = compute_dtype(settings, sharding)
     master = "float32" if compute else None
     gradient = compute or _widest_trainable(anatomy)
     requested = sharding.reduce_dtype

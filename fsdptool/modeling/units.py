@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fsdptool.layout import group
+from fsdptool.layout import compute_dtype, group
 from fsdptool.modeling.methods import method_of
 
 if TYPE_CHECKING:
@@ -30,12 +30,32 @@ class TrainedModel:
     replicated: tuple[str, ...] = ()
 
 
+def with_stored_dtypes(recipe: Recipe, settings: FsdpSettings) -> Recipe:
+    """Return the recipe with every ``dtype: auto`` decided.
+
+    A trained model is stored in fp32, because its updates are smaller than what 16 bits resolve. A frozen
+    one is stored in the dtype that it computes in: FSDP2 would cast each gathered parameter to it anyway
+    (torch 2.13, ``FSDPParam.init_dtype_attrs``), so fp32 shards would double its memory and change no result.
+    """
+    frozen: Any = compute_dtype(settings, recipe.sharding) or "float32"
+    method, model = recipe.method, recipe.model
+    if model.dtype == "auto":
+        model = dataclasses.replace(model, dtype=frozen if method_of(recipe).freezes_model else "float32")
+    distillation = method.distillation
+    if distillation is not None and distillation.teacher.dtype == "auto":
+        teacher = dataclasses.replace(distillation.teacher, dtype=frozen)
+        method = dataclasses.replace(method, distillation=dataclasses.replace(distillation, teacher=teacher))
+    if model is recipe.model and method is recipe.method:
+        return recipe
+    return dataclasses.replace(recipe, model=model, method=method)
+
+
 def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
     """Return the anatomy of the model as the recipe trains it. Only methods that add parameters need torch.
 
     Args:
         anatomy: Of the model as published (``inspection.inspect``).
-        recipe: Method and dtype.
+        recipe: Method and dtype, which is decided (:func:`with_stored_dtypes`).
 
     Raises:
         ConfigError: The method does not suit the model.
@@ -62,6 +82,7 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
     Raises:
         ConfigError: The settings or the method do not suit the model.
     """
+    recipe = with_stored_dtypes(recipe, settings)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
     return group(trained.anatomy, settings, recipe.sharding, replicated=trained.replicated)
 
@@ -75,6 +96,7 @@ def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Un
     Raises:
         ConfigError: The settings do not suit the teacher.
     """
+    recipe = with_stored_dtypes(recipe, settings)
     choice = method_of(recipe).teacher_choice(recipe)
     assert choice is not None
     frozen = dataclasses.replace(

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.errors import FsdptoolError
+from fsdptool.families.registry import family_of
 from fsdptool.formatting import amount
-from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search import roomy
 from fsdptool.planning.verdict import HEADROOM
@@ -31,6 +31,7 @@ def advise(
         *_precision(inputs),
         *_choice(requested, chosen),
         *_network(inputs),
+        *_host(inputs, chosen or requested),
         *_sizes(estimator.spec, inputs.recipe),
         *_packing(estimator.spec, inputs.recipe),
         *_needless(estimator, inputs, point, requested, chosen),
@@ -88,12 +89,31 @@ def _network(inputs: PlanInputs) -> Iterator[Diagnostic]:
         )
 
 
+_NOTABLE_HOST_BYTES = 32 * 2**30
+"""Host memory per node that is worth a remark where it was not given: most machines with GPUs have more."""
+
+
+def _host(inputs: PlanInputs, shown: Candidate) -> Iterator[Diagnostic]:
+    """Say that host memory was not compared with anything."""
+    cluster = inputs.clusters[shown.settings.cluster]
+    needed = shown.host_bytes_per_node
+    if cluster.gpu is None or cluster.host_memory_bytes is not None or needed is None:
+        return
+    if needed >= _NOTABLE_HOST_BYTES or shown.settings.cpu_offload:
+        yield Diagnostic(
+            "PLN006",
+            "warning" if shown.settings.cpu_offload else "info",
+            f"each node needs {amount(needed)} of host memory, which is not checked: its size is not given",
+            help="give --host-memory '2 TiB' (per node), or set host_memory in the cluster file",
+        )
+
+
 def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     """Say which sample size is assumed: memory depends on it more than on anything else."""
     batch = recipe.batch
     if any(size is not None for size in (batch.sequence_length, batch.height, batch.width, batch.frames)):
         return []
-    tensors = batch_spec(spec, recipe)
+    tensors = family_of(spec).batch_spec(spec.config, recipe)
     shapes = [
         f"{item.name} {' x '.join(map(str, item.shape[1:]))}" for item in tensors if len(item.shape) > 1
     ]
@@ -114,7 +134,7 @@ def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     kind = recipe.objective.name or spec.objective
     if kind != "causal_lm" or data.source == "synthetic" or not (data.packing and data.document_mask):
         return []
-    names = {item.name for item in batch_spec(spec, recipe)}
+    names = {item.name for item in family_of(spec).batch_spec(spec.config, recipe)}
     if "position_ids" in names or "pixel_values" in names:
         return []
     return [
@@ -245,6 +265,10 @@ RULES = (
     Rule("PLN005", "network between nodes assumed", "info",
          "No bandwidth is given, so a common one is assumed (docs/plan.md); step times depend on it.",
          "Give --network, or inter_node_bandwidth in the cluster file."),
+    Rule("PLN006", "host memory not checked", "info",
+         "The run needs host memory (offloaded states, staged checkpoints, loading), but the plan does not"
+         " know how much each node has. With CPU offload this is a warning.",
+         "Give --host-memory, or host_memory in the cluster file."),
     Rule("PLN010", "nothing to shard on one GPU", "info",
          "On a single GPU, FSDP adds its own copies and saves no memory.",
          "Train without FSDP, or give two GPUs or more."),

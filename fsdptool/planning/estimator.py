@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.collectives import DEVICES, Weights, stored_dtype
+from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.hardware import expands, machine_for, workspaces
 from fsdptool.planning.overlap import Stage, peak_flops
 from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_dims
@@ -24,6 +26,7 @@ from fsdptool.planning.step_time import (
     unit_costs,
 )
 from fsdptool.planning.verdict import FitCheck, check_fit
+from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
 from fsdptool.records.plan import Candidate, Footprint, SearchPoint
@@ -105,6 +108,10 @@ class Estimator:
     notes: dict[str, None] = field(default_factory=dict)
     unknowns: dict[str, None] = field(default_factory=dict)
     confidence: Literal["verified", "unverified"] = "verified"
+
+    def __post_init__(self) -> None:
+        """Decide the recipe's ``dtype: auto``."""
+        self.recipe = with_stored_dtypes(self.recipe, self.settings)
 
     def candidate(
         self,
@@ -218,6 +225,46 @@ class Estimator:
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         mesh = resolve_dims(settings.mesh, cluster.world_size)
         return model_states(self._rank(point, recipe, settings, mesh).memory.rank)
+
+    def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit:
+        """Return the FSDP unit that takes the most bytes when it is gathered."""
+
+        def size(weights: Weights) -> int:
+            return weights.whole * weights.computed
+
+        recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
+        rank = self._rank(
+            point, recipe, settings, resolve_dims(settings.mesh, cluster.world_size)
+        ).memory.rank
+        share = max(rank.shares, key=lambda share: sum(map(size, share.weights)))
+        largest = max(share.weights, key=size)
+        return GatheredUnit(
+            id=share.unit.id,
+            class_name=share.unit.class_name,
+            bytes=sum(map(size, share.weights)),
+            padding_bytes=sum((w.whole - w.parameter.numel) * w.computed for w in share.weights),
+            parameter=largest.parameter.fqn,
+            parameter_bytes=size(largest),
+        )
+
+    def stored_dtypes(self, point: SearchPoint, cluster: Cluster) -> dict[str, list[str]]:
+        """Return the dtypes that the shards of trained and of frozen parameters are kept in.
+
+        Returns:
+            ``trained`` and ``frozen`` (where there are such parameters), and ``compute``, the dtype of
+            gathered parameters where it is one for all; each sorted by elements, the largest share first.
+        """
+        recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
+        mesh = resolve_dims(settings.mesh, cluster.world_size)
+        plan = self._rank(point, recipe, settings, mesh).memory.rank.plan
+        elements: dict[str, Counter[str]] = {"trained": Counter(), "frozen": Counter()}
+        for parameter in (*(p for unit in plan.units for p in unit.parameters), *plan.ignored):
+            kind = "trained" if parameter.trainable else "frozen"
+            elements[kind][stored_dtype(parameter, plan)] += parameter.numel
+        dtypes = {
+            kind: [name for name, _ in count.most_common()] for kind, count in elements.items() if count
+        }
+        return {**dtypes, "compute": [plan.param_dtype]} if plan.param_dtype else dtypes
 
     def _trace(self, recipe: Recipe, settings: FsdpSettings) -> tuple[str, Trace]:
         """Return the trace of a configuration, and what it depends on as text."""

@@ -124,7 +124,9 @@ class Options(TypedDict, total=False):
     recipe: Annotated[str | Path | Recipe | None, Option("Recipe file.", "Recipe")]
     config: Annotated[str | Path | FsdpSettings | None, Option(
         "accelerate YAML, or another dialect.", "Recipe")]
-    method: Annotated[str | None, Option("Training method", "Recipe", "recipe.method.name")]
+    method: Annotated[str | None, Option(
+        "Training method (qlora is lora with an nf4 base)", "Recipe", "recipe.method.name",
+        choices=("full", "lora", "qlora", "distillation"))]
     lora_rank: Annotated[int | None, Option("LoRA rank.", "Recipe", "recipe.method.lora.rank", minimum=1)]
     lora_targets: Annotated[Sequence[str], Option(
         "LoRA target module (repeatable).", "Recipe", "recipe.method.lora.targets", ("--lora-target",),
@@ -142,7 +144,9 @@ class Options(TypedDict, total=False):
     precision: Annotated[str | None, Option(
         "Mixed precision", "Recipe", "settings.mixed_precision",
         choices=("fp32", "bf16", "fp16", "fp8", "no"), value=lambda name: "no" if name == "fp32" else name)]
-    dtype: Annotated[str | None, Option("Stored parameters", "Recipe", "recipe.model.dtype")]
+    dtype: Annotated[str | None, Option(
+        "Stored parameters (auto is float32, and the precision's dtype for a frozen base)", "Recipe",
+        "recipe.model.dtype")]
     attention: Annotated[str | None, Option("Attention implementation", "Recipe", "recipe.model.attention")]
     ema: Annotated[float | None, Option(
         "EMA decay, between 0 and 1.", "Recipe", "recipe.ema.decay", value=_decay)]
@@ -163,6 +167,8 @@ class Options(TypedDict, total=False):
         closes=("micro_batch", "accumulation"))]
     global_batch: Annotated[int | None, Option(
         "Samples per step, total over all ranks.", "Batch", "recipe.batch.global_batch")]
+    steps: Annotated[int | None, Option(
+        "Optimizer steps of the run, for its duration and price.", "Batch", "recipe.steps", minimum=1)]
     max_batch: Annotated[bool, Option("Find the largest micro-batch that fits.", "Batch")]
     layout: Annotated[str | None, Option("Layout of the FSDP units", "Sharding", "recipe.sharding.layout")]
     wrap: Annotated[Sequence[str], Option(

@@ -12,22 +12,25 @@ from typing import Any, Unpack
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
-from fsdptool.inspection.micro_batch import batch_spec
-from fsdptool.planning.advice import advise, does_not_fit, routing, routing_note
+from fsdptool.planning.advice import advise, routing, routing_note
+from fsdptool.planning.batch_sizes import largest_batch
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.offers import describe_offers
 from fsdptool.planning.options import Options, signature
 from fsdptool.planning.request import Request, read_request
 from fsdptool.planning.requested_recipe import check_sizes
-from fsdptool.planning.search import SearchResult, largest_batch, run_search
+from fsdptool.planning.search import SearchResult, run_search
 from fsdptool.planning.search_point import apply_search_point, read_search_point
-from fsdptool.planning.suggestions import suggest
+from fsdptool.planning.shortfall import find_shortfall, leanest
+from fsdptool.planning.suggestions import improve, suggest
 from fsdptool.planning.verdict import HEADROOM
+from fsdptool.records.advice import Suggestion
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, digest, envelope
-from fsdptool.records.plan import Candidate, Plan, PlanInputs, SearchPoint, Suggestion
+from fsdptool.records.plan import Candidate, Plan, PlanInputs, SearchPoint
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings
 
@@ -127,12 +130,18 @@ def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPl
 plan.__signature__ = signature("reference")  # type: ignore[attr-defined]  # what inspect and editors show
 
 
-def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:
+def make_plan(
+    request: Request,
+    *,
+    progress: Progress | None = None,
+    model: tuple[ModelSpec, Anatomy] | None = None,
+) -> Plan:
     """Return the plan of canonical inputs.
 
     Args:
         request: The inputs and what was noticed while reading them.
         progress: Called with a line of progress from time to time.
+        model: What :func:`inspect_model` returned for these inputs; None inspects the model here.
 
     Raises:
         PlanError: The inputs contradict each other.
@@ -140,7 +149,7 @@ def make_plan(request: Request, *, progress: Progress | None = None) -> Plan:
     inputs = request.inputs
     check_sizes(inputs.recipe)
     _requested_points(inputs)  # contradictions between sizes are reported before anything is built
-    spec, anatomy = _model(inputs)
+    spec, anatomy = model if model is not None else inspect_model(inputs)
     _check_model(spec, anatomy, inputs.recipe)
     noticed = [*request.diagnostics, *_serious(spec.diagnostics)]
     return search(spec, anatomy, inputs, progress=progress, diagnostics=noticed)
@@ -229,7 +238,13 @@ def describe_model(spec: ModelSpec, anatomy: Anatomy) -> dict[str, Any]:
     }
 
 
-def _model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
+def inspect_model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
+    """Resolve and inspect the model of canonical inputs.
+
+    Raises:
+        ReferenceError: The model cannot be resolved.
+        ModelError: It cannot be built.
+    """
     from fsdptool.inspection import inspect
     from fsdptool.source import resolve_choice
 
@@ -238,6 +253,8 @@ def _model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
 
 
 def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
+    from fsdptool.families.registry import family_of
+
     if anatomy.total_parameters >= 1 << 48:
         raise PlanError(
             f"{anatomy.total_parameters:,} parameters are too many for memory arithmetic",
@@ -252,7 +269,7 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
                 help=f"use at most {positions}; to extend the context: --override {key}={length}",
             )
     # The family knows the rest: positions its configuration class defaults to, sizes images must have.
-    batch_spec(spec, recipe)
+    family_of(spec).batch_spec(spec.config, recipe)
 
 
 def _conclude(
@@ -280,8 +297,15 @@ def _conclude(
             candidates=tuple(full if c.id == chosen.id else c for c in result.candidates),
         )
         chosen = full
-    if verdict == "does_not_fit" or does_not_fit(first):
-        steps = suggest(estimator, inputs, requested[0], first)
+    shortfall = None
+    if verdict == "does_not_fit":
+        shortfall = find_shortfall(estimator, inputs, result.candidates)
+        # Of those that keep everything on the GPUs: CPU offload is one of the changes.
+        resident = [c for c in result.candidates if not c.settings.cpu_offload]
+        start = leanest(resident or result.candidates) or first
+        steps = suggest(estimator, inputs, start.settings, start)
+    elif chosen is not None and inputs.search != "none":
+        steps = improve(estimator, inputs, chosen)
     diagnostics += advise(estimator, inputs, requested[0], first, chosen)
     shown_point = (chosen or first).settings
     experts = routing(estimator.anatomy.parameters, chosen or first)
@@ -293,8 +317,10 @@ def _conclude(
         "front": list(result.front),
         "model": dict(inputs.model),
         "clusters": [describe(cluster) for cluster in inputs.clusters],
+        "offers": describe_offers(inputs, result.candidates, result.best),
         "notes": list(estimator.notes),
         "states": estimator.states(shown_point, inputs.clusters[shown_point.cluster]),
+        "dtypes": estimator.stored_dtypes(shown_point, inputs.clusters[shown_point.cluster]),
         "headroom": HEADROOM,
         "searched": len(result.candidates),
         **extra,
@@ -308,5 +334,6 @@ def _conclude(
         confidence=estimator.confidence,
         diagnostics=tuple(dict.fromkeys(diagnostics)),
         unknowns=tuple(estimator.unknowns),
+        shortfall=shortfall,
         details=details,
     )

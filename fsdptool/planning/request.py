@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from fsdptool.errors import ConfigError, PlanError
+from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import Options, closed_by, declared, read_options, settings_of
@@ -53,7 +54,7 @@ def read_request(options: Options) -> Request:
         num_machines=clusters[0].nodes,
     )
     inputs = PlanInputs(
-        recipe=recipe,
+        recipe=with_stored_dtypes(recipe, settings),
         settings=settings,
         clusters=clusters,
         machines=machines,

@@ -84,6 +84,14 @@ def _method(options: Options, method: Method) -> Method:
     teacher = options.get("teacher")
     implied = "lora" if lora_changes else "distillation" if teacher is not None else method.name
     name = options.get("method") or implied
+    if name == "qlora":
+        base = options.get("lora_base", "nf4")
+        if base != "nf4":
+            raise PlanError(
+                f"--method qlora stores the base in nf4, --lora-base asks for {base}",
+                help=f"give --method lora --lora-base {base}",
+            )
+        name, lora_changes = "lora", [*lora_changes, (("base",), "nf4")]
     if name == "lora":
         return Method("lora", set_fields(method.lora or Lora(), lora_changes))
     if name == "distillation":

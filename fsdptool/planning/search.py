@@ -1,19 +1,14 @@
-"""Search: evaluate many configurations, choose one, and give each of the others its rejection.
-
-With ``max_batch`` the largest micro-batch that fits is found first, by estimate.
-"""
+"""Search: evaluate many configurations, choose one, and give each of the others its rejection."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.formatting import amount
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.requested_recipe import MAX_TOKENS
 from fsdptool.planning.search_point import changed_settings
 from fsdptool.planning.search_space import enumerate_space
 from fsdptool.planning.verdict import HEADROOM
@@ -31,12 +26,21 @@ SAME = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Every candidate, the requested ones (one per cluster) first; ``chosen`` is an id or None."""
+    """Every candidate that was evaluated, and what became of it.
+
+    Attributes:
+        candidates: All of them; of each cluster the requested one first.
+        chosen: Id of the chosen candidate; None where none fits.
+        front: Ids of the Pareto front of speed and allocated memory.
+        requested: Id of the requested candidate of each cluster.
+        best: Id of the best candidate of each cluster; None where none fits.
+    """
 
     candidates: tuple[Candidate, ...]
     chosen: str | None
     front: tuple[str, ...]
     requested: tuple[str, ...]
+    best: tuple[str | None, ...] = ()
 
 
 def run_search(
@@ -88,13 +92,22 @@ def run_search(
                 if option.cp == point.cp:
                     raise
                 whole = True
-    return _settle(estimator, inputs, candidates, requested_ids)
+    # Each offer has its best row, whose allocator is replayed as the chosen one's is.
+    best = []
+    for index in range(len(requested)):
+        own = [c for c in candidates if c.settings.cluster == requested[index].cluster]
+        chosen, settled = _settle(estimator, inputs, own, [requested_ids[index]])
+        best.append(chosen)
+        candidates = [settled.get(candidate.id, candidate) for candidate in candidates]
+    among = {name for name in best if name is not None}
+    result = choose(candidates, requested_ids, prefer=inputs.prefer, among=among)
+    return replace(result, best=tuple(best))
 
 
 def _settle(
     estimator: Estimator, inputs: PlanInputs, candidates: list[Candidate], requested: list[str]
-) -> SearchResult:
-    """Choose, replaying the caching allocator for what matters: the chosen one and the front.
+) -> tuple[str | None, dict[str, Candidate]]:
+    """Choose on one cluster, replaying the caching allocator for what matters: the choice and the front.
 
     A replay may show that the choice does not fit after all, or leaves too little free; then the next
     one is looked at. What is chosen in the end has been replayed, and has its timeline.
@@ -119,7 +132,7 @@ def _settle(
         replayed.add(name)
         detailed |= {name} if detail else set()
         result = choose(candidates, requested, prefer=inputs.prefer, among=replayed if left == 0 else None)
-    return result
+    return result.chosen, {candidate.id: candidate for candidate in candidates}
 
 
 def choose(
@@ -132,8 +145,9 @@ def choose(
     """Choose the fastest (or cheapest) candidate that fits with headroom; deterministic.
 
     Differences below :data:`SAME` are within the time model's error: among those the least memory
-    wins, then what changes the fewest settings, then the earlier candidate. Without any that leave
-    headroom, the others are eligible.
+    wins, then what changes the fewest settings, then the earlier candidate. CPU offload is chosen only where
+    nothing else fits or where it is faster by more than that error: it moves the optimizer to the host, whose
+    speed and memory are known least. Without any that leave headroom, the others are eligible.
 
     Args:
         candidates: Everything that was evaluated.
@@ -148,6 +162,9 @@ def choose(
     if not eligible:
         return SearchResult(tuple(candidates), None, front, tuple(requested))
     best = max(_merit(candidate, prefer) for candidate in eligible)
+    resident = [c for c in eligible if not c.settings.cpu_offload]
+    if any(_merit(c, prefer) >= best * (1 - SAME) for c in resident):
+        eligible = resident
     near = [c for c in eligible if _merit(c, prefer) >= best * (1 - SAME)]
     start = {c.settings.cluster: c.settings for c in candidates if c.id in requested}
     place = {candidate.id: index for index, candidate in enumerate(candidates)}
@@ -212,6 +229,9 @@ def _rejection(candidate: Candidate, chosen: Candidate, prefer: str) -> Rejectio
             return Rejection(RejectionKind.PRICE, f"{factor:.1%} more expensive per sample than {chosen.id}")
         return Rejection(RejectionKind.SPEED, f"{factor:.1%} slower than {chosen.id}")
     extra = (candidate.allocated_peak_bytes or 0) - (chosen.allocated_peak_bytes or 0)
+    if candidate.settings.cpu_offload and not chosen.settings.cpu_offload:
+        gain = f"at most {SAME:.0%} {'cheaper' if by_price else 'faster'} than {chosen.id}"
+        return Rejection(RejectionKind.CPU_OFFLOAD, f"{gain}, which runs the optimizer on the GPUs")
     if extra > 0:
         better = "cheaper per sample" if by_price else "faster"
         clear = best and merit > best * 1.0005
@@ -220,92 +240,3 @@ def _rejection(candidate: Candidate, chosen: Candidate, prefer: str) -> Rejectio
         return Rejection(RejectionKind.MEMORY_FOR_SPEED, detail)
     detail = f"equivalent to {chosen.id}, which changes fewer of your settings"
     return Rejection(RejectionKind.MORE_CHANGES, detail)
-
-
-_LIMIT = 1 << 16
-"""Largest micro-batch to try, where ``MAX_TOKENS`` is not reached before."""
-
-
-def largest_batch(
-    estimator: Estimator,
-    inputs: PlanInputs,
-    requested: Sequence[SearchPoint],
-    *,
-    progress: Callable[[str], None] | None = None,
-) -> tuple[list[SearchPoint], list[dict[str, Any]]]:
-    """Return the requested points with the largest micro-batch that fits with headroom, per cluster.
-
-    Memory is close to affine in the micro-batch, so a line through two traces points at the answer
-    and a few more traces around it settle it; every size named is traced.
-
-    Returns:
-        The points (unchanged where nothing fits), and the sizes that were tried.
-    """
-    results, attempts = [], []
-    for point in requested:
-        tried: dict[int, Candidate] = {}
-        best = _search(estimator, inputs, point, tried, progress)
-        results.append(point if best is None else replace(point, micro_batch=best))
-        attempts.append(
-            {
-                "cluster": point.cluster,
-                "micro_batch": best,
-                "tried": {str(size): c.device_total_bytes for size, c in sorted(tried.items())},
-            }
-        )
-    return results, attempts
-
-
-def _search(
-    estimator: Estimator,
-    inputs: PlanInputs,
-    point: SearchPoint,
-    tried: dict[int, Candidate],
-    progress: Callable[[str], None] | None,
-) -> int | None:
-    def fits(size: int) -> bool:
-        if size not in tried:
-            if progress is not None:
-                progress(f"trying micro-batch {size}")
-            trial = replace(point, micro_batch=size)
-            place = point.cluster
-            tried[size] = estimator.candidate(
-                f"b{size}", trial, inputs.clusters[place], inputs.machines[place], detail=False, replay=True
-            )
-        return tried[size].rejected_by is None and roomy(tried[size])
-
-    limit = max(min(_LIMIT, MAX_TOKENS // (inputs.recipe.batch.sequence_length or 1)), 2)
-    if not fits(1):
-        return None
-    if not fits(2):
-        return 1
-    low, high = 2, min(_guess(tried), limit)
-    while fits(high):
-        low = high
-        if high >= limit:
-            return high
-        high = min(max(_guess(tried), high + max(high // 8, 1)), limit)
-    while high - low > 1:
-        # No nearer to either end than an eighth: small models' lines are crooked (segments of 2 and 20
-        # MiB), and a guess that is always one too low would try thousands of sizes.
-        margin = max((high - low) // 8, 1)
-        guess = _guess({k: v for k, v in tried.items() if k <= low})
-        middle = min(max(guess, low + margin), high - margin)
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _guess(tried: dict[int, Candidate]) -> int:
-    """Where the line through the two largest tried sizes meets the memory there is."""
-    first, second = sorted(tried)[-2:] if len(tried) > 1 else (1, 2)
-    a, b = tried[first], tried[second]
-    if a.device_total_bytes is None or b.device_total_bytes is None or b.usable_bytes is None:
-        return second + 1
-    each = (b.device_total_bytes - a.device_total_bytes) / (second - first)
-    if each <= 0:
-        return second * 2
-    room = 0.95 * b.usable_bytes - b.device_total_bytes
-    return max(second + int(room / each), second + 1)

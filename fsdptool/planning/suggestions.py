@@ -1,26 +1,23 @@
-"""Suggestions: what to change when nothing fits, what each change gives and what it costs."""
+"""Suggestions: what to change, what each change gives and what it costs.
+
+Where nothing fits, changes that save memory; where something does, what its spare memory would buy, and what
+would make CPU offload unnecessary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
+from fsdptool.planning.batch_sizes import spend_spare_memory
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.hardware import all_entries, expands, machine_for
 from fsdptool.planning.search_point import changed_settings
+from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
 from fsdptool.records.cluster import Cluster, Gpu
-from fsdptool.records.plan import (
-    Candidate,
-    Cost,
-    CostKind,
-    PlanInputs,
-    SearchPoint,
-    Suggestion,
-    SuggestionKind,
-)
+from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 
 COSTS = {
     SuggestionKind.QUANTISED_BASE: Cost(
@@ -28,6 +25,11 @@ COSTS = {
         "the base weights are rounded; nf4 (needs bitsandbytes) takes about half of int8",
     ),
     SuggestionKind.REDUCE_DTYPE: Cost(CostKind.GRADIENT_PRECISION, "gradients are summed in lower precision"),
+    SuggestionKind.LOW_PRECISION_STATES: Cost(
+        CostKind.UPDATE_PRECISION,
+        "updates smaller than bf16 resolves are lost; the optimizer's moments are rounded to 8 bits",
+    ),
+    SuggestionKind.LARGER_BATCH: Cost(CostKind.GLOBAL_BATCH, "the global batch grows"),
     SuggestionKind.CPU_OFFLOAD: Cost(CostKind.HOST_OPTIMIZER, "the optimizer runs on the host"),
     SuggestionKind.MICRO_BATCH: Cost(CostKind.SMALLER_PRODUCTS, "smaller matrix products"),
     SuggestionKind.SHARDED_GRADIENTS: Cost(
@@ -58,6 +60,11 @@ def suggest(
 
     Each is one change alone; the last ones are all of them together, more GPUs, and the smallest GPU
     of the catalogue that would do.
+
+    Args:
+        estimator: Evaluates a configuration.
+        inputs: The canonical inputs.
+        point, requested: Where the changes start, and its memory and time.
     """
     cluster = inputs.clusters[point.cluster]
     suggestions: list[Suggestion] = []
@@ -70,7 +77,7 @@ def suggest(
         combined = replace(combined, **changed_settings(point, change.point))
         if change.kind is SuggestionKind.EXPANDABLE_SEGMENTS:
             combined_cluster = change.cluster
-    suggestions += _quantised(estimator, inputs, point, cluster, requested)
+    suggestions += _fewer_bits(estimator, inputs, point, cluster, requested)
     if len(suggestions) > 1 and not any(item.fits for item in suggestions):
         change = _Change(SuggestionKind.COMBINED, "all of the changes above", combined, combined_cluster)
         candidate = _evaluate(estimator, change, inputs, replay=True)
@@ -133,27 +140,77 @@ def _smaller_batches(size: int) -> list[int]:
     return list(dict.fromkeys([*half, 1])) if size > 1 else []
 
 
-def _quantised(
-    estimator: Estimator, inputs: PlanInputs, point: SearchPoint, cluster: Cluster, requested: Candidate
-) -> list[Suggestion]:
-    """Return the suggestion to store LoRA's frozen base in fewer bits, which takes a trace of its own.
+def improve(estimator: Estimator, inputs: PlanInputs, chosen: Candidate) -> tuple[Suggestion, ...]:
+    """Return suggestions for a configuration that fits.
 
-    int8 needs torch alone: other packages installed here may be missing where the run will be.
+    A larger micro-batch in the memory that it leaves free; where it offloads to the host, what would make
+    that unnecessary.
     """
-    method = inputs.recipe.method
-    if method.lora is None or method.lora.base != "unchanged":
+    point = chosen.settings
+    cluster = inputs.clusters[point.cluster]
+    suggestions: list[Suggestion] = []
+    larger = spend_spare_memory(estimator, inputs, chosen)
+    if larger is not None:
+        settings = larger.settings
+        text = f"micro-batch {settings.micro_batch} (global batch {settings.global_batch})"
+        change = _Change(SuggestionKind.LARGER_BATCH, text, settings, cluster)
+        suggestions.append(_suggestion(change, point, larger, chosen))
+    if point.cpu_offload:
+        resident = replace(point, cpu_offload=False)
+        suggestions += [s for s in _fewer_bits(estimator, inputs, resident, cluster, None, chosen) if s.fits]
+        if cluster.gpu is not None:
+            suggestions += _hardware(estimator, inputs, resident, resident, cluster, offloaded=chosen)
+    return tuple(suggestions)
+
+
+def _fewer_bits(
+    estimator: Estimator,
+    inputs: PlanInputs,
+    point: SearchPoint,
+    cluster: Cluster,
+    larger: Candidate | None,
+    compared: Candidate | None = None,
+) -> list[Suggestion]:
+    """Return suggestions to store weights or optimizer in fewer bits, each of which takes a trace of its own.
+
+    int8 needs torch alone: other packages installed here may be missing where the run will be. bf16 weights
+    have no fp32 masters only without mixed precision: the model then computes in the dtype it is stored in.
+
+    Args:
+        estimator: Of the recipe as it is.
+        inputs: The canonical inputs.
+        point, cluster: The configuration.
+        larger: The candidate that a suggestion must need less memory than; None: any will do.
+        compared: The candidate that times are compared with; None is ``larger``.
+    """
+    recipe, settings = inputs.recipe, estimator.settings
+    lora, optimizer = recipe.method.lora, recipe.optimizer
+    if recipe.method.name == "lora":
+        if lora is None or lora.base != "unchanged":
+            return []
+        kind = SuggestionKind.QUANTISED_BASE
+        recipe = replace(recipe, method=replace(recipe.method, lora=replace(lora, base="int8")))
+        text, changed = "store the frozen base in int8 (--lora-base int8)", {"lora_base": "int8"}
+    else:
+        gpu = cluster.gpu
+        if optimizer.name != "adamw" or settings.mixed_precision != "bf16" or gpu is None:
+            return []
+        kind = SuggestionKind.LOW_PRECISION_STATES
+        recipe = replace(
+            recipe,
+            model=replace(recipe.model, dtype="bfloat16"),
+            optimizer=replace(optimizer, name="adamw8bit", implementation="auto"),
+        )
+        settings = replace(settings, mixed_precision="no")
+        point = replace(point, optimizer_implementation="auto")
+        text = "bf16 weights with 8-bit Adam (--precision no --dtype bfloat16 --optimizer adamw8bit)"
+        changed = {"precision": "no", "dtype": "bfloat16", "optimizer": "adamw8bit"}
+    smaller = Estimator(estimator.spec, estimator.anatomy, recipe, settings, profile=estimator.profile)
+    change = _Change(kind, text, point, cluster)
+    candidate = _evaluate(smaller, change, inputs, replay=True)
+    if candidate is None or (larger is not None and not _saves(candidate, larger)):
         return []
-    base: Literal["int8"] = "int8"
-    recipe = replace(inputs.recipe, method=replace(method, lora=replace(method.lora, base=base)))
-    quantised = Estimator(
-        estimator.spec, estimator.anatomy, recipe, estimator.settings, profile=estimator.profile
-    )
-    text = f"store the frozen base in {base} (--lora-base {base})"
-    change = _Change(SuggestionKind.QUANTISED_BASE, text, point, cluster)
-    candidate = _evaluate(quantised, change, inputs, replay=True)
-    if candidate is None or not _saves(candidate, requested):
-        return []
-    return [replace(_suggestion(change, point, candidate, requested), settings={"lora_base": base})]
+    return [replace(_suggestion(change, point, candidate, compared or larger), settings=changed)]
 
 
 def _suggestion(
@@ -169,6 +226,8 @@ def _suggestion(
         cost="; ".join(cost.detail for cost in costs) or "no known cost",
         kind=change.kind,
         costs=costs,
+        samples_per_second=candidate.samples_per_second,
+        tokens_per_second=candidate.tokens_per_second,
     )
 
 
@@ -228,13 +287,22 @@ def _close(candidate: Candidate) -> bool:
 
 
 def _hardware(
-    estimator: Estimator, inputs: PlanInputs, start: SearchPoint, best: SearchPoint, cluster: Cluster
+    estimator: Estimator,
+    inputs: PlanInputs,
+    start: SearchPoint,
+    best: SearchPoint,
+    cluster: Cluster,
+    *,
+    offloaded: Candidate | None = None,
 ) -> list[Suggestion]:
-    """More GPUs of the kind, then the smallest other GPU that would do, both with the best settings."""
+    """More GPUs of the kind, then the smallest other GPU that would do, both with the best settings.
+
+    ``offloaded`` is the candidate with CPU offload that they would make unnecessary.
+    """
     if cluster.gpu is None:
         return []
     changed = best != start or cluster != inputs.clusters[start.cluster]
-    suffix = ", with all changes above" if changed else ""
+    suffix = ", with all changes above" if changed else ", without CPU offload" if offloaded else ""
     larger = [replace(cluster, nodes=cluster.nodes * factor) for factor in (2, 4, 8)]
     more = [
         _Change(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fsdptool.formatting import amount
 from fsdptool.records.cluster import Cluster, Machine
-from fsdptool.records.plan import ComponentBytes, Footprint, Rejection, RejectionKind, SearchPoint
+from fsdptool.records.plan import Candidate, ComponentBytes, Footprint, Rejection, RejectionKind, SearchPoint
 from fsdptool.records.trace import Component
 
 HEADROOM = 0.05
@@ -69,6 +69,12 @@ def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machin
     slack = usable - total if usable is not None and total is not None else None
     rejection = _rejection(total, usable, host, cluster)
     return FitCheck(total, usable, slack, host, components, rejection)
+
+
+def needed_outside(candidate: Candidate) -> int:
+    """Return the bytes of context, communicators and workspaces: the same for every model."""
+    outside = (Component.CONTEXT, Component.COMMUNICATORS, Component.WORKSPACES)
+    return sum(item.bytes or 0 for item in candidate.components if item.name in outside)
 
 
 def usable_bytes(cluster: Cluster) -> int | None:

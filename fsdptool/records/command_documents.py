@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from fsdptool.records.plan import SearchPoint, Verdict
 from fsdptool.records.run import DeviceType
 from fsdptool.records.schema import Count, Keywords, Positive
 
@@ -269,3 +270,48 @@ class PrecomputeReport:
     made: Count
     finished: bool
     device: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One combination of values and the plan it leads to: its chosen candidate, or the requested one.
+
+    Attributes:
+        values: Of every swept option, by name.
+        verdict: Of the plan; None where the combination contradicts itself.
+        reason: Why it does not fit or cannot be planned.
+        settings: The candidate's.
+        global_batch: Samples of one optimizer step.
+        device_total_bytes, usable_bytes: What a rank needs, and what it has.
+        host_bytes_per_node: Host memory.
+        step_seconds, samples_per_second, tokens_per_second, mfu: Estimates.
+        price_per_million_tokens, price_per_run: In the currency of the price.
+    """
+
+    values: Mapping[str, float]
+    verdict: Verdict | None
+    reason: str | None = None
+    settings: SearchPoint | None = None
+    global_batch: Positive | None = None
+    device_total_bytes: int | None = None
+    usable_bytes: int | None = None
+    host_bytes_per_node: int | None = None
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    price_per_million_tokens: float | None = None
+    price_per_run: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What `fsdptool plan --sweep ... --format json` prints.
+
+    Attributes:
+        options: Names of the swept options, in the order they were given.
+        rows: One per combination, the last option varying fastest.
+    """
+
+    options: tuple[str, ...]
+    rows: tuple[SweepRow, ...]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+from fsdptool.records.advice import Shortfall, Suggestion
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
@@ -162,6 +163,8 @@ class RejectionKind(StrEnum):
     PRICE = "price"
     MEMORY_FOR_SPEED = "memory_for_speed"
     """It is as good as the chosen one within the time model's error, and needs more memory."""
+    CPU_OFFLOAD = "cpu_offload"
+    """It is as good as the chosen one within the time model's error, and offloads to the host."""
     MORE_CHANGES = "more_changes"
     """It equals the chosen one, which changes fewer of the requested settings."""
 
@@ -213,70 +216,6 @@ class Candidate:
     """One GPU's catalogued FLOP/s in the dtype the model computes in; None on the CPU."""
     phases: tuple[Phase, ...] = ()
     """Every phase of the run; the highest of them decides the verdict. Empty where searches leave it out."""
-
-
-class SuggestionKind(StrEnum):
-    """What a suggestion changes."""
-
-    EXPANDABLE_SEGMENTS = "expandable_segments"
-    RESHARD = "reshard_after_forward"
-    PREFETCH = "prefetch"
-    SHARDED_GRADIENTS = "sharded_gradients"
-    FUSED_OPTIMIZER = "fused_optimizer"
-    CHECKPOINTING = "activation_checkpointing"
-    MICRO_BATCH = "micro_batch"
-    FULL_SHARDING = "full_sharding"
-    REDUCE_DTYPE = "reduce_dtype"
-    CPU_OFFLOAD = "cpu_offload"
-    QUANTISED_BASE = "quantised_base"
-    COMBINED = "combined"
-    MORE_GPUS = "more_gpus"
-    LARGER_GPU = "larger_gpu"
-
-
-class CostKind(StrEnum):
-    """What a suggestion costs."""
-
-    STEP_TIME = "step_time"
-    HOST_MEMORY = "host_memory"
-    WEIGHT_PRECISION = "weight_precision"
-    GRADIENT_PRECISION = "gradient_precision"
-    HOST_OPTIMIZER = "host_optimizer"
-    SMALLER_PRODUCTS = "smaller_products"
-    MORE_REDUCTIONS = "more_reductions"
-    LARGER_BATCH = "larger_batch"
-    OTHER_HARDWARE = "other_hardware"
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One cost of a suggestion: ``kind`` for programs, ``detail`` a phrase for people."""
-
-    kind: CostKind
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """One change to a configuration that does not fit: what it gives and what it costs.
-
-    Attributes:
-        change: The change, as a phrase.
-        settings: The search point's settings it changes, with their new values.
-        device_total_bytes: What a rank then needs; None is unknown.
-        fits: Whether the changed configuration fits; None is unknown.
-        cost: Every cost in one phrase.
-        kind: What is changed.
-        costs: The same costs, one by one.
-    """
-
-    change: str
-    settings: Mapping[str, Any]
-    device_total_bytes: int | None
-    fits: bool | None
-    cost: str
-    kind: SuggestionKind
-    costs: tuple[Cost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,3 +270,5 @@ class Plan:
     """Additional facts (Pareto front, price, MFU), never required to read the verdict."""
     diagnostics: tuple[Diagnostic, ...] = ()
     unknowns: tuple[str, ...] = ()
+    shortfall: Shortfall | None = None
+    """Why nothing fits; None where something does, or where that is unknown."""

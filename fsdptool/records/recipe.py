@@ -24,8 +24,9 @@ class ModelChoice:
     revision: str | None = None
     component: str | None = None
     weights: Literal["auto", "pretrained", "random"] = "auto"
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """dtype of the stored (master) parameters."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """dtype of the stored (master) parameters. ``auto`` is fp32; where the whole model is frozen (LoRA's
+    base, a teacher) it is the dtype that the model computes in."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     trust_remote_code: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)

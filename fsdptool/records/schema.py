@@ -79,6 +79,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "rules": DocumentFormat("config_documents.RuleList", "Rules"),
     "run": DocumentFormat("run.Start", "Run"),
     "summary": DocumentFormat("run.Summary", "Run summary", "saved"),
+    "sweep": DocumentFormat("command_documents.Sweep", "Sweep"),
     "validate": DocumentFormat("config_documents.ValidationReport", "Verdict"),
 }
 """Every document that a record describes. The accelerate YAML's schema comes from its dialect's keys."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fsdptool.formatting import amount
 from fsdptool.report import plan_words as words
 from fsdptool.report.plan_words import duration, rate
-from fsdptool.report.tables import print_finding, print_line, print_table
+from fsdptool.report.tables import print_finding, print_line, print_rows, print_table
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STYLES = {"fits": "bold green", "does_not_fit": "bold red", "unknown": "bold yellow"}
@@ -25,6 +25,8 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
     candidate = words.shown(document)
     print_line(words.headline(document), style=_STYLES[document["verdict"]])
     print_line(words.need(candidate))
+    for line in words.shortfall(document):
+        print_line(line)
     if candidate["step_seconds"] is not None:
         mfu = f", MFU {candidate['mfu']:.0%}" if candidate["mfu"] is not None else ""
         step = duration(candidate["step_seconds"])
@@ -32,19 +34,47 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
     requested = candidate["id"] in document["details"]["asked"]
     name = "requested configuration" if requested else f"chosen configuration ({candidate['id']})"
     print_line(f"{name}: {words.brief(candidate['settings'])}")
+    for line in words.spare_memory(document):
+        print_line(line)
     _components(candidate)
     _states(document)
     _peak(candidate)
     _timeline(candidate)
     _phases(candidate)
-    _host(candidate)
+    _host(document, candidate)
     if explain:
         _configuration(candidate)
         _seconds(candidate)
         _limit(document, candidate)
     _others(document, explain=explain)
+    _batches(document)
     _suggestions(document)
     _notes(document)
+
+
+def print_candidates(document: Mapping[str, Any], separator: Literal["tsv", "csv"]) -> None:
+    """Print every candidate for programs: figures in bytes and seconds, an empty cell for what is unknown."""
+    figures = (
+        *("allocated_peak_bytes", "reserved_peak_bytes", "device_total_bytes", "usable_bytes"),
+        *("host_bytes_per_node", "step_seconds", "samples_per_second", "tokens_per_second", "mfu"),
+    )
+    settings = [name for name in document["candidates"][0]["settings"] if name != "cluster"]
+    names = [offer["name"] for offer in document["details"]["offers"]]
+    rows = []
+    for item in document["candidates"]:
+        values = {**item["settings"], "wrap_classes": " ".join(item["settings"]["wrap_classes"])}
+        rejection = item["rejected_by"] or {}
+        chosen = item["id"] == document["chosen"]
+        rows.append(
+            (
+                *(item["id"], names[values["cluster"]], "chosen" if chosen else rejection.get("kind")),
+                *(item[name] for name in figures),
+                *(values[name] for name in settings),
+                rejection.get("detail"),
+            )
+        )
+    heads = ("candidate", "cluster", "verdict", *figures, *settings, "reason")
+    print_rows(heads, rows, separator=separator)
 
 
 def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
@@ -81,6 +111,8 @@ def _states(document: Mapping[str, Any]) -> None:
         kept = ", ".join(f"{name} {amount(size)}" for name, size in states.items())
         print_line()
         print_line(f"model states over a whole step: {kept} (exact)")
+    if stored := words.dtypes(document):
+        print_line(stored)
 
 
 def _peak(candidate: Mapping[str, Any]) -> None:
@@ -114,10 +146,32 @@ def _phases(candidate: Mapping[str, Any]) -> None:
     print_table(heads, rows, numeric=(2,))
 
 
-def _host(candidate: Mapping[str, Any]) -> None:
+def _host(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
     host = candidate["host_bytes_per_node"]
     if host:
-        print_line(f"host memory per node: {amount(host)}")
+        cluster = document["inputs"]["clusters"][candidate["settings"]["cluster"]]
+        known = cluster.get("host_memory_bytes")
+        limit = f"of {amount(known)}" if known is not None else "(not checked: its size is not given)"
+        print_line(f"host memory per node: {amount(host)} {limit}")
+
+
+def _batches(document: Mapping[str, Any]) -> None:
+    """Print the largest micro-batch of every combination of settings that was tried (``--max-batch``)."""
+    rows = [
+        (
+            item["checkpointing"].replace("_", " "),
+            words.resharding(item["reshard_after_forward"]),
+            "none fits" if item["micro_batch"] is None else f"{item['micro_batch']} x {item['accumulation']}",
+            amount(item["device_total_bytes"]) if item["micro_batch"] is not None else "",
+            words.speed(item) if item["micro_batch"] is not None else "",
+        )
+        for cluster in document["details"].get("max_batch", ())
+        for item in cluster.get("settings", ())
+    ]
+    if len(rows) > 1:
+        print_line()
+        heads = ("checkpointing", "reshard", "largest micro-batch x accumulation", "memory", "speed")
+        print_table(heads, rows, numeric=(2, 3, 4))
 
 
 def _configuration(candidate: Mapping[str, Any]) -> None:
@@ -166,6 +220,12 @@ def _others(document: Mapping[str, Any], *, explain: bool) -> None:
     candidates = document["candidates"]
     if len(candidates) < 2:
         return
+    if len(document["details"]["clusters"]) > 1:
+        heads, offers = words.offers(document)
+        print_line()
+        print_table(heads, offers, numeric=tuple(range(2, len(heads))))
+        if not explain:
+            return
     front = list(document["details"].get("front", ()))
     names = [item["id"] for item in candidates] if explain else front[:_FRONT]
     if document["chosen"] is not None and document["chosen"] not in names:
@@ -190,7 +250,7 @@ def _row(document: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, ...
     if len(document["details"]["clusters"]) > 1:
         settings = f"{document['details']['clusters'][item['settings']['cluster']]}; {settings}"
     if item.get("price_per_million_samples") is not None:
-        verdict = f"{verdict}; {item['price_per_million_samples']:.4g} per million samples"
+        verdict = f"{verdict}; price per million samples {words.money(item['price_per_million_samples'])}"
     return (
         item["id"],
         amount(item["device_total_bytes"]),
@@ -210,12 +270,13 @@ def _suggestions(document: Mapping[str, Any]) -> None:
         (
             step["change"],
             amount(step["device_total_bytes"]),
+            words.speed(step) if step.get("samples_per_second") else "",
             words.FITS[step["fits"]],
             step["cost"],
         )
         for step in steps
     ]
-    print_table(("suggested change", "memory", "verdict", "cost"), rows, numeric=(1,))
+    print_table(("suggested change", "memory", "speed", "verdict", "cost"), rows, numeric=(1, 2))
 
 
 def _notes(document: Mapping[str, Any]) -> None:

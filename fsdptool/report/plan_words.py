@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.records.advice import ShortfallKind, SuggestionKind
 from fsdptool.records.plan import RejectionKind
 
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "unknown"}
@@ -20,6 +21,7 @@ REJECTIONS = {
     RejectionKind.SPEED: "speed",
     RejectionKind.PRICE: "price",
     RejectionKind.MEMORY_FOR_SPEED: "memory for speed",
+    RejectionKind.CPU_OFFLOAD: "CPU offload",
     RejectionKind.MORE_CHANGES: "more changes",
 }
 """What each kind of rejection is called."""
@@ -31,6 +33,9 @@ def duration(seconds: float | None) -> str:
     """Return seconds with three digits; None is unknown."""
     if seconds is None:
         return "unknown"
+    if seconds >= 7200:
+        hours = seconds / 3600
+        return f"{hours:.1f} h" if hours < 72 else f"{hours / 24:.1f} days"
     if seconds >= 120:
         return f"{seconds / 60:.1f} min"
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
@@ -181,6 +186,106 @@ def headline(document: Mapping[str, Any]) -> str:
     candidate = shown(document)
     where = details["clusters"][candidate["settings"]["cluster"]]
     return f"{model['reference']} on {where}: {VERDICTS[document['verdict']]}"
+
+
+def shortfall(document: Mapping[str, Any]) -> list[str]:
+    """Return why nothing fits, in lines; none where something does."""
+    cause = document.get("shortfall")
+    if cause is None:
+        return []
+    needed, available = amount(cause["needed_bytes"]), amount(cause["available_bytes"])
+    size, kind, unit = amount(cause["bytes"]), cause["kind"], cause["unit"]
+    if kind == ShortfallKind.HOST_MEMORY:
+        return [f"cause: each node needs at least {needed} of host memory and has {available}"]
+    share = f"{size} of the {needed} that the leanest candidate ({cause['candidate']}) needs"
+    if kind == ShortfallKind.STATES:
+        lines = [f"cause: parameters, gradients and optimizer take {share}; {available} are usable"]
+    elif kind == ShortfallKind.ACTIVATIONS:
+        lines = [f"cause: activations and temporary tensors take {share}; {available} are usable"]
+    else:
+        lines = [f"cause: gathered FSDP units take {share}; {available} are usable"]
+    if unit is not None:
+        padding = f", of which {amount(unit['padding_bytes'])} are padding" if unit["padding_bytes"] else ""
+        lines.append(
+            f"the largest unit, {unit['id']} ({unit['class_name']}), takes {amount(unit['bytes'])} when it is"
+            f" gathered{padding}; its largest parameter, {unit['parameter']}, takes"
+            f" {amount(unit['parameter_bytes'])}"
+        )
+    if not cause["more_gpus_help"]:
+        reasons = {
+            ShortfallKind.STATES: "the rest does not shrink with the number of GPUs",
+            ShortfallKind.GATHERED_UNITS: "every GPU gathers whole units",
+            ShortfallKind.ACTIVATIONS: "every GPU holds its own micro-batch",
+        }
+        lines.append(f"more GPUs of this kind cannot help: {reasons[kind]}")
+    return lines
+
+
+def money(value: float | None) -> str:
+    """Return an amount of money without its currency, which nobody gives; None is unknown."""
+    if value is None:
+        return "unknown"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def offers(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the heads and rows of a table of offers; columns that no offer knows are left out."""
+    heads = (
+        "offer",
+        "cluster",
+        "memory",
+        "speed",
+        "price per hour",
+        "per million tokens",
+        "run",
+        "price of run",
+    )
+    rows = []
+    for offer in document["details"].get("offers", ()):
+        candidate = find(document, offer["candidate"])
+        if candidate is None:
+            rows.append((offer["name"], offer["cluster"], "does not fit", *[""] * 5))
+            continue
+        name = offer["name"] + (" (chosen)" if offer["candidate"] == document["chosen"] else "")
+        run = offer["run_seconds"]
+        rows.append(
+            (
+                name,
+                offer["cluster"],
+                amount(candidate["device_total_bytes"]),
+                speed(candidate),
+                *(
+                    "" if offer[key] is None else money(offer[key])
+                    for key in ("price_per_hour", "price_per_million_tokens")
+                ),
+                "" if run is None else duration(run),
+                "" if offer["price_per_run"] is None else money(offer["price_per_run"]),
+            )
+        )
+    known = [index for index in range(len(heads)) if index < 4 or any(row[index] for row in rows)]
+    return tuple(heads[i] for i in known), [tuple(row[i] for i in known) for row in rows]
+
+
+def spare_memory(document: Mapping[str, Any]) -> list[str]:
+    """Return what the memory that the chosen configuration leaves free would buy, in lines."""
+    return [
+        f"spare memory: {step['change']} needs {amount(step['device_total_bytes'])} and gives {speed(step)}"
+        f" instead of {speed(shown(document))} (estimate)"
+        for step in document["next_steps"]
+        if step["kind"] == SuggestionKind.LARGER_BATCH
+    ]
+
+
+def dtypes(document: Mapping[str, Any]) -> str:
+    """Return what parameters are stored and computed in; empty where the document does not say it."""
+    known = document["details"].get("dtypes") or {}
+    parts = [
+        f"{kind} parameters in {' and '.join(known[kind])}" for kind in ("frozen", "trained") if kind in known
+    ]
+    if not parts:
+        return ""
+    computed = f"; computed in {known['compute'][0]}" if "compute" in known else ""
+    return f"stored: {', '.join(parts)}{computed}"
 
 
 def need(candidate: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files import values
 from fsdptool.files.text import UnreadableError
 from fsdptool.modeling.methods import method_of
+from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import envelope, library_versions, tool_version
@@ -161,6 +162,10 @@ class RunInputs:
     units: UnitPlan
     teacher_spec: ModelSpec | None = None
     teacher_units: UnitPlan | None = None
+
+    def __post_init__(self) -> None:
+        """Decide the recipe's ``dtype: auto``: a run records what it stores."""
+        object.__setattr__(self, "recipe", with_stored_dtypes(self.recipe, self.settings))
 
 
 _FILES: dict[str, type] = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.families.bases import DiffusersFamily, TransformersFamily
+from fsdptool.families.bases.libraries import objective_for_class
 from fsdptool.families.protocol import Family, Flavour, LoraTargets, Match, Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ _LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k", "to_v", "to_out
 
 class _AnyTransformers(TransformersFamily):
     name = "generic"
-    default_objective = "features"
+
+    def objective_for(self, config: Mapping[str, Any]) -> str:
+        return objective_for_class(self.model_class(config))
 
 
 class _AnyDiffusers(DiffusersFamily):

@@ -13,7 +13,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.simulate import prepare, simulate
-from fsdptool.modeling.units import plan_units
+from fsdptool.modeling.units import plan_units, with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
@@ -54,13 +54,14 @@ class Case:
 
     def recipe(self) -> Recipe:
         """Return the recipe."""
-        return Recipe(
+        recipe = Recipe(
             model=ModelChoice(self.reference, overrides=self._overrides()),
             method=self.method,
             batch=Batch(**{"sequence_length": 64, **(self.batch or {})}),
             sharding=Sharding(**(self.sharding or {})),
             optimizer=Optimizer(**(self.optimizer or {})),
         )
+        return with_stored_dtypes(recipe, self.yaml())
 
     def yaml(self) -> FsdpSettings:
         """Return the settings."""

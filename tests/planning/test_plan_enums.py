@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from html import escape
 from pathlib import Path
 from typing import Any, get_args
@@ -15,17 +16,8 @@ from fsdptool.files.values import load_schema
 from fsdptool.planning import Options, chosen_candidate, make_plan, plan_document, read_plan, read_request
 from fsdptool.planning.compare import changes_between, compare
 from fsdptool.planning.request import Request
-from fsdptool.records.plan import (
-    ComponentBytes,
-    Cost,
-    CostKind,
-    Plan,
-    Rejection,
-    RejectionKind,
-    Suggestion,
-    SuggestionKind,
-    Verdict,
-)
+from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
+from fsdptool.records.plan import ComponentBytes, Plan, Rejection, RejectionKind, Verdict
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Basis, ColourGroup, Component
 from fsdptool.report import plan_words
@@ -78,7 +70,7 @@ def test_a_plan_whose_request_fits_never_says_that_it_does_not(plan: Plan) -> No
     assert requested.rejected_by.kind is RejectionKind.MEMORY_FOR_SPEED
     assert not requested.rejected_by.kind.does_not_fit
     assert "PLN004" not in [item.code for item in plan.diagnostics]
-    assert plan.next_steps == ()
+    assert all(step.fits for step in plan.next_steps)
 
 
 def changed(plan: Plan, **candidate: Any) -> Plan:
@@ -86,6 +78,11 @@ def changed(plan: Plan, **candidate: Any) -> Plan:
     chosen = dataclasses.replace(chosen_candidate(plan), **candidate)
     details = {**plan.details, "asked": [chosen.id]}
     return dataclasses.replace(plan, candidates=(chosen,), details=details)
+
+
+def tabbed(text: str) -> str:
+    """Aligned columns with one tab between cells."""
+    return re.sub(" {2,}", "\t", text)
 
 
 def read(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str, str, str]:
@@ -99,12 +96,12 @@ def read(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     other.write_text(json.dumps(plan_document(before)))
     capsys.readouterr()
     print_plan(document, explain=True)
-    console = capsys.readouterr().out
+    console = tabbed(capsys.readouterr().out)
     changes = changes_between(document, before, plan)
     print_changes(str(path), [(item.what, item.before, item.after) for item in changes])
-    check = capsys.readouterr().out
+    check = tabbed(capsys.readouterr().out)
     print_comparison({**dataclasses.asdict(compare(path, other)), "left": "a", "right": "b"})
-    return console, plan_page(document), check, capsys.readouterr().out
+    return console, plan_page(document), check, tabbed(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("kind", RejectionKind)

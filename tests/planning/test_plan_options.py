@@ -17,7 +17,7 @@ from fsdptool.records.recipe import Lora, Method, ModelChoice, Optimizer, Shardi
 
 PYTHON_ONLY = {"dp_replicate", "dp_shard"}
 """The command says both by ``--hsdp``."""
-COMMAND_ONLY = {"context", "check", "explain", "output", "force", "format"}
+COMMAND_ONLY = {"context", "check", "sweep", "explain", "output", "force", "format"}
 
 
 def test_the_command_and_the_function_take_what_is_declared() -> None:
@@ -35,7 +35,6 @@ def test_the_command_and_the_function_take_what_is_declared() -> None:
     [
         ("optimizer", Optimizer, "name"),
         ("optimizer_implementation", Optimizer, "implementation"),
-        ("method", Method, "name"),
         ("lora_base", Lora, "base"),
         ("adapters", Lora, "adapters"),
         ("dtype", ModelChoice, "dtype"),
@@ -53,6 +52,32 @@ def test_choices_are_those_of_the_record_and_stand_in_the_help(option: str, reco
         read_options({option: "magic"})  # type: ignore[misc]  # any option's name
     assert refused.value.help == f"choose one of: {', '.join(choices)}"
     assert read_options({option: choices[0].upper()}) == {option: choices[0]}  # type: ignore[misc]
+
+
+def test_qlora_is_lora_with_a_base_in_nf4() -> None:
+    assert set(declared()["method"].option.allowed()) == {*get_args(get_type_hints(Method)["name"]), "qlora"}
+    options = Options(reference="gpt2:small", gpu="L4-24GB", method="qlora", lora_rank=4)
+    assert read_request(options).inputs.recipe.method == Method("lora", lora=Lora(rank=4, base="nf4"))
+    with pytest.raises(PlanError, match="stores the base in nf4, --lora-base asks for int8"):
+        read_request(Options(**options, lora_base="int8"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "stored"),
+    [
+        ({}, "float32"),
+        ({"method": "lora"}, "bfloat16"),
+        ({"method": "lora", "precision": "fp16"}, "float16"),
+        ({"method": "lora", "precision": "no"}, "float32"),
+        ({"method": "lora", "dtype": "float32"}, "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_a_frozen_base_is_stored_as_it_computes_unless_a_dtype_is_given(
+    changes: dict[str, str], stored: str
+) -> None:
+    inputs = read_request(Options(reference="gpt2:small", gpu="L4-24GB", **changes)).inputs  # type: ignore[typeddict-item]
+    assert inputs.recipe.model.dtype == stored
 
 
 def test_closed_dimensions_are_those_of_a_search_point() -> None:

@@ -25,7 +25,7 @@ class Body:
     """What a run of segments does to live bytes.
 
     Attributes:
-        events: What the segments allocate and free on the device, as ``Segment.events`` numbers it.
+        first, last: Segment numbers, ``last`` excluded.
         net: Change of live bytes by kind; gradients included, never freed by the trace.
         total: Sum of ``net`` but for what is in host memory.
         peak: Highest rise above the start on the way (at least 0).
@@ -33,7 +33,8 @@ class Body:
         gradients: Traced parameter names whose gradient it makes, with bytes.
     """
 
-    events: tuple[int, ...]
+    first: int
+    last: int
     net: tuple[int, ...]
     total: int
     peak: int
@@ -102,7 +103,6 @@ def _body(trace: Trace, first: int, last: int, sizes: list[int], names: dict[int
     at_peak = list(net)
     level = peak = 0
     gradients = []
-    events: list[int] = []
     for segment in trace.segments[first:last]:
         for event in segment.events:
             if event > 0:
@@ -111,7 +111,6 @@ def _body(trace: Trace, first: int, last: int, sizes: list[int], names: dict[int
                 net[kinds[number]] += size
                 if kinds[number] == OFFLOADED:
                     continue
-                events.append(event)
                 level += size
                 if level > peak:
                     peak, at_peak = level, list(net)
@@ -121,9 +120,8 @@ def _body(trace: Trace, first: int, last: int, sizes: list[int], names: dict[int
                 number = -event - 1
                 net[kinds[number]] -= sizes[number]
                 if kinds[number] != OFFLOADED:
-                    events.append(event)
                     level -= sizes[number]
-    return Body(tuple(events), tuple(net), level, peak, tuple(at_peak), tuple(gradients))
+    return Body(first, last, tuple(net), level, peak, tuple(at_peak), tuple(gradients))
 
 
 def _expand(pieces: list[Piece], repeats: tuple[Repeat, ...]) -> Iterator[Piece]:

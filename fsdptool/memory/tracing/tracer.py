@@ -9,6 +9,7 @@ from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_digest
 from fsdptool.modeling.methods import method_of
+from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import library_versions, tool_version
@@ -48,6 +49,7 @@ def trace(
             LoRA targets). A model that merely cannot be traced gives a trace without segments whose
             ``unknowns`` say why.
     """
+    recipe = with_stored_dtypes(recipe, settings)
     assumed: Profile = profile or ("cpu" if settings.use_cpu else "cuda")
     choice = method_of(recipe).teacher_choice(recipe)
     if choice is not None and teacher is None:

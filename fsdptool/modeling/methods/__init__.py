@@ -59,6 +59,8 @@ class TrainingMethod:
     adds_parameters: ClassVar[bool] = False
     """Whether :meth:`prepare` changes which parameters the model has: its units are then planned on the
     prepared model."""
+    freezes_model: ClassVar[bool] = False
+    """Whether no published parameter is trained."""
 
     def check(self, recipe: Recipe, settings: FsdpSettings) -> None:
         """Refuse what the method does not support.
@@ -138,6 +140,7 @@ class LoraMethod(TrainingMethod):
 
     name: ClassVar[MethodName] = "lora"
     adds_parameters: ClassVar[bool] = True
+    freezes_model: ClassVar[bool] = True
 
     def check(self, recipe: Recipe, settings: FsdpSettings) -> None:
         """Refuse float8 training, which is for trained weights."""

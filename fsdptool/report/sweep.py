@@ -1,0 +1,190 @@
+"""Sweeps on the console, as rows and as a chart. Reads the document, decides nothing."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any, Literal
+
+from fsdptool.formatting import amount
+from fsdptool.report import plan_words as words
+from fsdptool.report.tables import print_rows, print_table
+
+_FIGURES = (
+    "verdict",
+    "device_total_bytes",
+    "usable_bytes",
+    "host_bytes_per_node",
+    "step_seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    "mfu",
+    "global_batch",
+    "price_per_million_tokens",
+    "price_per_run",
+)
+_SETTINGS = (
+    "micro_batch",
+    "accumulation",
+    "checkpointing",
+    "reshard_after_forward",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "cpu_offload",
+)
+
+
+def print_sweep(document: Mapping[str, Any]) -> None:
+    """Print one row per combination: its values, verdict, memory, speed and chosen configuration."""
+    swept = [name.replace("_", " ") for name in document["options"]]
+    priced = any(row["price_per_million_tokens"] is not None for row in document["rows"])
+    heads = (*swept, "verdict", "memory", "per step", "speed", "per million tokens", "configuration")
+    rows = []
+    for row in document["rows"]:
+        values = [f"{row['values'][name]:g}" for name in document["options"]]
+        if row["verdict"] is None:
+            rows.append((*values, "invalid", "", "", "", "", row["reason"]))
+            continue
+        rows.append(
+            (
+                *values,
+                words.VERDICTS[row["verdict"]],
+                amount(row["device_total_bytes"]),
+                words.duration(row["step_seconds"]),
+                words.speed(row),
+                words.money(row["price_per_million_tokens"]) if priced else "",
+                words.brief(row["settings"]),
+            )
+        )
+    first = len(swept)
+    if not priced:
+        heads = (*heads[: first + 4], heads[-1])
+        rows = [(*row[: first + 4], row[-1]) for row in rows]
+    numeric = (*range(first), *range(first + 1, len(heads) - 1))
+    print_table(heads, rows, numeric=numeric, optional=(first + 2,))
+
+
+def print_sweep_rows(document: Mapping[str, Any], separator: Literal["tsv", "csv"]) -> None:
+    """Print the rows for programs (:func:`~fsdptool.report.tables.print_rows`)."""
+    print_rows(*_table(document), separator=separator)
+
+
+def sweep_csv(document: Mapping[str, Any]) -> str:
+    """Return the rows as CSV."""
+    stream = io.StringIO()
+    print_rows(*_table(document), separator="csv", stream=stream)
+    return stream.getvalue()
+
+
+def _table(document: Mapping[str, Any]) -> tuple[Sequence[str], Iterable[Sequence[object]]]:
+    names = document["options"]
+    own = tuple(name for name in _SETTINGS if name not in names)
+    rows = (
+        (
+            *(row["values"][name] for name in names),
+            *(row[name] for name in _FIGURES),
+            *((row["settings"] or {}).get(name) for name in own),
+            row["reason"],
+        )
+        for row in document["rows"]
+    )
+    return (*names, *_FIGURES, *own, "reason"), rows
+
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 720, 300, 90, 40, 250
+_COLOURS = ("#1f5fbf", "#c9822b", "#0b6b3a", "#8a63a8", "#a3211b", "#3f8f6b")
+
+
+def sweep_svg(document: Mapping[str, Any]) -> str:
+    """Return memory and speed over the first swept option as an SVG image, a line per value of the others.
+
+    Values of the first option are spaced evenly, in their order. Filled points fit, hollow ones do not.
+    """
+    first, *others = document["options"]
+    places = sorted({row["values"][first] for row in document["rows"]})
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    for row in document["rows"]:
+        if row["verdict"] is not None:
+            name = ", ".join(f"{other.replace('_', ' ')} {row['values'][other]:g}" for other in others)
+            series.setdefault(name, []).append(row)
+    speed = "tokens_per_second"
+    if not any(row[speed] is not None for rows in series.values() for row in rows):
+        speed = "samples_per_second"
+    limits = {row["usable_bytes"] for rows in series.values() for row in rows} - {None}
+    limit = limits.pop() if len(limits) == 1 else None
+    unit = speed.split("_", 1)[0]
+    panels = [
+        _panel(series, first, places, "device_total_bytes", "memory per rank, bytes", amount, limit),
+        _panel(series, first, places, speed, f"{unit} per second", words.rate, None),
+    ]
+    panels = [panel for panel in panels if panel]
+    legend = _legend(list(series)) if others else ""
+    height = _HEIGHT * len(panels) + (24 * len(series) if others else 0) + 10
+    body = "".join(f'<g transform="translate(0 {_HEIGHT * i})">{panel}</g>' for i, panel in enumerate(panels))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"'
+        f' font-family="sans-serif" font-size="13"><title>{escape(first.replace("_", " "))}: memory and speed'
+        f'</title><rect width="100%" height="100%" fill="#fff"/>{body}'
+        f'<g transform="translate(0 {_HEIGHT * len(panels)})">{legend}</g></svg>\n'
+    )
+
+
+def _panel(
+    series: Mapping[str, Sequence[Mapping[str, Any]]],
+    first: str,
+    places: Sequence[float],
+    key: str,
+    title: str,
+    shown: Any,
+    limit: int | None,
+) -> str:
+    known = [row[key] for rows in series.values() for row in rows if row[key] is not None]
+    if not known:
+        return ""
+    top = max(*known, limit or 0) * 1.1 or 1.0
+    step = (_WIDTH - _LEFT - 30) / max(len(places) - 1, 1)
+
+    def at(value: float, level: float) -> tuple[float, float]:
+        return _LEFT + places.index(value) * step, _BOTTOM - level / top * (_BOTTOM - _TOP)
+
+    body = [f'<text x="{_LEFT}" y="24" font-weight="bold">{escape(title)} (estimate)</text>']
+    for part in range(5):
+        level = top * part / 4
+        y = at(places[0], level)[1]
+        body.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - 20}" stroke="#ddd"/>')
+        body.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{shown(int(level))}</text>')
+    for value in places:
+        body.append(
+            f'<text x="{at(value, 0)[0]:.1f}" y="{_BOTTOM + 20}" text-anchor="middle">{value:g}</text>'
+        )
+    name = escape(first.replace("_", " "))
+    body.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_BOTTOM + 40}" text-anchor="middle">{name}</text>')
+    if limit is not None:
+        y = at(places[0], limit)[1]
+        body.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - 20}" stroke="#a3211b" stroke-dasharray="6 4"/>')
+        body.append(
+            f'<text x="{_WIDTH - 22}" y="{y - 5:.1f}" text-anchor="end">usable {amount(limit)}</text>'
+        )
+    for index, rows in enumerate(series.values()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        ordered = sorted((r for r in rows if r[key] is not None), key=lambda r: float(r["values"][first]))
+        points = [at(row["values"][first], row[key]) for row in ordered]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for row, (x, y) in zip(ordered, points, strict=True):
+            fill = colour if row["verdict"] == "fits" else "#fff"
+            body.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{colour}" stroke-width="2">'
+                f"<title>{row['values'][first]:g}: {escape(shown(row[key]))}</title></circle>"
+            )
+    return "".join(body)
+
+
+def _legend(names: Sequence[str]) -> str:
+    return "".join(
+        f'<rect x="{_LEFT}" y="{24 * i}" width="12" height="12" fill="{_COLOURS[i % len(_COLOURS)]}"/>'
+        f'<text x="{_LEFT + 20}" y="{24 * i + 11}">{escape(name)}</text>'
+        for i, name in enumerate(names)
+    )
