@@ -25,6 +25,31 @@ teacher's forward holds, its prediction included; ``offloaded``: kept in host me
 
 
 @dataclass(frozen=True, slots=True)
+class Operation:
+    """A matrix product or an attention kernel: what decides its time on a GPU.
+
+    Attributes:
+        kind: ``product`` (convolutions included), or attention's forward or backward kernel.
+        dtype: Of its first input.
+        flops: Floating-point operations; causal attention counts whole, though kernels skip half of it.
+        bytes_moved: Bytes read and written.
+        head_size: Elements of an attention head; 0 for products.
+        queries: Positions per sequence; 0 for products.
+        causal: Whether the kernel masks causally by itself.
+        fused: Whether attention runs torch's flash kernel (False: the memory-efficient one).
+    """
+
+    kind: Literal["product", "attention", "attention_backward"]
+    dtype: str
+    flops: float
+    bytes_moved: int
+    head_size: int = 0
+    queries: int = 0
+    causal: bool = False
+    fused: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """What happens between one module boundary and the next, in program order.
 
@@ -35,9 +60,10 @@ class Segment:
         path: Module path in the traced model (block indices are those of the shortened model).
         events: ``+n`` allocates tensor ``n - 1``, ``-n`` frees it.
         flops: Floating-point operations by dtype.
-        bytes_moved: Bytes read and written by the segment's operators, views excluded.
-        kernels: Operators that launch work, views excluded.
+        bytes_moved: Bytes read and written by the segment's operators, products included, views excluded.
+        kernels: Operators that launch work, products included, views excluded.
         recomputed: FLOPs (of those in ``flops``) that only repeat forward under activation checkpointing.
+        operations: Its matrix products and attention kernels, as numbers of :attr:`Trace.operations`.
     """
 
     marker: Marker
@@ -47,6 +73,7 @@ class Segment:
     bytes_moved: int = 0
     kernels: int = 0
     recomputed: float = 0.0
+    operations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +140,7 @@ class Trace:
         model: Class of the traced model.
         unknowns: Why there are no segments, if there are none; otherwise what is uncertain.
         notes: Assumptions worth telling (attention kernel, balanced experts).
+        operations: Every kind of matrix product and attention kernel that segments count.
     """
 
     profile: Profile
@@ -135,6 +163,7 @@ class Trace:
     model: str = ""
     unknowns: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    operations: tuple[Operation, ...] = ()
 
     @property
     def known(self) -> bool:

@@ -11,7 +11,7 @@ from fsdptool.inspection import inspect
 from fsdptool.planning import load_gpu, predict
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.records.plan import Candidate
-from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+from fsdptool.records.recipe import Batch, Lora, Method, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 
@@ -124,3 +124,30 @@ def test_experts_count_the_tokens_that_were_routed_to_them(tmp_path: Path) -> No
     closed = 3 * 2 * (2 * block + HIDDEN * VOCABULARY) * tokens
     # Balancing the load counts one-hot choices by a product or two of its own.
     assert found.step_flops == pytest.approx(closed, rel=0.02)
+
+
+def test_recomputation_inside_custom_functions_is_not_counted(tmp_path: Path) -> None:
+    """A quantised base computes its products inside an autograd function, whose forward has no grad mode."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    spec = resolve(str(tmp_path))
+    recipe = Recipe(
+        model=ModelChoice(str(tmp_path), weights="random", attention="eager"),
+        method=Method("lora", Lora(rank=4, base="int8")),
+        batch=Batch(micro_batch=SAMPLES, sequence_length=LENGTH),
+        steps=1,
+    )
+    cluster = make_cluster(load_gpu("H100-80GB-SXM"), RANKS)
+    planned = [
+        predict(
+            spec,
+            inspect(spec),
+            recipe,
+            FsdpSettings(
+                wrap_classes=("LlamaDecoderLayer",), num_processes=RANKS, activation_checkpointing=again
+            ),
+            cluster=cluster,
+        )
+        for again in (False, True)
+    ]
+    assert planned[0].step_flops == planned[1].step_flops
+    assert planned[0].seconds["compute"] < planned[1].seconds["compute"]

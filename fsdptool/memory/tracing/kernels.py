@@ -142,6 +142,28 @@ def offloading(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
+def recomputation(recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder when checkpointing runs a unit's forward once more."""
+    from fsdptool.modeling import activation_checkpointing as recompute
+
+    original: Any = vars(recompute)["checkpoint"]
+
+    def checkpoint(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(*inputs: Any, **options: Any) -> Any:
+            # In the first forward nobody asks; in backward it ends early, by an exception.
+            recorder.recomputing += 1
+            try:
+                return forward(*inputs, **options)
+            finally:
+                recorder.recomputing -= 1
+
+        return original(counted, *args, **kwargs)
+
+    with _replaced(recompute, "checkpoint", checkpoint):
+        yield
+
+
+@contextmanager
 def kernels_of(profile: Profile) -> Iterator[None]:
     """Answer attention and dropout as the profile's device would, while entered.
 

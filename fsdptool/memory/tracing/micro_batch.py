@@ -48,7 +48,7 @@ def run_trace(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fsdptool.memory.tracing.kernels import kernels_of, offloading
+    from fsdptool.memory.tracing.kernels import kernels_of, offloading, recomputation
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     materialise(model, mode, conditions)
@@ -70,6 +70,7 @@ def run_trace(
     try:
         with ExitStack() as stack:
             stack.enter_context(kernels_of(conditions.profile))
+            stack.enter_context(recomputation(recorder))
             if conditions.profile == "cuda":
                 stack.enter_context(offloading(recorder))
             stack.enter_context(using(context))

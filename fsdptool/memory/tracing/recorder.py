@@ -9,16 +9,15 @@ which makes that reliable (``torch/distributed/_tools/mem_tracker.py`` rests on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from math import prod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fsdptool.records.trace import KINDS, Marker, Segment, Trace
+from fsdptool.memory.tracing.operators import launches, operation_of, traffic
+from fsdptool.records.trace import KINDS, Marker, Operation, Segment, Trace
 
 _KIND = {name: index for index, name in enumerate(KINDS)}
 
@@ -38,6 +37,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._flops: list[dict[str, float]] = []
         self._traffic: list[list[int]] = []
         self._again: list[float] = []
+        self._operations: dict[Operation, int] = {}
+        self._costly: list[list[int]] = []
+        self.recomputing = 0
         self._numbers: dict[int, int] = {}
         self._phase = "temporary"
         self.gradients: dict[str, int] = {}
@@ -54,6 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._flops.append({})
         self._traffic.append([0, 0])
         self._again.append(0.0)
+        self._costly.append([])
 
     def phase(self, kind: str) -> None:
         """Say what tensors made from now on are, until something better is known of them."""
@@ -104,16 +107,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.untyped_storage()._cdata not in self._seen:
                 fresh = True
                 self._track(tensor, func._overloadpacket.__name__, None)
-        if fresh or func._schema.is_mutable:
+        if (fresh or func._schema.is_mutable) and launches(func):
             moved = self._traffic[-1]
-            moved[0] += traffic(func, args, kwargs, outputs)
+            size = traffic(func, args, kwargs, outputs)
+            moved[0] += size
             moved[1] += 1
-            for dtype, count in operations(func, args, kwargs or {}, out):
-                flops = self._flops[-1]
-                flops[dtype] = flops.get(dtype, 0.0) + count
-                if self._phase == "temporary" and torch.is_grad_enabled():
-                    self._again[-1] += count
+            operation = operation_of(func, args, kwargs or {}, out, size)
+            if operation is not None:
+                self._compute(operation)
         return out
+
+    def _compute(self, operation: Operation) -> None:
+        self._costly[-1].append(self._operations.setdefault(operation, len(self._operations)))
+        flops = self._flops[-1]
+        flops[operation.dtype] = flops.get(operation.dtype, 0.0) + operation.flops
+        # Inside a custom autograd function grad mode is off, in its forward too.
+        if self._phase == "temporary" and (self.recomputing or torch.is_grad_enabled()):
+            self._again[-1] += operation.flops
 
     def _track(self, tensor: torch.Tensor, name: str, kind: str | None) -> None:
         storage = tensor.untyped_storage()
@@ -171,9 +181,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trace(self, **fields: Any) -> Trace:
         """Return the record; ``fields`` are the remaining ones of :class:`Trace`."""
         segments = tuple(
-            Segment(marker, path, tuple(events), flops, moved[0], moved[1], again)
-            for (marker, path), events, flops, moved, again in zip(
-                self._segments, self._events, self._flops, self._traffic, self._again, strict=True
+            Segment(marker, path, tuple(events), flops, moved[0], moved[1], again, tuple(costly))
+            for (marker, path), events, flops, moved, again, costly in zip(
+                self._segments,
+                self._events,
+                self._flops,
+                self._traffic,
+                self._again,
+                self._costly,
+                strict=True,
             )
         )
         return Trace(
@@ -183,60 +199,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names=tuple(self.names),
             vocabulary=tuple(self._vocabulary),
             gradients=dict(self.gradients),
+            operations=tuple(self._operations),
             **fields,
         )
-
-
-@cache
-def _formulas() -> dict[Any, Any]:
-    from torch.utils.flop_counter import flop_registry
-
-    return dict(flop_registry)
-
-
-def operations(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> Iterable[tuple[str, float]]:
-    """Yield the dtype and FLOPs of ``func``: torch's own formulas, and those it lacks in 2.13.
-
-    torch has none for the CPU flash kernel and for grouped matrix products
-    (``torch/utils/flop_counter.py``).
-    """
-    packet = func._overloadpacket
-    name = packet.__name__
-    if name in ("_grouped_mm", "_scaled_grouped_mm"):
-        yield _dtype(args[0]), _grouped(args[0], args[1], out)
-    elif name == "_scaled_dot_product_flash_attention_for_cpu":
-        yield _dtype(args[0]), _attention(args[0], args[1], args[2])
-    elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        yield _dtype(args[0]), 2.5 * _attention(args[1], args[2], args[3])
-    elif (formula := _formulas().get(packet)) is not None:
-        yield _dtype(args[0]), float(formula(*args, **kwargs, out_val=out))
-
-
-def _grouped(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
-    """Every row meets one group's matrix; of two matrices (weight gradients) the rows are summed over."""
-    if left.dim() == right.dim() == 2:
-        return 2.0 * left.numel() * right.shape[-1]
-    return 2.0 * out.numel() * left.shape[-1]
-
-
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
-    """Two products over heads x queries x keys (Dao et al. 2022)."""
-    queries = prod(query.shape[:-1])
-    return 2.0 * queries * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-def traffic(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, outputs: Sequence[torch.Tensor]
-) -> int:
-    """Return the bytes read and written, each tensor's elements counted once."""
-    total = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
-    for leaf in tree_iter((args, kwargs)):
-        if isinstance(leaf, torch.Tensor):
-            total += leaf.numel() * leaf.element_size()
-    return total
-
-
-def _dtype(value: Any) -> str:
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "float32"

@@ -1,0 +1,122 @@
+"""What one operator costs: its FLOPs, the bytes it moves, and what decides how fast its kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from fsdptool.records.trace import Operation
+
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
+)
+"""Operators that allocate and launch no kernel."""
+
+_LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
+"""Operators that read as many elements of their first argument as they return."""
+
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"})
+"""In-place operators that do not read what they write to."""
+
+
+def launches(func: Any) -> bool:
+    """Return whether an operator that returns new or changed memory runs a kernel."""
+    return func._overloadpacket.__name__ not in _ALLOCATIONS
+
+
+def operation_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, moved: int
+) -> Operation | None:
+    """Return the matrix product or attention kernel that an operator is; None for every other.
+
+    FLOPs are those of torch's own formulas, and of our own where it lacks one (``torch/utils/
+    flop_counter.py``, 2.13: none for the CPU's flash kernel and for grouped products). As there,
+    causal attention counts whole.
+
+    Args:
+        func: The operator.
+        args, kwargs: Its arguments.
+        out: What it returned.
+        moved: Bytes it reads and writes.
+    """
+    packet = func._overloadpacket
+    name = packet.__name__
+    backward = "backward" in name
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        flops = _grouped(args[0], args[1], out)
+    elif name == "_scaled_dot_product_flash_attention_for_cpu":
+        flops = _attention(args[0], args[1], args[2])
+    elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        flops = 2.5 * _attention(args[1], args[2], args[3])
+    elif (formula := _formulas().get(packet)) is not None:
+        flops = float(formula(*args, **kwargs, out_val=out))
+    else:
+        return None
+    dtype = str(args[0].dtype).removeprefix("torch.") if isinstance(args[0], torch.Tensor) else "float32"
+    if "attention" not in name:
+        return Operation("product", dtype, flops, moved)
+    query = args[1] if backward else args[0]
+    lengths = query.shape[-2] if name.startswith("_scaled_dot_product") else query.shape[-3]
+    return Operation(
+        "attention_backward" if backward else "attention",
+        dtype,
+        flops,
+        moved,
+        head_size=query.shape[-1],
+        queries=lengths,
+        causal=bool(_argument(func, args, kwargs, "is_causal")),
+        fused="efficient" not in name,
+    )
+
+
+def traffic(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, outputs: Sequence[torch.Tensor]
+) -> int:
+    """Return the bytes read and written, each tensor's elements counted once.
+
+    Broadcast inputs count as stored; lookups read what they return.
+    """
+    name = func._overloadpacket.__name__
+    written = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+    inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if name in _LOOKUPS:
+        return 2 * written + sum(_stored(leaf) for leaf in inputs[1:])
+    if name in _OVERWRITES:
+        inputs = inputs[1:]
+    return written + sum(_stored(leaf) for leaf in inputs)
+
+
+def _stored(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[position] if position < len(args) else argument.default_value)
+    return None
+
+
+@cache
+def _formulas() -> dict[Any, Any]:
+    from torch.utils.flop_counter import flop_registry
+
+    return dict(flop_registry)
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+    """Every row meets one group's matrix; of two matrices (weight gradients) the rows are summed over."""
+    if left.dim() == right.dim() == 2:
+        return 2.0 * left.numel() * right.shape[-1]
+    return 2.0 * out.numel() * left.shape[-1]
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
+    """Two products over heads x queries x keys (Dao et al. 2022)."""
+    queries = prod(query.shape[:-1])
+    return 2.0 * queries * key.shape[-2] * (query.shape[-1] + value.shape[-1])
