@@ -1,57 +1,190 @@
-"""Compare the time model with a published throughput.
+"""Hold plans against what other people measured on GPUs.
 
-    python benchmarks/planning/published.py [-o benchmarks/results/planning_published.json]
+    python benchmarks/planning/published.py            # plan the rows that are missing, and write the table
+    python benchmarks/planning/published.py --again    # plan every row afresh
+    python benchmarks/planning/published.py --docs     # only write the table into docs/published.md
 
-The reference is torchtitan's Llama-3-8B on 8 H100 (its ``benchmarks/llama3_h100``): another implementation
-of the model, on 500 W cards. It is not our own measurement; it shows whether the time model has the right
-magnitude.
+``published.jsonl`` has the rows: who published what, on which hardware, and the recipe, cluster and options
+that plan it. ``published_gpus.yaml`` describes GPUs that the catalogue does not have. Results go to
+``benchmarks/results/planning_published.json`` after every row. Nothing here was measured by us; the rates of
+compute were fitted to the throughput of these rows, so the table shows how well one set of rates describes
+them all, not how well it predicts new ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+import re
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.records.diagnostic import library_versions, tool_version
+from fsdptool.records.plan import Candidate
 
-PUBLISHED = 5762
-"""Tokens per second and GPU: FSDP alone, eager, selective checkpointing, 2 x 8,192 tokens a GPU."""
-
-OPTIONS = Options(
-    reference="llama3:8b",
-    gpu="H100-80GB-SXM",
-    gpus=8,
-    sequence_length=8192,
-    micro_batch=2,
-    checkpointing="selective",
-    search=False,
-)
+HERE = Path(__file__).parent
+ROWS = HERE / "published.jsonl"
+GPUS = HERE / "published_gpus.yaml"
+RESULTS = HERE.parent / "results" / "planning_published.json"
+DOCS = HERE.parents[1] / "docs" / "published.md"
+BLOCK = re.compile(r"(<!-- published -->\n).*?(<!-- end -->)", re.DOTALL)
+GIB = 2**30
 
 
 def main() -> None:
-    """Predict, print and save the figure."""
+    """Plan, compare and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--again", action="store_true", help="plan every row afresh")
+    parser.add_argument("--docs", action="store_true", help="only write the documentation")
+    parser.add_argument("ids", nargs="*", help="rows to plan; none: all")
     arguments = parser.parse_args()
-    (requested,) = make_plan(read_request(OPTIONS)).candidates
-    assert requested.tokens_per_second is not None
+    document = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    done: dict[str, Any] = {} if arguments.again else document.get("rows", {})
+    for row in () if arguments.docs else read_rows():
+        if row["id"] in done and row["id"] not in arguments.ids:
+            continue
+        if arguments.ids and row["id"] not in arguments.ids:
+            continue
+        done[row["id"]] = compare(row, predict(row))
+        print(row["id"], json.dumps(done[row["id"]]), flush=True)
+        write(done)
+    write(done)
+    text = DOCS.read_text(encoding="utf-8")
+    DOCS.write_text(BLOCK.sub(lambda block: block[1] + table() + block[2], text), encoding="utf-8")
+
+
+def read_rows() -> list[dict[str, Any]]:
+    """Return the published rows."""
+    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+
+
+def predict(row: Mapping[str, Any]) -> Candidate:
+    """Return our plan of a row: exactly its configuration, without a search."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe, cluster = Path(folder) / "recipe.yaml", Path(folder) / "cluster.yaml"
+        recipe.write_text(json.dumps(row["recipe"]))
+        cluster.write_text(json.dumps(row["cluster"]))
+        files = {"recipe": recipe, "clusters": (cluster,), "gpus_file": GPUS}
+        options = cast("Options", {**files, **row["options"], "search": False})
+        return make_plan(read_request(options)).candidates[0]
+
+
+def compare(row: Mapping[str, Any], planned: Candidate) -> dict[str, Any]:
+    """Return what is published beside what is planned, kind by kind."""
+    result: dict[str, Any] = {}
+    memory = row["published"]["memory"]
+    if memory is not None:
+        kinds = {memory["kind"]: memory["gib"]}
+        if "active_gib" in memory:
+            kinds["active"] = memory["active_gib"]
+        for kind, published in kinds.items():
+            size = planned.reserved_peak_bytes if kind == "reserved" else planned.allocated_peak_bytes
+            assert size is not None
+            result[kind] = _pair(published, size / GIB)
+    throughput = row["published"]["throughput"]
+    if throughput is not None:
+        assert planned.tokens_per_second is not None
+        speed = planned.tokens_per_second / row["gpus"]
+        result["tokens_per_second_and_gpu"] = _pair(throughput["tokens_per_s_gpu"], speed)
+        result["seconds"] = {name: round(value, 4) for name, value in planned.seconds.items()}
+        result["mfu"] = round(planned.mfu or 0.0, 4)
+    return result
+
+
+def write(done: Mapping[str, Any]) -> None:
+    """Save the rows in the order of the file, with the summary of each group."""
+    ordered = {row["id"]: done[row["id"]] for row in read_rows() if row["id"] in done}
     document = {
         "benchmark": "planning/published",
         "fsdptool": tool_version(),
         "libraries": library_versions(),
-        "settings": requested.settings,
-        "tokens_per_second_and_gpu": {
-            "published": PUBLISHED,
-            "predicted": round(requested.tokens_per_second / 8),
-        },
+        "rows": ordered,
+        "summary": summary(ordered),
     }
-    text = json.dumps(document, indent=1) + "\n"
-    sys.stdout.write(text)
-    if arguments.output:
-        arguments.output.write_text(text)
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def summary(done: Mapping[str, Any]) -> dict[str, Any]:
+    """Return planned over published per group: median, 10th and 90th percentile, extremes."""
+    groups: dict[str, list[float]] = {}
+    for row in read_rows():
+        for what, pair in done.get(row["id"], {}).items():
+            if isinstance(pair, dict) and "ratio" in pair:
+                groups.setdefault(_group(row, what), []).append(pair["ratio"])
+    return {name: _spread(ratios) for name, ratios in sorted(groups.items())}
+
+
+def _group(row: Mapping[str, Any], what: str) -> str:
+    if what != "tokens_per_second_and_gpu":
+        kind = "reserved" if what == "reserved" else "allocated"
+        return f"memory, {kind}, {'alike' if row['class'] == 'clean' else 'different in known ways'}"
+    compiled = "compiled" if row["compile"].startswith("torch.compile") else "eager"
+    return (
+        f"throughput, {row['gpu'].removeprefix('8x ').removeprefix('1x ').split()[0].strip(',')}, {compiled}"
+    )
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(ratios)
+    return {
+        "rows": len(ordered),
+        "median": round(statistics.median(ordered), 3),
+        "p10": round(percentile(ordered, 0.1), 3),
+        "p90": round(percentile(ordered, 0.9), 3),
+        "least": ordered[0],
+        "most": ordered[-1],
+    }
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return a percentile of sorted values, between its neighbours in proportion."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def _pair(published: float, planned: float) -> dict[str, float]:
+    digits = 2 if published < 1000 else 0
+    return {
+        "published": round(published, digits),
+        "planned": round(planned, digits),
+        "ratio": round(planned / published, 3),
+    }
+
+
+def table() -> str:
+    """Return the committed results in Markdown: the groups, then every row."""
+    document = json.loads(RESULTS.read_text(encoding="utf-8"))
+    lines = ["| group | rows | median | P10 | P90 | least | most |", "|---|---|---|---|---|---|---|"]
+    for name, item in document["summary"].items():
+        cells = " | ".join(f"{item[key]:.2f}" for key in ("median", "p10", "p90", "least", "most"))
+        lines.append(f"| {name} | {item['rows']} | {cells} |")
+    lines += ["", "| row | figure | published | planned | ratio |", "|---|---|---|---|---|"]
+    lines += list(_lines(document["rows"]))
+    lines += ["", "What is known of the rows that miss by more than 5 % in memory or 20 % in throughput:", ""]
+    lines += [f"- `{row['id']}`: {row['miss']}" for row in read_rows() if "miss" in row]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(done: Mapping[str, Any]) -> Iterator[str]:
+    units = {"tokens_per_second_and_gpu": "tokens/s per GPU"}
+    for row in read_rows():
+        for what, pair in done.get(row["id"], {}).items():
+            if not isinstance(pair, dict) or "ratio" not in pair:
+                continue
+            figure = units.get(what, f"{what}, GiB")
+            shown = f"{pair['published']:,.4g}", f"{pair['planned']:,.4g}"
+            if what in units:
+                shown = f"{pair['published']:,.0f}", f"{pair['planned']:,.0f}"
+            yield (
+                f"| `{row['id']}`: {row['model']}, {row['gpus']} x {row['gpu'].split(' (')[0].split(';')[0]}"
+                f" | {figure} | {shown[0]} | {shown[1]} | {pair['ratio']:.2f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -78,7 +78,13 @@ def calibrate(
     factors = [factor for sample in samples if (factor := _speed(sample)) is not None]
     if factors:
         factor = statistics.median(factors)
-        changes |= {name: min(max(getattr(base, name) * factor, 0.01), 1.0) for name in _FRACTIONS}
+        changes |= {name: _scaled(getattr(base, name), factor) for name in _FRACTIONS}
+        changes["attention"] = tuple(
+            replace(rate, forward=_scaled(rate.forward, factor), backward=_scaled(rate.backward, factor))
+            for rate in base.attention
+        )
+        # Others' machines no longer say how far off the estimate is.
+        changes["throughput_range"] = None
     ratios = [
         sample.reserved_bytes / sample.allocated_bytes
         for sample in samples
@@ -104,12 +110,17 @@ def calibrate(
     return replace(base, name=spec.name, match=spec.name, measured=True, source=source, **changes)
 
 
+def _scaled(fraction: float, factor: float) -> float:
+    return min(max(fraction * factor, 0.01), 1.0)
+
+
 def _speed(sample: Sample) -> float | None:
     """Return predicted over measured compute, or None where the run or the prediction has no time."""
     parts = sample.predicted.seconds
     if sample.step_seconds is None or not parts:
         return None
     rest = parts["exposed_communication"] + parts["optimizer"] + parts["offload"]
+    rest += parts.get("contention", 0.0)
     measured = sample.step_seconds - rest
     return parts["compute"] / measured if measured > 0 else None
 

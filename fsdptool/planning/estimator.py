@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from fsdptool.memory.simulation.collectives import DEVICES, Weights, stored_dtype
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.hardware import expands, machine_for, workspaces
-from fsdptool.planning.overlap import Stage, peak_flops
+from fsdptool.planning.operator_time import peak_flops
+from fsdptool.planning.overlap import Stage
 from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_dims
 from fsdptool.planning.step_time import (
     Cost,
@@ -165,7 +166,7 @@ class Estimator:
             if worked.known and trace.known:
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
-        candidate = _assemble(id, point, cluster, footprint, verdict, timing)
+        candidate = _assemble(id, point, cluster, footprint, verdict, timing, machine)
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate
         flops = self._work(worked) * (recipe.batch.accumulation * cluster.world_size // point.cp)
@@ -197,7 +198,8 @@ class Estimator:
             units = (name, point.layout, point.wrap_policy, point.wrap_classes)
             key = (*units, work_key, gpu.name, machine.name)
             if key not in self._costs:
-                self._costs[key] = unit_costs(module_costs(whole, gpu, machine), whole.repeats, plan)
+                costs = module_costs(whole, gpu, machine, compiled=recipe.sharding.compile)
+                self._costs[key] = unit_costs(costs, whole.repeats, plan)
             shared = None
             if point.cp > 1:
                 shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
@@ -340,12 +342,17 @@ def _assemble(
     footprint: Footprint,
     verdict: FitCheck,
     timing: Timing | None,
+    machine: Machine,
 ) -> Candidate:
     price = None
     if timing is not None and cluster.price_per_gpu_hour is not None:
         per_second = cluster.price_per_gpu_hour * cluster.world_size / 3600
         price = per_second / timing.samples_per_second * 1e6
     step = timing.step if timing is not None else None
+    seconds = step.seconds if step is not None else None
+    speed = timing.tokens_per_second if timing is not None else None
+    slow, fast = machine.throughput_range or (1.0, 1.0)
+    ranged = machine.throughput_range is not None
     return Candidate(
         id=id,
         settings=point,
@@ -358,11 +365,13 @@ def _assemble(
         components=verdict.components,
         peak=footprint.peak,
         timeline=footprint.timeline,
-        step_seconds=step.seconds if step is not None else None,
-        tokens_per_second=timing.tokens_per_second if timing is not None else None,
+        step_seconds=seconds,
+        tokens_per_second=speed,
         rejected_by=verdict.rejection,
         samples_per_second=timing.samples_per_second if timing is not None else None,
         price_per_million_samples=price,
         seconds=step.parts() if step is not None else {},
         phases=footprint.phases if footprint.timeline else (),
+        step_seconds_range=(seconds / fast, seconds / slow) if ranged and seconds is not None else None,
+        tokens_per_second_range=(speed * slow, speed * fast) if ranged and speed is not None else None,
     )

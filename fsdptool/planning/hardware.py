@@ -11,13 +11,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.records.cluster import Cluster, Gpu, Machine
+from fsdptool.records.cluster import AttentionRate, Cluster, Gpu, Machine
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic
 
@@ -178,23 +178,51 @@ def _nearest(name: str, entries: tuple[Entry, ...]) -> str:
 
 
 _MACHINES = Path(__file__).parent / "data" / "machines.json"
+_ARCHITECTURES = Path(__file__).parent / "data" / "architectures.json"
 
 
 def machine_for(gpu: Gpu | None, *, table: Path | None = None) -> Machine:
     """Return the figures for a GPU: the named table's first, then the shipped ones.
 
-    The most specific match wins: catalogue name, then link kind, then ``*``.
+    The most specific match wins: catalogue name, then link kind, then ``*``. The rates of compute in a
+    shipped row are those of the GPU's generation (``data/architectures.json``); a row of a named table that
+    does not give the generation's rates takes them, too.
 
     Raises:
         PlanError: ``table`` cannot be used.
     """
-    rows = (read_table(table) if table is not None else ()) + _shipped_machines()
+    own = read_table(table) if table is not None else ()
     keys = (gpu.name, gpu.link, "*") if gpu is not None else ("cpu", "*")
     for key in keys:
-        for row in rows:
+        for row in own + _shipped_machines():
             if row.match.lower() == key.lower():
-                return row
+                return _with_rates(row, gpu, given=row in own)
     raise PlanError("the machine table has no row that matches everything ('*')")  # pragma: no cover
+
+
+def _with_rates(row: Machine, gpu: Gpu | None, *, given: bool) -> Machine:
+    """Return a row with the rates of the GPU's generation; what the user's table measured stays."""
+    if gpu is None or row.architecture:
+        return row
+    names = _tokens(gpu.name)
+    fields = next(item for item in _architectures() if any(_tokens(name) <= names for name in item["gpus"]))
+    changes = {key: value for key, value in fields.items() if key not in ("gpus", "source")}
+    changes["attention"] = tuple(AttentionRate(**rate) for rate in fields["attention"])
+    if given:
+        del changes["matmul_efficiency"], changes["memory_efficiency"]
+        return replace(row, **changes)
+    return replace(row, source=f"{row.source}; {fields['architecture']}: {fields['source']}", **changes)
+
+
+@cache
+def _architectures() -> tuple[dict[str, Any], ...]:
+    """Return the generations, specific names first; the last names nothing and fits every GPU."""
+    data = json.loads(_ARCHITECTURES.read_text(encoding="utf-8"))
+    rows = []
+    for item in data["architectures"]:
+        spread = item.get("throughput_range")
+        rows.append({**data["every"], **item, "throughput_range": tuple(spread) if spread else None})
+    return tuple(rows)
 
 
 def read_table(path: Path) -> tuple[Machine, ...]:

@@ -8,10 +8,12 @@ ranks moves B x (N-1)/N through every link, an all-reduce twice that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fsdptool.records.cluster import Cluster, Gpu, Machine
+from fsdptool.planning.operator_time import memory_rate, peak_flops
+from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.sharding import ParallelDims
 
 ASSUMED_NETWORK = {"nvlink": 50e9, "xgmi": 50e9, "pcie": 12.5e9}
@@ -73,14 +75,6 @@ def network_bandwidth(cluster: Cluster) -> float:
     return ASSUMED_NETWORK[cluster.gpu.link] if cluster.gpu is not None else 1e9
 
 
-def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Return the dtype's peak; bfloat16 without tensor cores for it runs at fp32's rate.
-
-    fp32 is taken without TF32, which torch leaves off for matrix products by default (2.13).
-    """
-    return gpu.flops.get(dtype, gpu.flops["float32"])
-
-
 _HOST_LINK = 25e9
 """Bytes per second between host and device memory, pinned: PCIe Gen4 x16 as achieved."""
 
@@ -118,7 +112,8 @@ class StepTime:
     """Seconds of one optimizer step on the slowest rank, and where they go.
 
     ``compute`` is busy time, ``exposed_communication`` what no compute hid, ``offload`` the traffic
-    to host memory, ``optimizer`` the update.
+    to host memory, ``optimizer`` the update, ``contention`` what hidden collectives and further nodes
+    delay it by.
     """
 
     seconds: float
@@ -127,6 +122,7 @@ class StepTime:
     exposed_communication: float
     optimizer: float
     offload: float
+    contention: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """Return where the time goes, by name."""
@@ -203,15 +199,16 @@ def time_step(
     busy = sum(stage.forward + stage.backward for stage in stages)
     shared = sum(seconds * (1 + stage.exchanges) for stage, seconds in zip(stages, moved, strict=True))
     teaching = _teacher_time(teacher, shard, context, run.prefetch)
-    total = compute = communication = 0.0
+    total = compute = communication = hidden = 0.0
     for index in range(run.accumulation):
         seconds, link = whole if index == run.accumulation - 1 else kept
         total += seconds + teaching.seconds
         compute += busy + teaching.compute
         communication += link + teaching.communication
         communication += shared
+        hidden += max(link + shared - (seconds - busy), 0.0)
     update = max(
-        run.optimizer_bytes / (gpu.memory_bandwidth * machine.memory_efficiency),
+        run.optimizer_bytes / memory_rate(gpu, machine),
         run.optimizer_operators * machine.kernel_latency,
         run.optimizer_flops / (peak_flops(gpu, "bfloat16") * machine.matmul_efficiency),
     )
@@ -221,13 +218,16 @@ def time_step(
     if run.offloaded_bytes:
         update = run.optimizer_bytes / _HOST_OPTIMIZER
         offload = run.offloaded_bytes / _HOST_LINK
+    contention = machine.overlap_slowdown * hidden
+    contention += machine.node_slowdown * math.log2(cluster.nodes) * (total + update + offload + contention)
     return StepTime(
-        seconds=total + update + offload,
+        seconds=total + update + offload + contention,
         compute=compute,
         communication=communication,
         exposed_communication=max(total - compute, 0.0),
         optimizer=update,
         offload=offload,
+        contention=contention,
     )
 
 

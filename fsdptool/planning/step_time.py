@@ -1,22 +1,22 @@
 """Step time: seconds of compute per FSDP unit, units as stages of the schedule, and the throughput.
 
-Compute is a roofline over the trace's segments. A segment lies between two module boundaries and mixes matrix
-products with elementwise operators, which run one after another: its arithmetic and its memory traffic add
-up. Segments of module paths are summed, then units collect the paths they contain; blocks that were not
-traced take the times of the block they repeat.
+Compute is a roofline over the operators of the trace's segments (:mod:`~fsdptool.planning.operator_time`).
+Segments of module paths are summed, then units collect the paths they contain; blocks that were not traced
+take the times of the block they repeat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdptool.memory.simulation.collectives import WIDTH, stored_dtype
 from fsdptool.memory.simulation.groups import Rank, Share
 from fsdptool.memory.simulation.off_step import trained_shards
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
-from fsdptool.planning.overlap import Run, Stage, StepTime, peak_flops, time_step
+from fsdptool.planning.operator_time import memory_rate, segment_seconds
+from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
 from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import ParallelDims, UnitPlan
@@ -38,30 +38,35 @@ class Cost:
         return Cost(self.forward * count, self.backward * count)
 
 
-def segment_seconds(segment: Segment, gpu: Gpu, machine: Machine) -> float:
-    """Return the roofline of one segment, never faster than its kernels can be launched."""
-    arithmetic = sum(
-        flops / (peak_flops(gpu, dtype) * machine.matmul_efficiency) for dtype, flops in segment.flops.items()
-    )
-    traffic = segment.bytes_moved / (gpu.memory_bandwidth * machine.memory_efficiency)
-    return max(arithmetic + traffic, segment.kernels * machine.kernel_latency)
+def module_costs(trace: Trace, gpu: Gpu, machine: Machine, *, compiled: bool = False) -> dict[str, Cost]:
+    """Return every traced module's own work; key ``""`` is the root's and the loss's.
 
+    A module takes as long as the device needs for it, or the host to launch it.
 
-def module_costs(trace: Trace, gpu: Gpu, machine: Machine) -> dict[str, Cost]:
-    """Return every traced module's own work; key ``""`` is the root's and the loss's."""
-    costs: dict[str, Cost] = {}
+    Args:
+        trace: The micro-batch.
+        gpu, machine: The hardware.
+        compiled: Whether blocks are compiled, one by one.
+    """
+    device: dict[str, Cost] = {}
+    host: dict[str, Cost] = {}
     owner = ""
     backward = False
     for segment in trace.segments:
         if segment.marker == "backward":
             backward = True
         owner = _owner(segment, owner)
-        seconds = segment_seconds(segment, gpu, machine)
-        if not seconds:
+        if not segment.kernels:
             continue
-        cost = Cost(0.0, seconds) if backward else Cost(seconds)
-        costs[owner] = costs.get(owner, Cost()) + cost
-    return costs
+        fused = compiled and any(part.isdigit() for part in owner.split("."))
+        seconds, launching = segment_seconds(segment, trace.operations, gpu, machine, compiled=fused)
+        for sums, value in ((device, seconds), (host, launching)):
+            cost = Cost(0.0, value) if backward else Cost(value)
+            sums[owner] = sums.get(owner, Cost()) + cost
+    return {
+        path: Cost(max(cost.forward, host[path].forward), max(cost.backward, host[path].backward))
+        for path, cost in device.items()
+    }
 
 
 def exchanged_bytes(trace: Trace) -> dict[str, Cost]:
@@ -229,6 +234,21 @@ def fill(
     ]
 
 
+def with_copies(stage: Stage, ranks: int, gpu: Gpu, machine: Machine) -> Stage:
+    """Return a unit with the copies around its collectives, which run among its compute.
+
+    torch 2.13 (``_fsdp_collectives.py``): every all-gather ends in a copy of the gathered buffer to the
+    parameters, every reduction begins with a copy of the gradients to its buffer.
+    """
+    if ranks < 2:
+        return stage
+    rate = memory_rate(gpu, machine)
+    gathered = 2 * stage.gather_bytes / rate
+    reduced = (stage.reduce_bytes + min(stage.reduce_bytes, stage.gather_bytes)) / rate
+    again = gathered if stage.backward_ranks > 1 else 0.0
+    return replace(stage, forward=stage.forward + gathered, backward=stage.backward + again + reduced)
+
+
 def time_candidate(
     traffic: Traffic,
     stages: Sequence[Stage],
@@ -263,6 +283,10 @@ def time_candidate(
         optimizer_exchanged=work.exchanged,
         offloaded_bytes=traffic.offloaded,
     )
+    if cluster.gpu is not None:
+        gpu, ranks = cluster.gpu, mesh.shard_degree
+        stages = [with_copies(stage, ranks, gpu, machine) for stage in stages]
+        teacher = [with_copies(stage, ranks, gpu, machine) for stage in teacher]
     step = time_step(stages, run, mesh, cluster, machine, teacher=teacher)
     if step is None or step.seconds <= 0:
         return None

@@ -155,6 +155,20 @@ class ClusterFile:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionRate:
+    """How fast attention's kernels run at one head size. Fractions of the dtype's peak, at long sequences.
+
+    Attributes:
+        head_size: Elements of a head; a kernel takes the rate of the next larger size.
+        forward, backward: Fraction of the peak, of the FLOPs that the kernel does not skip.
+    """
+
+    head_size: Positive
+    forward: Fraction
+    backward: Fraction
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Figures a measurement replaces. Bytes, seconds, and fractions of the datasheet's rates.
 
@@ -164,14 +178,21 @@ class Machine:
         context_bytes: CUDA context and loaded kernels of one process.
         communicator_bytes: NCCL's buffers for the first communicator.
         further_communicator_bytes: NCCL's buffers for each further communicator.
-        matmul_efficiency: Fraction of the dtype's peak rate in matrix products and attention.
+        matmul_efficiency: Fraction of the dtype's peak rate in large matrix products.
         memory_efficiency: Fraction of the memory bandwidth in elementwise operations.
         link_efficiency, network_efficiency: Fraction of the link's rate in large collectives.
         link_latency, network_latency: Seconds per hop of a ring.
-        kernel_latency: Seconds per launched operator.
+        kernel_latency: Seconds the host needs to launch one operator.
         reserved_ratio: Reserved over allocated bytes, if the allocator is not replayed; null: as simulated.
         measured: Whether the figures come from ``fsdptool calibrate``.
         source: Where the figures come from.
+        architecture: Generation of GPUs whose rates the row holds; empty: not known.
+        attention: Rates of torch's flash kernel by head size; empty: those of matrix products.
+        efficient_attention: The memory-efficient kernel's rate, as a fraction of the flash kernel's.
+        compiled_traffic: Fraction of the eager elementwise traffic that compiled blocks move.
+        overlap_slowdown: Fraction of the time of a hidden collective by which it delays compute.
+        node_slowdown: Fraction by which a step is longer for each doubling of the nodes.
+        throughput_range: Published over predicted throughput, 10th and 90th percentile; null: not known.
     """
 
     name: str
@@ -189,6 +210,13 @@ class Machine:
     reserved_ratio: Annotated[float, Keywords(minimum=1)] | None = None
     measured: bool = False
     source: str = ""
+    architecture: str = ""
+    attention: tuple[AttentionRate, ...] = ()
+    efficient_attention: Fraction = 1.0
+    compiled_traffic: Fraction = 1.0
+    overlap_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
+    node_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
+    throughput_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,13 +209,18 @@ class Candidate:
     """Model FLOPs (recomputation not counted) over the peak of all GPUs, 0 to 1."""
     price_per_million_samples: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where the step's time goes: compute, communication, exposed_communication, optimizer, offload."""
+    """Where the step's time goes: compute, communication, exposed_communication, optimizer, offload,
+    contention."""
     step_flops: float | None = None
     """Model FLOPs of one optimizer step over all ranks (recomputation not counted)."""
     peak_flops: float | None = None
     """One GPU's catalogued FLOP/s in the dtype the model computes in; None on the CPU."""
     phases: tuple[Phase, ...] = ()
     """Every phase of the run; the highest of them decides the verdict. Empty where searches leave it out."""
+    step_seconds_range: tuple[float, float] | None = None
+    """Between which the step takes 8 times of 10, by what others published for the GPU's generation."""
+    tokens_per_second_range: tuple[float, float] | None = None
+    """The same for the throughput."""
 
 
 @dataclass(frozen=True, slots=True)

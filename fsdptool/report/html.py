@@ -66,7 +66,9 @@ def _head(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
     if candidate["reserved_peak_bytes"] is not None:
         figures.append(("reserved", amount(candidate["reserved_peak_bytes"]), "caching allocator"))
     if candidate["step_seconds"] is not None:
-        figures.append(("step time", duration(candidate["step_seconds"]), "estimate"))
+        figures.append(
+            ("step time", duration(candidate["step_seconds"]), f"estimate{words.time_range(candidate)}")
+        )
         mfu = f"MFU {candidate['mfu']:.0%}, estimate" if candidate.get("mfu") is not None else "estimate"
         figures.append(("throughput", words.speed(candidate), mfu))
     if candidate["host_bytes_per_node"]:

@@ -30,7 +30,7 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
     if candidate["step_seconds"] is not None:
         mfu = f", MFU {candidate['mfu']:.0%}" if candidate["mfu"] is not None else ""
         step = duration(candidate["step_seconds"])
-        print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates)")
+        print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates{words.time_range(candidate)})")
     requested = candidate["id"] in document["details"]["asked"]
     name = "requested configuration" if requested else f"chosen configuration ({candidate['id']})"
     print_line(f"{name}: {words.brief(candidate['settings'])}")

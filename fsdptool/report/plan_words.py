@@ -171,6 +171,15 @@ def brief(settings: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def time_range(candidate: Mapping[str, Any]) -> str:
+    """Return the range of step time and throughput, to follow their estimates; empty if unknown."""
+    seconds, tokens = candidate.get("step_seconds_range"), candidate.get("tokens_per_second_range")
+    if seconds is None:
+        return ""
+    text = f"; P10 to P90: {duration(seconds[0])} to {duration(seconds[1])}"
+    return text + (f", {rate(tokens[0])} to {rate(tokens[1])} tokens/s" if tokens is not None else "")
+
+
 def speed(candidate: Mapping[str, Any]) -> str:
     """Return throughput in the unit people use for the model."""
     if candidate["tokens_per_second"] is not None:

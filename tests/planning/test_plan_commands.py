@@ -13,6 +13,7 @@ import pytest
 from fsdptool.cli.app import run
 from fsdptool.files.values import load_schema
 from fsdptool.formatting import amount
+from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.run import Summary
 
@@ -384,7 +385,9 @@ def test_calibration_makes_a_table_that_plan_reads(
     assert row["measured"] is True
     assert row["reserved_ratio"] == pytest.approx(1.5, rel=1e-3)
     # The run took twice the predicted step, so achieved rates are about half.
-    assert row["matmul_efficiency"] == pytest.approx(0.3, rel=0.1)
+    assert row["matmul_efficiency"] == pytest.approx(
+        machine_for(load_gpu("4090")).matmul_efficiency / 2, rel=0.1
+    )
     after = document(capsys, [*arguments, "--machine", str(table)])["candidates"][0]
     context = {item["name"]: item["bytes"] for item in after["components"]}["context"]
     assert context == 100 * 2**20

@@ -9,10 +9,11 @@ import pytest
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
+from fsdptool.planning.operator_time import memory_rate, operation_seconds, segment_seconds
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
-from fsdptool.planning.step_time import model_flops, segment_seconds
+from fsdptool.planning.step_time import model_flops, module_costs, with_copies
 from fsdptool.records.sharding import ParallelDims
-from fsdptool.records.trace import Repeat, Segment, Trace
+from fsdptool.records.trace import Operation, Repeat, Segment, Trace
 
 GPU = load_gpu("H100-80GB-SXM")
 MACHINE = machine_for(GPU)
@@ -102,7 +103,8 @@ def test_a_teacher_runs_before_every_forward() -> None:
     assert taught.compute - alone.compute == pytest.approx(3 * 4 * 0.02)
     assert taught.communication - alone.communication == pytest.approx(3 * 4 * once)
     # Its first gather is exposed, the others hide behind its own compute.
-    assert taught.seconds - alone.seconds == pytest.approx(3 * (4 * 0.02 + once))
+    waited = taught.seconds - taught.contention - alone.seconds + alone.contention
+    assert waited == pytest.approx(3 * (4 * 0.02 + once))
 
 
 def test_cpu_clusters_have_no_time() -> None:
@@ -112,14 +114,90 @@ def test_cpu_clusters_have_no_time() -> None:
     )
 
 
-def test_a_segment_is_arithmetic_plus_traffic_and_never_beats_the_launches() -> None:
-    flops, moved = 1e12, 1_000_000_000
-    segment = Segment("enter", "x", flops={"bfloat16": flops}, bytes_moved=moved, kernels=1)
-    expected = flops / (GPU.flops["bfloat16"] * MACHINE.matmul_efficiency)
-    expected += moved / (GPU.memory_bandwidth * MACHINE.memory_efficiency)
-    assert segment_seconds(segment, GPU, MACHINE) == pytest.approx(expected)
-    tiny = Segment("enter", "x", flops={"bfloat16": 1.0}, bytes_moved=1, kernels=100)
-    assert segment_seconds(tiny, GPU, MACHINE) == pytest.approx(100 * MACHINE.kernel_latency)
+def product(flops: float, moved: int) -> Operation:
+    return Operation("product", "bfloat16", flops, moved)
+
+
+def attention(kind: str, *, causal: bool, queries: int = 8192, head_size: int = 128) -> Operation:
+    return Operation(kind, "bfloat16", 1e12, 1, head_size, queries, causal)  # type: ignore[arg-type]
+
+
+def test_a_product_takes_the_larger_of_arithmetic_and_traffic() -> None:
+    peak, rate = GPU.flops["bfloat16"] * MACHINE.matmul_efficiency, memory_rate(GPU, MACHINE)
+    assert operation_seconds(product(1e12, 1), GPU, MACHINE) == pytest.approx(1e12 / peak)
+    assert operation_seconds(product(1.0, 10**9), GPU, MACHINE) == pytest.approx(1e9 / rate)
+
+
+def test_causal_attention_computes_half_and_every_kernel_has_its_rate() -> None:
+    whole = operation_seconds(attention("attention", causal=False), GPU, MACHINE)
+    assert whole == pytest.approx(1e12 / (GPU.flops["bfloat16"] * 0.374) * (8192 + 100) / 8192)
+    assert operation_seconds(attention("attention", causal=True), GPU, MACHINE) == pytest.approx(
+        whole / 2 * (8192 + 300) / (8192 + 100)
+    )
+    slower = (
+        attention("attention", causal=False, head_size=64),
+        attention("attention", causal=False, queries=512),
+        attention("attention_backward", causal=False),
+        replace(attention("attention", causal=False), fused=False),
+    )
+    assert all(operation_seconds(item, GPU, MACHINE) > whole for item in slower)
+
+
+def test_a_segment_is_its_products_and_the_rest_of_its_traffic() -> None:
+    operations = (product(1e12, 10**8), product(2e12, 10**8))
+    segment = Segment("enter", "x", bytes_moved=10**9, kernels=12, operations=(1, 1))
+    device, host = segment_seconds(segment, operations, GPU, MACHINE)
+    products = 2 * operation_seconds(operations[1], GPU, MACHINE)
+    assert device == pytest.approx(products + 8e8 / memory_rate(GPU, MACHINE))
+    assert host == pytest.approx(12 * MACHINE.kernel_latency)
+    # Fusion leaves a part of the elementwise traffic, and all of the products.
+    fused, launches = segment_seconds(segment, operations, GPU, MACHINE, compiled=True)
+    share = MACHINE.compiled_traffic
+    assert fused == pytest.approx(products + share * 8e8 / memory_rate(GPU, MACHINE))
+    assert launches == pytest.approx((2 + 10 * share) * MACHINE.kernel_latency)
+
+
+def test_small_kernels_take_as_long_as_their_launch() -> None:
+    segments = (
+        Segment("start", ""),
+        Segment("enter", "blocks.0", bytes_moved=100, kernels=100),
+        Segment("loss", ""),
+        Segment("backward", ""),
+        Segment("grad_enter", "blocks.0", bytes_moved=10**9, kernels=1),
+    )
+    costs = module_costs(Trace("cuda", "bfloat16", segments, (), (), (), ()), GPU, MACHINE)
+    assert costs["blocks.0"].forward == pytest.approx(100 * MACHINE.kernel_latency)
+    assert costs["blocks.0"].backward == pytest.approx(1e9 / memory_rate(GPU, MACHINE))
+
+
+def test_hidden_collectives_and_further_nodes_delay_a_step() -> None:
+    mesh = ParallelDims(1, 8)
+    own = stages(8, size=4e8, forward=0.02)
+    undelayed = replace(MACHINE, overlap_slowdown=0.0, node_slowdown=0.0)
+    ideal = time_step(own, RUN, mesh, NODE, undelayed)
+    real = time_step(own, RUN, mesh, NODE, MACHINE)
+    assert ideal is not None
+    assert real is not None
+    hidden = real.communication - real.exposed_communication
+    assert real.contention == pytest.approx(MACHINE.overlap_slowdown * hidden)
+    assert real.seconds == pytest.approx(ideal.seconds + real.contention)
+    far = make_cluster(GPU, 8, 16)
+    spread = time_step(own, RUN, ParallelDims(1, 128), far, MACHINE)
+    alike = time_step(own, RUN, ParallelDims(1, 128), far, replace(MACHINE, node_slowdown=0.0))
+    assert spread is not None
+    assert alike is not None
+    assert spread.seconds == pytest.approx(alike.seconds * (1 + 4 * MACHINE.node_slowdown))
+
+
+def test_a_unit_copies_what_it_gathers_and_reduces() -> None:
+    stage = stages(1, size=4e8, forward=0.01)[0]
+    rate = memory_rate(GPU, MACHINE)
+    copied = with_copies(stage, 8, GPU, MACHINE)
+    assert copied.forward == pytest.approx(0.01 + 8e8 / rate)
+    assert copied.backward == pytest.approx(0.02 + (8e8 + 8e8 + 4e8) / rate)
+    kept = with_copies(replace(stage, backward_ranks=1), 8, GPU, MACHINE)
+    assert kept.backward == pytest.approx(0.02 + (8e8 + 4e8) / rate)
+    assert with_copies(stage, 1, GPU, MACHINE) == stage
 
 
 def test_blocks_that_were_not_traced_take_the_times_of_those_they_repeat() -> None:

@@ -1,0 +1,82 @@
+"""Seconds of operators on a GPU: a roofline for each matrix product, attention kernel and elementwise run.
+
+A product takes the larger of its arithmetic and its traffic. Attention computes half under a causal mask,
+and is slower at short sequences. Everything else moves memory. The host launches every operator, and a module
+never runs faster than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdptool.records.cluster import Gpu, Machine
+from fsdptool.records.trace import Operation, Segment
+
+_HALF_SPEED = {("attention", False): 100, ("attention", True): 300}
+_HALF_SPEED |= {("attention_backward", False): 240, ("attention_backward", True): 500}
+"""Positions at which an attention kernel, causal or not, runs at half of its rate at long sequences.
+
+From the rates of FlashAttention-2 on an H100 at 512 to 16,384 positions and head size 128 (Shah et al. 2024,
+figures 5 and 6): forward 309 to 370 TFLOP/s, causal 191 to 335; backward 214 to 322. The figure for the
+causal backward kernel is assumed.
+"""
+
+
+def peak_flops(gpu: Gpu, dtype: str) -> float:
+    """Return the dtype's peak; bfloat16 without tensor cores for it runs at fp32's rate.
+
+    fp32 is taken without TF32, which torch leaves off for matrix products by default (2.13).
+    """
+    name = "float8" if dtype.startswith("float8") else dtype
+    return gpu.flops.get(name, gpu.flops["float32"])
+
+
+def operation_seconds(operation: Operation, gpu: Gpu, machine: Machine) -> float:
+    """Return the time of one product or attention kernel: the larger of arithmetic and traffic."""
+    peak = peak_flops(gpu, operation.dtype)
+    if operation.kind == "product" or not operation.head_size:
+        arithmetic = operation.flops / (peak * machine.matmul_efficiency)
+    else:
+        arithmetic = operation.flops / (peak * _attention_rate(operation, machine))
+        if operation.causal:
+            arithmetic /= 2
+    return max(arithmetic, operation.bytes_moved / memory_rate(gpu, machine))
+
+
+def memory_rate(gpu: Gpu, machine: Machine) -> float:
+    """Return the bytes per second that elementwise operators reach."""
+    return gpu.memory_bandwidth * machine.memory_efficiency
+
+
+def segment_seconds(
+    segment: Segment, operations: Sequence[Operation], gpu: Gpu, machine: Machine, *, compiled: bool = False
+) -> tuple[float, float]:
+    """Return the device's and the host's seconds for one segment.
+
+    Args:
+        segment: Between two module boundaries.
+        operations: The trace's (:attr:`~fsdptool.records.trace.Trace.operations`).
+        gpu, machine: The hardware.
+        compiled: Whether the module is compiled: elementwise operators are fused, which leaves
+            ``machine.compiled_traffic`` of their traffic and as much of their launches.
+    """
+    costly = [operations[number] for number in segment.operations]
+    share = machine.compiled_traffic if compiled else 1.0
+    moved = max(segment.bytes_moved - sum(operation.bytes_moved for operation in costly), 0)
+    launched = len(costly) + share * max(segment.kernels - len(costly), 0)
+    device = sum(operation_seconds(operation, gpu, machine) for operation in costly)
+    return device + share * moved / memory_rate(gpu, machine), launched * machine.kernel_latency
+
+
+def _attention_rate(operation: Operation, machine: Machine) -> float:
+    rate = machine.matmul_efficiency
+    backward = operation.kind == "attention_backward"
+    if machine.attention:
+        sizes = sorted(machine.attention, key=lambda item: item.head_size)
+        row = next((item for item in sizes if item.head_size >= operation.head_size), sizes[-1])
+        rate = row.backward if backward else row.forward
+    if not operation.fused:
+        rate *= machine.efficient_attention
+    if operation.queries:
+        rate *= operation.queries / (operation.queries + _HALF_SPEED[operation.kind, operation.causal])
+    return rate
