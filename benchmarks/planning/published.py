@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdptool.planning import Options, make_plan, read_request
+from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.plan import Candidate
 
@@ -104,6 +105,7 @@ def write(done: Mapping[str, Any]) -> None:
         "libraries": library_versions(),
         "rows": ordered,
         "summary": summary(ordered),
+        "throughput_range": ranges(ordered),
     }
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
@@ -126,6 +128,21 @@ def _group(row: Mapping[str, Any], what: str) -> str:
     return (
         f"throughput, {row['gpu'].removeprefix('8x ').removeprefix('1x ').split()[0].strip(',')}, {compiled}"
     )
+
+
+def ranges(done: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the range of published over planned throughput, 10th to 90th percentile, per generation."""
+    speeds: dict[str, list[float]] = {}
+    for row in read_rows():
+        speed = done.get(row["id"], {}).get("tokens_per_second_and_gpu")
+        if speed is not None:
+            gpu = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu
+            speeds.setdefault(machine_for(gpu).architecture, []).append(1 / speed["ratio"])
+    spreads = {name: sorted(values) for name, values in sorted(speeds.items())}
+    return {
+        name: (round(percentile(values, 0.1), 2), round(percentile(values, 0.9), 2))
+        for name, values in spreads.items()
+    }
 
 
 def _spread(ratios: Sequence[float]) -> dict[str, float]:

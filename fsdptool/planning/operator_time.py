@@ -49,22 +49,29 @@ def memory_rate(gpu: Gpu, machine: Machine) -> float:
 
 
 def segment_seconds(
-    segment: Segment, operations: Sequence[Operation], gpu: Gpu, machine: Machine, *, compiled: bool = False
+    segment: Segment,
+    operations: Sequence[Operation],
+    seconds: Sequence[float],
+    gpu: Gpu,
+    machine: Machine,
+    *,
+    compiled: bool = False,
 ) -> tuple[float, float]:
     """Return the device's and the host's seconds for one segment.
 
     Args:
         segment: Between two module boundaries.
         operations: The trace's (:attr:`~fsdptool.records.trace.Trace.operations`).
+        seconds: The time of each of them (:func:`operation_seconds`).
         gpu, machine: The hardware.
         compiled: Whether the module is compiled: elementwise operators are fused, which leaves
             ``machine.compiled_traffic`` of their traffic and as much of their launches.
     """
-    costly = [operations[number] for number in segment.operations]
+    costly = segment.operations
     share = machine.compiled_traffic if compiled else 1.0
-    moved = max(segment.bytes_moved - sum(operation.bytes_moved for operation in costly), 0)
+    moved = max(segment.bytes_moved - sum(operations[number].bytes_moved for number in costly), 0)
     launched = len(costly) + share * max(segment.kernels - len(costly), 0)
-    device = sum(operation_seconds(operation, gpu, machine) for operation in costly)
+    device = sum(seconds[number] for number in costly)
     return device + share * moved / memory_rate(gpu, machine), launched * machine.kernel_latency
 
 

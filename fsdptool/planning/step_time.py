@@ -15,7 +15,7 @@ from fsdptool.memory.simulation.groups import Rank, Share
 from fsdptool.memory.simulation.off_step import trained_shards
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
-from fsdptool.planning.operator_time import memory_rate, segment_seconds
+from fsdptool.planning.operator_time import memory_rate, operation_seconds, segment_seconds
 from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
 from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.recipe import Recipe
@@ -52,6 +52,8 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine, *, compiled: bool = F
     host: dict[str, Cost] = {}
     owner = ""
     backward = False
+    operations = trace.operations
+    seconds = [operation_seconds(operation, gpu, machine) for operation in operations]
     for segment in trace.segments:
         if segment.marker == "backward":
             backward = True
@@ -59,8 +61,8 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine, *, compiled: bool = F
         if not segment.kernels:
             continue
         fused = compiled and any(part.isdigit() for part in owner.split("."))
-        seconds, launching = segment_seconds(segment, trace.operations, gpu, machine, compiled=fused)
-        for sums, value in ((device, seconds), (host, launching)):
+        running, launching = segment_seconds(segment, operations, seconds, gpu, machine, compiled=fused)
+        for sums, value in ((device, running), (host, launching)):
             cost = Cost(0.0, value) if backward else Cost(value)
             sums[owner] = sums.get(owner, Cost()) + cost
     return {

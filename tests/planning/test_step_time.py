@@ -146,12 +146,13 @@ def test_causal_attention_computes_half_and_every_kernel_has_its_rate() -> None:
 def test_a_segment_is_its_products_and_the_rest_of_its_traffic() -> None:
     operations = (product(1e12, 10**8), product(2e12, 10**8))
     segment = Segment("enter", "x", bytes_moved=10**9, kernels=12, operations=(1, 1))
-    device, host = segment_seconds(segment, operations, GPU, MACHINE)
-    products = 2 * operation_seconds(operations[1], GPU, MACHINE)
+    seconds = [operation_seconds(operation, GPU, MACHINE) for operation in operations]
+    device, host = segment_seconds(segment, operations, seconds, GPU, MACHINE)
+    products = 2 * seconds[1]
     assert device == pytest.approx(products + 8e8 / memory_rate(GPU, MACHINE))
     assert host == pytest.approx(12 * MACHINE.kernel_latency)
     # Fusion leaves a part of the elementwise traffic, and all of the products.
-    fused, launches = segment_seconds(segment, operations, GPU, MACHINE, compiled=True)
+    fused, launches = segment_seconds(segment, operations, seconds, GPU, MACHINE, compiled=True)
     share = MACHINE.compiled_traffic
     assert fused == pytest.approx(products + share * 8e8 / memory_rate(GPU, MACHINE))
     assert launches == pytest.approx((2 + 10 * share) * MACHINE.kernel_latency)
