@@ -216,7 +216,7 @@ def _with_rates(row: Machine, gpu: Gpu | None, *, given: bool) -> Machine:
 
 @cache
 def _architectures() -> tuple[dict[str, Any], ...]:
-    """Return the generations, specific names first; the last names nothing and fits every GPU."""
+    """Return the generations, specific names first; the last row matches every GPU."""
     data = json.loads(_ARCHITECTURES.read_text(encoding="utf-8"))
     rows = []
     for item in data["architectures"]:
