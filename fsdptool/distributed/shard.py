@@ -237,6 +237,14 @@ def reshard_all(model: nn.Module) -> None:
     forget = getattr(model, "reset_iter_state", None)
     if forget is not None:
         forget()
+        return
+    for module in sharded_modules(model):
+        # torch 2.11 has no function for it; backward's end clears the same two lists (_fsdp_state.py:
+        # _root_post_backward_final_callback, _fsdp_param_group.py:finalize_backward).
+        state: Any = module._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group._post_forward_indices.clear()
 
 
 def managed_names(model: nn.Module, module: FSDPModule) -> list[str]:

@@ -35,22 +35,25 @@ def examine(*, with_probe: bool = True) -> tuple[Health, tuple[Diagnostic, ...]]
     """Return the state of the machine and findings; nothing is changed outside the temporary folder.
 
     Args:
-        with_probe: Start two processes per device type and really shard (several seconds).
+        with_probe: Start two processes on the CPU, and up to two on GPUs, and really shard (several seconds).
     """
     diagnostics: list[Diagnostic] = [*untested_versions()]
     devices = _devices(diagnostics)
     probes: list[Probe] = []
     if with_probe:
-        kinds: list[DeviceType] = ["cpu", "cuda"] if len(devices) > 1 else ["cpu"]
-        probes = [_probe(kind) for kind in kinds]
+        probes = [_probe("cpu", 2)]
+        if devices:
+            # One GPU shows whether CUDA, NCCL and the kernels work, if not whether ranks reach each other.
+            probes.append(_probe("cuda", min(len(devices), 2)))
         for probe in probes:
             if not probe.ok:
                 diagnostics.append(
                     Diagnostic(
                         "DOC003",
                         "error",
-                        f"FSDP2 sharding failed on two {probe.device} processes: {probe.reason}",
-                        help="runs with more than one process will fail on this machine",
+                        f"FSDP2 sharding failed on {probe.device} (processes: {probe.processes}):"
+                        f" {probe.reason}",
+                        help="runs on such processes will fail on this machine",
                     )
                 )
     health = Health(
@@ -154,7 +157,7 @@ def _cache(diagnostics: list[Diagnostic]) -> CacheState:
     return CacheState(str(folder), writable, len(entries), sum(entry.bytes for entry in entries))
 
 
-def _probe(device: DeviceType) -> Probe:
+def _probe(device: DeviceType, processes: int) -> Probe:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -164,7 +167,16 @@ def _probe(device: DeviceType) -> Probe:
     with tempfile.TemporaryDirectory(prefix="fsdptool-probe-") as folder:
         environment[FOLDER] = folder
         argv = [sys.executable, "-P", "-m", "fsdptool.distributed.rendezvous", "torchrun", "--nnodes", "1"]
-        argv += ["--nproc-per-node", "2", "--rdzv-backend", LOCAL, "--module", _PROBE, folder, device]
+        argv += [
+            "--nproc-per-node",
+            str(processes),
+            "--rdzv-backend",
+            LOCAL,
+            "--module",
+            _PROBE,
+            folder,
+            device,
+        ]
         try:
             done = subprocess.run(
                 argv,
@@ -176,15 +188,15 @@ def _probe(device: DeviceType) -> Probe:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return _verdict(device, [], f"no result within {PROBE_SECONDS:.0f} s")
+            return _verdict(device, processes, [], f"no result within {PROBE_SECONDS:.0f} s")
         reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
-    if done.returncode == 0 and len(reports) == 2:
-        return _verdict(device, reports, None)
+    if done.returncode == 0 and len(reports) == processes:
+        return _verdict(device, processes, reports, None)
     errors = [line.strip() for line in done.stderr.splitlines() if "Error" in line]
-    return _verdict(device, reports, errors[0] if errors else f"exit status {done.returncode}")
+    return _verdict(device, processes, reports, errors[0] if errors else f"exit status {done.returncode}")
 
 
-def _verdict(device: DeviceType, reports: list[dict[str, Any]], reason: str | None) -> Probe:
+def _verdict(device: DeviceType, processes: int, reports: list[dict[str, Any]], reason: str | None) -> Probe:
     sharded = bool(reports) and all(item["sharded"] for item in reports)
     equal = bool(reports) and all(item["equal"] for item in reports)
     if reason is None and not sharded:
@@ -195,7 +207,7 @@ def _verdict(device: DeviceType, reports: list[dict[str, Any]], reason: str | No
     return Probe(
         device=device,
         backend=reports[0]["backend"] if reports else None,
-        processes=2,
+        processes=processes,
         sharded=sharded,
         equal=equal,
         difference=max((item["difference"] for item in reports), default=None),
@@ -212,8 +224,8 @@ RULES = (
          "Every result is recomputed.",
          "Set FSDPTOOL_CACHE to a writable folder."),
     Rule("DOC003", "FSDP2 sharding failed", "error",
-         "A probe in which two processes shard a small model failed. Runs with more than one process will "
-         "fail, too.",
+         "A probe in which one or two processes shard a small model failed. Runs on that device will fail, "
+         "too.",
          "Read the reason in the message and repair the installation."),
     Rule("DOC004", "library version not tested", "warning",
          "fsdptool uses internals of torch and exact behaviour of the model libraries. This version is "

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -124,18 +126,45 @@ def _read_claim(path: Path) -> tuple[frozenset[str], str] | None:
 
 def local_cluster(settings: FsdpSettings) -> Cluster | None:
     """Return the cluster this machine's GPUs make, from the catalogue, or None if the GPU is not in it."""
-    import torch
-
     from fsdptool.errors import FsdptoolError
     from fsdptool.planning import load_gpu
 
-    name = torch.cuda.get_device_properties(0).name
+    name = gpu_name()
     per_machine = (settings.num_processes or 1) // max(settings.num_machines, 1)
     try:
-        gpu = load_gpu(name)
+        gpu = load_gpu(name) if name else None
     except FsdptoolError:
+        gpu = None
+    if gpu is None:
         return None
-    return Cluster(gpu, per_machine, max(settings.num_machines, 1))
+    environment = {key: os.environ[key] for key in _PLANNED_VARIABLES if key in os.environ}
+    return Cluster(gpu, per_machine, max(settings.num_machines, 1), environment=environment)
+
+
+_PLANNED_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+"""Variables that workers inherit and that change the memory of a run (``planning/hardware.py``)."""
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def gpu_name() -> str | None:
+    """Return the name of the first GPU of this machine, or None if nothing tells it.
+
+    The driver's files tell it for nothing. torch would open a CUDA context, which costs this process half a
+    GiB of the GPU as long as it lives, so it is asked in a process of its own.
+    """
+    for path in sorted(_DRIVER.glob("*/information")):
+        with suppress(OSError):
+            if match := re.search(r"^Model:\s*(\S.*?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE):
+                return match[1]
+    ask = "import torch; print(torch.cuda.get_device_properties(0).name)"
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-P", "-c", ask], capture_output=True, text=True, timeout=120, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None
 
 
 UNTESTED = "DOC004"

@@ -130,7 +130,7 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A run of FSDP2 on two processes.
+    """A run of FSDP2 on two processes, or on one where there is one GPU.
 
     Attributes:
         device: Device type of the processes.

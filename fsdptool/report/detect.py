@@ -303,6 +303,7 @@ def print_doctor(document: Mapping[str, Any]) -> None:
             text = f"yes, weights equal a plain loop's to {probe['difference']:.1e}"
         else:
             text = f"NO: {probe['reason']}"
-        print_line(f"FSDP2 shards over two {probe['device']} processes ({probe['backend']}): {text}")
+        ranks = f"{probe['processes']} {probe['device']} process{'es' if probe['processes'] > 1 else ''}"
+        print_line(f"FSDP2 shards on {ranks} ({probe['backend']}): {text}")
     for finding in document["diagnostics"]:
         print_finding(finding["severity"], finding["code"], finding["message"], finding["help"])

@@ -1,7 +1,8 @@
 """What was alive when a rank ran out of memory, and at which moment of the step it was.
 
 The exception's traceback keeps the frames of the failed call alive, and with them what they held, so
-the tensors can still be counted and named after the fact.
+the tensors can still be counted and named after the fact. What only autograd's nodes hold has no Python
+object, so the garbage collector does not list it; on a GPU the allocator's own counter includes it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,18 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
-"""torch 2.13, c10/core/impl/alloc_cpu.cpp; CUDA has an exception class of its own."""
+_REFUSALS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""Messages of those that have no exception class of their own (torch 2.13): the CPU's allocator
+(c10/core/impl/alloc_cpu.cpp), the CUDA runtime outside the caching allocator (c10/cuda/CUDAException.cpp),
+cuBLAS and cuDNN (aten/src/ATen/cuda/CUDAContextLight.h, aten/src/ATen/cudnn/Exceptions.h)."""
+
+_NCCL_REFUSAL = re.compile(r"NCCL.*(Cuda failure( \d+)? 'out of memory'|Failed to CUDA calloc)", re.DOTALL)
+"""NCCL allocates its buffers itself and quotes the runtime (NCCL 2.28, src/include/alloc.h, checks.h)."""
 
 _UNNAMED = "activations, gradients and temporaries"
 _SHOWN = 16
@@ -25,9 +36,11 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error is an allocator's refusal."""
-    name = type(error).__name__
-    return name == "OutOfMemoryError" or isinstance(error, MemoryError) or _CPU_REFUSAL in str(error)
+    """Say whether an error is an allocator's refusal: torch's, the runtime's, a library's or the host's."""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return True
+    text = str(error)
+    return any(refusal in text for refusal in _REFUSALS) or _NCCL_REFUSAL.search(text) is not None
 
 
 def describe_out_of_memory(error: BaseException) -> dict[str, Any]:
@@ -49,11 +62,15 @@ def describe_out_of_memory(error: BaseException) -> dict[str, Any]:
         by_kind[kinds.get(key, _UNNAMED)] += size
         by_name[names.get(key, _UNNAMED)] += size
     on_cuda = _on_cuda()
+    allocated = _allocated(storages)
+    if (unseen := allocated - sum(storages.values())) > 0:
+        by_kind[_UNNAMED] += unseen
+        by_name[_UNNAMED] += unseen
     return {
         "moment": _moment(error.__traceback__, roots),
         "requested_bytes": _requested(str(error)),
         "device": "cuda" if on_cuda else "cpu",
-        "allocated_bytes": torch.cuda.memory_allocated() if on_cuda else sum(storages.values()),
+        "allocated_bytes": allocated,
         "reserved_bytes": torch.cuda.memory_reserved() if on_cuda else None,
         "device_bytes": torch.cuda.mem_get_info()[1] if on_cuda else None,
         "live": _largest(by_kind),
@@ -127,6 +144,13 @@ def _on_cuda() -> bool:
     # is_initialized is not annotated in torch 2.13.
     initialised: Any = torch.cuda.is_initialized
     return torch.cuda.is_available() and bool(initialised())
+
+
+def _allocated(storages: dict[int, int]) -> int:
+    """Return the allocator's own count on a GPU; the CPU's allocator keeps none."""
+    import torch
+
+    return torch.cuda.memory_allocated() if _on_cuda() else sum(storages.values())
 
 
 def _storages() -> dict[int, int]:

@@ -150,7 +150,7 @@ class RunState:
     def rank_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's random generators' states, and optimizer states no other rank could use."""
         tensors = {"rng_cpu": torch.get_rng_state(), **self.optimizer.own_tensors()}
-        if torch.cuda.is_available():
+        if _computes_on_cuda():
             tensors["rng_cuda"] = torch.cuda.get_rng_state()
         return tensors
 
@@ -168,12 +168,20 @@ class RunState:
         self.batches.load_state_dict(progress["data"])
         if self.scaler is not None and progress.get("scaler"):
             self.scaler.load_state_dict(progress["scaler"])
+        # Seeds the generators of all devices: of the GPU, too, where the checkpoint is a CPU run's.
+        torch.manual_seed(derive_seed(self.seed, "resume", self.step, self.rank))
         if rank_tensors is None:
-            torch.manual_seed(derive_seed(self.seed, "resume", self.step, self.rank))
             return
         torch.set_rng_state(rank_tensors["rng_cpu"].cpu())
-        if "rng_cuda" in rank_tensors and torch.cuda.is_available():
+        if "rng_cuda" in rank_tensors and _computes_on_cuda():
             torch.cuda.set_rng_state(rank_tensors["rng_cuda"].cpu())
+
+
+def _computes_on_cuda() -> bool:
+    """Say whether this process uses a GPU: a run on the CPU of a machine with GPUs does not."""
+    # is_initialized is not annotated in torch 2.13.
+    initialised: Any = torch.cuda.is_initialized
+    return bool(initialised())
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -14,6 +14,8 @@ from packaging.version import Version
 from fsdptool.launch import doctor
 from fsdptool.launch import machine as versions
 from fsdptool.launch.prepare import prepare
+from fsdptool.planning.hardware import expands
+from fsdptool.records.sharding import FsdpSettings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -57,3 +59,16 @@ def test_other_versions_are_one_line_of_doctor_and_of_the_preflight(
     assert [item.severity for item in told] == ["warning"]
     assert notes == (told[0].message,)
     assert re.fullmatch(r"torch \S+ was not tested .* tested versions are 2\.11 to 2\.13", notes[0])
+
+
+def test_the_gpu_is_named_by_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CUDA context is opened for it; variables that workers inherit are part of the prediction."""
+    folder = tmp_path / "0000:1b:00.0"
+    folder.mkdir()
+    (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 16\n", encoding="utf-8")
+    monkeypatch.setattr(versions, "_DRIVER", tmp_path)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    cluster = versions.local_cluster(FsdpSettings(num_processes=2))
+    assert cluster is not None and cluster.gpu is not None
+    assert cluster.gpu.name.startswith("H200") and cluster.gpus_per_node == 2
+    assert expands(cluster)

@@ -71,6 +71,13 @@ class State:
         )
 
 
+class GpuState(State):
+    """One that also has the random generator of a GPU."""
+
+    def rank_tensors(self) -> dict[str, torch.Tensor]:
+        return {**super().rank_tensors(), "rng_cuda": torch.zeros(16, dtype=torch.uint8)}
+
+
 def checkpointer(
     folder: str, *, resume: str | None = None, origin: str | None = None, **policy: Any
 ) -> RunCheckpointer:
@@ -99,10 +106,10 @@ def save_steps(folder: str, steps: list[int], policy: dict[str, Any], replicate:
 
 
 def load_newest(
-    folder: str, resume: str = "auto", replicate: int = 1, origin: str | None = None
+    folder: str, resume: str = "auto", replicate: int = 1, origin: str | None = None, on_gpu: bool = False
 ) -> dict[str, Any]:
     """Load what ``resume`` names into a state of zeros, and say what arrived."""
-    state = State(0, replicate)
+    state = GpuState(0, replicate) if on_gpu else State(0, replicate)
     for tensor in state.tensors().values():
         tensor.mul_(0)
     step = checkpointer(folder, resume=resume, origin=origin).load(state)

@@ -39,6 +39,13 @@ def test_a_checkpoint_is_read_on_any_number_of_ranks_and_mesh(
         assert [item["own"] for item in found] == expected, "generators belong to a number of ranks"
 
 
+def test_a_checkpoint_of_cpu_ranks_is_read_on_gpus(pool: Pool, tmp_path: Path) -> None:
+    """It has no state of a GPU's random generator, which a run on GPUs would otherwise demand."""
+    pool.run(cases.save_steps, 2, str(tmp_path), [3], {})
+    found = pool.run(cases.load_newest, 2, str(tmp_path), "auto", 1, None, True)
+    assert all(item["right"] for item in found) and [item["own"] for item in found] == [[3, 0], [3, 1]]
+
+
 def test_replicas_are_saved_once_and_read_everywhere(pool: Pool, tmp_path: Path) -> None:
     pool.run(cases.save_steps, 4, str(tmp_path), [2], {}, 2)
     files = checkpoint(tmp_path, 2).glob("shard-*.safetensors")

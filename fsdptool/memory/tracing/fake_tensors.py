@@ -197,6 +197,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except BY_VALUE:
             if known:
                 return tree_map(_imitated, self._computed(func, args, kwargs))
+            if name == "bincount" and (length := kwargs.get("minlength", args[2] if len(args) > 2 else 0)):
+                return args[0].new_empty(length, dtype=torch.long)
             indices = self._positions(args[1]) if name == "index" else None
             if indices is None:
                 raise

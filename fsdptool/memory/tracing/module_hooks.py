@@ -7,13 +7,14 @@ calls for them again; when the gradients of all inputs are complete the module i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
+from torch.distributed.fsdp import _common_utils
 from torch.distributed.utils import _apply_to_tensors
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdptool.memory.tracing.fake_tensors import Conditions
 from fsdptool.memory.tracing.recorder import Recorder
@@ -82,10 +83,10 @@ class ModuleHooks:
             self._recorder.mark("enter", self._prefix + path)
             if not torch.is_grad_enabled():
                 return args, kwargs
-            tensors = collect_grad_tensors((args, kwargs))
+            tensors = grad_tensors((args, kwargs))
             if tensors:
                 marked = _Complete.apply(self, path, *tensors)  # type: ignore[no-untyped-call]
-                args, kwargs = replace_grad_tensors((args, kwargs), iter(marked))
+                args, kwargs = with_grad_tensors((args, kwargs), iter(marked))
             return args, kwargs
 
         return hook
@@ -109,13 +110,42 @@ class ModuleHooks:
                 return None
             self._recorder.mark("leave", self._prefix + path)
             if torch.is_grad_enabled():
-                for tensor in collect_grad_tensors(output):
+                for tensor in grad_tensors(output):
                     tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
             if casts and self._conditions.output is not None:
                 return _to(output, self._conditions.output)
             return None
 
         return hook
+
+
+def grad_tensors(tree: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a nested structure that require gradients, as FSDP2's hooks find them.
+
+    torch 2.13 also looks into dataclasses (``_common_utils.py:collect_grad_tensors``); torch 2.11 flattens
+    the structure as a pytree (``_fsdp_state.py:_register_pre_backward_hook``).
+    """
+    collect = getattr(_common_utils, "collect_grad_tensors", None)
+    if collect is not None:
+        return tuple(collect(tree))
+    return tuple(leaf for leaf in tree_leaves(tree) if _requires_grad(leaf))
+
+
+def with_grad_tensors(tree: Any, substitutes: Iterator[torch.Tensor]) -> Any:
+    """Return a nested structure whose tensors that require gradients are replaced, in order.
+
+    Args:
+        tree: What :func:`grad_tensors` was called with.
+        substitutes: One tensor for each that it returned.
+    """
+    replace = getattr(_common_utils, "replace_grad_tensors", None)
+    if replace is not None:
+        return replace(tree, substitutes)
+    return tree_map(lambda leaf: next(substitutes) if _requires_grad(leaf) else leaf, tree)
+
+
+def _requires_grad(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _to(values: Any, dtype: torch.dtype) -> Any:

@@ -23,6 +23,12 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"})
 """In-place operators that do not read what they write to."""
 
+_ATTENTION = frozenset(
+    f"_scaled_dot_product_{kernel}"
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+)
+"""Attention operators: query, key and value come first, in backward after the gradient of the output."""
+
 
 def launches(func: Any) -> bool:
     """Return whether an operator that returns new or changed memory runs a kernel."""
@@ -35,8 +41,8 @@ def operation_of(
     """Return the matrix product or attention kernel that an operator is; None for every other.
 
     FLOPs are those of torch's own formulas, and of our own where it lacks one (``torch/utils/
-    flop_counter.py``, 2.13: none for the CPU's flash kernel and for grouped products). As there,
-    causal attention counts whole.
+    flop_counter.py``: none for the CPU's flash kernel and for grouped products in 2.13, and that of
+    2.11 refuses grouped-query attention). As there, causal attention counts whole.
 
     Args:
         func: The operator.
@@ -49,10 +55,10 @@ def operation_of(
     backward = "backward" in name
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
         flops = _grouped(args[0], args[1], out)
-    elif name == "_scaled_dot_product_flash_attention_for_cpu":
-        flops = _attention(args[0], args[1], args[2])
-    elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        flops = 2.5 * _attention(args[1], args[2], args[3])
+    elif name in _ATTENTION:
+        flops = _attention(*args[:3])
+    elif name.removesuffix("_backward") in _ATTENTION:
+        flops = _attention_backward(*args[1:4])
     elif (formula := _formulas().get(packet)) is not None:
         flops = float(formula(*args, **kwargs, out_val=out))
     else:
@@ -120,3 +126,9 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> f
     """Two products over heads x queries x keys (Dao et al. 2022)."""
     queries = prod(query.shape[:-1])
     return 2.0 * queries * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
+    """Five products: the scores again, then the gradients of scores, values, queries and keys."""
+    queries = prod(query.shape[:-1])
+    return 2.0 * queries * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])

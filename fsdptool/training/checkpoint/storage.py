@@ -324,15 +324,19 @@ def load_into(state: TrainState, path: Path, manifest: Manifest, group: dist.Pro
     """
     rank = _rank(group)
     same_ranks = manifest.world_size == (dist.get_world_size(group) if dist.is_initialized() else 1)
+    reader = HuggingFaceStorageReader(str(path))
     own = (
         {name: torch.empty_like(value) for name, value in state.rank_tensors().items()} if same_ranks else {}
     )
+    if "rng_cuda" in own and own_name(rank, "rng_cuda") not in reader.read_metadata().state_dict_metadata:
+        # Written by a run on the CPU, which has no such generator.
+        del own["rng_cuda"]
     targets: dict[str, Any] = dict(state.tensors())
     targets.update({own_name(rank, name): value for name, value in own.items()})
     try:
         load(
             targets,
-            storage_reader=HuggingFaceStorageReader(str(path)),
+            storage_reader=reader,
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
