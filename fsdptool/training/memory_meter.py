@@ -176,14 +176,22 @@ def allocator_events() -> Iterator[Any]:
 
     kineto refuses a profile, with a line in the log alone, whose preparation takes two seconds of the
     system's clock, and to stop a refused one is a segmentation fault (torch 2.13). A process that waits
-    that long for a core, or whose clock is set meanwhile, prepares again: the new one replaces the old.
+    that long for a core, or whose clock is set meanwhile, prepares again: the new one replaces the old. torch
+    2.11 refuses to prepare again and profiles after a slow preparation, too.
     """
     from torch.profiler import ProfilerActivity, profile
 
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    prepared = False
     while True:
         begun = time.time()
-        profiler.prepare_trace()
+        try:
+            profiler.prepare_trace()
+        except RuntimeError:
+            if not prepared:
+                raise
+            break
+        prepared = True
         if 0 <= time.time() - begun < _PREPARED_WITHIN:
             break
     profiler.start_trace()

@@ -230,7 +230,15 @@ def load_class(library: str, name: str) -> Any:
     """
     from torch import nn
 
-    module = import_module(library)
+    try:
+        module = import_module(library)
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"{name} is a class of {library}, which is not installed"
+            if error.name == library
+            else f"{name}: {one_line(error)}",
+            help=f"pip install {error.name}",
+        ) from error
     try:
         # diffusers loads bitsandbytes where it is installed, which remarks on CPUs' inference kernels.
         with quiet("bitsandbytes"):
