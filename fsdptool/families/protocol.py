@@ -84,10 +84,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoraTargets:
-    """Module suffixes and fused parameters that LoRA adapts by default."""
+    """Module suffixes and fused parameters that LoRA adapts by default.
+
+    ``exclude`` is a regular expression of module paths that LoRA never adapts, whatever the suffix: layers of
+    another type that have the same name.
+    """
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...] = ()
+    exclude: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ In a plugin's tests::
         assert_conforms(MyFamily())
 
 Every flavour is built at its true size on the meta device; its exact total, wrap choice, batch
-spec and LoRA targets are checked; a shrunk copy is then trained for one step on the CPU. torch is
-imported on use.
+spec and LoRA targets are checked; a shrunk copy is then trained for one step on the CPU, and its merged
+adapters are compared with the adapters beside it. torch is imported on use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.protocol import API_VERSION, Family, Flavour, Objective, TensorSpec
 from fsdptool.families.synthetic import shrink, synthesise
 from fsdptool.records.anatomy import ModelSpec, Reference
-from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -281,7 +281,59 @@ def _training(family: Family, flavour: Flavour) -> list[str]:
     ]
     if broken:
         problems.append(f"{len(broken)} gradients are not finite ({broken[0]}, ...)")
-    return problems
+    return problems + list(_merging(family, small_model(family, flavour)))
+
+
+def _merging(family: Family, small: SmallModel) -> Iterator[str]:
+    """Compare a shrunk copy that carries random adapters with one that has them merged, as an export does."""
+    import copy
+
+    import torch
+
+    from fsdptool.modeling.methods import inject, is_adapter
+    from fsdptool.training.export.adapters import merged_fetch
+
+    if not family.lora_targets(small.spec.config).modules:
+        return
+    adapted, merged = small.model.eval(), copy.deepcopy(small.model).eval()
+    recipe = Recipe(model=ModelChoice(small.spec.reference.id), method=Method(name="lora"))
+    with torch.no_grad():
+        for parameter in merged.parameters():
+            # A last layer that starts at zero hides every change before it.
+            if not parameter.any():
+                parameter.fill_(0.01)
+    adapted.load_state_dict(merged.state_dict())
+    inject(adapted, recipe, family, small.spec.config)
+    generator = torch.Generator().manual_seed(1)
+    for path, module in adapted.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_adapter(f"{path}.{name}"):
+                value = torch.randn(parameter.shape, generator=generator) * 0.2
+                module.register_parameter(name, torch.nn.Parameter(value.to(parameter.dtype)))
+    values: dict[str, Tensor] = dict(adapted.named_parameters(remove_duplicate=False))
+    values |= dict(adapted.named_buffers(remove_duplicate=False))
+    fetch = merged_fetch(copy.deepcopy(adapted).to("meta"), lambda name: values[name].detach())
+    plain = _predictions(small, merged)
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            parameter.copy_(fetch(name))
+    with_adapters, without = _predictions(small, adapted), _predictions(small, merged)
+    change = max(float((value - plain[name]).norm()) for name, value in with_adapters.items())
+    error = max(float((value - without[name]).norm()) for name, value in with_adapters.items())
+    if not change:
+        yield "LoRA adapters with random values change nothing in what the model predicts"
+    # float32 arithmetic leaves under a hundredth of the change; a layer that is left out leaves most of it.
+    elif not error < 0.05 * change:
+        yield f"merging LoRA adapters loses {error / change:.0%} of what they change in the prediction"
+
+
+def _predictions(small: SmallModel, model: nn.Module) -> dict[str, Tensor]:
+    import torch
+
+    with torch.no_grad():
+        torch.manual_seed(0)
+        predicted = small.objective.predict(model, small.batch)
+    return {name: value.float() for name, value in predicted.items() if value.is_floating_point()}
 
 
 def _batch_problems(family: Family, small: SmallModel) -> Iterator[str]:

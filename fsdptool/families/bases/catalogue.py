@@ -105,7 +105,7 @@ class CatalogueFamily(Family):
         self.default_objective = card.objective
         self.package = card.package
         self.claims = card.match
-        self.lora = LoraTargets(card.lora, card.lora_parameters)
+        self.lora = LoraTargets(card.lora, card.lora_parameters, card.options.get("lora_exclude"))
         self.hint = WrapHint(card.wrap, card.wrap_reason) if card.wrap else None
         self.options = card.options
 
@@ -154,7 +154,7 @@ class CatalogueFamily(Family):
         """Return the card's LoRA targets; fused experts only where the configuration has experts."""
         key = self.options.get("experts_when")
         if key is not None and not (config.get("text_config") or config).get(key):
-            return LoraTargets(self.lora.modules)
+            return LoraTargets(self.lora.modules, exclude=self.lora.exclude)
         return self.lora
 
     def wrap_hint(self, config: Mapping[str, Any]) -> WrapHint | None:

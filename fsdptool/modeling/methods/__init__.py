@@ -229,6 +229,7 @@ def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) ->
         lora_dropout=lora.dropout,
         target_modules=list(modules) or None,
         target_parameters=list(parameters) or None,
+        exclude_modules=defaults.exclude,
     )
 
 

@@ -182,12 +182,20 @@ def _delta(path: str, layer: Any, fetch: Callable[[str], torch.Tensor], value: t
     own = {name: p for name, p in layer.named_parameters() if is_adapter(name) and "base_layer" not in name}
     for name in own:
         _put(layer, name, nn.Parameter(fetch(f"{path}.{name}"), requires_grad=False))
+    # peft's wrapper of a parameter moves the change to the device of the base parameter, which is meta here.
+    leaf = getattr(layer, "parameter_name", None)
+    base = layer.get_base_layer()
+    on_meta = getattr(base, leaf) if leaf else None
+    if leaf:
+        base.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
     try:
         with torch.no_grad():
             change: torch.Tensor = layer.get_delta_weight(ADAPTER)
     finally:
         for name, parameter in own.items():
             _put(layer, name, parameter)
+        if leaf:
+            base.register_parameter(leaf, on_meta)
     return change.to(value.dtype)
 
 
