@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.errors import FsdptoolError
-from fsdptool.families.registry import family_of
 from fsdptool.formatting import amount
+from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search import roomy
 from fsdptool.planning.verdict import HEADROOM
@@ -113,7 +113,7 @@ def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     batch = recipe.batch
     if any(size is not None for size in (batch.sequence_length, batch.height, batch.width, batch.frames)):
         return []
-    tensors = family_of(spec).batch_spec(spec.config, recipe)
+    tensors = batch_spec(spec, recipe)
     shapes = [
         f"{item.name} {' x '.join(map(str, item.shape[1:]))}" for item in tensors if len(item.shape) > 1
     ]
@@ -134,7 +134,7 @@ def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     kind = recipe.objective.name or spec.objective
     if kind != "causal_lm" or data.source == "synthetic" or not (data.packing and data.document_mask):
         return []
-    names = {item.name for item in family_of(spec).batch_spec(spec.config, recipe)}
+    names = {item.name for item in batch_spec(spec, recipe)}
     if "position_ids" in names or "pixel_values" in names:
         return []
     return [

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
+from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.planning.advice import advise, routing, routing_note
 from fsdptool.planning.batch_sizes import largest_batch
 from fsdptool.planning.clusters import describe
@@ -253,8 +254,6 @@ def inspect_model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
 
 
 def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
-    from fsdptool.families.registry import family_of
-
     if anatomy.total_parameters >= 1 << 48:
         raise PlanError(
             f"{anatomy.total_parameters:,} parameters are too many for memory arithmetic",
@@ -269,7 +268,7 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
                 help=f"use at most {positions}; to extend the context: --override {key}={length}",
             )
     # The family knows the rest: positions its configuration class defaults to, sizes images must have.
-    family_of(spec).batch_spec(spec.config, recipe)
+    batch_spec(spec, recipe)
 
 
 def _conclude(
