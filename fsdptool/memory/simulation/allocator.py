@@ -23,6 +23,27 @@ _MIDDLE = 10 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _ROUND_LARGE = 2 * MIB
 _MINIMUM = 512
+_SERIAL_BITS = 32
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """The free chunks of one stream and size class.
+
+    A free chunk's place is an integer, its size above its serial number, so that a sorted list of integers
+    gives the best fit: the smallest size, and of equal sizes the oldest chunk.
+
+    Attributes:
+        small: Whether it serves requests of up to 1 MiB.
+        places: Places of the free chunks, sorted.
+        free: The free chunks by place.
+        tail: The last chunk of the growing range, where segments are expandable.
+    """
+
+    small: bool
+    places: list[int] = field(default_factory=list)
+    free: dict[int, Chunk] = field(default_factory=dict)
+    tail: Chunk | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +51,7 @@ class Chunk:
     """A piece of a segment; neighbours are linked."""
 
     size: int
-    pool: tuple[int, bool]
+    pool: Pool
     serial: int
     free: bool = False
     before: Chunk | None = None
@@ -41,6 +62,9 @@ class Chunk:
 class CachingAllocator:
     """Segments, free lists and the two counters that ``torch.cuda.memory_stats`` reports.
 
+    A search replays some hundred thousand requests: what each of them does is written out in
+    :meth:`allocate` and :meth:`release` rather than split into further methods.
+
     Args:
         expandable: ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
     """
@@ -50,46 +74,71 @@ class CachingAllocator:
     allocated: int = 0
     reserved_peak: int = 0
     allocated_peak: int = 0
-    _free: dict[tuple[int, bool], list[tuple[int, int, Chunk]]] = field(default_factory=dict)
-    _tail: dict[tuple[int, bool], Chunk] = field(default_factory=dict)
+    _pools: dict[tuple[int, bool], Pool] = field(default_factory=dict)
     _serial: int = 0
 
     def allocate(self, size: int, stream: int = 0) -> Chunk:
         """Return a chunk of at least ``size`` bytes."""
-        rounded_size = max(-(-size // _MINIMUM) * _MINIMUM, _MINIMUM)
-        pool = (stream, rounded_size <= _SMALL)
-        chunk = self._best_fit(pool, rounded_size) or self._grow(pool, rounded_size)
+        rounded_size = -(-size // _MINIMUM) * _MINIMUM or _MINIMUM
+        small = rounded_size <= _SMALL
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(small)
+        places = pool.places
+        index = bisect_left(places, rounded_size << _SERIAL_BITS)
+        chunk = pool.free.pop(places.pop(index)) if index < len(places) else self._grow(pool, rounded_size)
         left = chunk.size - rounded_size
-        if left >= _MINIMUM if pool[1] or self.expandable else left > _SMALL:
-            self._split(chunk, rounded_size)
+        if left >= _MINIMUM if small or self.expandable else left > _SMALL:
+            self._serial = serial = self._serial + 1
+            after = chunk.after
+            rest = Chunk(left, pool, serial, True, chunk, after)
+            chunk.size = rounded_size
+            chunk.after = rest
+            if after is not None:
+                after.before = rest
+            if pool.tail is chunk:
+                pool.tail = rest
+            place = left << _SERIAL_BITS | serial
+            insort(places, place)
+            pool.free[place] = rest
         chunk.free = False
         self.allocated += chunk.size
-        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        if self.allocated > self.allocated_peak:
+            self.allocated_peak = self.allocated
         return chunk
 
     def release(self, chunk: Chunk) -> None:
-        """Give a chunk back to its stream's free list."""
-        self.allocated -= chunk.size
-        for neighbour in (chunk.before, chunk.after):
-            if neighbour is not None and neighbour.free:
-                self._unlist(neighbour)
-                self._merge(chunk, neighbour)
+        """Give a chunk back to its stream's free list, merged with its free neighbours."""
+        pool, before, after = chunk.pool, chunk.before, chunk.after
+        places = pool.places
+        size = chunk.size
+        self.allocated -= size
+        if before is not None and before.free:
+            place = before.size << _SERIAL_BITS | before.serial
+            del pool.free[place], places[bisect_left(places, place)]
+            size += before.size
+            chunk.before = before = before.before
+            if before is not None:
+                before.after = chunk
+        if after is not None and after.free:
+            place = after.size << _SERIAL_BITS | after.serial
+            del pool.free[place], places[bisect_left(places, place)]
+            size += after.size
+            if pool.tail is after:
+                pool.tail = chunk
+            chunk.after = after = after.after
+            if after is not None:
+                after.before = chunk
+        chunk.size = size
         chunk.free = True
-        self._list(chunk)
+        place = size << _SERIAL_BITS | chunk.serial
+        insort(places, place)
+        pool.free[place] = chunk
 
-    def _best_fit(self, pool: tuple[int, bool], size: int) -> Chunk | None:
-        chunks = self._free.get(pool)
-        if not chunks:
-            return None
-        index = bisect_left(chunks, size, key=lambda entry: entry[0])
-        if index == len(chunks):
-            return None
-        return chunks.pop(index)[2]
-
-    def _grow(self, pool: tuple[int, bool], size: int) -> Chunk:
+    def _grow(self, pool: Pool, size: int) -> Chunk:
         if self.expandable:
             return self._extend(pool, size)
-        if pool[1]:
+        if pool.small:
             segment = _SMALL_SEGMENT
         elif size < _MIDDLE:
             segment = _LARGE_SEGMENT
@@ -98,14 +147,15 @@ class CachingAllocator:
         self._reserve(segment)
         return self._chunk(segment, pool)
 
-    def _extend(self, pool: tuple[int, bool], size: int) -> Chunk:
+    def _extend(self, pool: Pool, size: int) -> Chunk:
         """Map pages behind the pool's last chunk, using what is free of it."""
-        page = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
-        last = self._tail.get(pool)
+        page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
+        last = pool.tail
         usable = 0
         if last is not None and last.free:
-            self._unlist(last)
             usable = last.size
+            place = usable << _SERIAL_BITS | last.serial
+            del pool.free[place], pool.places[bisect_left(pool.places, place)]
         mapped = -(-(size - usable) // page) * page
         self._reserve(mapped)
         if last is not None and usable:
@@ -115,53 +165,16 @@ class CachingAllocator:
         chunk.before = last
         if last is not None:
             last.after = chunk
-        self._tail[pool] = chunk
+        pool.tail = chunk
         return chunk
 
     def _reserve(self, size: int) -> None:
         self.reserved += size
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
-    def _chunk(self, size: int, pool: tuple[int, bool]) -> Chunk:
+    def _chunk(self, size: int, pool: Pool) -> Chunk:
         self._serial += 1
         return Chunk(size, pool, self._serial)
-
-    def _split(self, chunk: Chunk, size: int) -> None:
-        rest = self._chunk(chunk.size - size, chunk.pool)
-        chunk.size = size
-        rest.before, rest.after = chunk, chunk.after
-        if chunk.after is not None:
-            chunk.after.before = rest
-        chunk.after = rest
-        if self._tail.get(chunk.pool) is chunk:
-            self._tail[chunk.pool] = rest
-        rest.free = True
-        self._list(rest)
-
-    def _merge(self, chunk: Chunk, neighbour: Chunk) -> None:
-        chunk.size += neighbour.size
-        if neighbour is chunk.before:
-            chunk.before = neighbour.before
-            if chunk.before is not None:
-                chunk.before.after = chunk
-        else:
-            chunk.after = neighbour.after
-            if chunk.after is not None:
-                chunk.after.before = chunk
-            if self._tail.get(chunk.pool) is neighbour:
-                self._tail[chunk.pool] = chunk
-
-    def _list(self, chunk: Chunk) -> None:
-        insort(
-            self._free.setdefault(chunk.pool, []),
-            (chunk.size, chunk.serial, chunk),
-            key=lambda entry: (entry[0], entry[1]),
-        )
-
-    def _unlist(self, chunk: Chunk) -> None:
-        chunks = self._free[chunk.pool]
-        index = bisect_left(chunks, (chunk.size, chunk.serial), key=lambda entry: (entry[0], entry[1]))
-        del chunks[index]
 
 
 _FIRST_OUT = (GATHER, REDUCE)
@@ -169,7 +182,22 @@ _FIRST_OUT = (GATHER, REDUCE)
 
 _GRADIENT = KINDS.index("gradient")
 _TEACHER = KINDS.index("teacher")
-_OFFLOADED = KINDS.index("offloaded")
+
+
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """Where the chunks of a trace's tensors are kept, by the tensor's number.
+
+    Attributes:
+        sizes: Bytes of each tensor.
+        stacks: Its live chunks, the youngest last. All gradients of a size share a stack.
+        alike: For each live chunk of any tensor of the same size, kind and maker the stack that holds it, in
+            order of allocation; None for tensors that nothing else stands for.
+    """
+
+    sizes: tuple[int, ...]
+    stacks: list[list[Chunk]]
+    alike: list[list[list[Chunk]] | None]
 
 
 @dataclass(slots=True)
@@ -182,11 +210,10 @@ class ReplayLedger(Ledger):
 
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
     _held: dict[tuple[int, ...], list[Chunk]] = field(default_factory=dict)
-    _numbered: dict[tuple[int, int], list[Chunk]] = field(default_factory=dict)
-    _alike: dict[tuple[int, int, int], list[tuple[int, int]]] = field(default_factory=dict)
+    _holders: dict[int, _Holders] = field(default_factory=dict)
+    _alike: dict[tuple[int, int, int], list[list[Chunk]]] = field(default_factory=dict)
     _gradients: dict[int, list[Chunk]] = field(default_factory=dict)
     _answers: list[Chunk] = field(default_factory=list)
-    _lasting: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
         """Allocate every part of ``block`` on its stream."""
@@ -215,51 +242,53 @@ class ReplayLedger(Ledger):
         Ledger.run(self, body, copy)
         trace = self.source
         assert trace is not None
-        for segment in trace.segments[body.first : body.last]:
-            for event in segment.events:
-                if trace.kinds[abs(event) - 1] == _OFFLOADED:
-                    continue
-                if event > 0:
-                    self._allocate(trace, event - 1)
-                else:
-                    self._release(trace, -event - 1)
+        holders = self._holders.get(id(trace)) or self._hold(trace)
+        sizes, stacks, alike_of = holders.sizes, holders.stacks, holders.alike
+        allocate, release = self.allocator.allocate, self.allocator.release
+        for event in body.events:
+            if event > 0:
+                number = event - 1
+                stack = stacks[number]
+                stack.append(allocate(sizes[number]))
+                alike = alike_of[number]
+                if alike is not None:
+                    alike.append(stack)
+                continue
+            number = -event - 1
+            stack, alike = stacks[number], alike_of[number]
+            if not stack and alike:
+                stack = alike[-1]
+            if stack:
+                release(stack.pop())
+                if alike is not None:
+                    _forget(alike, stack)
 
-    def _allocate(self, trace: Trace, number: int) -> None:
-        size, kind = trace.sizes[number], trace.kinds[number]
-        chunk = self.allocator.allocate(size)
-        if kind == _GRADIENT:
-            self._gradients.setdefault(-(-size // 512) * 512, []).append(chunk)
-            return
-        if kind == _TEACHER and trace.teacher is None and number in self._kept(trace):
-            self._answers.append(chunk)
-            return
-        key = (id(trace), number)
-        self._numbered.setdefault(key, []).append(chunk)
-        self._alike.setdefault((size, kind, trace.names[number]), []).append(key)
+    def _hold(self, trace: Trace) -> _Holders:
+        """Prepare for the tensors of a trace that is played for the first time."""
+        ends = {-event - 1 for segment in trace.segments for event in segment.events if event < 0}
+        stacks: list[list[Chunk]] = []
+        alike: list[list[list[Chunk]] | None] = []
+        for number, (size, kind, name) in enumerate(zip(trace.sizes, trace.kinds, trace.names, strict=True)):
+            if kind == _GRADIENT:
+                stacks.append(self._gradients.setdefault(-(-size // _MINIMUM) * _MINIMUM, []))
+                alike.append(None)
+            elif kind == _TEACHER and trace.teacher is None and number not in ends:
+                # A teacher's prediction, which the loss takes over.
+                stacks.append(self._answers)
+                alike.append(None)
+            else:
+                stacks.append([])
+                alike.append(self._alike.setdefault((size, kind, name), []))
+        holders = self._holders[id(trace)] = _Holders(trace.sizes, stacks, alike)
+        return holders
 
-    def _release(self, trace: Trace, number: int) -> None:
-        size, kind = trace.sizes[number], trace.kinds[number]
-        if kind == _GRADIENT:
-            chunks = self._gradients.get(-(-size // 512) * 512)
-            if chunks:
-                self.allocator.release(chunks.pop())
-            return
-        key = (id(trace), number)
-        alike = self._alike.get((size, kind, trace.names[number]), [])
-        chunks = self._numbered.get(key)
-        if not chunks and alike:
-            key = alike[-1]
-            chunks = self._numbered[key]
-        if chunks:
-            self.allocator.release(chunks.pop())
-            for index in range(len(alike) - 1, -1, -1):
-                if alike[index] == key:
-                    del alike[index]
-                    break
 
-    def _kept(self, trace: Trace) -> frozenset[int]:
-        """Return what a trace never frees: a teacher's prediction. Worked out once for each trace."""
-        if id(trace) not in self._lasting:
-            ends = {-event - 1 for segment in trace.segments for event in segment.events if event < 0}
-            self._lasting[id(trace)] = frozenset(range(len(trace.sizes))) - ends
-        return self._lasting[id(trace)]
+def _forget(alike: list[list[Chunk]], stack: list[Chunk]) -> None:
+    """Remove the last entry of ``stack``."""
+    if alike[-1] is stack:
+        alike.pop()
+        return
+    for index in range(len(alike) - 2, -1, -1):
+        if alike[index] is stack:
+            del alike[index]
+            return

@@ -25,7 +25,7 @@ class Body:
     """What a run of segments does to live bytes.
 
     Attributes:
-        first, last: Segment numbers, ``last`` excluded.
+        events: What the segments allocate and free on the device, as ``Segment.events`` numbers it.
         net: Change of live bytes by kind; gradients included, never freed by the trace.
         total: Sum of ``net`` but for what is in host memory.
         peak: Highest rise above the start on the way (at least 0).
@@ -33,8 +33,7 @@ class Body:
         gradients: Traced parameter names whose gradient it makes, with bytes.
     """
 
-    first: int
-    last: int
+    events: tuple[int, ...]
     net: tuple[int, ...]
     total: int
     peak: int
@@ -103,6 +102,7 @@ def _body(trace: Trace, first: int, last: int, sizes: list[int], names: dict[int
     at_peak = list(net)
     level = peak = 0
     gradients = []
+    events: list[int] = []
     for segment in trace.segments[first:last]:
         for event in segment.events:
             if event > 0:
@@ -111,6 +111,7 @@ def _body(trace: Trace, first: int, last: int, sizes: list[int], names: dict[int
                 net[kinds[number]] += size
                 if kinds[number] == OFFLOADED:
                     continue
+                events.append(event)
                 level += size
                 if level > peak:
                     peak, at_peak = level, list(net)
@@ -120,8 +121,9 @@ def _body(trace: Trace, first: int, last: int, sizes: list[int], names: dict[int
                 number = -event - 1
                 net[kinds[number]] -= sizes[number]
                 if kinds[number] != OFFLOADED:
+                    events.append(event)
                     level -= sizes[number]
-    return Body(first, last, tuple(net), level, peak, tuple(at_peak), tuple(gradients))
+    return Body(tuple(events), tuple(net), level, peak, tuple(at_peak), tuple(gradients))
 
 
 def _expand(pieces: list[Piece], repeats: tuple[Repeat, ...]) -> Iterator[Piece]:
