@@ -208,10 +208,6 @@ class Family(ABC):
         """Return prefixes of trainable parameters that the default objective gives no gradient."""
         return ()
 
-    def untraceable(self, config: Mapping[str, Any]) -> str | None:
-        """Return why the default objective cannot run on fake tensors, or None if it can."""
-        return None
-
     def lora_targets(self, config: Mapping[str, Any]) -> LoraTargets:
         """Return what LoRA adapts by default; empty means: no default, ask the person."""
         return LoraTargets(())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,6 +109,43 @@ class Task:
         return self.objective.loss(prediction, batch), self.objective.metrics(prediction, batch)
 
 
+@contextmanager
+def unconverted_parameters() -> Iterator[None]:
+    """Refuse conversions of parameters by the model's own forward, while entered.
+
+    ``module.to(dtype)`` in a forward (the routers of Switch Transformers, transformers 5.23) replaces what
+    FSDP gathered by a copy that no later all-gather updates (torch 2.13, ``_fsdp_param.py``,
+    ``init_unsharded_param`` fills the gathered tensor it knows): training would go on with old values. A
+    conversion that changes nothing is allowed.
+
+    Raises:
+        ConfigError: A module converts its parameters.
+    """
+    from torch import nn, no_grad
+
+    original = nn.Module._apply
+
+    def convert(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        with no_grad():
+            if any(function(parameter) is not parameter for parameter in module.parameters(recurse)):
+                raise ConfigError(
+                    f"{type(module).__name__} converts its parameters while it runs: FSDP2 would not update"
+                    " the converted copy",
+                    help="use mixed_precision: no",
+                )
+        for part in module.modules() if recurse else (module,):
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = function(buffer)
+        return module
+
+    nn.Module._apply = convert  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True, slots=True)
 class GradientSync:
     """What FSDP does with the gradients of one micro-batch.
@@ -158,13 +195,15 @@ def run_micro_batch(
     Returns:
         The summed loss, detached, and the summed metrics.
     """
-    with moment(RunPhase.FORWARD):
-        loss, metrics = micro_loss(model, batch, observer)
-    with moment(RunPhase.BACKWARD):
-        if observer is None:
-            (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
-        else:
-            observer.backward(loss * (scale / divisor))
+    # Backward runs the forward of checkpointed blocks again.
+    with unconverted_parameters():
+        with moment(RunPhase.FORWARD):
+            loss, metrics = micro_loss(model, batch, observer)
+        with moment(RunPhase.BACKWARD):
+            if observer is None:
+                (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
+            else:
+                observer.backward(loss * (scale / divisor))
     return loss.detach(), metrics
 
 
@@ -186,7 +225,8 @@ def add_validation_loss(
         sums: Summed metrics so far; added to.
         observer: Follows from inside; None in a run.
     """
-    prediction = objective.predict(model, batch)
+    with unconverted_parameters():
+        prediction = objective.predict(model, batch)
     if observer is not None:
         observer.predicted(prediction)
     total[0] += objective.loss(prediction, batch)

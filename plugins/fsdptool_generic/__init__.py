@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.families.bases import DiffusersFamily, TransformersFamily
-from fsdptool.families.bases.libraries import objective_for_class
 from fsdptool.families.protocol import Family, Flavour, LoraTargets, Match, Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -19,9 +18,7 @@ _LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k", "to_v", "to_out
 
 class _AnyTransformers(TransformersFamily):
     name = "generic"
-
-    def objective_for(self, config: Mapping[str, Any]) -> str:
-        return objective_for_class(self.model_class(config))
+    default_objective = "features"
 
 
 class _AnyDiffusers(DiffusersFamily):

@@ -156,12 +156,14 @@ class Multimodal(TransformersFamily):
     """Causal language modelling over one image and a text per sample."""
 
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
-        """Return text with the image's placeholders at its head, and the image.
+        """Return text with the image's placeholders at its head, and the image, if the model takes any.
 
         Raises:
             ConfigError: The sequence is too short for the image.
         """
         configuration = self.config_object(config, self.model_class(config))
+        if getattr(configuration, "vision_config", None) is None:
+            return super().batch_spec(config, recipe)
         image = _IMAGES[configuration.model_type](configuration, recipe)
         wanted = recipe.batch.sequence_length
         length = wanted or max(DEFAULT_LENGTH, image.tokens + DEFAULT_LENGTH // 4)

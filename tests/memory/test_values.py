@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ from fsdptool.families.registry import load_registry
 from fsdptool.memory import trace
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, KnownValues, fake_batch
 from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
+from fsdptool.source import resolve
 from fsdptool.testing.families import small_batch, small_model
 
 SPECS = (
@@ -26,11 +30,11 @@ SPECS = (
 )
 
 
-def _within(stack: ExitStack) -> dict[str, torch.Tensor]:
+def _within(stack: ExitStack, *, draw: bool = False) -> dict[str, torch.Tensor]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batch = fake_batch(SPECS, mode)
     stack.enter_context(mode)
-    stack.enter_context(KnownValues(batch, SPECS))
+    stack.enter_context(KnownValues(batch, SPECS, draw=draw))
     return batch
 
 
@@ -70,6 +74,35 @@ def test_what_depends_on_activations_stays_unknown() -> None:
         view += (states[0, :, 0] > 0).long()
         with pytest.raises(BY_VALUE):
             mask.sum().item()
+
+
+def _received(states: torch.Tensor) -> list[int]:
+    """Return how many of 12 tokens each of 4 experts receives, two experts per token."""
+    logits = states.flatten(0, 1) @ torch.randn(8, 4)
+    chosen = torch.zeros_like(logits).scatter(1, logits.topk(2, dim=1).indices, 1)
+    counts: list[int] = chosen.long().sum(0).tolist()
+    return counts
+
+
+def test_drawn_values_route_every_token_and_equal_layers_alike() -> None:
+    with ExitStack() as stack:
+        states = _within(stack, draw=True)["states"]
+        first = _received(states)
+        assert sum(first) == 24 and max(first) <= 12
+        assert _received(states) == first
+        column = states.flatten(0, 1).t()
+        assert (column > 0).nonzero().shape[1] == 2, "a drawn value has the layout of its tensor"
+
+
+def test_a_model_that_routes_in_a_loop_is_traced_and_says_so(tmp_path: Path) -> None:
+    config = {"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "num_local_experts": 3}
+    config |= {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "vocab_size": 61}
+    config |= {"num_key_value_heads": 2, "kv_channels": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, recipe = resolve(str(tmp_path)), Recipe(ModelChoice(str(tmp_path)), batch=Batch(sequence_length=7))
+    made = trace(spec, recipe, FsdpSettings(activation_checkpointing=True), use_cache=False)
+    assert made.known and made.unknowns == ()
+    assert any("depend on its weights" in note for note in made.notes)
 
 
 def _record(model: nn.Module, objective: Any, batch: dict[str, torch.Tensor], stack: ExitStack) -> list[int]:

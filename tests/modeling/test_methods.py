@@ -16,7 +16,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.modeling import build_model
 from fsdptool.modeling.methods import TRAINING_METHODS, Teacher, TrainingMethod, method_of
-from fsdptool.modeling.objective import Task, gradient_syncs, run_micro_batch
+from fsdptool.modeling.objective import Task, gradient_syncs, run_micro_batch, unconverted_parameters
 from fsdptool.modeling.units import as_trained
 from fsdptool.records.recipe import Distillation, Lora, Method, MethodName, ModelChoice, Recipe
 from fsdptool.records.run import RunPhase
@@ -164,3 +164,19 @@ def test_gradients_are_reduced_in_every_micro_batch_or_in_the_last() -> None:
         (True, True),
     ]
     assert [(s.last, s.reduce) for s in gradient_syncs(2, unsharded=True)] == [(False, False), (True, True)]
+
+
+class _Converting(nn.Linear):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Compute in fp32, as the routers of Switch Transformers do."""
+        self.to(torch.float32)
+        return super().forward(states)
+
+
+def test_parameters_may_not_be_converted_in_forward() -> None:
+    states = torch.ones(1, 2)
+    with unconverted_parameters():
+        assert _Converting(2, 2)(states).shape == (1, 2)
+        with pytest.raises(ConfigError, match="_Converting converts its parameters"):
+            _Converting(2, 2, dtype=torch.bfloat16)(states)
+    assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64

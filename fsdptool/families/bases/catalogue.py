@@ -136,11 +136,6 @@ class CatalogueFamily(Family):
         """Return the card's prefixes of parameters that the default objective does not reach."""
         return tuple(self.options.get("untouched", ()))
 
-    def untraceable(self, config: Mapping[str, Any]) -> str | None:
-        """Return the card's reason why fake tensors cannot run the default objective."""
-        reason: str | None = self.options.get("untraceable")
-        return reason
-
     def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
         """Return the configuration with its class's defaults filled in."""
         return dict(config)

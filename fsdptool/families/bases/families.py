@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
 from fsdptool.families.bases.catalogue import CatalogueFamily
-from fsdptool.families.bases.libraries import class_for, one_line, quiet
+from fsdptool.families.bases.libraries import class_for, objective_for_class, one_line, quiet
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -143,6 +143,15 @@ class TransformersFamily(CatalogueFamily):
             help="set 'architectures' in the configuration",
         )
 
+    def objective_for(self, config: Mapping[str, Any]) -> str:
+        """Return the card's objective for the class, else that of the class's head, else the family's."""
+        model_class = self.model_class(config)
+        by_class: Mapping[str, str] = self.options.get("objectives", {})
+        if model_class in by_class:
+            return by_class[model_class]
+        head = objective_for_class(model_class, config)
+        return self.default_objective if head == "features" else head
+
     def config_object(self, config: Mapping[str, Any], model_class: str) -> Any:
         """Return the transformers configuration object of a raw configuration.
 
@@ -151,7 +160,7 @@ class TransformersFamily(CatalogueFamily):
         """
         cls = load_class(self.library, model_class)
         raw = {
-            key: value
+            key: _decoded(value)
             for key, value in config.items()
             if key not in ("architectures", "auto_map", "model_type", "transformers_version")
         }
@@ -219,6 +228,19 @@ class TransformersFamily(CatalogueFamily):
         from fsdptool.families.objectives import TRANSFORMERS
 
         return TRANSFORMERS
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value of a ``config.json`` with the floats that JSON cannot express.
+
+    transformers writes infinity as ``{"__float__": "Infinity"}`` (5.23, ``configuration_utils.py``,
+    ``_encode_special_floats``) and accepts it only from files that it reads itself.
+    """
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def load_class(library: str, name: str) -> Any:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 _PREFERENCE = (
     # Heads people train, the most specific first.
@@ -87,8 +89,29 @@ _OBJECTIVES = (
 )
 
 
-def objective_for_class(model_class: str) -> str:
-    """Return the objective a class is trained under by its name's ending; ``features`` if unknown."""
+_TABLE_OBJECTIVES = (
+    # BART's class is listed for masked tokens, too, and XLM's for the next token: the first table decides.
+    ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "seq2seq"),
+    ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "seq2seq"),
+    ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked_lm"),
+    ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal_lm"),
+)
+
+
+def objective_for_class(model_class: str, config: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the objective a class is trained under; ``features`` if it has no head that is known.
+
+    The auto mappings of transformers decide, then the ending of the name.
+
+    Args:
+        model_class: Name of a transformers class.
+        config: Its raw configuration. The tables of sequence-to-sequence models also list decoders that read
+            an encoder's states among their own tokens (transformers 5.23: Voxtral, Qwen2-Audio); their
+            configurations have a ``text_config``, and they predict the next token.
+    """
+    for table, objective in _TABLE_OBJECTIVES:
+        if model_class in _tables().get(table, {}).values():
+            return "causal_lm" if objective == "seq2seq" and "text_config" in config else objective
     for ending, objective in _OBJECTIVES:
         if model_class.endswith(ending):
             return objective

@@ -119,7 +119,8 @@ class CausalLM(_Tokens):
         with complete(base), masks(base, documents(batch) if self.document_mask else None):
             outputs = model(**arguments)
         result = {"prediction": outputs.logits}
-        if coefficient:
+        # Some classes have the setting without having experts (Doge with ``is_moe`` off, transformers 5.23).
+        if coefficient and outputs.router_logits:
             result |= router_loss(unwrapped(model), outputs.router_logits, coefficient)
         return result
 

@@ -5,13 +5,16 @@ image's grid. The batch spec fixes those values, as synthetic training draws the
 :class:`KnownValues` is entered, every small tensor that follows from them alone is computed for real
 beside its fake, and the operators that ask for a value (``item``, ``nonzero``, a Boolean index) are
 answered from it. Whatever depends on weights or activations stays unknown, and asking for it fails as
-before.
+before, unless values are to be drawn for it: how many tokens a router sends to each expert is then as
+random as in a model that has just been initialised.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,6 +128,20 @@ def fake_batch(specs: Sequence[TensorSpec], mode: Any) -> dict[str, torch.Tensor
         }
 
 
+class Values(Enum):
+    """Which values a trace follows.
+
+    Attributes:
+        NONE: None: shapes only.
+        FIXED: Those that follow from the batch spec.
+        DRAWN: These, and random ones for small tensors that depend on weights or activations.
+    """
+
+    NONE = "none"
+    FIXED = "fixed"
+    DRAWN = "drawn"
+
+
 LARGEST = 1 << 20
 """Elements up to which a value is followed: index tensors are small, attention masks need no values."""
 
@@ -157,12 +174,19 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         batch: The fake micro-batch.
         specs: What it is: integers, masks and constants are known, embeddings and noise are not.
+        draw: Whether small floating-point tensors that depend on weights get values from a normal
+            distribution. A router then sends tokens to experts at random, about as many to each. The
+            draws depend on the operator and the shape only, so that equal layers, and a layer that is
+            recomputed, draw alike.
     """
 
-    def __init__(self, batch: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, batch: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], *, draw: bool = False
+    ) -> None:
         from fsdptool.families.synthetic import synthesise
 
         super().__init__()  # type: ignore[no-untyped-call]
+        self._draw = draw
         self._stale: dict[int, Any] = {}
         self._listing = _Listing()
         fixed = [spec for spec in specs if spec.fill in _FIXED or not batch[spec.name].is_floating_point()]
@@ -195,7 +219,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             out = func(*args, **kwargs)
         except BY_VALUE:
-            if known:
+            if known or (self._draw and all(self._drawn(item) for item in inputs)):
                 return tree_map(_imitated, self._computed(func, args, kwargs))
             if name == "bincount" and (length := kwargs.get("minlength", args[2] if len(args) > 2 else 0)):
                 return args[0].new_empty(length, dtype=torch.long)
@@ -212,7 +236,16 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._forget(func, args, kwargs)
             if name in _FILLED or name in ("full_like", "new_full"):
                 self._fill(name, args, kwargs, out)
+            elif self._draw:
+                for fake in _tensors(out):
+                    _attach_drawn(fake, name)
         return out
+
+    def _drawn(self, tensor: torch.Tensor) -> bool:
+        """Give a tensor without a value a drawn one, and say whether it has a value now."""
+        if self._value(tensor) is None:
+            _attach_drawn(tensor, "")
+        return self._value(tensor) is not None
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what a tensor holds, or None if that is not known."""
@@ -272,6 +305,20 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _attach(fake: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(fake, FakeTensor):
         setattr(fake, _ATTRIBUTE, value)
+
+
+def _attach_drawn(fake: torch.Tensor, operator: str) -> None:
+    """Draw a value for a small floating-point tensor; leave any other without."""
+    if not fake.is_floating_point() or fake.numel() > LARGEST:
+        return
+    shape, strides = tuple(fake.shape), fake.stride()
+    seed = zlib.crc32(f"{operator} {shape}".encode())
+    with no_dispatch():
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(fake.dtype)
+        if not any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True)):
+            # The layout decides which views there may be.
+            value = torch.empty_strided(shape, strides, dtype=fake.dtype).copy_(value)
+        _attach(fake, value)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions
+from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
 from fsdptool.memory.tracing.layer_extrapolation import Shortened, lengthened, shorten, verified
 from fsdptool.memory.tracing.micro_batch import run_trace
 from fsdptool.modeling import build_model
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 _COMPILED = (
     "the memory that compiled blocks keep for backward: their kernels decide it, so the figures are those"
     " of uncompiled blocks; the memory that compilation takes in the first step is not included"
+)
+
+_DRAWN = (
+    "the model decides shapes by values that depend on its weights, for example by how many tokens each"
+    " expert receives: the figures are those of random values, which spread tokens about evenly over experts"
 )
 
 
@@ -165,13 +170,8 @@ def _sampled_tokens(value: Any) -> int:
 
 
 def _explain(error: Exception, spec: ModelSpec) -> str:
-    failure = f"{spec.model_class} cannot be traced on fake tensors"
-    reason = family_of(spec).untraceable(spec.config)
-    if reason and isinstance(error, BY_VALUE):
-        # torch's words name an operator deep inside the model; the family knows what it is for.
-        return f"{failure}: it {reason}"
     text = " ".join(str(error).split())[:200]
-    return f"{failure} ({type(error).__name__}: {text})"
+    return f"{spec.model_class} cannot be traced on fake tensors ({type(error).__name__}: {text})"
 
 
 def trained_model(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
@@ -255,11 +255,16 @@ def _trace(
     specs: Sequence[TensorSpec],
     conditions: Conditions,
 ) -> Trace:
-    """Trace without values; with those the specs fix if the model decides shapes by value."""
+    """Trace without values; if the model decides shapes by value, with as many values as that takes."""
     try:
-        return _trace_at_depth(make, micro_loss, specs, conditions, values=False)
+        return _trace_at_depth(make, micro_loss, specs, conditions, values=Values.NONE)
     except BY_VALUE:
-        return _trace_at_depth(make, micro_loss, specs, conditions, values=True)
+        pass
+    try:
+        return _trace_at_depth(make, micro_loss, specs, conditions, values=Values.FIXED)
+    except BY_VALUE:
+        drawn = _trace_at_depth(make, micro_loss, specs, conditions, values=Values.DRAWN)
+    return replace(drawn, notes=(*drawn.notes, _DRAWN))
 
 
 def _trace_at_depth(
@@ -268,7 +273,7 @@ def _trace_at_depth(
     specs: Sequence[TensorSpec],
     conditions: Conditions,
     *,
-    values: bool,
+    values: Values,
 ) -> Trace:
     """Trace at two reduced depths; take the deeper one if the shallower predicts it exactly."""
 

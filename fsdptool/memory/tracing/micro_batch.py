@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdptool.families.objectives.context import Context, share, using
-from fsdptool.memory.tracing.fake_tensors import Conditions, KnownValues, fake_batch, materialise
+from fsdptool.memory.tracing.fake_tensors import Conditions, KnownValues, Values, fake_batch, materialise
 from fsdptool.memory.tracing.module_hooks import ModuleHooks
 from fsdptool.memory.tracing.recorder import Recorder
 from fsdptool.modeling.methods import predict_frozen
@@ -34,7 +34,7 @@ def run_trace(
     conditions: Conditions,
     *,
     fine: bool = True,
-    values: bool = False,
+    values: Values = Values.NONE,
 ) -> Trace:
     """Trace one micro-batch of a model that was built on meta; the model is consumed.
 
@@ -44,7 +44,7 @@ def run_trace(
         specs: The micro-batch.
         conditions: Precision, kernels, method.
         fine: Whether to mark module boundaries inside blocks, too.
-        values: Whether to follow the values that the specs fix, for models that decide shapes by them.
+        values: Which values to follow, for models that decide shapes by them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -75,8 +75,8 @@ def run_trace(
                 stack.enter_context(offloading(recorder))
             stack.enter_context(using(context))
             stack.enter_context(mode)
-            if values:
-                stack.enter_context(KnownValues(batch, specs))
+            if values is not Values.NONE:
+                stack.enter_context(KnownValues(batch, specs, draw=values is Values.DRAWN))
             stack.enter_context(recorder)
             objective = micro_loss.objective
             if conditions.teacher:

@@ -1,0 +1,136 @@
+"""The stages of the breadth sweep, for one class each.
+
+1. ``plain``: transformers itself builds the class and runs one forward and backward on synthetic token ids.
+2. ``plan``: fsdptool resolves the saved ``config.json``, chooses wrap classes, traces and simulates a step.
+3. ``step``: fsdptool's trainer takes two steps on two gloo ranks; the allocator's peak in the second one is
+   the measured memory.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))
+
+from classes import LENGTH, Subject, small_config
+from settings import Setting, inputs_of
+
+from fsdptool.families.bases.batches import vocabulary
+from fsdptool.memory import footprint, trace
+
+RANKS = 2
+BATCH = 2
+LARGEST = 30_000_000
+"""Parameters above which a configuration does not count as small."""
+
+
+def configuration(subject: Subject) -> Any:
+    """Return the small transformers configuration of a class."""
+    import transformers
+
+    raw = small_config(subject)
+    cls = getattr(transformers, subject.name).config_class
+    config = cls(**{key: value for key, value in raw.items() if key not in ("architectures", "model_type")})
+    config.architectures = [subject.name]
+    return config
+
+
+def plain(subject: Subject) -> dict[str, Any]:
+    """Train the class one step with transformers alone."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = configuration(subject)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in getattr(transformers, subject.name)._from_config(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"the reduced configuration has {size:,} parameters")
+    model = getattr(transformers, subject.name)._from_config(config).train()
+    ids = torch.randint(5, vocabulary(config) - 1, (BATCH, LENGTH))
+    arguments: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if subject.group == "causal-lm":
+        arguments["use_cache"] = False
+    else:
+        arguments["attention_mask"] = torch.ones_like(ids)
+    loss = model(**arguments).loss
+    if loss is None:
+        raise ValueError("the class returns no loss for token ids and labels")
+    loss.mean().backward()
+    value = float(loss.mean())
+    if not math.isfinite(value):
+        raise ValueError(f"the loss is {value}")
+    return {"parameters": size, "loss": round(value, 4)}
+
+
+def setting_of(subject: Subject, folder: str) -> Setting:
+    """Save the small configuration as a user would and return the recipe on two gloo ranks."""
+    configuration(subject).save_pretrained(folder)
+    return Setting(
+        name=subject.name,
+        family=subject.group,
+        reference=folder,
+        backend="gloo",
+        ranks=RANKS,
+        batch={"micro_batch": BATCH, "sequence_length": LENGTH},
+    )
+
+
+def plan(subject: Subject) -> dict[str, Any]:
+    """Detect, trace and simulate."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _plan(setting_of(subject, folder))
+
+
+def _plan(setting: Setting) -> dict[str, Any]:
+    inputs = inputs_of(setting)
+    traced = trace(inputs.spec, inputs.recipe, inputs.settings, staged=True, use_cache=False)
+    predicted = footprint(
+        traced,
+        inputs.units,
+        inputs.settings.mesh.resolve(setting.ranks),
+        inputs.recipe,
+        profile="cpu-gloo",
+    )
+    return {
+        "objective": inputs.recipe.objective.name or inputs.spec.objective,
+        "units": len(inputs.units.units),
+        "good": traced.known and predicted.allocated_peak_bytes is not None,
+        "predicted_bytes": predicted.allocated_peak_bytes,
+        "unknowns": list(predicted.unknowns),
+    }
+
+
+def step(subject: Subject, run: Callable[..., list[Any]]) -> dict[str, Any]:
+    """Measure two steps on two ranks; ``run`` calls a function on every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = run(_measure, RANKS, setting_of(subject, folder))
+    return {"measured_bytes": [result["peak_bytes"] for result in results]}
+
+
+def _measure(setting: Setting) -> dict[str, Any]:
+    from measure import measure
+
+    return measure(setting)
+
+
+def row_of(stage: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Run a stage and return what it found, or its error in one line."""
+    begun = time.process_time()
+    try:
+        result = {"good": True, **stage(*arguments)}
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
+        text = " ".join(str(error).split())
+        result = {"good": False, "error": f"{type(error).__name__}: {text[-400:]}", "where": where}
+    return {**result, "cpu_seconds": round(time.process_time() - begun, 2)}

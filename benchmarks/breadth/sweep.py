@@ -1,0 +1,124 @@
+"""Plan and train every text model class of transformers, cut small.
+
+    python benchmarks/breadth/sweep.py [--stage plain|plan|step] [--only NAME,NAME] [--again]
+
+One subprocess works through the classes of a stage and prints a row after each. If it prints nothing within
+the time limit, or dies, the class it was busy with gets a failed row, and a new subprocess continues behind
+it. Rows already in the result file are skipped (``--again`` repeats those that are not good), so the sweep
+can be stopped at any time. Writes ``benchmarks/results/breadth.json``; ``report.py`` writes the table of
+``docs/breadth.md`` from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULT = HERE.parent / "results" / "breadth.json"
+STAGES = ("plain", "plan", "step")
+LIMIT = 240
+"""Seconds of wall-clock time for one class."""
+
+
+def work(stage: str, names: list[str]) -> None:
+    """Run a stage on some classes, in this process, and print one JSON line per class."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(HERE))
+    import stages
+    from classes import TEXT_GROUPS, subjects
+
+    known = {subject.name: subject for subject in subjects(TEXT_GROUPS)}
+    pool: Any = None
+    if stage == "step":
+        import pool as pools
+
+        pools.SIZE = stages.RANKS
+        pool = pools.Pool()
+    for name in names:
+        if pool is None:
+            row = stages.row_of(getattr(stages, stage), known[name])
+        else:
+            row = stages.row_of(stages.step, known[name], pool.run)
+        print(json.dumps({"name": name, **row}), flush=True)
+    if pool is not None:
+        pool.close()
+
+
+def launch(stage: str, names: list[str], record: Any) -> None:
+    """Run ``names`` in subprocesses; each row is handed to ``record`` at once."""
+    left = list(names)
+    while left:
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", stage, ",".join(left[:40])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            selector = selectors.DefaultSelector()
+            selector.register(process.stdout, selectors.EVENT_READ)
+            batch = left[:40]
+            while batch:
+                if not selector.select(timeout=LIMIT):
+                    record(batch.pop(0), {"good": False, "error": f"no answer within {LIMIT} s"})
+                    process.kill()
+                    break
+                line = process.stdout.readline()
+                if not line:
+                    record(batch.pop(0), {"good": False, "error": "the process died"})
+                    break
+                row = json.loads(line)
+                batch.remove(row["name"])
+                record(row.pop("name"), row)
+            left = batch + left[40:]
+
+
+def main() -> None:
+    """Run the missing rows and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", choices=STAGES)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker[0], options.worker[1].split(","))
+        return
+    sys.path.insert(0, str(HERE))
+    from classes import TEXT_GROUPS, subjects
+
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": {}}
+    rows = result["rows"]
+    wanted = set(options.only.split(",")) if options.only else None
+    for subject in subjects(TEXT_GROUPS):
+        rows.setdefault(subject.name, {"group": subject.group, "model_type": subject.model_type})
+    for stage in (options.stage,) if options.stage else STAGES:
+
+        def record(name: str, row: dict[str, Any], stage: str = stage) -> None:
+            rows[name][stage] = row
+            RESULT.write_text(json.dumps(result, indent=1) + "\n")
+            print(stage, name, json.dumps(row)[:300], flush=True)
+
+        earlier = () if stage == "plain" else ("plain",)
+        missing = [
+            name
+            for name, row in rows.items()
+            if (wanted is None or name in wanted)
+            and (stage not in row or wanted or (options.again and not row[stage]["good"]))
+            and all(row.get(before, {}).get("good") for before in earlier)
+        ]
+        launch(stage, missing, record)
+
+
+if __name__ == "__main__":
+    main()
