@@ -139,7 +139,7 @@ def unconverted_parameters() -> Iterator[None]:
                     part._buffers[name] = function(buffer)
         return module
 
-    nn.Module._apply = convert  # type: ignore[assignment,method-assign]
+    nn.Module._apply = convert  # type: ignore[method-assign]
     try:
         yield
     finally:
