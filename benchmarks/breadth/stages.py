@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))
 from classes import LENGTH, Subject, small_config
 from settings import Setting, inputs_of
 
+from fsdptool.errors import ConfigError
 from fsdptool.families.bases.batches import vocabulary
 from fsdptool.memory import footprint, trace
 
@@ -72,7 +73,7 @@ def plain(subject: Subject) -> dict[str, Any]:
     return {"parameters": size, "loss": round(value, 4)}
 
 
-def setting_of(subject: Subject, folder: str) -> Setting:
+def setting_of(subject: Subject, folder: str, precision: str) -> Setting:
     """Save the small configuration as a user would and return the recipe on two gloo ranks."""
     configuration(subject).save_pretrained(folder)
     return Setting(
@@ -81,19 +82,26 @@ def setting_of(subject: Subject, folder: str) -> Setting:
         reference=folder,
         backend="gloo",
         ranks=RANKS,
+        precision=precision,
         batch={"micro_batch": BATCH, "sequence_length": LENGTH},
     )
 
 
 def plan(subject: Subject) -> dict[str, Any]:
-    """Detect, trace and simulate."""
+    """Detect, trace and simulate; in fp32 if the model cannot run in bf16."""
     with tempfile.TemporaryDirectory() as folder:
-        return _plan(setting_of(subject, folder))
+        row = _plan(setting_of(subject, folder, "bf16"))
+        if row["good"]:
+            return row
+        return {**_plan(setting_of(subject, folder, "fp32")), "bf16": row["unknowns"]}
 
 
 def _plan(setting: Setting) -> dict[str, Any]:
     inputs = inputs_of(setting)
-    traced = trace(inputs.spec, inputs.recipe, inputs.settings, staged=True, use_cache=False)
+    try:
+        traced = trace(inputs.spec, inputs.recipe, inputs.settings, staged=True, use_cache=False)
+    except ConfigError as error:  # of a forward that converts its parameters
+        return {"good": False, "unknowns": [error.message]}
     predicted = footprint(
         traced,
         inputs.units,
@@ -104,16 +112,17 @@ def _plan(setting: Setting) -> dict[str, Any]:
     return {
         "objective": inputs.recipe.objective.name or inputs.spec.objective,
         "units": len(inputs.units.units),
+        "precision": setting.precision,
         "good": traced.known and predicted.allocated_peak_bytes is not None,
         "predicted_bytes": predicted.allocated_peak_bytes,
         "unknowns": list(predicted.unknowns),
     }
 
 
-def step(subject: Subject, run: Callable[..., list[Any]]) -> dict[str, Any]:
+def step(subject: Subject, run: Callable[..., list[Any]], precision: str) -> dict[str, Any]:
     """Measure two steps on two ranks; ``run`` calls a function on every rank."""
     with tempfile.TemporaryDirectory() as folder:
-        results = run(_measure, RANKS, setting_of(subject, folder))
+        results = run(_measure, RANKS, setting_of(subject, folder, precision))
     return {"measured_bytes": [result["peak_bytes"] for result in results]}
 
 

@@ -23,8 +23,8 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "results" / "breadth.json"
 STAGES = ("plain", "plan", "step")
-LIMIT = 240
-"""Seconds of wall-clock time for one class."""
+LIMIT = 480
+"""Seconds of wall-clock time for one class, the start of a process included."""
 
 
 def work(stage: str, names: list[str]) -> None:
@@ -48,39 +48,39 @@ def work(stage: str, names: list[str]) -> None:
 
         pools.SIZE = stages.RANKS
         pool = pools.Pool()
-    for name in names:
+    for item in names:
+        name, _, precision = item.partition(":")
         if pool is None:
             row = stages.row_of(getattr(stages, stage), known[name])
         else:
-            row = stages.row_of(stages.step, known[name], pool.run)
+            row = stages.row_of(stages.step, known[name], pool.run, precision)
         print(json.dumps({"name": name, **row}), flush=True)
     if pool is not None:
         pool.close()
 
 
-def launch(stage: str, names: list[str], record: Any) -> None:
-    """Run ``names`` in subprocesses; each row is handed to ``record`` at once."""
-    left = list(names)
+def launch(stage: str, precisions: dict[str, str], record: Any) -> None:
+    """Run the classes that ``precisions`` names in subprocesses; hand each row to ``record`` at once."""
+    left = list(precisions)
     while left:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", stage, ",".join(left[:40])]
+        items = ",".join(f"{name}:{precisions[name]}" for name in left)
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", stage, items]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             selector = selectors.DefaultSelector()
             selector.register(process.stdout, selectors.EVENT_READ)
-            batch = left[:40]
-            while batch:
+            while left:
                 if not selector.select(timeout=LIMIT):
-                    record(batch.pop(0), {"good": False, "error": f"no answer within {LIMIT} s"})
+                    record(left.pop(0), {"good": False, "error": f"no answer within {LIMIT} s"})
                     process.kill()
                     break
                 line = process.stdout.readline()
                 if not line:
-                    record(batch.pop(0), {"good": False, "error": "the process died"})
+                    record(left.pop(0), {"good": False, "error": "the process died"})
                     break
                 row = json.loads(line)
-                batch.remove(row["name"])
+                left.remove(row["name"])
                 record(row.pop("name"), row)
-            left = batch + left[40:]
 
 
 def main() -> None:
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=STAGES)
     parser.add_argument("--only", default="")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.worker:
         work(options.worker[0], options.worker[1].split(","))
@@ -97,7 +98,7 @@ def main() -> None:
     sys.path.insert(0, str(HERE))
     from classes import TEXT_GROUPS, subjects
 
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": {}}
+    result = json.loads(options.output.read_text()) if options.output.exists() else {"rows": {}}
     rows = result["rows"]
     wanted = set(options.only.split(",")) if options.only else None
     for subject in subjects(TEXT_GROUPS):
@@ -106,17 +107,17 @@ def main() -> None:
 
         def record(name: str, row: dict[str, Any], stage: str = stage) -> None:
             rows[name][stage] = row
-            RESULT.write_text(json.dumps(result, indent=1) + "\n")
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
             print(stage, name, json.dumps(row)[:300], flush=True)
 
         earlier = () if stage == "plain" else ("plain",)
-        missing = [
-            name
+        missing = {
+            name: row.get("plan", {}).get("precision", "bf16")
             for name, row in rows.items()
             if (wanted is None or name in wanted)
             and (stage not in row or wanted or (options.again and not row[stage]["good"]))
             and all(row.get(before, {}).get("good") for before in earlier)
-        ]
+        }
         launch(stage, missing, record)
 
 

@@ -145,7 +145,7 @@ def _reduce(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if key == "id2label":
             reduced["num_labels"] = min(len(value), 10)
-        elif key.endswith("_config") and isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and (key.endswith("_config") or "model_type" in value):
             reduced[key] = _reduce(value)
         elif key.startswith("rope_") and isinstance(value, Mapping):
             reduced[key] = _rope(value)
