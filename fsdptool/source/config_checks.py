@@ -44,7 +44,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> tuple[Diagnostic, ...]
     findings = []
     for path, key, value in _integers(config):
         problem = None
-        if value < -1 and _SIZE.search(key):
+        if value < -1 and _SIZE.search(key) and not _names_a_layer(key):
             problem = f"{path} is {value}: a size cannot be negative"
         elif value == -1 and key in (*_LAYERS, "hidden_size", "vocab_size", "d_model", "num_attention_heads"):
             problem = f"{path} is -1: a size cannot be negative"
@@ -66,6 +66,11 @@ def check_sizes(config: Mapping[str, Any], where: str) -> tuple[Diagnostic, ...]
                 )
             )
     return tuple(findings)
+
+
+def _names_a_layer(key: str) -> bool:
+    """Say whether a key holds the position of a layer, which may count from the end (LLaVA: -2)."""
+    return key.endswith("_layer") and key not in ("n_layer", "num_layer")
 
 
 def _integers(value: Any, path: str = "", key: str = "") -> Iterator[tuple[str, str, int]]:

@@ -208,8 +208,9 @@ def test_zero_layers_are_a_finding(tmp_path: Path) -> None:
     assert [finding.code for finding in resolve(str(path)).diagnostics] == ["DET101"]
 
 
-def test_unset_sizes_are_fine(tmp_path: Path) -> None:
+def test_unset_sizes_and_layers_from_the_end_are_fine(tmp_path: Path) -> None:
     config = {**LLAMA, "pad_token_id": -1, "sliding_window": -1, "max_position_embeddings": 10**7}
+    config |= {"vision_feature_layer": -2, "audio_config": {"feature_layer": [-2, -5]}}
     assert resolve(str(write(tmp_path, "config.json", config))).diagnostics == ()
 
 
