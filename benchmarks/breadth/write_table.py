@@ -1,6 +1,6 @@
 """Write the table of ``docs/breadth.md`` from ``benchmarks/results/breadth.json``.
 
-python benchmarks/breadth/report.py
+python benchmarks/breadth/write_table.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 RESULT = Path(__file__).parents[1] / "results" / "breadth.json"
 PAGE = Path(__file__).parents[2] / "docs" / "breadth.md"
-BEGIN, END = "<!-- breadth: begin (benchmarks/breadth/report.py) -->", "<!-- breadth: end -->"
+BEGIN, END = "<!-- breadth: begin (benchmarks/breadth/write_table.py) -->", "<!-- breadth: end -->"
 
 Row = Mapping[str, Any]
 
