@@ -119,6 +119,8 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     offload = (
         CPUOffloadPolicy(pin_memory=session.device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     )
+    if any(not parameter.is_floating_point() for parameter in named.values()):
+        accept_integers()
     direct = session.dims.shard_degree > 1 and supports_direct_messages(session.device)
     units: list[FSDPModule] = []
     for unit in plan.units:
@@ -148,6 +150,41 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     cast_inputs(model, to_dtype(plan.input_dtype), plan.exact_inputs)
     _set_prefetch(plan, model, units)
     return units
+
+
+class _Modules:
+    """``torch.nn``, whose parameters of integers require no gradient unless they are told to."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+    @staticmethod
+    def Parameter(data: torch.Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
+
+
+def accept_integers() -> None:
+    """Let FSDP2 shard frozen parameters of integers (a quantised base) before torch 2.13, which does.
+
+    torch 2.11 makes sharded parameters that require a gradient before it says that they do not, which
+    integers refuse, and casts whatever it gathers to the compute dtype (``_fsdp_param.py:
+    _init_sharded_param, to_sharded_post_forward, init_dtype_attrs``).
+    """
+    from packaging.version import Version
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    module: Any = _fsdp_param
+    if Version(torch.__version__).release >= (2, 13) or isinstance(module.nn, _Modules):
+        return
+    module.nn = _Modules()
+    original = module.FSDPParam.init_dtype_attrs
+
+    def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
+        original(self, policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    module.FSDPParam.init_dtype_attrs = init_dtype_attrs
 
 
 def _reshard(unit: Unit, session: Session) -> bool | int | None:

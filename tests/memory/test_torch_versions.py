@@ -1,4 +1,4 @@
-"""What older and newer versions of torch do differently inside a trace: each form gives the same record."""
+"""What versions of torch do differently: each form gives the same record, or the same model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import _common_utils
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _common_utils, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
+from fsdptool.distributed.shard import accept_integers
 from fsdptool.memory.tracing.fake_tensors import KnownValues
 from fsdptool.memory.tracing.module_hooks import grad_tensors, with_grad_tensors
 from fsdptool.memory.tracing.operators import operation_of
@@ -74,3 +80,37 @@ def test_a_count_of_known_length_needs_no_values() -> None:
     with mode, KnownValues({}, []):
         counts = torch.bincount(chosen, minlength=8)
     assert counts.shape == (8,) and counts.dtype == torch.long
+
+
+class Quantised(nn.Module):
+    """A product whose weight is made of a trained part and a frozen part of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(16, dtype=torch.int8).view(8, 2), requires_grad=False)
+        self.weight = nn.Parameter(torch.ones(8, 2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert (self.codes.dtype, self.weight.dtype) == (torch.int8, torch.bfloat16)
+        assert self.codes.flatten().tolist() == list(range(16))
+        return inputs @ (self.weight * self.codes.to(inputs.dtype)).T
+
+
+@pytest.mark.parametrize("version", [torch.__version__, "2.11.0"])
+def test_integer_parameters_are_sharded_and_never_cast(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Set to what they are, so that what torch 2.11 needs is undone after the test.
+    monkeypatch.setattr(_fsdp_param, "nn", _fsdp_param.nn)
+    monkeypatch.setattr(_fsdp_param.FSDPParam, "init_dtype_attrs", _fsdp_param.FSDPParam.init_dtype_attrs)
+    monkeypatch.setattr(torch, "__version__", version)
+    accept_integers()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # type: ignore[no-untyped-call]
+    try:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model: Any = fully_shard(Quantised(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        assert isinstance(model, FSDPModule)
+        for _ in range(2):
+            model(torch.ones(3, 2)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert model.codes.dtype == torch.int8 and not model.codes.requires_grad and model.codes.grad is None
+    assert model.weight.grad.dtype == torch.float32
