@@ -52,6 +52,24 @@ def rows() -> Iterator[tuple[str, str, str]]:
         f"maximum {max(differences):.3f} %",
         "memory_oracle",
     )
+    published = _read("planning_published")["summary"]
+    for group, what in (
+        ("memory, allocated, alike", "allocated peak on GPUs that others measured, of runs that are alike"),
+        (
+            "throughput, H100, eager",
+            "throughput that others measured on H100, to which its rates were fitted",
+        ),
+        (
+            "throughput, A100, eager",
+            "throughput that others measured on A100, to which its rates were fitted",
+        ),
+    ):
+        item = published[group]
+        yield (
+            f"planned {what}, {item['rows']} rows, relative to the published figure",
+            f"median {item['median']:.2f} ×, {item['least']:.2f} to {item['most']:.2f}",
+            "planning_published",
+        )
     for rival, name in (
         ("bare", "a bare FSDP2 loop"),
         ("accelerate", "accelerate, modified to shard on the CPU"),
