@@ -119,9 +119,11 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
         torch.manual_seed(derive_seed(seed, "constructors"))
         with recorder, _parameters_on_meta(keep), _truncated_normals_noted():
             model = build()
-    blueprint = Blueprint(
-        buffers=dict(model.named_buffers(remove_duplicate=False)), loose=dict(loose_tensors(model))
-    )
+    # A buffer that a constructor derives from a parameter is on meta, as that is.
+    buffers = {
+        name: recorder.value_of(buffer, seed) for name, buffer in model.named_buffers(remove_duplicate=False)
+    }
+    blueprint = Blueprint(buffers=buffers, loose=dict(loose_tensors(model)))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
             blueprint.notes[name] = recorder.notes_of(parameter)

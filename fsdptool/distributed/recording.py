@@ -8,8 +8,9 @@ parameter without making the rest, and every number of ranks gets the same model
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -81,6 +82,17 @@ _ELEMENTWISE = {
     aten.div_.Tensor,
     aten.clamp_.default,
 } - {aten.copy_.default}
+_SHAPE_ONLY = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+"""Operations that take only the shape of a tensor, which may have no values yet."""
 _VIEWS = {
     aten.select.int,
     aten.slice.Tensor,
@@ -113,6 +125,17 @@ class Note:
         return self.func in _ELEMENTWISE and not self.views and plain
 
 
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The operation that made a tensor (``index``: which of its outputs), and its inputs' history then."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None
+    history: Mapping[int, Sequence[Note]]
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes in-place operations on meta tensors, following views back to the tensor they show."""
 
@@ -120,7 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._notes: dict[int, list[Note]] = {}
         self._views: dict[int, tuple[int, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = {}
-        self._made: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any], int | None]] = {}
+        self._made: dict[int, _Origin] = {}
         # Tensors that were noted and are nobody's view, in the order they were met.
         self._bases: dict[int, torch.Tensor] = {}
         # Keys are ids, so nothing that was seen may die while the recorder lives.
@@ -154,13 +177,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = out if isinstance(out, list | tuple) else [out]
         for index, output in enumerate(outputs):
             if isinstance(output, torch.Tensor) and output.is_meta:
-                self._made[id(output)] = (func, args, kwargs, index if output is not out else None)
+                place = index if output is not out else None
+                self._made[id(output)] = _Origin(func, args, kwargs, place, self._history(args))
                 self._alive.append((args, output))
 
-    def value_of(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    def _history(self, args: tuple[Any, ...]) -> dict[int, tuple[Note, ...]]:
+        """Return what was done to each tensor so far: a parameter may be copied from a multiple of itself."""
+        keys = [self._key(a)[0] for a in args if isinstance(a, torch.Tensor) and a.is_meta]
+        return {key: tuple(self._notes.get(key, ())) for key in keys}
+
+    def value_of(
+        self, tensor: torch.Tensor, seed: int, history: Mapping[int, Sequence[Note]] = MappingProxyType({})
+    ) -> torch.Tensor:
         """Compute a meta tensor that constructors derived from constants or made at random, on the CPU.
 
         The same tensor gets the same values however often it is asked for.
+
+        Args:
+            tensor: Seen by this recorder.
+            seed: The run's seed.
+            history: What had been done to a tensor, by its key, at the time that matters; else all counts.
 
         Raises:
             ModelError: It depends on a tensor nobody gave values.
@@ -170,7 +206,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, views = self._key(tensor)
         with torch.random.fork_rng(devices=[]):
             value = self._begin(key, key == id(tensor), seed)
-            for number, note in enumerate(self._notes.get(key, [])):
+            for number, note in enumerate(history.get(key, self._notes.get(key, ()))):
                 target = value
                 for view in note.views:
                     target = view(target)
@@ -191,14 +227,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     help="train from pretrained weights (model.weights)",
                 )
             return torch.empty(base.shape, dtype=base.dtype)
-        func, args, kwargs, index = self._made[key]
-        real = [self.value_of(a, seed) if isinstance(a, torch.Tensor) else a for a in args]
-        named = {n: self.value_of(a, seed) if isinstance(a, torch.Tensor) else a for n, a in kwargs.items()}
+        made = self._made[key]
+
+        def real(argument: Any) -> Any:
+            if not isinstance(argument, torch.Tensor):
+                return argument
+            if made.func in _SHAPE_ONLY:
+                return torch.empty(argument.shape, dtype=argument.dtype)
+            return self.value_of(argument, seed, made.history)
+
+        args = [real(argument) for argument in made.args]
+        named = {name: real(argument) for name, argument in made.kwargs.items()}
         if "device" in named:
             named["device"] = torch.device("cpu")
-        torch.manual_seed(derive_seed(seed, whole, func))
-        value = func(*real, **named)
-        return value if index is None else value[index]  # type: ignore[no-any-return]
+        torch.manual_seed(derive_seed(seed, whole, made.func))
+        value = made.func(*args, **named)
+        return value if made.index is None else value[made.index]  # type: ignore[no-any-return]
 
     def _number(self, key: int) -> int:
         return next((number for number, known in enumerate(self._bases) if known == key), -1)

@@ -23,7 +23,9 @@ class Whisper(TransformersFamily):
     """Thirty seconds of log-mel frames to text."""
 
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
-        """Return mel frames (two per encoder position) and labels."""
+        """Return mel frames (two per encoder position) and labels; text alone for the decoder's class."""
+        if (recipe.objective.name or self.objective_for(config)) != Seq2Seq.name:
+            return super().batch_spec(config, recipe)
         configuration = self.config_object(config, self.model_class(config))
         batch = recipe.batch.micro_batch
         frames = (batch, configuration.num_mel_bins, 2 * configuration.max_source_positions)
@@ -32,10 +34,6 @@ class Whisper(TransformersFamily):
             TensorSpec("input_features", frames, "float32", "normal", compute=True),
             TensorSpec("labels", (batch, count), "int64", "labels", high=configuration.vocab_size),
         )
-
-    def objectives(self) -> Mapping[str, Callable[..., Objective]]:
-        """Return sequence to sequence."""
-        return {Seq2Seq.name: Seq2Seq}
 
 
 SAMPLES = 64_000

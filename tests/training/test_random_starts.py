@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from fsdptool.distributed.initialisation import Blueprint, draw_blueprint, replay
 from fsdptool.families.protocol import Family
@@ -55,3 +56,26 @@ def test_weight_normalisation_starts_at_the_length_of_its_direction() -> None:
     assert 0.9 * bound < float(direction.abs().max()) <= bound
     assert abs(float(direction.mean())) < 0.1 * bound
     assert torch.equal(again.values[f"{fqn}1"], direction), "every rank makes the same"
+
+
+class _Derived(nn.Module):
+    """Starts as Nemotron-H and I-BERT do: a weight scaled from itself, a buffer shaped like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(40, 50))
+        self.register_buffer("rounded", torch.zeros_like(self.weight))
+        nn.init.uniform_(self.weight, -1.0, 1.0)
+        scaled = self.weight / 4
+        self.weight.copy_(scaled)
+
+
+def test_a_parameter_may_be_scaled_from_itself_and_a_buffer_may_have_its_shape() -> None:
+    blueprint = draw_blueprint(_Derived, seed=3, library="transformers")
+    assert torch.equal(blueprint.buffers["rounded"], torch.zeros(40, 50))
+    whole, part = (
+        replay(blueprint, "weight", torch.Size((40, 50)), rows, dtype=torch.float32, seed=3, key="weight")
+        for rows in ((0, 40), (10, 20))
+    )
+    assert 0.24 < float(whole.max()) <= 0.25
+    assert torch.equal(part, whole[10:20])
