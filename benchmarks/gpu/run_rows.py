@@ -169,7 +169,11 @@ def stop_and_resume(write: Write, folder: Path, small: bool, *, from_cpu: bool) 
     """Stop a run in the middle by a signal and resume it; ``from_cpu``: its first half runs on the CPU."""
     cpu = small or not _on_cuda()
     model = "qwen3:tiny" if small or from_cpu else "qwen3:0.6b"
-    options: dict[str, Any] = {"length": 64 if small or from_cpu else 1024, "steps": 12, "model": model}
+    options: dict[str, Any] = {
+        "length": 64 if small or from_cpu else 1024,
+        "steps": 6 if small else 12,
+        "model": model,
+    }
     options["checkpoints"] = "{every_steps: 4}"
     recipe, config = write_run(folder / "in", cpu=cpu, **options)
     first = folder / "first"

@@ -1,6 +1,6 @@
 """Run fsdptool's main paths on the libraries of this interpreter, and say what came of each.
 
-``python benchmarks/versions/smoke.py OUT_JSON [--only TEXT]``
+``python benchmarks/versions/smoke.py OUT_JSON [--only TEXT]`` (with ``--only`` the other rows are kept)
 
 ``smoke.sh`` prepares an environment for it. Every row is a command in a process of its own, so a failure
 does not hide the next one. Memory figures are part of the rows: a plan must not depend on the version of a
@@ -165,7 +165,9 @@ def stages(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "plan llama3:8b": lambda: plan("llama3:8b", *h100, "--seq-len", "4096"),
         "plan qwen3:0.6b": lambda: plan("qwen3:0.6b", *h100, "--seq-len", "2048"),
         # Experts in loops and in grouped products, at the size of an example.
-        "plan moe_full.yaml": lambda: plan("--recipe", str(RECIPES / "moe_full.yaml"), *h100),
+        "plan moe_full.yaml": lambda: plan(
+            "--recipe", str(RECIPES / "moe_full.yaml"), *h100, "--accumulation", "1"
+        ),
         "emit-config and validate": lambda: configure(folder),
         **{
             f"train {recipe}": lambda recipe=recipe: train(folder, recipe)  # type: ignore[misc]
@@ -194,6 +196,9 @@ def main() -> int:
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "NO_COLOR": "1"}
     results: dict[str, Any] = {}
+    earlier: dict[str, Any] = {}
+    if options.only and options.out.exists():
+        earlier = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
     with tempfile.TemporaryDirectory(prefix="fsdptool-smoke-") as name:
         folder = Path(name)
         os.environ["FSDPTOOL_CACHE"] = str(folder / "cache")
@@ -211,7 +216,7 @@ def main() -> int:
     document = {
         "python": platform.python_version(),
         "libraries": {name: metadata.version(name) if installed(name) else None for name in LIBRARIES},
-        "rows": json.loads(text),
+        "rows": earlier | json.loads(text),
     }
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row["ok"] for row in results.values()) else 1
