@@ -1,7 +1,7 @@
 """Rows of models that nobody tuned the memory model on: odd sizes, odd numbers of ranks.
 
-The matrix (``matrix.py``) was measured while the model was written. These architectures were cut small and
-measured afterwards, with widths, vocabularies, experts and sequences that the ranks do not divide.
+The matrix (``matrix.py``) was measured while the memory model was written. These architectures were cut
+small and measured afterwards, with widths, vocabularies, experts and sequences that the ranks do not divide.
 """
 
 from __future__ import annotations
@@ -12,65 +12,320 @@ from typing import Any
 
 from settings import Setting
 
+ODD_TEXT = {"sequence_length": 125, "micro_batch": 3}
+SHORT_TEXT = {"sequence_length": 24, "micro_batch": 2}
+IMAGE = {"height": 208, "width": 240, "micro_batch": 1}
+VIDEO = {"height": 96, "width": 160, "frames": 9, "micro_batch": 1}
+GROUPED = {"num_hidden_layers": 5, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2}
+
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
     "mixtral": (
         "MoE, top 2",
         "mixtral:8x7b",
         {
-            "num_hidden_layers": 5,
+            **GROUPED,
             "hidden_size": 256,
-            "intermediate_size": 448,
             "num_attention_heads": 8,
-            "num_key_value_heads": 2,
+            "intermediate_size": 448,
             "num_local_experts": 6,
             "vocab_size": 3001,
         },
         {"sequence_length": 250, "micro_batch": 2},
     ),
     "mixtral-even": (
-        "MoE, top 2",
+        "MoE, 16 experts",
         "mixtral:8x7b",
         {
-            "num_hidden_layers": 5,
+            **GROUPED,
             "hidden_size": 256,
-            "intermediate_size": 448,
             "num_attention_heads": 8,
-            "num_key_value_heads": 2,
+            "intermediate_size": 896,
             "num_local_experts": 16,
             "vocab_size": 3200,
         },
-        {"sequence_length": 256, "micro_batch": 2},
+        {"sequence_length": 64, "micro_batch": 1},
+    ),
+    "granitemoe": (
+        "MoE, top 3, scaled logits",
+        "granitemoe:3.0-1b-a400m",
+        {
+            **GROUPED,
+            "intermediate_size": 104,
+            "num_local_experts": 10,
+            "num_experts_per_tok": 3,
+            "vocab_size": 2999,
+        },
+        ODD_TEXT,
+    ),
+    "gpt-oss": (
+        "MoE with biases, windows, sinks",
+        "gpt-oss:20b",
+        {
+            **GROUPED,
+            "intermediate_size": 160,
+            "head_dim": 32,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 2,
+            "vocab_size": 2501,
+            "layer_types": None,
+        },
+        ODD_TEXT,
+    ),
+    "deepseek-v2": (
+        "MoE, latent attention",
+        "deepseek-v2:lite",
+        {
+            **GROUPED,
+            "num_key_value_heads": 6,
+            "intermediate_size": 520,
+            "moe_intermediate_size": 72,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 3,
+            "kv_lora_rank": 64,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "vocab_size": 3100,
+        },
+        ODD_TEXT,
+    ),
+    "qwen2-moe": (
+        "MoE with a shared expert",
+        "qwen2-moe:1.5-a2.7b",
+        {
+            **GROUPED,
+            "moe_intermediate_size": 104,
+            "shared_expert_intermediate_size": 300,
+            "num_experts": 10,
+            "num_experts_per_tok": 3,
+            "vocab_size": 2700,
+            "layer_types": None,
+        },
+        ODD_TEXT,
     ),
     "cohere": (
         "parallel attention, scaled logits",
         "cohere:aya-23-8b",
         {
-            "num_hidden_layers": 4,
+            **GROUPED,
             "hidden_size": 512,
-            "intermediate_size": 1000,
             "num_attention_heads": 8,
-            "num_key_value_heads": 4,
+            "intermediate_size": 1000,
             "vocab_size": 20000,
         },
         {"sequence_length": 130, "micro_batch": 3},
     ),
+    "falcon": (
+        "parallel attention, one key head",
+        "falcon:7b",
+        {"num_hidden_layers": 5, "hidden_size": 192, "num_attention_heads": 6, "vocab_size": 3001},
+        ODD_TEXT,
+    ),
+    "gptj": (
+        "parallel attention",
+        "gptj:6b",
+        {"n_layer": 5, "n_embd": 192, "n_head": 6, "rotary_dim": 16, "vocab_size": 3003},
+        ODD_TEXT,
+    ),
+    "granite": (
+        "scaled logits",
+        "granite:3.1-2b",
+        {**GROUPED, "intermediate_size": 500, "vocab_size": 3001},
+        ODD_TEXT,
+    ),
+    "mamba2": (
+        "state space",
+        "mamba2:2.7b",
+        {
+            "num_hidden_layers": 5,
+            "hidden_size": 160,
+            "num_heads": 10,
+            "head_dim": 32,
+            "state_size": 24,
+            "chunk_size": 16,
+            "vocab_size": 2003,
+        },
+        {"sequence_length": 50, "micro_batch": 2},
+    ),
+    "jamba": (
+        "hybrid of attention and Mamba, MoE",
+        "jamba:v0.1",
+        {
+            "num_hidden_layers": 8,
+            "hidden_size": 160,
+            "intermediate_size": 304,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "num_experts": 6,
+            "mamba_dt_rank": 10,
+            "vocab_size": 2003,
+        },
+        SHORT_TEXT,
+    ),
+    "qwen3-next": (
+        "hybrid of attention and delta rule, MoE",
+        "qwen3-next:80b-a3b",
+        {
+            **GROUPED,
+            "num_hidden_layers": 4,
+            "intermediate_size": 300,
+            "moe_intermediate_size": 72,
+            "shared_expert_intermediate_size": 72,
+            "num_experts": 9,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "vocab_size": 2003,
+            "layer_types": None,
+        },
+        {"sequence_length": 70, "micro_batch": 2},
+    ),
+    "bart": (
+        "seq2seq",
+        "bart:base",
+        {
+            "encoder_layers": 3,
+            "decoder_layers": 3,
+            "d_model": 192,
+            "encoder_ffn_dim": 500,
+            "decoder_ffn_dim": 500,
+            "encoder_attention_heads": 6,
+            "decoder_attention_heads": 6,
+            "vocab_size": 3001,
+        },
+        ODD_TEXT,
+    ),
+    "modernbert": (
+        "encoder, windows",
+        "modernbert:base",
+        {
+            "num_hidden_layers": 5,
+            "hidden_size": 192,
+            "intermediate_size": 300,
+            "num_attention_heads": 6,
+            "vocab_size": 3001,
+            "pad_token_id": 0,
+            "layer_types": None,
+        },
+        ODD_TEXT,
+    ),
+    "siglip": (
+        "two encoders, contrastive",
+        "siglip:base-patch16-224",
+        {
+            "text_config": {
+                "num_hidden_layers": 3,
+                "hidden_size": 120,
+                "intermediate_size": 250,
+                "num_attention_heads": 6,
+                "vocab_size": 3001,
+                "projection_size": 120,
+            },
+            "vision_config": {
+                "num_hidden_layers": 3,
+                "hidden_size": 120,
+                "intermediate_size": 250,
+                "num_attention_heads": 6,
+            },
+        },
+        {"sequence_length": 60, "micro_batch": 3},
+    ),
+    "wav2vec2": (
+        "audio",
+        "wav2vec2:base",
+        {"num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 500, "num_attention_heads": 6},
+        {"micro_batch": 1},
+    ),
+    "pixart-sigma": (
+        "PixArt",
+        "pixart-sigma:xl-1024",
+        {
+            "num_layers": 5,
+            "num_attention_heads": 5,
+            "attention_head_dim": 40,
+            "cross_attention_dim": 200,
+            "caption_channels": 300,
+        },
+        IMAGE,
+    ),
+    "auraflow": (
+        "AuraFlow",
+        "auraflow:v0.3",
+        {
+            "num_mmdit_layers": 2,
+            "num_single_dit_layers": 4,
+            "num_attention_heads": 3,
+            "attention_head_dim": 64,
+            "joint_attention_dim": 300,
+            "caption_projection_dim": 192,
+        },
+        IMAGE,
+    ),
+    "cogvideox": (
+        "CogVideoX, video",
+        "cogvideox:2b",
+        {
+            "num_layers": 4,
+            "num_attention_heads": 3,
+            "attention_head_dim": 64,
+            "text_embed_dim": 300,
+            "time_embed_dim": 100,
+        },
+        VIDEO,
+    ),
+    "sd3": (
+        "SD3, odd sizes",
+        "sd3:medium",
+        {
+            "num_layers": 5,
+            "num_attention_heads": 5,
+            "joint_attention_dim": 500,
+            "caption_projection_dim": 320,
+            "pooled_projection_dim": 250,
+        },
+        IMAGE,
+    ),
 }
 """Name to (kind in the tables, reference, overrides, micro-batch)."""
 
-_CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    "mixtral": (
-        {"ranks": 16, "checkpointing": "full", "reshard": False},
-        {"ranks": 4},
-    ),
-    "mixtral-even": ({"ranks": 16},),
-    "cohere": ({"ranks": 3},),
-}
+_FAKE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("mixtral", {"ranks": 16, "checkpointing": "full", "reshard": False}),
+    ("mixtral", {"ranks": 4}),
+    ("mixtral-even", {"ranks": 16}),
+    ("granitemoe", {"ranks": 3}),
+    ("gpt-oss", {"ranks": 5, "checkpointing": "full"}),
+    ("deepseek-v2", {"ranks": 6, "reshard": False}),
+    ("qwen2-moe", {"ranks": 7, "precision": "bf16r", "accumulation": 2}),
+    ("cohere", {"ranks": 3}),
+    ("cohere", {"ranks": 7, "checkpointing": "full", "accumulation": 2}),
+    ("falcon", {"ranks": 3, "precision": "fp32"}),
+    ("gptj", {"ranks": 5, "checkpointing": "selective"}),
+    ("granite", {"ranks": 9, "accumulation": 2, "held": "unsharded"}),
+    ("mamba2", {"ranks": 3}),
+    ("jamba", {"ranks": 5}),
+    ("qwen3-next", {"ranks": 6, "checkpointing": "full"}),
+    ("bart", {"ranks": 5, "optimizer": "sgd", "implementation": "foreach"}),
+    ("modernbert", {"ranks": 7, "reshard": False}),
+    ("siglip", {"ranks": 3, "precision": "fp32"}),
+    ("wav2vec2", {"ranks": 3}),
+    ("pixart-sigma", {"ranks": 3}),
+    ("auraflow", {"ranks": 5, "checkpointing": "full"}),
+    ("cogvideox", {"ranks": 3, "method": "lora"}),
+)
+_GLOO: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("sd3", {"ranks": 2}),
+    ("mixtral", {"ranks": 3}),
+    ("auraflow", {"ranks": 2, "precision": "fp32"}),
+)
 
 
 def rows() -> Iterator[Setting]:
-    """Yield every row; the name says all that differs."""
-    for name, changes in _CHANGES.items():
-        _, reference, overrides, batch = MODELS[name]
-        for change in changes:
-            row = replace(Setting(name, name, reference, overrides, batch=batch, kept_aside=True), **change)
-            yield row
+    """Yield every row."""
+    for backend, choices in (("fake", _FAKE), ("gloo", _GLOO)):
+        for name, change in choices:
+            _, reference, overrides, batch = MODELS[name]
+            row = Setting(name, name, reference, overrides, backend=backend, batch=batch, kept_aside=True)
+            yield replace(row, **change)

@@ -51,7 +51,7 @@ def footprint(
     """
     return foresee(
         trace,
-        prepared(units, mesh, recipe, profile=profile, teacher=teacher),
+        prepared(units, mesh, recipe, profile=profile, teacher=teacher, trace=trace),
         mesh,
         recipe,
         timeline=timeline,
@@ -68,10 +68,11 @@ def prepared(
     *,
     profile: DeviceProfile = "cuda",
     teacher: UnitPlan | None = None,
+    trace: Trace | None = None,
 ) -> Prepared:
     """Return what :func:`foresee` takes; only the ranks that share a copy, the optimizer and whether
-    there is an average matter of mesh and recipe."""
-    return prepare(units, mesh, recipe, device=DEVICES[profile], teacher=teacher)
+    there is an average matter of mesh and recipe, and which parameters have a gradient of the trace."""
+    return prepare(units, mesh, recipe, device=DEVICES[profile], teacher=teacher, trace=trace)
 
 
 def foresee(

@@ -13,6 +13,8 @@ from memory_cases import LLAMA, Case
 
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
+from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.simulate import prepare
 from fsdptool.memory.tracing.make_trace import without_activations
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.anatomy import Anatomy
@@ -87,6 +89,24 @@ def test_gloo_staging_is_a_line_of_its_own() -> None:
     assert staged["cpu-gloo"] == sum(parameter.numel for parameter in block.parameters) * 4 // 2
     fake, gloo = over["cpu-fake"].allocated_peak_bytes, over["cpu-gloo"].allocated_peak_bytes
     assert fake is not None and gloo is not None and fake <= gloo <= fake + staged["cpu-gloo"]
+
+
+def test_optimizers_keep_no_states_for_parameters_without_a_gradient() -> None:
+    """As for a vision tower in training on text: its shards stay, its AdamW states (8 bytes) do not exist."""
+    case = Case()
+    trace, plan, mesh, recipe = case.trace(), case.plan(), ParallelDims().resolve(8), case.recipe()
+    silent = "model.layers.2.self_attn.q_proj.weight"
+    partial = dataclasses.replace(
+        trace, gradients={name: number for name, number in trace.gradients.items() if name != silent}
+    )
+    all_states, fewer = (
+        prepare(plan, mesh, recipe, device=DEVICES["cpu-fake"], trace=seen).states
+        for seen in (trace, partial)
+    )
+    differences = [sum(a.sizes) - sum(b.sizes) for a, b in zip(all_states.device, fewer.device, strict=True)]
+    hidden = LLAMA["hidden_size"]
+    # Exponential averages and the step count.
+    assert [size for size in differences if size] == [8 * hidden * hidden // 8 + 4]
 
 
 def test_reserved_is_at_least_allocated() -> None:

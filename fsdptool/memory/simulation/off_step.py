@@ -6,7 +6,7 @@ played in the order of the trainer's own code: ``training/trainer.py`` and ``tra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -57,47 +57,56 @@ class States:
     """Host bytes of a copy of those: page-locked, but as they are where they are offloaded already."""
 
 
-def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool) -> States:
+def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool, without_gradient: Collection[str] = ()) -> States:
     """Return what the rank holds from step 2 on (optimizer states exist).
 
     Args:
         rank: The units.
         recipe: Optimizer, EMA.
         cuda: Whether the states lie on a GPU.
+        without_gradient: Trainable parameters that no gradient reaches, by name: optimizers skip them and
+            make no states for them (torch 2.13, ``Adam._init_group``).
     """
     plan, grain = rank.plan, rank.device.grain
     tensors = {id(w): _shard(w, rank.degree) for weights in rank.distinct for w in weights}
     ordered = sorted(rank.shares, key=lambda share: _ORDER.index(share.unit.kind))
-    shards = [(tensors[id(w)], w.trainable) for s in ordered for w in s.weights]
-    whole = [(_whole(p, plan), p.trainable) for p in plan.ignored]
+    # Units of one signature share their weights, so each parameter's own name says what it is.
+    shards = [
+        (tensors[id(w)], w.trainable, p.fqn not in without_gradient)
+        for s in ordered
+        for p, w in zip(s.unit.parameters, s.weights, strict=True)
+    ]
+    whole = [(_whole(p, plan), p.trainable, p.fqn not in without_gradient) for p in plan.ignored]
     spec = optimizer_spec(recipe.optimizer)
     kernel = spec.kernel(recipe.optimizer.implementation)
 
-    def kept(trained: Sequence[TrainedTensor]) -> tuple[Block, Block, Block]:
-        optimizer = [s for t in trained for s in spec.states(recipe.optimizer, t, kernel, cuda)]
+    def kept(parameters: Sequence[tuple[TrainedTensor, bool, bool]]) -> tuple[Block, Block, Block]:
+        trained = [tensor for tensor, trainable, _ in parameters if trainable]
+        updated = [tensor for tensor, trainable, has_gradient in parameters if trainable and has_gradient]
+        optimizer = [s for t in updated for s in spec.states(recipe.optimizer, t, kernel, cuda)]
         average = [t.numel * max(t.width, 4) for t in trained] if recipe.ema.decay is not None else []
-        update = spec.temporaries(recipe.optimizer, trained, kernel, cuda)
+        update = spec.temporaries(recipe.optimizer, updated, kernel, cuda)
         return (
             _block(OPTIMIZER, optimizer, grain),
             _block(EMA, average, grain),
             _block(OPTIMIZER_TEMPORARIES, update, grain),
         )
 
-    parameters = _block(PARAMETERS, [s.bytes for s, _ in shards], grain)
-    replicated = _block(REPLICATED, [p.bytes for p, _ in whole], grain)
-    trained = [tensor for tensor, trainable in [*shards, *whole] if trainable]
-    optimizer, average, update = kept(trained)
+    parameters = _block(PARAMETERS, [s.bytes for s, *_ in shards], grain)
+    replicated = _block(REPLICATED, [p.bytes for p, *_ in whole], grain)
+    trained = [tensor for tensor, trainable, _ in [*shards, *whole] if trainable]
+    optimizer, average, update = kept([*shards, *whole])
     saved = (*(t.bytes for t in trained), *optimizer.sizes, *average.sizes)
     host, copied = 0, sum(pinned(size) for size in saved)
     if plan.cpu_offload:
         copied = sum(saved)
         # FSDP moves what it manages; parameters it does not stay on the device with all that is theirs.
-        ours = [tensor for tensor, trainable in shards if trainable]
-        managed = kept(ours)
+        gradients = [tensor.bytes for tensor, trainable, gradient in shards if trainable and gradient]
+        managed = kept(shards)
         host = sum(sum(block.sizes) for block in (parameters, *managed))
-        host += sum(tensor.bytes for tensor in ours)
+        host += sum(gradients)
         parameters = _block(PARAMETERS, [], grain)
-        optimizer, average, update = kept([tensor for tensor, trainable in whole if trainable])
+        optimizer, average, update = kept(whole)
     device = (parameters, replicated, optimizer, average)
     return States(device, host, update if update.sizes else None, saved, copied)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from fsdptool.memory.simulation.collectives import WIDTH, Device, replicated_messages, rounded_sum
 from fsdptool.memory.simulation.fsdp_schedule import Schedule
@@ -18,7 +19,7 @@ from fsdptool.memory.simulation.ledger import (
     Ledger,
 )
 from fsdptool.memory.simulation.off_step import OffStep, States, loading, play_off_step, rank_states
-from fsdptool.memory.simulation.program import Piece, program
+from fsdptool.memory.simulation.program import Piece, program, traced_path
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
 from fsdptool.records.recipe import Recipe
@@ -49,6 +50,7 @@ def prepare(
     *,
     device: Device,
     teacher: UnitPlan | None = None,
+    trace: Trace | None = None,
 ) -> Prepared:
     """Work out everything that depends on units, ranks and optimizer alone.
 
@@ -57,6 +59,8 @@ def prepare(
         mesh: Resolved; only how many ranks share a copy counts here.
         recipe: Optimizer and average.
         device: Whose memory is counted.
+        trace: Tells which trainable parameters no gradient reaches (a vision tower in training on text);
+            None supposes that one reaches all.
     """
 
     def cut_plan(plan: UnitPlan) -> Rank:
@@ -66,7 +70,19 @@ def prepare(
 
     rank = cut_plan(units)
     teacher_rank = cut_plan(teacher) if teacher is not None else None
-    return Prepared(rank, rank_states(rank, recipe, cuda=device.host_apart), teacher_rank)
+    idle = _without_gradient(units, trace) if trace is not None and trace.known else ()
+    states = rank_states(rank, recipe, cuda=device.host_apart, without_gradient=idle)
+    return Prepared(rank, states, teacher_rank)
+
+
+def _without_gradient(units: UnitPlan, trace: Trace) -> frozenset[str]:
+    """Return the trainable parameters that have no gradient in the trace."""
+    parameters = chain(units.ignored, *(unit.parameters for unit in units.units))
+    return frozenset(
+        p.fqn
+        for p in parameters
+        if p.trainable and not any(traced_path(name, trace.repeats) in trace.gradients for name in p.names)
+    )
 
 
 @dataclass(frozen=True, slots=True)
