@@ -102,6 +102,8 @@ def _run(setting: Setting) -> None:
     gc.disable()
     for step in range(STEPS):
         batches = [synthesise(specs, generator) for _ in range(recipe.batch.accumulation)]
+        for batch in batches if setting.padded else ():
+            batch["attention_mask"][0, -1] = 0
         gc.collect()
         with record_function(f"STEP {step}"):
             stepper.run(batches, rate=1e-4)

@@ -49,6 +49,8 @@ class Setting:
         layout: ``native`` or ``accelerate``.
         prefetch: FSDP units to prefetch.
         packed: Whether batches contain packed documents under a mask.
+        padded: Whether the first sample of every batch ends in padding, as a plan assumes wherever a batch
+            has an ``attention_mask``.
         kept_aside: Held out while the model was tuned.
     """
 
@@ -62,6 +64,7 @@ class Setting:
     context: int = 1
     exchange: str = "allgather"
     packed: bool = True
+    padded: bool = False
     method: str = "full"
     precision: str = "bf16"
     checkpointing: str = "none"

@@ -1,16 +1,34 @@
-"""Rows of models that nobody tuned the memory model on: odd sizes, odd numbers of ranks.
+"""Measure and predict models that nobody tuned the memory model on: odd sizes, odd numbers of ranks.
 
 The matrix (``matrix.py``) was measured while the memory model was written. These architectures were cut
 small and measured afterwards, with widths, vocabularies, experts and sequences that the ranks do not divide.
+
+``python benchmarks/memory/unseen.py [--only TEXT] [--again]`` measures the missing rows, predicts every row
+that was measured, and writes ``benchmarks/results/memory_unseen.json`` row by row and, without ``--only``,
+the table between the marks in ``docs/memory.md``. ``--again`` predicts every row again.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 from settings import Setting
+
+from fsdptool.records.codec import to_json
+from fsdptool.records.diagnostic import library_versions
+
+RESULTS = Path(__file__).parent.parent / "results" / "memory_unseen.json"
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+BEGIN, END = "<!-- unseen: begin (benchmarks/memory/unseen.py) -->", "<!-- unseen: end -->"
 
 ODD_TEXT = {"sequence_length": 125, "micro_batch": 3}
 SHORT_TEXT = {"sequence_length": 24, "micro_batch": 2}
@@ -307,9 +325,9 @@ _FAKE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mamba2", {"ranks": 3}),
     ("jamba", {"ranks": 5}),
     ("qwen3-next", {"ranks": 6, "checkpointing": "full"}),
-    ("bart", {"ranks": 5, "optimizer": "sgd", "implementation": "foreach"}),
-    ("modernbert", {"ranks": 7, "reshard": False}),
-    ("siglip", {"ranks": 3, "precision": "fp32"}),
+    ("bart", {"ranks": 5, "optimizer": "sgd", "implementation": "foreach", "padded": True}),
+    ("modernbert", {"ranks": 7, "reshard": False, "padded": True}),
+    ("siglip", {"ranks": 3, "precision": "fp32", "padded": True}),
     ("wav2vec2", {"ranks": 3}),
     ("pixart-sigma", {"ranks": 3}),
     ("auraflow", {"ranks": 5, "checkpointing": "full"}),
@@ -323,9 +341,93 @@ _GLOO: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def rows() -> Iterator[Setting]:
-    """Yield every row."""
+    """Yield every row; a name says what differs from bf16 with resharding and AdamW."""
     for backend, choices in (("fake", _FAKE), ("gloo", _GLOO)):
         for name, change in choices:
             _, reference, overrides, batch = MODELS[name]
-            row = Setting(name, name, reference, overrides, backend=backend, batch=batch, kept_aside=True)
-            yield replace(row, **change)
+            words = ", ".join(f"{key} {value}" for key, value in change.items())
+            row = Setting(f"{backend} {name}: {words}", name, reference, overrides, backend=backend)
+            yield replace(row, batch=batch, kept_aside=True, **change)
+
+
+def main() -> None:
+    """Measure and predict the missing rows, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="text the row's name must contain")
+    parser.add_argument("--again", action="store_true", help="predict every row again")
+    options = parser.parse_args()
+    document: dict[str, Any] = {"rows": {}}
+    if RESULTS.exists():
+        document = json.loads(RESULTS.read_text(encoding="utf-8"))
+    document |= {"benchmark": "memory/unseen", "libraries": library_versions()}
+    for setting in rows():
+        if options.only not in setting.name:
+            continue
+        row = document["rows"].setdefault(setting.name, {})
+        if row.get("setting") != to_json(setting):
+            row.clear()
+        if "measured_bytes" not in row:
+            row |= _measured(setting)
+        if "measured_bytes" in row and (options.again or "predicted_bytes" not in row):
+            row |= _predicted(setting, row["measured_bytes"])
+        print(setting.name, {key: value for key, value in row.items() if key != "setting"}, flush=True)
+        document["summary"] = _summary(document["rows"])
+        part = RESULTS.with_suffix(".part")
+        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        part.replace(RESULTS)
+    if not options.only:
+        text = PAGE.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text(before + BEGIN + "\n" + _table(document["rows"]) + END + after, encoding="utf-8")
+
+
+def _measured(setting: Setting) -> dict[str, Any]:
+    import measure  # noqa: F401 - imported before the fork, so that every row starts alike
+    from run import _measured as measured
+
+    result = measured(setting)
+    if "error" in result:
+        return {"setting": to_json(setting), "error": result["error"]}
+    return {"setting": to_json(setting), "measured_bytes": result["peak_bytes"]}
+
+
+def _predicted(setting: Setting, measured: int) -> dict[str, Any]:
+    from report import predict
+
+    predicted = predict(setting)
+    if predicted.allocated_peak_bytes is None:
+        return {"predicted_bytes": None, "unknown": "; ".join(predicted.unknowns)}
+    return {
+        "predicted_bytes": predicted.allocated_peak_bytes,
+        "error_percent": round(100 * (predicted.allocated_peak_bytes / measured - 1), 3),
+    }
+
+
+def _summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    errors = {name: abs(row["error_percent"]) for name, row in rows.items() if "error_percent" in row}
+    return {
+        "settings": len(errors),
+        "architectures": len({rows[name]["setting"]["family"] for name in errors}),
+        "median_percent": round(statistics.median(errors.values()), 3) if errors else None,
+        "worst_percent": max(errors.values(), default=None),
+        "not_predicted": [name for name, row in rows.items() if row.get("predicted_bytes") is None],
+    }
+
+
+def _table(rows: dict[str, dict[str, Any]]) -> str:
+    lines = ["| model | setting | measured | predicted | error |", "|---|---|---|---|---|"]
+    for name, row in rows.items():
+        model, _, setting = name.partition(": ")
+        kind = MODELS[model.partition(" ")[2]][0]
+        figures = f"{row['measured_bytes']:,} | unknown | |" if "measured_bytes" in row else "failed | | |"
+        if "error_percent" in row:
+            figures = (
+                f"{row['measured_bytes']:,} | {row['predicted_bytes']:,} | {row['error_percent']:+.2f} % |"
+            )
+        lines.append(f"| {model} ({kind}) | {setting} | {figures}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
