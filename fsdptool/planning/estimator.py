@@ -139,7 +139,7 @@ class Estimator:
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         key, trace = self._trace(recipe, settings)
         mesh = resolve_dims(settings.mesh, cluster.world_size)
-        rank = self._rank(point, recipe, settings, mesh, trace)
+        rank = self._rank(point, recipe, settings, mesh)
         footprint = foresee(
             trace,
             rank.memory,
@@ -226,8 +226,7 @@ class Estimator:
         """
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         mesh = resolve_dims(settings.mesh, cluster.world_size)
-        _, trace = self._trace(recipe, settings)
-        return model_states(self._rank(point, recipe, settings, mesh, trace).memory.rank)
+        return model_states(self._rank(point, recipe, settings, mesh).memory.rank)
 
     def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit:
         """Return the FSDP unit that takes the most bytes when it is gathered."""
@@ -281,7 +280,7 @@ class Estimator:
         return key, self._traces[key]
 
     def _rank(
-        self, point: SearchPoint, recipe: Recipe, settings: FsdpSettings, mesh: ParallelDims, trace: Trace
+        self, point: SearchPoint, recipe: Recipe, settings: FsdpSettings, mesh: ParallelDims
     ) -> RankState:
         """Return what a rank stores and moves: once for all points that differ in their batch only."""
         from fsdptool.memory import prepared
@@ -307,7 +306,7 @@ class Estimator:
                 recipe,
                 profile=self.profile,
                 teacher=self._teacher_units(recipe, settings),
-                trace=trace,
+                trace=self._trace(recipe, settings)[1],
             )
             teacher = measure_traffic(memory.teacher) if memory.teacher is not None else None
             self._ranks[key] = RankState(memory, measure_traffic(memory.rank), teacher)
