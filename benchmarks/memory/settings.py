@@ -9,10 +9,10 @@ from typing import Any
 
 from fsdptool.inspection import inspect
 from fsdptool.modeling.units import plan_teacher, plan_units
+from fsdptool.records.checkpointing import read_policy
 from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import (
     Batch,
-    Checkpointing,
     Data,
     Distillation,
     Lora,
@@ -41,7 +41,7 @@ class Setting:
         method: ``full``, ``lora``, ``lora-replicated``, ``lora-nf4``, ``lora-int8``, ``lora-float8`` or
             ``distillation``.
         precision: ``fp32``, ``bf16`` (fp32 reduction) or ``bf16r`` (bf16 reduction).
-        checkpointing: ``none``, ``full``, ``every_n`` or ``selective``.
+        checkpointing: ``every_n``, or a policy as ``plan --checkpointing`` takes it.
         reshard: True, False or a number of ranks.
         batch: Sizes of a micro-batch.
         accumulation, held: Micro-batches per step; gradients held ``sharded`` or ``unsharded``.
@@ -110,7 +110,7 @@ def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
             reshard_after_forward=None if isinstance(setting.reshard, bool) else setting.reshard,
             prefetch=setting.prefetch,
             accumulation=setting.held,  # type: ignore[arg-type]
-            checkpointing=None if mode == "none" else Checkpointing(mode=mode),  # type: ignore[arg-type]
+            checkpointing=None if mode == "none" else read_policy("every_2" if mode == "every_n" else mode),
         ),
     )
     settings = FsdpSettings(

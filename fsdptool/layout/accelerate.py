@@ -20,13 +20,16 @@ class NoForwardError(ConfigError):
     """Size-based wrapping reaches a module without a forward, which ``fully_shard`` refuses."""
 
 
-def accelerate_units(anatomy: Anatomy, settings: FsdpSettings, ignored: set[str]) -> tuple[Unit, ...]:
+def accelerate_units(
+    anatomy: Anatomy, settings: FsdpSettings, ignored: set[str], saved: tuple[str, ...] = ()
+) -> tuple[Unit, ...]:
     """Return the units accelerate 1.15 makes of this model, in call order, the root last.
 
     Args:
         anatomy: The model.
         settings: Wrap policy, classes, reshard flag.
         ignored: Names of parameters left out of sharding.
+        saved: Selectors of what recomputation finds saved.
 
     Raises:
         ConfigError: accelerate or torch would refuse this model with these settings.
@@ -49,6 +52,7 @@ def accelerate_units(anatomy: Anatomy, settings: FsdpSettings, ignored: set[str]
                 parameters=parameters,
                 reshard_after_forward=reshard,
                 checkpointed=checkpointed,
+                save_operators=saved if checkpointed else (),
             )
             units.append(unit)
 

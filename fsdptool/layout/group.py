@@ -11,6 +11,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.layout.accelerate import accelerate_units
 from fsdptool.layout.native import native_units
 from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.checkpointing import BlockPolicy, Checkpointing
 from fsdptool.records.recipe import Layout, Sharding
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 
@@ -49,7 +50,9 @@ def group(
     if chosen == "accelerate":
         _refuse_extras(sharding)
         _refuse_scalars(anatomy, scalars - ignored)
-        units = accelerate_units(anatomy, settings, ignored)
+        policy = sharding.checkpointing or Checkpointing()
+        (selection,) = policy.per_block(1) if policy.mode == "selective" else (BlockPolicy(1),)
+        units = accelerate_units(anatomy, settings, ignored, selection.saved)
         dtypes = accelerate_dtypes(settings)
     else:
         ignored |= scalars
@@ -100,6 +103,12 @@ def _refuse_extras(sharding: Sharding) -> None:
             f"sharding.reshard_after_forward: {sharding.reshard_after_forward} is not supported in the"
             " accelerate layout: accelerate 1.15 supports only true and false",
             help="use the native layout, or leave the key out",
+        )
+    if sharding.checkpointing is not None and sharding.checkpointing.mode == "per_block":
+        raise ConfigError(
+            "sharding.checkpointing.mode per_block is not supported in the accelerate layout: accelerate 1.15"
+            " checkpoints every wrapped block",
+            help="use the native layout, or mode full",
         )
 
 

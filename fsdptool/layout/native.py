@@ -16,6 +16,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.layout.accelerate import DEFAULT_MIN_NUM_PARAMS
 from fsdptool.layout.tree import ModuleTree
 from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.checkpointing import BlockPolicy, Checkpointing
 from fsdptool.records.recipe import Sharding
 from fsdptool.records.sharding import FsdpSettings, Unit, UnitKind
 
@@ -38,7 +39,7 @@ class _Builder:
         *,
         reshard: bool | int | None,
         unshard_in_backward: bool = True,
-        checkpointed: bool = False,
+        policy: BlockPolicy | None = None,
     ) -> None:
         parameters = tuple(p for p in self.tree.claim(roots, self.taken) if p.fqn not in self.ignored)
         self.taken.update(roots)
@@ -51,7 +52,8 @@ class _Builder:
                 parameters=parameters,
                 reshard_after_forward=reshard,
                 unshard_in_backward=unshard_in_backward,
-                checkpointed=checkpointed,
+                checkpointed=policy is not None and policy.mode != "none",
+                save_operators=policy.saved if policy is not None else (),
             )
             self.units.append(unit)
 
@@ -136,13 +138,13 @@ def _shard_shared(builder: _Builder, blocks: list[str]) -> None:
 
 
 def _shard_blocks(builder: _Builder, blocks: list[str], settings: FsdpSettings, sharding: Sharding) -> None:
-    every_n = 1
-    if sharding.checkpointing is not None and sharding.checkpointing.mode == "every_n":
-        every_n = sharding.checkpointing.every_n
-    outermost = [path for path in blocks if _inside(path, blocks) == path]
-    recomputed = set(outermost[::every_n]) if checkpoints(settings, sharding) else set()
+    policies: dict[str, BlockPolicy] = {}
+    if checkpoints(settings, sharding):
+        outermost = [path for path in blocks if _inside(path, blocks) == path]
+        policy = sharding.checkpointing or Checkpointing()
+        policies = dict(zip(outermost, policy.per_block(len(outermost)), strict=True))
     for path in blocks:
-        builder.shard("block", [path], reshard=builder.reshard, checkpointed=path in recomputed)
+        builder.shard("block", [path], reshard=builder.reshard, policy=policies.get(path))
 
 
 def checkpoints(settings: FsdpSettings, sharding: Sharding) -> bool:

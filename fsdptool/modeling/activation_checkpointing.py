@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fsdptool.errors import ConfigError
+from fsdptool.records.checkpointing import (
+    OPERATOR_CLASSES,
+    SAVED_OPERATORS,
+    Selector,
+    read_selector,
+)
 
 if TYPE_CHECKING:
-    from fsdptool.records.recipe import Checkpointing
     from fsdptool.records.sharding import UnitPlan
 
-SAVED_OPERATORS = (
-    "aten.mm.default",
-    "aten.addmm.default",
-    "aten.bmm.default",
-    "aten._grouped_mm.default",
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_attention_math.default",
-    "_c10d_functional.reduce_scatter_tensor.default",
-)
-"""What selective checkpointing keeps by default: matrix products and attention, the operators that
-cost far more time to repeat than memory to keep."""
+_OPTIONAL = frozenset(SAVED_OPERATORS).union(*OPERATOR_CLASSES.values())
+"""Operators that a torch version, or a machine without a package, may lack: none is then called."""
+
+_Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
-def checkpoint_units(
-    model: nn.Module, plan: UnitPlan, options: Checkpointing | None, *, offload: bool = False
-) -> int:
+def checkpoint_units(model: nn.Module, plan: UnitPlan, *, offload: bool = False) -> int:
     """Make every checkpointed unit recompute its forward in backward; returns how many there are.
 
     The forward method is replaced rather than the module wrapped, so parameter names stay, and
@@ -44,33 +42,30 @@ def checkpoint_units(
 
     Args:
         model: Before ``fully_shard``.
-        plan: Says which units (none, all or every n-th).
-        options: ``selective`` and its operators; None is full.
+        plan: Says which units, and what recomputation finds saved.
         offload: Keep the saved inputs in host memory.
 
     Raises:
         ConfigError: An operator to save does not exist.
     """
-    context = None
-    if options is not None and options.mode == "selective":
-        context = _selective(options.save_operators or SAVED_OPERATORS, strict=bool(options.save_operators))
     count = 0
     for unit in plan.units:
         if not unit.checkpointed:
             continue
+        contexts = _selective(unit.save_operators) if unit.save_operators else None
         for path in unit.modules:
             module = model.get_submodule(path)
-            module.forward = _recomputed(module.forward, context, offload)
+            module.forward = _recomputed(module.forward, contexts, offload)
+            # Blocks that keep different outputs are not alike (``memory/tracing/layer_extrapolation.py``).
+            module.forward.saved = unit.save_operators  # type: ignore[attr-defined]
             count += 1
     return count
 
 
-def _recomputed(
-    forward: Callable[..., Any], context: Callable[[], Any] | None, offload: bool
-) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], contexts: _Contexts | None, offload: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False}
-    if context is not None:
-        options["context_fn"] = context
+    if contexts is not None:
+        options["context_fn"] = contexts
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -84,18 +79,40 @@ def _recomputed(
     return run
 
 
-def _selective(
-    names: tuple[str, ...], *, strict: bool
-) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    saved = {operator for name in names if (operator := _operator(name, strict)) is not None}
+def _selective(texts: Sequence[str]) -> _Contexts:
+    """Return what ``torch.utils.checkpoint`` calls before each forward of a block, counters included."""
+    selectors: dict[str, list[Selector]] = {}
+    for text in texts:
+        selector = read_selector(text)
+        selectors.setdefault(selector.operator, []).append(selector)
+    watched: dict[Any, list[str]] = {}
+    for name in selectors:
+        members = OPERATOR_CLASSES.get(name, (name,))
+        for operator in members:
+            overload = _operator(operator, strict=operator not in _OPTIONAL)
+            if overload is not None:
+                watched.setdefault(overload, []).append(name)
 
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        # torch 2.13 asks in forward only; earlier versions ask again in recomputation, which counts afresh.
+        calls = {phase: dict.fromkeys(selectors, 0) for phase in (False, True)}
 
-    return functools.partial(create_selective_checkpoint_contexts, policy)
+        def policy(
+            context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+        ) -> CheckpointPolicy:
+            kept = False
+            counts = calls[context.is_recompute]
+            for name in watched.get(operator, ()):
+                counts[name] += 1
+                kept |= any(selector.selects(counts[name]) for selector in selectors[name])
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call, no-any-return]
+
+    return contexts
 
 
-def _operator(name: str, strict: bool) -> Any:
+def _operator(name: str, *, strict: bool) -> Any:
     """Look up ``aten.mm.default`` under ``torch.ops``; ``torch.ops.`` and ``aten.`` may be left out."""
     parts = name.removeprefix("torch.ops.").split(".")
     if len(parts) == 1 or (parts[0] not in dir(torch.ops) and parts[-1] == "default" and len(parts) == 2):

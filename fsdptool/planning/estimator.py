@@ -219,6 +219,14 @@ class Estimator:
             self._flops[id(trace)] = model_flops(trace)
         return self._flops[id(trace)]
 
+    def trace_of(self, point: SearchPoint, cluster: Cluster) -> Trace:
+        """Return what one micro-batch does at a point."""
+        return self._trace(*apply_search_point(point, self.recipe, self.settings, cluster))[1]
+
+    def units_of(self, point: SearchPoint, cluster: Cluster) -> UnitPlan:
+        """Return the units at a point."""
+        return self._plan_units(*apply_search_point(point, self.recipe, self.settings, cluster))
+
     def states(self, point: SearchPoint, cluster: Cluster) -> dict[str, int]:
         """Return the bytes one rank keeps for the model by kind: what the rule-of-thumb tables give.
 

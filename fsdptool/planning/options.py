@@ -19,6 +19,10 @@ from fsdptool.records.sharding import FsdpSettings
 Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
 
 
+OPTIMAL = "optimal"
+"""What ``checkpointing`` takes to have the policy found."""
+
+
 def reshard_value(value: bool | int | str) -> bool | int:
     """Return ``true``, ``false`` or a number of ranks as a value.
 
@@ -178,7 +182,8 @@ class Options(TypedDict, total=False):
         "reshard_after_forward: true, false or a number of ranks.", "Sharding",
         "settings.reshard_after_forward", value=bool, closes=("reshard_after_forward",))]
     checkpointing: Annotated[str | None, Option(
-        "Activation checkpointing: none, selective, every_N or full.", "Sharding",
+        "Activation checkpointing: none, full, every_N, selective, selective:every-2-matmuls,"
+        " selective:OPERATOR,..., or optimal to have the policy found (docs/checkpointing.md).", "Sharding",
         "settings.activation_checkpointing", value=lambda mode: mode != "none", closes=("checkpointing",))]
     offload: Annotated[bool | None, Option(
         "CPU offload of parameters, gradients and optimizer.", "Sharding", "settings.cpu_offload",

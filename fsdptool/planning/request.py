@@ -15,7 +15,7 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.hardware import find_gpu, machine_for
-from fsdptool.planning.options import Options, closed_by, declared, read_options, settings_of
+from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
 from fsdptool.records.diagnostic import Diagnostic
@@ -64,6 +64,7 @@ def read_request(options: Options) -> Request:
         search=_search_scope(options, profile),
         fixed=_fixed(options),
         max_batch=options.get("max_batch", False),
+        optimal_checkpointing=_optimal_checkpointing(options, clusters),
         prefer=_prefer(options, clusters),
     )
     return Request(inputs, diagnostics)
@@ -82,11 +83,23 @@ def _fixed(options: Options) -> tuple[str, ...]:
 
     An accelerate YAML decides what options set in the settings, a recipe what they set in the recipe.
     """
-    closed = closed_by(list(options))
+    named = [name for name in options if name != "checkpointing" or options["checkpointing"] != OPTIMAL]
+    closed = closed_by(named)
     for source, root in (("config", "settings."), ("recipe", "recipe.")):
         if not options.get("search") and source in options:
             closed |= closed_by([n for n, item in declared().items() if item.option.sets.startswith(root)])
     return tuple(sorted(closed))
+
+
+def _optimal_checkpointing(options: Options, clusters: Sequence[Cluster]) -> bool:
+    if options.get("checkpointing") != OPTIMAL:
+        return False
+    if any(cluster.gpu is None for cluster in clusters):
+        raise PlanError(
+            "--checkpointing optimal needs GPUs: the step time of CPU processes is unknown",
+            help="name the GPU that the run is for: --gpu H100-80GB-SXM --gpus 8",
+        )
+    return True
 
 
 def _prefer(options: Options, clusters: Sequence[Cluster]) -> Preference:

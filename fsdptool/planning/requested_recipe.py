@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptool.errors import PlanError
-from fsdptool.planning.options import Options, settings_of
-from fsdptool.planning.search_point import split_checkpointing
+from fsdptool.planning.options import OPTIMAL, Options, settings_of
+from fsdptool.records.checkpointing import read_policy
 from fsdptool.records.recipe import (
     MAX_LORA_RANK,
     Batch,
-    Checkpointing,
     Distillation,
     Lora,
     Method,
@@ -123,11 +122,14 @@ def _sharding(options: Options, sharding: Sharding) -> Sharding:
     if reshard is not None:
         ranks = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
         sharding = replace(sharding, reshard_after_forward=ranks)
-    if checkpointing is not None:
-        mode, every_n = split_checkpointing(checkpointing)
-        base = sharding.checkpointing or Checkpointing()
-        chosen = None if mode in ("none", "full") else replace(base, mode=mode, every_n=every_n)
-        sharding = replace(sharding, checkpointing=chosen)
+    if checkpointing == OPTIMAL:
+        sharding = replace(sharding, checkpointing=None)
+    elif checkpointing is not None:
+        policy = read_policy(checkpointing)
+        before = sharding.checkpointing
+        if policy.mode == "selective" and not policy.save_operators and before is not None:
+            policy = replace(policy, save_operators=before.save_operators)
+        sharding = replace(sharding, checkpointing=None if policy.mode in ("none", "full") else policy)
     return sharding
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fsdptool.errors import ConfigError
 from fsdptool.formatting import amount
 from fsdptool.modeling.optimizers import optimizer_spec
+from fsdptool.planning.checkpointing import optimal_candidates
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search_point import changed_settings
 from fsdptool.planning.search_space import enumerate_space
@@ -15,6 +16,9 @@ from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
 
 Progress = Callable[[str], None]
+
+_POLICIES = 3
+"""Configurations for which a checkpointing policy is made: each takes several traces."""
 
 _FRONT, _REPLAYS = 4, 40
 """Members of the Pareto front whose allocator is replayed, and the most replays (about a second each): only
@@ -92,6 +96,8 @@ def run_search(
                 if option.cp == point.cp:
                     raise
                 whole = True
+    if inputs.optimal_checkpointing:
+        candidates += _optimal(estimator, inputs, candidates, progress)
     # Each offer has its best row, whose allocator is replayed as the chosen one's is.
     best = []
     for index in range(len(requested)):
@@ -102,6 +108,45 @@ def run_search(
     among = {name for name in best if name is not None}
     result = choose(candidates, requested_ids, prefer=inputs.prefer, among=among)
     return replace(result, best=tuple(best))
+
+
+def _optimal(
+    estimator: Estimator, inputs: PlanInputs, candidates: Sequence[Candidate], progress: Progress | None
+) -> list[Candidate]:
+    """Return candidates with checkpointing policies made for them, for the most promising configurations.
+
+    Those that would be the fastest if nothing had to be recomputed.
+    """
+    best: dict[SearchPoint, float] = {}
+    for candidate in candidates:
+        group = replace(candidate.settings, checkpointing="full")
+        best[group] = max(best.get(group, 0.0), _merit(candidate, inputs.prefer))
+    added: list[Candidate] = []
+    for point in sorted(best, key=lambda group: -best[group])[:_POLICIES]:
+        if progress is not None:
+            progress(f"looking for the checkpointing policy of micro-batch {point.micro_batch}")
+        evaluated = optimal_candidates(
+            estimator,
+            point,
+            inputs.clusters[point.cluster],
+            inputs.machines[point.cluster],
+            room=_headroom,
+            known=[*candidates, *added],
+        )
+        seen = {candidate.settings for candidate in (*candidates, *added)}
+        for candidate in evaluated:
+            if candidate.settings not in seen:
+                name = f"c{len(candidates) + len(added):04d}"
+                added.append(replace(candidate, id=name))
+    return added
+
+
+def _headroom(candidate: Candidate) -> int | None:
+    """Return the bytes that a candidate leaves beyond the headroom; negative if it does not fit."""
+    if candidate.slack_bytes is None or candidate.usable_bytes is None:
+        return None
+    free = candidate.slack_bytes - int(HEADROOM * candidate.usable_bytes)
+    return free if candidate.rejected_by is None else min(free, -1)
 
 
 def _settle(

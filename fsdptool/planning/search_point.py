@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.errors import PlanError
+from fsdptool.records.checkpointing import format_policy, read_policy
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.plan import SearchPoint
-from fsdptool.records.recipe import Checkpointing, Recipe
-from fsdptool.records.sharding import CheckpointingMode, FsdpSettings, ParallelDims
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 
 
 def read_search_point(
@@ -60,17 +61,12 @@ def apply_search_point(
     point: SearchPoint, recipe: Recipe, settings: FsdpSettings, cluster: Cluster
 ) -> tuple[Recipe, FsdpSettings]:
     """Return recipe and settings as a search point sets them, ready to be written and run."""
-    mode, every_n = split_checkpointing(point.checkpointing)
-    requested = recipe.sharding.checkpointing
-    checkpointing = None
-    if mode in ("every_n", "selective"):
-        saved = requested.save_operators if requested is not None else ()
-        checkpointing = Checkpointing(mode=mode, every_n=every_n, save_operators=saved)
+    policy = read_policy(point.checkpointing)
     integer = not isinstance(point.reshard_after_forward, bool)
     sharding = replace(
         recipe.sharding,
         layout=point.layout,
-        checkpointing=checkpointing,
+        checkpointing=None if policy.mode in ("none", "full") else policy,
         reshard_after_forward=point.reshard_after_forward if integer else None,
         prefetch=point.prefetch,
         reduce_dtype=point.reduce_dtype,  # type: ignore[arg-type]  # one of the record's literals
@@ -85,7 +81,7 @@ def apply_search_point(
         wrap_policy=point.wrap_policy,
         wrap_classes=point.wrap_classes,
         reshard_after_forward=bool(point.reshard_after_forward),
-        activation_checkpointing=mode != "none",
+        activation_checkpointing=policy.mode != "none",
         cpu_offload=point.cpu_offload,
         mesh=replace(settings.mesh, dp_replicate=point.dp_replicate, dp_shard=point.dp_shard, cp=point.cp),
         num_processes=cluster.world_size,
@@ -133,27 +129,8 @@ def resolve_accumulation(recipe: Recipe, mesh: ParallelDims) -> int:
     return batch.global_batch // each
 
 
-def split_checkpointing(name: str) -> tuple[CheckpointingMode, int]:
-    """Return mode and ``every_n`` of ``none``, ``full``, ``selective`` or ``every_N``.
-
-    Raises:
-        PlanError: The name is none of them.
-    """
-    if name in ("none", "full", "selective"):
-        return name, 1  # type: ignore[return-value]  # narrowed by the line above
-    prefix, _, number = name.rpartition("_")
-    if prefix == "every" and number.isdecimal() and int(number) >= 1:
-        return "every_n", int(number)
-    raise PlanError(
-        f"checkpointing {name!r} is not supported",
-        help="choose none, full, selective or every_2, every_3, ...",
-    )
-
-
 def _checkpointing(recipe: Recipe, settings: FsdpSettings) -> str:
     chosen = recipe.sharding.checkpointing
     if not settings.activation_checkpointing or (chosen is not None and chosen.mode == "none"):
         return "none"
-    if chosen is None:
-        return "full"
-    return f"every_{chosen.every_n}" if chosen.mode == "every_n" else chosen.mode
+    return format_policy(chosen)

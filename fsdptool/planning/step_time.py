@@ -113,8 +113,12 @@ def _copies(path: str, repeats: Sequence[Repeat], within: str = "") -> int:
             # Its parent is itself in one block of this list: each copy of the parent has its own.
             continue
         number = path[len(prefix) :].partition(".")[0] if path.startswith(prefix) else ""
-        if number.isdigit() and repeat.cut - repeat.period <= int(number) < repeat.cut:
+        if not number.isdigit():
+            continue
+        if repeat.cut - repeat.period <= int(number) < repeat.cut:
             count *= 1 + repeat.copies
+        rest = path.removeprefix(f"{prefix}{number}")
+        path = f"{prefix}{repeat.real_index(int(number))}{rest}"
     return count
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from fsdptool.records.advice import Shortfall, Suggestion
+from fsdptool.records.checkpointing import POLICY_PATTERN
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
@@ -30,7 +31,7 @@ class SearchPoint:
         layout: Who groups parameters.
         wrap_policy, wrap_classes: The FSDP units; empty classes are the detected ones.
         micro_batch, accumulation: Samples per rank and forward; forwards per step.
-        checkpointing: ``none``, ``full``, ``selective`` or ``every_N``.
+        checkpointing: The policy as text (:func:`fsdptool.records.checkpointing.format_policy`).
         reshard_after_forward: True, False or a number of ranks.
         dp_replicate, dp_shard, cp: The mesh.
         cpu_offload: Shards, gradients and optimizer in host memory.
@@ -46,7 +47,7 @@ class SearchPoint:
     wrap_classes: tuple[str, ...]
     micro_batch: Positive
     accumulation: Positive
-    checkpointing: Annotated[str, Keywords(pattern="^(none|full|selective|every_[0-9]+)$")]
+    checkpointing: Annotated[str, Keywords(pattern=POLICY_PATTERN)]
     reshard_after_forward: bool | int
     dp_replicate: Positive
     dp_shard: Positive
@@ -236,6 +237,7 @@ class PlanInputs:
         search: ``none``, ``open`` (settings nobody chose) or ``wide`` (settings not on the command line).
         fixed: Settings the search leaves alone.
         max_batch: Whether the largest micro-batch is looked for.
+        optimal_checkpointing: Whether a checkpointing policy is made for the memory there is.
         prefer: ``speed`` or ``price``.
         model: What the reference resolved to: family, class, library and a digest of its configuration.
     """
@@ -250,6 +252,7 @@ class PlanInputs:
     search: SearchScope = "none"
     fixed: tuple[str, ...] = ()
     max_batch: bool = False
+    optimal_checkpointing: bool = False
     prefer: Preference = "speed"
     model: Mapping[str, Any] = field(default_factory=dict)
 

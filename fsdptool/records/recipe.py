@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.schema import Keywords
-from fsdptool.records.sharding import CheckpointingMode
 
 Layout = Literal["native", "accelerate"]
 MethodName = Literal["full", "lora", "distillation"]
@@ -160,15 +160,6 @@ class Schedule:
     name: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = 0
     minimum_ratio: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpointing:
-    """Activation checkpointing beyond on and off (the YAML owns on and off)."""
-
-    mode: CheckpointingMode = "full"
-    every_n: int = 2
-    save_operators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from fsdptool.records.schema import Count, Positive
 WrapPolicy = Literal["transformer", "size", "none"]
 StateDictType = Literal["sharded", "full"]
 Precision = Literal["no", "fp16", "bf16", "fp8"]
-CheckpointingMode = Literal["none", "full", "every_n", "selective"]
+CheckpointingMode = Literal["none", "full", "every_n", "selective", "per_block"]
 
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
@@ -198,6 +198,8 @@ class Unit:
             (root False, others True: ``_fully_shard.py``).
         unshard_in_backward: False where backward does not need the parameters (embeddings).
         checkpointed: Whether the unit's forward is recomputed in backward.
+        save_operators: Selectors of the outputs that recomputation finds saved
+            (:func:`fsdptool.records.checkpointing.read_selector`).
     """
 
     id: str
@@ -208,6 +210,7 @@ class Unit:
     reshard_after_forward: bool | int | None = True
     unshard_in_backward: bool = True
     checkpointed: bool = False
+    save_operators: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:

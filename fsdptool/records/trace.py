@@ -50,6 +50,24 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
+class RecomputedCall:
+    """One operator call that activation checkpointing runs again in backward.
+
+    Attributes:
+        selector: What keeps its output instead, for example ``matmul#3``
+            (:func:`fsdptool.records.checkpointing.read_selector`).
+        bytes: Memory of its output.
+        bytes_moved: Bytes read and written.
+        operation: Number in :attr:`Trace.operations` of a matrix product or attention kernel, else None.
+    """
+
+    selector: str
+    bytes: int
+    bytes_moved: int
+    operation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """What happens between one module boundary and the next, in program order.
 
@@ -64,6 +82,7 @@ class Segment:
         kernels: Operators that launch work, products included, views excluded.
         recomputed: FLOPs (of those in ``flops``) that only repeat forward under activation checkpointing.
         operations: Its matrix products and attention kernels, as numbers of :attr:`Trace.operations`.
+        calls: The operators that activation checkpointing runs again here, where their output is new memory.
     """
 
     marker: Marker
@@ -74,6 +93,7 @@ class Segment:
     kernels: int = 0
     recomputed: float = 0.0
     operations: tuple[int, ...] = ()
+    calls: tuple[RecomputedCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +102,8 @@ class Repeat:
 
     Block ``i`` of the shortened list stands for block ``i`` of the real one while ``i < cut``, else
     for block ``i + skipped``. The period that ends at ``cut`` is the one to be copied; it was
-    checked to do the same as the period before it.
+    checked to do the same as the period before it. A list with several runs of like blocks has a repeat
+    for each, to be applied in order: the traced list of one is the whole list of the one before it.
 
     Attributes:
         path: Path of the list, for example ``model.layers``.

@@ -207,8 +207,7 @@ def build_sharded(
     # Master dtype before `fully_shard`, which fixes each parameter's storage.
     store_masters(model, plan)
     # Activation checkpointing inside FSDP's hooks: a unit is gathered before it is recomputed.
-    checkpointing = recipe.sharding.checkpointing if recipe is not None else None
-    checkpoint_units(model, plan, checkpointing, offload=settings.activation_checkpointing_offload)
+    checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
     # Compilation after it, so that the graph contains the recomputation, and before FSDP, whose hooks
     # (gather, reduce) stay outside the graph. Block by block: equal blocks share one compilation.
     if recipe is not None and recipe.sharding.compile:

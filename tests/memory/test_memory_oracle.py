@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from memory_cases import LLAMA, Case
 
-from fsdptool.records.recipe import Checkpointing, Lora, Method
+from fsdptool.records.checkpointing import Checkpointing, read_policy
+from fsdptool.records.recipe import Lora, Method
 from fsdptool.records.sharding import ParallelDims
 
 pytestmark = pytest.mark.slow
@@ -15,6 +16,13 @@ pytestmark = pytest.mark.slow
 SELECTIVE = {"sharding": {"checkpointing": Checkpointing("selective")}}
 EVERY_SECOND = {"sharding": {"checkpointing": Checkpointing("every_n", every_n=2)}}
 RECOMPUTE = {"activation_checkpointing": True}
+
+
+def policy(text: str) -> dict[str, Any]:
+    """Return the sharding of a checkpointing policy."""
+    return {"sharding": {"checkpointing": read_policy(text)}}
+
+
 GPT2 = {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000}
 QWEN_MOE = {
     "num_hidden_layers": 3,
@@ -78,6 +86,12 @@ CASES: dict[str, Case] = {
     "recomputed": Case(settings=RECOMPUTE),
     "selective": Case(settings=RECOMPUTE, **SELECTIVE),
     "every second": Case(settings=RECOMPUTE, **EVERY_SECOND),
+    "every second matmul": Case(settings=RECOMPUTE, **policy("selective:every-2-matmuls")),
+    "three policies, shortened": Case(
+        overrides=LLAMA | {"num_hidden_layers": 19},
+        settings=RECOMPUTE,
+        **policy("6*full+7*selective:attention,matmul#5+6*none"),
+    ),
     "kept after forward": Case(settings={"reshard_after_forward": False}),
     "a peak in forward": Case(
         "sd3:medium",

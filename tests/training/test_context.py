@@ -16,7 +16,8 @@ from test_numerics import hold
 from variants import CHECKPOINTED, CLIPPED
 
 from fsdptool.memory import footprint, trace
-from fsdptool.records.recipe import Checkpointing, Data, Sharding
+from fsdptool.records.checkpointing import Checkpointing
+from fsdptool.records.recipe import Data, Sharding
 from fsdptool.records.sharding import ParallelDims
 
 pytestmark = pytest.mark.distributed

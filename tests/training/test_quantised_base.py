@@ -22,7 +22,8 @@ from fsdptool.errors import ConfigError
 from fsdptool.inspection.build import build
 from fsdptool.modeling.methods import check_format
 from fsdptool.modeling.methods import quantised_formats as formats
-from fsdptool.records.recipe import Checkpointing, Sharding
+from fsdptool.records.checkpointing import Checkpointing
+from fsdptool.records.recipe import Sharding
 from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.manifest import list_checkpoints, read_manifest

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fsdptool.records.recipe import Checkpointing, Optimizer, Sharding
+from fsdptool.records.checkpointing import Checkpointing, read_policy
+from fsdptool.records.recipe import Optimizer, Sharding
 from fsdptool.records.sharding import ParallelDims
 
 CLIPPED = Optimizer(
@@ -49,6 +50,12 @@ VARIANTS: dict[str, tuple[int, ParallelDims | None, dict[str, Any], dict[str, An
         2,
         None,
         {"sharding": Sharding(checkpointing=Checkpointing("selective", save_operators=("aten.mm.default",)))},
+        CHECKPOINTED,
+    ),
+    "every second matmul kept, then no checkpointing": (
+        2,
+        None,
+        {"sharding": Sharding(checkpointing=read_policy("1*selective:every-2-matmuls+1*none"))},
         CHECKPOINTED,
     ),
     "foreach": (2, None, {"optimizer": dataclasses.replace(CLIPPED, implementation="foreach")}, {}),

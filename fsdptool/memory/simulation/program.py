@@ -8,7 +8,7 @@ traced take the pieces of the period that stands for them, each event of it, nev
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdptool.memory.simulation.collectives import pinned, rounded
@@ -218,9 +218,10 @@ def block_index(path: str, repeat: Repeat) -> int | None:
     return int(digits) if digits.isdigit() else None
 
 
-def traced_path(path: str, repeats: Iterable[Repeat]) -> str:
+def traced_path(path: str, repeats: Sequence[Repeat]) -> str:
     """Return the path in the traced model that stands for a real one."""
-    for repeat in repeats:
+    # A list with several runs of like blocks was lengthened run by run: the way back is the reverse.
+    for repeat in reversed(repeats):
         index = block_index(path, repeat)
         if index is None:
             continue

@@ -18,7 +18,11 @@ _COUNTERS = ("idx", "index", "layer_id", "layer_number", "depth")
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """One list that was cut: blocks ``[cut, cut + total - traced)`` of the real list are missing."""
+    """One cut: blocks ``[cut, cut + total - traced)`` of a list of ``total`` blocks are missing.
+
+    A list with several runs of like blocks has a cut for each, front to back: what lies before a cut is
+    then complete, and each ``total`` is the next one's ``traced``.
+    """
 
     path: str
     period: int
@@ -42,36 +46,61 @@ def shorten(model: nn.Module, periods: int) -> tuple[Shortened, ...]:
     recomputation agree. Irregular first and last blocks are kept. Per-layer lists in configurations
     are cut alike.
     """
-    shortened = []
+    shortened: list[Shortened] = []
     for path, blocks in _lists(model, ""):
-        signatures = [_signature(block) for block in blocks]
-        pattern = _pattern(signatures)
-        if pattern is None:
-            continue
-        skipped = (pattern.length // pattern.period - periods) * pattern.period
-        if skipped <= 0:
-            continue
-        cut = pattern.prefix + pattern.period * (periods - 1)
-        total = len(blocks)
-        keep = [block for i, block in enumerate(blocks) if not cut <= i < cut + skipped]
-        parent = model.get_submodule(path.rpartition(".")[0])
-        setattr(parent, path.rpartition(".")[2], nn.ModuleList(keep))
-        _cut_configurations(model, total, cut, skipped)
-        shortened.append(Shortened(path, pattern.period, cut, len(keep), total))
+        shortened += _shorten_list(model, path, blocks, periods)
     return tuple(shortened)
 
 
-def lengthened(trace: Trace, shortened: Sequence[Shortened], totals: dict[str, int] | None = None) -> Trace:
+def _shorten_list(
+    model: nn.Module, path: str, blocks: Sequence[nn.Module], periods: int
+) -> Iterator[Shortened]:
+    """Cut each run of like blocks in one list; a trace is lengthened in the order of the cuts returned."""
+    start, runs = 0, []
+    while (pattern := _pattern([_signature(block) for block in blocks[start:]])) is not None:
+        skipped = (pattern.length // pattern.period - periods) * pattern.period
+        cut = start + pattern.prefix + pattern.period * (periods - 1)
+        runs.append((pattern.period, cut, max(skipped, 0)))
+        start += pattern.prefix + pattern.length
+    runs = [run for run in runs if run[2]]
+    total = len(blocks)
+    keep = [b for i, b in enumerate(blocks) if not any(cut <= i < cut + skipped for _, cut, skipped in runs)]
+    if not runs:
+        return
+    parent = model.get_submodule(path.rpartition(".")[0])
+    setattr(parent, path.rpartition(".")[2], nn.ModuleList(keep))
+    for _, cut, skipped in reversed(runs):
+        _cut_configurations(model, total, cut, skipped)
+        total -= skipped
+    length = len(keep)
+    for period, cut, skipped in runs:
+        yield Shortened(path, period, cut, length, length + skipped)
+        length += skipped
+
+
+def lengthened(
+    trace: Trace, shortened: Sequence[Shortened], deeper: Sequence[Shortened] | None = None
+) -> Trace:
     """Return ``trace`` with its lists declared to be of their real length.
 
     Args:
         trace: Of the shortened model.
         shortened: What was cut.
-        totals: Other lengths, by path (to predict another depth).
+        deeper: The same cuts of the model at a greater traced depth, which is then the depth to predict.
     """
-    totals = totals or {}
-    repeats = tuple(Repeat(s.path, s.period, s.traced, totals.get(s.path, s.total), s.cut) for s in shortened)
-    return replace(trace, repeats=repeats)
+    if deeper is None:
+        repeats = [Repeat(s.path, s.period, s.traced, s.total, s.cut) for s in shortened]
+        return replace(trace, repeats=tuple(repeats))
+    repeats = []
+    lengths: dict[str, int] = {}
+    missing: dict[str, int] = {}
+    for item, other in zip(shortened, deeper, strict=True):
+        length = lengths.setdefault(item.path, item.traced)
+        lengths[item.path] += item.period
+        cut = item.cut - missing.get(item.path, 0)
+        missing[item.path] = missing.get(item.path, 0) + other.total - other.traced
+        repeats.append(Repeat(item.path, item.period, length, length + item.period, cut))
+    return replace(trace, repeats=tuple(repeats))
 
 
 def verified(shallow: Trace, deep: Trace) -> bool:
@@ -127,7 +156,8 @@ def _pattern(signatures: Sequence[Any]) -> _Pattern | None:
 def _signature(block: nn.Module) -> Any:
     parts: list[Any] = []
     for path, module in block.named_modules():
-        parts.append((path, type(module), "forward" in vars(module)))
+        forward = vars(module).get("forward")
+        parts.append((path, type(module), forward is not None, getattr(forward, "saved", None)))
         parts += [(name, _plain(name, value)) for name, value in vars(module).items()]
         parts += [
             (n, p.shape, p.dtype, p.requires_grad) for n, p in module._parameters.items() if p is not None

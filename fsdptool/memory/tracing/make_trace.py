@@ -179,9 +179,7 @@ def trained_model(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan:
     model = build_model(spec, recipe.model, cp=settings.mesh.cp)
     method_of(recipe).prepare(model, recipe, family_of(spec), spec.config)
     model.train()
-    checkpoint_units(
-        model, plan, recipe.sharding.checkpointing, offload=settings.activation_checkpointing_offload
-    )
+    checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
     return model
 
 
@@ -303,8 +301,7 @@ def _trace_at_depth(
     except Exception:
         # The model counts on its depth (an index from the configuration, skips between blocks).
         return attempt(None).trace
-    totals = {item.path: item.traced for item in deep.shortened}
-    if not verified(lengthened(shallow.trace, shallow.shortened, totals), deep.trace):
+    if not verified(lengthened(shallow.trace, shallow.shortened, deep.shortened), deep.trace):
         return attempt(None).trace
     return lengthened(deep.trace, deep.shortened)
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdptool.memory.tracing.operators import launches, operation_of, traffic
-from fsdptool.records.trace import KINDS, Marker, Operation, Segment, Trace
+from fsdptool.records.checkpointing import selector_name
+from fsdptool.records.trace import KINDS, Marker, Operation, RecomputedCall, Segment, Trace
 
 _KIND = {name: index for index, name in enumerate(KINDS)}
 
@@ -40,6 +41,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operations: dict[Operation, int] = {}
         self._costly: list[list[int]] = []
         self.recomputing = 0
+        self._calls: list[list[RecomputedCall]] = []
+        self._counts: dict[str, int] = {}
         self._numbers: dict[int, int] = {}
         self._phase = "temporary"
         self.gradients: dict[str, int] = {}
@@ -57,6 +60,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._traffic.append([0, 0])
         self._again.append(0.0)
         self._costly.append([])
+        self._calls.append([])
 
     def phase(self, kind: str) -> None:
         """Say what tensors made from now on are, until something better is known of them."""
@@ -100,6 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             outputs = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
         fresh = False
+        selector = self._count(func)
         if func._overloadpacket is torch.ops.aten.logsumexp:
             # One operator here, but its kernels hold the exponentials (torch 2.13, ``logsumexp_out_impl``).
             self._fleeting(args[0].numel() * max(args[0].itemsize, 4), "logsumexp")
@@ -113,17 +118,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved[0] += size
             moved[1] += 1
             operation = operation_of(func, args, kwargs or {}, out, size)
-            if operation is not None:
-                self._compute(operation)
+            number = self._compute(operation) if operation is not None else None
+            if selector and fresh:
+                kept = sum(tensor.untyped_storage().nbytes() for tensor in outputs)
+                self._calls[-1].append(RecomputedCall(selector, kept, size, number))
         return out
 
-    def _compute(self, operation: Operation) -> None:
-        self._costly[-1].append(self._operations.setdefault(operation, len(self._operations)))
+    def _compute(self, operation: Operation) -> int:
+        number = self._operations.setdefault(operation, len(self._operations))
+        self._costly[-1].append(number)
         flops = self._flops[-1]
         flops[operation.dtype] = flops.get(operation.dtype, 0.0) + operation.flops
         # Inside a custom autograd function grad mode is off, in its forward too.
         if self._phase == "temporary" and (self.recomputing or torch.is_grad_enabled()):
             self._again[-1] += operation.flops
+        return number
+
+    def _count(self, func: Any) -> str:
+        """Return the selector of a recomputed call, counted as the policy counts a block's forward."""
+        if not self.recomputing or self._phase != "temporary":
+            self._counts.clear()
+            return ""
+        name = selector_name(str(func))
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return f"{name}#{self._counts[name]}"
 
     def _track(self, tensor: torch.Tensor, name: str, kind: str | None) -> None:
         storage = tensor.untyped_storage()
@@ -181,14 +199,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trace(self, **fields: Any) -> Trace:
         """Return the record; ``fields`` are the remaining ones of :class:`Trace`."""
         segments = tuple(
-            Segment(marker, path, tuple(events), flops, moved[0], moved[1], again, tuple(costly))
-            for (marker, path), events, flops, moved, again, costly in zip(
+            Segment(
+                marker, path, tuple(events), flops, moved[0], moved[1], again, tuple(costly), tuple(calls)
+            )
+            for (marker, path), events, flops, moved, again, costly, calls in zip(
                 self._segments,
                 self._events,
                 self._flops,
                 self._traffic,
                 self._again,
                 self._costly,
+                self._calls,
                 strict=True,
             )
         )
