@@ -111,7 +111,8 @@ def command(
     if values:
         return answer_sweep(cast("Options", options), values, output, force=force, format=format)
     plan = make_plan(read_request(cast("Options", options)), progress=progress)
-    answer(plan, output, force=force, format=format, explain=explain)
+    repeated = repeated_command(context)
+    answer(plan, output, force=force, format=format, explain=explain, command=repeated)
     return int(exit_code(plan))
 
 
@@ -207,7 +208,36 @@ def answer_sweep(
     return int(ExitCode.INCOMPLETE if verdicts <= {"fits", "unknown"} else ExitCode.FINDINGS)
 
 
-def answer(plan: Plan, output: Path | None, *, force: bool, format: RowFormat, explain: bool) -> None:
+_OUTPUT_ONLY = ("output", "force", "format", "explain", "search", "max_batch")
+
+
+def repeated_command(context: typer.Context) -> list[str]:
+    """Return the command that was given, without the options that only concern output or search."""
+    words = ["fsdptool", "plan"]
+    given = command_line_options(context)
+    for parameter in context.command.params:
+        name, value = parameter.name or "", context.params.get(parameter.name or "")
+        if name not in given or name in _OUTPUT_ONLY:
+            continue
+        if parameter.param_type_name == "argument":
+            words.append(str(value))
+        elif isinstance(value, bool):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            several = value if isinstance(value, list | tuple) else [value]
+            words += [part for item in several for part in (parameter.opts[0], str(item))]
+    return words
+
+
+def answer(
+    plan: Plan,
+    output: Path | None,
+    *,
+    force: bool,
+    format: RowFormat,
+    explain: bool,
+    command: Sequence[str] | None = None,
+) -> None:
     """Print the plan and write it to the output file."""
     import json
 
@@ -224,7 +254,7 @@ def answer(plan: Plan, output: Path | None, *, force: bool, format: RowFormat, e
     if format is RowFormat.JSON:
         print_document(document)
     elif format is RowFormat.TEXT:
-        print_plan(document, explain=explain)
+        print_plan(document, explain=explain, command=command)
     else:
         print_candidates(document, "tsv" if format is RowFormat.TSV else "csv")
     if output is not None:

@@ -13,7 +13,7 @@ from fsdptool.records.plan import ComponentBytes, Footprint, Holding, Moment, Pe
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import STEP_PHASES, RunPhase
 from fsdptool.records.sharding import ParallelDims, StateDictType, UnitPlan
-from fsdptool.records.trace import Basis, Component, Trace
+from fsdptool.records.trace import Basis, ColourGroup, Component, Trace
 
 VERIFIED_TORCH = ("2.13",)
 """Minor versions of torch whose FSDP2 the schedule was checked against (``tests/memory/fsdp_oracle.py``)."""
@@ -121,7 +121,7 @@ def foresee(
         reserved_peak_bytes=segments,
         components=_components(ledger.at_best),
         peak=Peak(ledger.peak_moment, _holdings(ledger.at_best)),
-        timeline=tuple(Moment(name, level) for name, level in ledger.timeline or ()),
+        timeline=tuple(_moment(*item) for item in ledger.timeline or ()),
         host_bytes_per_rank=host,
         confidence=_confidence(trace),
         unknowns=trace.unknowns,
@@ -169,6 +169,14 @@ def _states_only(ledger: Ledger, trace: Trace, host: int, phases: tuple[Phase, .
         unknowns=trace.unknowns or ("activations: the model could not be traced",),
         phases=phases,
     )
+
+
+def _moment(name: str, total: int, live: Sequence[int]) -> Moment:
+    groups = dict.fromkeys(ColourGroup, 0)
+    for index, size in enumerate(live):
+        if index != OFFLOADED:
+            groups[_BY_INDEX[index].group] += size
+    return Moment(name, total, groups={group.value: size for group, size in groups.items() if size})
 
 
 def _components(live: list[int]) -> tuple[ComponentBytes, ...]:

@@ -22,7 +22,7 @@ from fsdptool.planning.options import Options, signature
 from fsdptool.planning.request import Request, read_request
 from fsdptool.planning.requested_recipe import check_sizes
 from fsdptool.planning.search import SearchResult, run_search
-from fsdptool.planning.search_point import apply_search_point, read_search_point
+from fsdptool.planning.search_point import apply_search_point, point_flags, read_search_point
 from fsdptool.planning.shortfall import find_shortfall, leanest
 from fsdptool.planning.suggestions import improve, suggest
 from fsdptool.planning.verdict import HEADROOM
@@ -32,7 +32,7 @@ from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, digest, envelope
 from fsdptool.records.plan import Candidate, Plan, PlanInputs, SearchPoint
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import Batch, Optimizer, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 
 _ENVELOPE = ("schema", "schema_version", "tool_version", "libraries", "inputs_digest")
@@ -271,6 +271,21 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
     batch_spec(spec, recipe)
 
 
+def _decided_flags(inputs: PlanInputs, point: SearchPoint) -> list[str]:
+    """Return the flags that fix a point: the four that most runs turn on, and others that are not usual."""
+    usual = read_search_point(
+        replace(inputs.recipe, batch=Batch(), sharding=Sharding(), optimizer=Optimizer()),
+        FsdpSettings(),
+        inputs.clusters[point.cluster],
+        point.cluster,
+    )
+    flags, unset = point_flags(point), point_flags(usual)
+    always = ("micro_batch", "checkpointing", "reshard", "offload")
+    return [
+        part for name, given in flags.items() if name in always or given != unset.get(name) for part in given
+    ]
+
+
 def _conclude(
     estimator: Estimator,
     inputs: PlanInputs,
@@ -313,6 +328,7 @@ def _conclude(
         extra = {**extra, "routing": experts}
     details = {
         "asked": list(result.requested),
+        "flags": _decided_flags(inputs, shown_point),
         "front": list(result.front),
         "model": dict(inputs.model),
         "clusters": [describe(cluster) for cluster in inputs.clusters],

@@ -57,6 +57,27 @@ def changed_settings(start: SearchPoint, point: SearchPoint) -> dict[str, Any]:
     return {name: after for name, before, after in pairs if before != after and name != "cluster"}
 
 
+def point_flags(point: SearchPoint) -> dict[str, tuple[str, ...]]:
+    """Return the options of ``fsdptool plan`` that say what a point says: option name to flag and value."""
+    reshard = point.reshard_after_forward
+    flags: dict[str, tuple[str, ...]] = {
+        "layout": ("--layout", point.layout),
+        "micro_batch": ("--micro-batch", str(point.micro_batch)),
+        "accumulation": ("--accumulation", str(point.accumulation)),
+        "checkpointing": ("--checkpointing", point.checkpointing),
+        "reshard": ("--reshard", str(reshard).lower()),
+        "hsdp": ("--hsdp", f"{point.dp_replicate}x{point.dp_shard}"),
+        "cp": ("--cp", str(point.cp)),
+        "offload": ("--offload",) if point.cpu_offload else ("--no-offload",),
+        "prefetch": ("--prefetch", str(point.prefetch)),
+        "optimizer_implementation": ("--optimizer-implementation", point.optimizer_implementation),
+        "gradients": ("--gradients", point.gradients),
+    }
+    if point.wrap_classes:
+        flags["wrap"] = tuple(part for name in point.wrap_classes for part in ("--wrap", name))
+    return flags
+
+
 def apply_search_point(
     point: SearchPoint, recipe: Recipe, settings: FsdpSettings, cluster: Cluster
 ) -> tuple[Recipe, FsdpSettings]:

@@ -243,9 +243,7 @@ def _saves(candidate: Candidate, requested: Candidate) -> bool:
 
 def _costs(kind: SuggestionKind, candidate: Candidate, requested: Candidate | None) -> Iterator[Cost]:
     if requested is not None and candidate.samples_per_second and requested.samples_per_second:
-        change = requested.samples_per_second / candidate.samples_per_second - 1
-        text = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} (estimate)"
-        yield Cost(CostKind.STEP_TIME, "no slower (estimate)" if abs(change) < 0.005 else text)
+        yield Cost(CostKind.STEP_TIME, f"{_pace(candidate, requested)} (estimate)")
     if kind in COSTS:
         yield COSTS[kind]
     if requested is None:
@@ -253,6 +251,16 @@ def _costs(kind: SuggestionKind, candidate: Candidate, requested: Candidate | No
     before, after = requested.host_bytes_per_node, candidate.host_bytes_per_node
     if before is not None and after is not None and after > before:
         yield Cost(CostKind.HOST_MEMORY, f"{amount(after - before)} more host memory per node")
+
+
+def _pace(candidate: Candidate, requested: Candidate) -> str:
+    """Return how much slower or faster a candidate is per sample, in words."""
+    ratio = (candidate.samples_per_second or 0.0) / (requested.samples_per_second or 1.0)
+    if abs(1 / ratio - 1) < 0.005:
+        return "no slower"
+    if ratio >= 2:
+        return f"{ratio:.1f} times as fast"
+    return f"{1 / ratio - 1:.0%} slower" if ratio < 1 else f"{ratio - 1:.0%} faster"
 
 
 def _evaluate(

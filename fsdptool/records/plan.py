@@ -96,11 +96,16 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One point of the timeline: allocated and reserved bytes after an event."""
+    """One point of the timeline: allocated and reserved bytes after an event.
+
+    ``groups`` divides the allocated bytes by group of components (``states``, ``gathered``, ``activations``,
+    ``passing``, ``outside``); groups without any are left out, and plans of earlier versions have none.
+    """
 
     name: str
     allocated_bytes: int
     reserved_bytes: int | None = None
+    groups: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

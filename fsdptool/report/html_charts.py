@@ -64,15 +64,49 @@ def timeline(candidate: Mapping[str, Any]) -> str:
     ]
     outline = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     body = [_grid(top, left, bottom)]
-    body.append(
-        f'<polygon class="area" points="{left:.1f},{bottom} {outline} {points[-1][0]:.1f},{bottom}"/>'
-    )
+    body += _stack(moments, [x for x, _ in points], top, bottom)
     body.append(f'<polyline class="stroke" points="{outline}"/>')
     body += [_hover(moment, x, step, bottom) for moment, (x, _) in zip(moments, points, strict=True)]
     body.append(_peak_mark(candidate, moments, points, top, bottom))
     body += _phases(moments, points, bottom)
     title = f"Allocated memory over one step; the peak is {amount(peak)}"
     return _svg("timeline", height, title, "".join(body))
+
+
+def _stack(
+    moments: Sequence[Mapping[str, Any]], places: Sequence[float], top: float, bottom: int
+) -> list[str]:
+    """Return an area per group of components, one on the other; one area where the groups are not known."""
+    below = [0] * len(moments)
+    areas = []
+    for group in ColourGroup:
+        sizes = [(moment.get("groups") or {}).get(group.value, 0) for moment in moments]
+        if any(sizes):
+            above = [low + size for low, size in zip(below, sizes, strict=True)]
+            areas.append(_area(f"g-{group.value}", places, below, above, top, bottom, group.legend))
+            below = above
+    if not areas:
+        levels = [moment["allocated_bytes"] for moment in moments]
+        areas.append(_area("area", places, below, levels, top, bottom, "allocated"))
+    return areas
+
+
+def _area(
+    kind: str,
+    places: Sequence[float],
+    below: Sequence[int],
+    above: Sequence[int],
+    top: float,
+    bottom: int,
+    label: str,
+) -> str:
+    def corner(x: float, level: int) -> str:
+        return f"{x:.1f},{bottom - level / top * (bottom - 14):.1f}"
+
+    upper = [corner(x, level) for x, level in zip(places, above, strict=True)]
+    lower = [corner(x, level) for x, level in zip(places, below, strict=True)]
+    points = " ".join([*upper, *reversed(lower)])
+    return f'<polygon class="{kind}" points="{points}"><title>{escape(label)}</title></polygon>'
 
 
 def scatter(document: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,12 +16,15 @@ _STYLES = {"fits": "bold green", "does_not_fit": "bold red", "unknown": "bold ye
 _FRONT = 8
 
 
-def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
-    """Print a plan document: verdict, one rank's memory, time, other candidates, suggestions.
+def print_plan(
+    document: Mapping[str, Any], *, explain: bool = False, command: Sequence[str] | None = None
+) -> None:
+    """Print a plan document on one screen: verdict, configuration, one rank's memory, what to change.
 
     Args:
         document: What ``plan_document`` returned.
-        explain: Show the limiting factor, the full configuration and every candidate.
+        explain: Show everything else, too: states, phases, the limiting factor, every candidate, every note.
+        command: The command line that was given, without what only concerns the output; None prints none.
     """
     candidate = words.shown(document)
     print_line(words.headline(document), style=_STYLES[document["verdict"]])
@@ -31,25 +35,54 @@ def print_plan(document: Mapping[str, Any], *, explain: bool = False) -> None:
         mfu = f", MFU {candidate['mfu']:.0%}" if candidate["mfu"] is not None else ""
         step = duration(candidate["step_seconds"])
         print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates{words.time_range(candidate)})")
+    if stored := words.dtypes(document):
+        print_line(stored)
     requested = candidate["id"] in document["details"]["asked"]
     name = "requested configuration" if requested else f"chosen configuration ({candidate['id']})"
     print_line(f"{name}: {words.brief(candidate['settings'])}")
+    _command(document, command)
     for line in words.spare_memory(document):
         print_line(line)
-    _components(candidate)
-    _states(document)
-    _peak(candidate)
-    _timeline(candidate)
-    _phases(candidate)
     _host(document, candidate)
+    _components(candidate, explain=explain)
+    _timeline(candidate)
     if explain:
+        _states(document)
+        _peak(candidate)
+        _phases(candidate)
         _configuration(candidate)
         _seconds(candidate)
         _limit(document, candidate)
-    _others(document, explain=explain)
+    _offers(document)
     _batches(document)
+    if explain or document["chosen"] is None:
+        _others(document, explain=explain)
     _suggestions(document)
-    _notes(document)
+    _notes(document, explain=explain)
+
+
+_SMALL = 0.01
+"""Share of the total below which components are printed as one line."""
+
+
+def _command(document: Mapping[str, Any], command: Sequence[str] | None) -> None:
+    """Print the flags of the configuration, alone or in the command that plans exactly it."""
+    flags = document["details"].get("flags")
+    if not flags:
+        return
+    if command is None:
+        print_line(f"flags: {shlex.join(flags)}")
+        return
+    given = {part for part in command if part.startswith("--")}
+    missing: list[str] = []
+    keep = False
+    for part in flags:
+        if part.startswith("--"):
+            # A global batch decides the accumulation.
+            decided = part == "--accumulation" and "--global-batch" in given
+            keep = not decided and part not in given and part.replace("--no-", "--") not in given
+        missing += [part] if keep else []
+    print_line(f"command: {shlex.join([*command, *missing, '--no-search'])}")
 
 
 def print_candidates(document: Mapping[str, Any], separator: Literal["tsv", "csv"]) -> None:
@@ -87,22 +120,35 @@ def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
     print_table(("value", "saved", "now"), [(what, _value(a), _value(b)) for what, a, b in changes])
 
 
-def _components(candidate: Mapping[str, Any]) -> None:
+def _components(candidate: Mapping[str, Any], *, explain: bool) -> None:
     print_line()
-    rows = sorted(candidate["components"], key=lambda item: -(item["bytes"] or 0))
     total = candidate["device_total_bytes"] or 0
+    shown: list[Mapping[str, Any]] = []
+    small: list[Mapping[str, Any]] = []
+    for item in sorted(candidate["components"], key=lambda item: -(item["bytes"] or 0)):
+        tiny = item["bytes"] is not None and item["bytes"] < _SMALL * total
+        (small if tiny and not explain else shown).append(item)
+    if len(small) < 2:
+        shown, small = [*shown, *small], []
     cells = [
         (
             item["name"].replace("_", " "),
             amount(item["bytes"]),
-            f"{item['bytes'] / total:.1%}" if total and item["bytes"] is not None else "",
+            _share(item["bytes"], total),
             words.MARKS[item["basis"]],
         )
-        for item in rows
+        for item in shown
     ]
+    if small:
+        rest = sum(item["bytes"] for item in small)
+        cells.append((f"{len(small)} others", amount(rest), _share(rest, total), "estimate"))
     if candidate["device_total_bytes"] is not None:
         cells.append(("total", amount(candidate["device_total_bytes"]), "", "estimate"))
     print_table(("memory of one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2))
+
+
+def _share(size: int | None, total: int) -> str:
+    return f"{size / total:.1%}" if total and size is not None else ""
 
 
 def _states(document: Mapping[str, Any]) -> None:
@@ -111,8 +157,6 @@ def _states(document: Mapping[str, Any]) -> None:
         kept = ", ".join(f"{name} {amount(size)}" for name, size in states.items())
         print_line()
         print_line(f"model states over a whole step: {kept} (exact)")
-    if stored := words.dtypes(document):
-        print_line(stored)
 
 
 def _peak(candidate: Mapping[str, Any]) -> None:
@@ -128,13 +172,22 @@ def _peak(candidate: Mapping[str, Any]) -> None:
 
 
 def _timeline(candidate: Mapping[str, Any]) -> None:
-    timeline = candidate["timeline"]
-    if len(timeline) < 2:
+    """Print the step's curve: all of the allocated memory, then each group of components to one scale."""
+    rows, top = words.curve(candidate, 48)
+    if not rows:
         return
-    levels = words.resample(timeline, 64)
-    top = max(levels) or 1
-    marks = "".join(_SPARKS[min(level * len(_SPARKS) // top, len(_SPARKS) - 1)] for level in levels)
-    print_line(f"one step: {marks} (0 to {amount(top)} allocated)")
+    print_line()
+    print_line(f"allocated over one step, 0 to {amount(top)}:")
+    widest = max(len(name) for name, _ in rows)
+    for name, levels in rows:
+        marks = "".join(_spark(level, top) for level in levels)
+        print_line(f"  {name.ljust(widest)}  {marks}  {amount(max(levels))}")
+
+
+def _spark(level: int, top: int) -> str:
+    if not level or not top:
+        return " "
+    return _SPARKS[min(level * len(_SPARKS) // top, len(_SPARKS) - 1)]
 
 
 def _phases(candidate: Mapping[str, Any]) -> None:
@@ -216,16 +269,17 @@ def _limit(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
     )
 
 
+def _offers(document: Mapping[str, Any]) -> None:
+    if len(document["details"]["clusters"]) > 1:
+        heads, offers = words.offers(document)
+        print_line()
+        print_table(heads, offers, numeric=tuple(range(2, len(heads))), optional=(1,))
+
+
 def _others(document: Mapping[str, Any], *, explain: bool) -> None:
     candidates = document["candidates"]
     if len(candidates) < 2:
         return
-    if len(document["details"]["clusters"]) > 1:
-        heads, offers = words.offers(document)
-        print_line()
-        print_table(heads, offers, numeric=tuple(range(2, len(heads))))
-        if not explain:
-            return
     front = list(document["details"].get("front", ()))
     names = [item["id"] for item in candidates] if explain else front[:_FRONT]
     if document["chosen"] is not None and document["chosen"] not in names:
@@ -241,7 +295,7 @@ def _others(document: Mapping[str, Any], *, explain: bool) -> None:
         return
     title = "candidate" if explain else f"Pareto front of {len(candidates)} candidates"
     heads = (title, "memory", "per step", "speed", "settings", "verdict")
-    print_table(heads, rows, numeric=(1, 2, 3))
+    print_table(heads, rows, numeric=(1, 2, 3), optional=(2,))
 
 
 def _row(document: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, ...]:
@@ -276,23 +330,32 @@ def _suggestions(document: Mapping[str, Any]) -> None:
         )
         for step in steps
     ]
-    print_table(("suggested change", "memory", "speed", "verdict", "cost"), rows, numeric=(1, 2))
+    print_table(
+        ("suggested change", "memory", "speed", "verdict", "cost"), rows, numeric=(1, 2), optional=(2,)
+    )
 
 
-def _notes(document: Mapping[str, Any]) -> None:
+def _notes(document: Mapping[str, Any], *, explain: bool) -> None:
     details = document["details"]
     lines = [f"unknown: {text}" for text in document["unknowns"]]
-    lines += [f"note: {text}" for text in details.get("notes", ())]
+    if explain:
+        lines += [f"note: {text}" for text in details.get("notes", ())]
     for largest in details.get("max_batch", ()):
         size = largest["micro_batch"]
         lines.append(f"largest micro-batch that fits: {size if size is not None else 'none'}")
     if document["confidence"] != "verified":
         lines.append("confidence: unverified (the model of FSDP2 was not checked against this torch version)")
-    if lines or document["diagnostics"]:
+    findings = [item for item in document["diagnostics"] if explain or item["severity"] != "info"]
+    if lines or findings:
         print_line()
     for line in lines:
         print_line(line)
-    for finding in document["diagnostics"]:
+    hidden = len(document["diagnostics"]) - len(findings) + (0 if explain else len(details.get("notes", ())))
+    if hidden and not explain:
+        more = "note" if hidden == 1 else "notes"
+        print_line()
+        print_line(f"--explain shows phases, every candidate and {hidden} {more}")
+    for finding in findings:
         print_finding(finding["severity"], finding["code"], finding["message"], finding.get("help"))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from fsdptool.formatting import amount
 from fsdptool.records.advice import ShortfallKind, SuggestionKind
 from fsdptool.records.plan import RejectionKind
+from fsdptool.records.trace import ColourGroup
 
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "unknown"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}
@@ -230,6 +231,25 @@ def shortfall(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def curve(candidate: Mapping[str, Any], width: int) -> tuple[list[tuple[str, list[int]]], int]:
+    """Return the levels of each group of components over the step in ``width`` columns, and their top.
+
+    A column is the moment of its share of the events at which most is allocated.
+    """
+    timeline = candidate["timeline"]
+    if len(timeline) < 2:
+        return [], 0
+    edges = [index * len(timeline) // width for index in range(width + 1)] if len(timeline) > width else None
+    shares = [timeline[a:b] for a, b in pairwise(edges)] if edges else [[moment] for moment in timeline]
+    moments = [max(share, key=lambda moment: moment["allocated_bytes"]) for share in shares]
+    rows = [("all", [moment["allocated_bytes"] for moment in moments])]
+    for group in ColourGroup:
+        levels = [(moment.get("groups") or {}).get(group.value, 0) for moment in moments]
+        if any(levels):
+            rows.append((group.legend, levels))
+    return rows, max(rows[0][1])
+
+
 def money(value: float | None) -> str:
     """Return an amount of money without its currency, which nobody gives; None is unknown."""
     if value is None:
@@ -311,15 +331,6 @@ def need(candidate: Mapping[str, Any]) -> str:
         return f"each rank needs {amount(total)}; the usable memory is unknown"
     free = f"{amount(slack)} ({slack / usable:.0%}) free" if slack >= 0 else f"{amount(-slack)} too much"
     return f"each rank needs {amount(total)} of {amount(usable)} usable: {free}"
-
-
-def resample(timeline: Sequence[Mapping[str, Any]], width: int) -> list[int]:
-    """Return ``width`` columns of a timeline, each the largest level in its share of the events."""
-    levels = [moment["allocated_bytes"] for moment in timeline]
-    if len(levels) <= width:
-        return levels
-    edges = [index * len(levels) // width for index in range(width + 1)]
-    return [max(levels[a:b]) for a, b in pairwise(edges)]
 
 
 def _units(value: int) -> str:

@@ -25,7 +25,7 @@ from fsdptool.records.plan import (
 from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.report.html import plan_page
 from fsdptool.report.plan import print_plan
-from fsdptool.report.plan_words import resample
+from fsdptool.report.plan_words import curve
 
 NASTY = '<script>alert("x")</script>'
 GIB = 2**30
@@ -87,7 +87,11 @@ def document() -> dict[str, Any]:
             candidate("c0002", 30 * GIB, rejected=Rejection(RejectionKind.SPEED, "slower"), samples=2.0),
         ),
         next_steps=(Suggestion(NASTY, {}, 10, True, NASTY, SuggestionKind.RESHARD),),
-        inputs={"model": {"reference": NASTY, "class": NASTY, "parameters": 1}, "recipe": {"x": NASTY}},
+        inputs={
+            "model": {"reference": NASTY, "class": NASTY, "parameters": 1},
+            "recipe": {"x": NASTY},
+            "clusters": [{"name": NASTY}],
+        },
         unknowns=(NASTY,),
         details={"clusters": [NASTY], "front": ["asked", "c0002"], "asked": ["asked"], "notes": [NASTY]},
     )
@@ -179,11 +183,47 @@ def test_amounts_read_well() -> None:
     ]
 
 
-def test_a_resampled_timeline_keeps_its_peak() -> None:
-    moments = [{"allocated_bytes": value} for value in [1] * 500 + [9] + [1] * 500]
-    levels = resample(moments, 64)
-    assert len(levels) == 64
-    assert max(levels) == 9
+def test_a_curve_keeps_the_peak_and_adds_up() -> None:
+    moments = [{"allocated_bytes": 3, "groups": {"states": 2, "passing": 1}} for _ in range(1000)]
+    moments[500] = {"allocated_bytes": 9, "groups": {"states": 2, "passing": 7}}
+    rows, top = curve({"timeline": moments}, 64)
+    assert top == 9
+    assert {len(levels) for _, levels in rows} == {64}
+    whole, *groups = [levels for _, levels in rows]
+    assert len(groups) == 2
+    assert max(whole) == 9
+    assert whole == [sum(parts) for parts in zip(*groups, strict=True)]
+
+
+def test_the_curve_of_the_page_is_stacked_by_group(document: dict[str, Any]) -> None:
+    assert 'polygon class="area"' in plan_page(document)
+    timeline = document["candidates"][0]["timeline"]
+    for moment in timeline:
+        moment["groups"] = {"states": GIB // 2, "passing": moment["allocated_bytes"] - GIB // 2}
+    page = plan_page(document)
+    assert 'polygon class="area"' not in page
+    edges = [
+        re.findall(rf'polygon class="g-{name}" points="([^"]*)"', page)[0] for name in ("states", "passing")
+    ]
+    lower, upper = ([point.split(",") for point in edge.split()] for edge in edges)
+    assert lower[: len(timeline)] == upper[: len(timeline) - 1 : -1]
+
+
+def test_a_plan_is_one_screen_and_the_rest_is_explained(
+    document: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--micro-batch", "1", "--reshard", "4", "--no-offload"]
+    document["details"]["flags"] = flags
+    print_plan(document, command=["fsdptool", "plan", "a b", "--gpus", "8", "--reshard", "4"])
+    short = capsys.readouterr().out
+    print_plan(document, explain=True)
+    whole = capsys.readouterr().out
+    assert len(short.splitlines()) < 40 < len(whole.splitlines()) + 20
+    assert (
+        "command: fsdptool plan 'a b' --gpus 8 --reshard 4 --micro-batch 1 --no-offload --no-search" in short
+    )
+    assert "flags: --micro-batch 1 --reshard 4 --no-offload" in whole
+    assert "phase of the run" not in short
 
 
 def test_every_component_has_a_colour_that_the_page_defines(document: dict[str, Any]) -> None:

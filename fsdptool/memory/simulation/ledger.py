@@ -85,7 +85,8 @@ class Ledger:
     prefix: str = ""
     """Put before the name of every moment."""
     peak_moment: str = ""
-    timeline: list[tuple[str, int]] | None = None
+    timeline: list[tuple[str, int, tuple[int, ...]]] | None = None
+    """The total when each moment begins, and what is alive by component; None keeps nothing."""
     source: Trace | None = None
     """The trace whose pieces are being played."""
     phase: RunPhase | None = None
@@ -152,4 +153,4 @@ class Ledger:
         """Say what happens next, and remember the level before it."""
         self.moment = f"{self.prefix}{moment}"
         if self.timeline is not None:
-            self.timeline.append((moment, self.total))
+            self.timeline.append((moment, self.total, tuple(self.live)))
