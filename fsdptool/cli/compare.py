@@ -28,7 +28,7 @@ def command(
     """
     from fsdptool.planning.compare import compare
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.plan import print_comparison
+    from fsdptool.report.comparison import print_comparison
 
     comparison = compare(left, right)
     if tolerance is not None and comparison.kind == "plans":

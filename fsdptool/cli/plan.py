@@ -265,7 +265,7 @@ def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = Fals
     """Derive a saved plan anew, print what changed and return the exit status."""
     from fsdptool.planning.compare import check_plan
     from fsdptool.planning.plan import plan_document
-    from fsdptool.report.plan import print_changes
+    from fsdptool.report.comparison import print_changes
 
     after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)
     if format is RowFormat.JSON:

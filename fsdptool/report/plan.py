@@ -1,4 +1,4 @@
-"""Plans and their comparison on the console. Reads the documents, decides nothing."""
+"""Plans on the console. Reads the documents, decides nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fsdptool.formatting import amount
 from fsdptool.report import plan_words as words
-from fsdptool.report.plan_words import duration, rate
+from fsdptool.report.plan_words import duration
 from fsdptool.report.tables import print_finding, print_line, print_rows, print_table
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -108,16 +108,6 @@ def print_candidates(document: Mapping[str, Any], separator: Literal["tsv", "csv
         )
     heads = ("candidate", "cluster", "verdict", *figures, *settings, "reason")
     print_rows(heads, rows, separator=separator)
-
-
-def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
-    """Print what changed since a plan was saved, one row each."""
-    if not changes:
-        print_line(f"{path}: no changes", style="bold green")
-        return
-    count = f"{len(changes)} value{'s' if len(changes) != 1 else ''} changed"
-    print_line(f"{path}: {count}", style="bold red")
-    print_table(("value", "saved", "now"), [(what, _value(a), _value(b)) for what, a, b in changes])
 
 
 def _components(candidate: Mapping[str, Any], *, explain: bool) -> None:
@@ -357,39 +347,3 @@ def _notes(document: Mapping[str, Any], *, explain: bool) -> None:
         print_line(f"--explain shows phases, every candidate and {hidden} {more}")
     for finding in findings:
         print_finding(finding["severity"], finding["code"], finding["message"], finding.get("help"))
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def print_comparison(document: Mapping[str, Any]) -> None:
-    """Print a comparison document: figures, then moment by moment."""
-    run = document["kind"] == "run"
-    heads = ("predicted", "measured", "measured over predicted") if run else ("left", "right", "difference")
-    print_line(f"{document['left']} and {document['right']}", style="bold")
-    if document["error_percent"] is not None:
-        error = document["error_percent"]
-        print_line(
-            f"the predicted peak is {abs(error):.2f} % {'above' if error >= 0 else 'below'} the measured one"
-        )
-    print_line()
-    print_table(("", *heads), [_cells(row) for row in document["rows"]], numeric=(1, 2, 3))
-    if document["moments"]:
-        print_line()
-        title = "measured" if run else "moment"
-        print_table((title, *heads), [_cells(row) for row in document["moments"]], numeric=(1, 2, 3))
-    for note in document["notes"]:
-        print_line(f"note: {note}")
-
-
-def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    percent = f"{row['percent']:+.1f} %" if row["percent"] is not None else ""
-    return row["what"], _cell(row["left"], row["unit"]), _cell(row["right"], row["unit"]), percent
-
-
-def _cell(value: Any, unit: str) -> str:
-    if value is None:
-        return "unknown" if unit != "text" else "none"
-    forms = {"bytes": amount, "seconds": duration, "rate": rate}
-    return forms[unit](value) if unit in forms else str(value)

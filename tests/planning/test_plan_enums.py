@@ -21,8 +21,9 @@ from fsdptool.records.plan import ComponentBytes, Plan, Rejection, RejectionKind
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Basis, ColourGroup, Component
 from fsdptool.report import plan_words
+from fsdptool.report.comparison import print_changes, print_comparison
 from fsdptool.report.html import plan_page
-from fsdptool.report.plan import print_changes, print_comparison, print_plan
+from fsdptool.report.plan import print_plan
 
 CLOSED = ("accumulation", "checkpointing", "cp", "cpu_offload", "mesh", "micro_batch", "prefetch")
 
