@@ -70,9 +70,23 @@ def segment_seconds(
     costly = segment.operations
     share = machine.compiled_traffic if compiled else 1.0
     moved = max(segment.bytes_moved - sum(operations[number].bytes_moved for number in costly), 0)
-    launched = len(costly) + share * max(segment.kernels - len(costly), 0)
+    kernels = max(segment.kernels - len(costly), 0)
+    launched = len(costly) + share * kernels
     device = sum(seconds[number] for number in costly)
-    return device + share * moved / memory_rate(gpu, machine), launched * machine.kernel_latency
+    if kernels:
+        device += share * moved * _uncached(moved / kernels, machine) / memory_rate(gpu, machine)
+    return device, launched * machine.kernel_latency
+
+
+def _uncached(traffic: float, machine: Machine) -> float:
+    """Return the part of its time that an operator of ``traffic`` bytes keeps for what the cache holds.
+
+    All of its traffic gains while it fits into the cache, none from twice that size on.
+    """
+    if not machine.cache_bytes:
+        return 1.0
+    cached = min(max(2.0 - traffic / machine.cache_bytes, 0.0), 1.0)
+    return 1.0 - cached + cached / machine.cached_speedup
 
 
 def _attention_rate(operation: Operation, machine: Machine) -> float:

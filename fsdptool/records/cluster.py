@@ -189,6 +189,8 @@ class Machine:
         architecture: Generation of GPUs whose rates the row holds; empty: not known.
         attention: Rates of torch's flash kernel by head size; empty: those of matrix products.
         efficient_attention: The memory-efficient kernel's rate, as a fraction of the flash kernel's.
+        cache_bytes: Last-level cache in which elementwise operators find what was just written; 0: no gain.
+        cached_speedup: How much faster an operator runs whose traffic fits into that cache.
         compiled_traffic: Fraction of the eager elementwise traffic that compiled blocks move.
         overlap_slowdown: Fraction of the time of a hidden collective by which it delays compute.
         node_slowdown: Fraction by which a step is longer for each doubling of the nodes.
@@ -213,6 +215,8 @@ class Machine:
     architecture: str = ""
     attention: tuple[AttentionRate, ...] = ()
     efficient_attention: Fraction = 1.0
+    cache_bytes: Count = 0
+    cached_speedup: Annotated[float, Keywords(minimum=1)] = 1.0
     compiled_traffic: Fraction = 1.0
     overlap_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
     node_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0

@@ -12,6 +12,7 @@ from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.operator_time import memory_rate, operation_seconds, segment_seconds
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
 from fsdptool.planning.step_time import model_flops, module_costs, with_copies
+from fsdptool.records.cluster import Machine
 from fsdptool.records.sharding import ParallelDims
 from fsdptool.records.trace import Operation, Repeat, Segment, Trace
 
@@ -156,6 +157,18 @@ def test_a_segment_is_its_products_and_the_rest_of_its_traffic() -> None:
     share = MACHINE.compiled_traffic
     assert fused == pytest.approx(products + share * 8e8 / memory_rate(GPU, MACHINE))
     assert launches == pytest.approx((2 + 10 * share) * MACHINE.kernel_latency)
+
+
+def test_traffic_that_fits_into_the_cache_is_faster() -> None:
+    cached = replace(MACHINE, cache_bytes=10**8, cached_speedup=2.0)
+
+    def seconds(moved: int, kernels: int, machine: Machine) -> float:
+        segment = Segment("enter", "x", bytes_moved=moved, kernels=kernels)
+        return segment_seconds(segment, (), (), GPU, machine)[0]
+
+    assert seconds(10**9, 10, cached) == pytest.approx(seconds(10**9, 10, MACHINE) / 2)
+    assert seconds(15 * 10**7, 1, cached) == pytest.approx(seconds(15 * 10**7, 1, MACHINE) * 0.75)
+    assert seconds(10**9, 5, cached) == seconds(10**9, 5, MACHINE)
 
 
 def test_small_kernels_take_as_long_as_their_launch() -> None:
