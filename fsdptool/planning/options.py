@@ -19,6 +19,9 @@ from fsdptool.records.sharding import FsdpSettings
 Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
 
 
+LOSSES = ("whole", "chunked")
+"""``whole`` keeps fp32 logits of all tokens, as transformers does; ``chunked`` those of 1,024 at a time."""
+
 OPTIMAL = "optimal"
 """What ``checkpointing`` takes to have the policy found."""
 
@@ -141,6 +144,9 @@ class Options(TypedDict, total=False):
         "Placement of the adapters", "Recipe", "recipe.method.lora.adapters")]
     teacher: Annotated[str | None, Option("Teacher model of a distillation.", "Recipe")]
     objective: Annotated[str | None, Option("Training objective.", "Recipe", "recipe.objective.name")]
+    loss: Annotated[str | None, Option(
+        "What a loss over tokens keeps for backward, as another training loop computes it", "Recipe",
+        choices=LOSSES)]
     optimizer: Annotated[str | None, Option("Optimizer", "Recipe", "recipe.optimizer.name")]
     optimizer_implementation: Annotated[str | None, Option(
         "Optimizer kernels", "Recipe", "recipe.optimizer.implementation",

@@ -17,6 +17,7 @@ from fsdptool.records.recipe import (
     Lora,
     Method,
     ModelChoice,
+    Objective,
     Recipe,
     Sharding,
 )
@@ -51,6 +52,7 @@ def build_recipe(options: Options) -> Recipe:
     return replace(
         changed,
         method=_method(options, recipe.method),
+        objective=_objective(options, changed.objective),
         batch=_batch(options, changed.batch),
         sharding=_sharding(options, changed.sharding),
     )
@@ -103,6 +105,17 @@ def _method(options: Options, method: Method) -> Method:
             "distillation", None, replace(method.distillation, teacher=choice or method.distillation.teacher)
         )
     return Method("full")
+
+
+def _objective(options: Options, objective: Objective) -> Objective:
+    """Set the chunk of a loss over tokens (``families/objectives/entropy.py``); its default is chunked."""
+    kept = {name: value for name, value in objective.options.items() if name != "chunk"}
+    loss = options.get("loss")
+    if loss == "whole":
+        return replace(objective, options={**kept, "chunk": 0})
+    if loss == "chunked" and not objective.options.get("chunk"):
+        return replace(objective, options=kept)
+    return objective
 
 
 def _batch(options: Options, batch: Batch) -> Batch:

@@ -13,7 +13,7 @@ from fsdptool.errors import PlanError
 from fsdptool.planning.options import Options, declared, read_options
 from fsdptool.planning.request import read_request
 from fsdptool.records.plan import SearchPoint
-from fsdptool.records.recipe import Lora, Method, ModelChoice, Optimizer, Sharding
+from fsdptool.records.recipe import Lora, Method, ModelChoice, Objective, Optimizer, Recipe, Sharding
 
 PYTHON_ONLY = {"dp_replicate", "dp_shard"}
 """The command says both by ``--hsdp``."""
@@ -78,6 +78,23 @@ def test_a_frozen_base_is_stored_as_it_computes_unless_a_dtype_is_given(
 ) -> None:
     inputs = read_request(Options(reference="gpt2:small", gpu="L4-24GB", **changes)).inputs  # type: ignore[typeddict-item]
     assert inputs.recipe.model.dtype == stored
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "kept"),
+    [
+        ({}, "whole", {"chunk": 0}),
+        ({"chunk": 512, "auxiliary": 0.1}, "whole", {"chunk": 0, "auxiliary": 0.1}),
+        ({"chunk": 0}, "chunked", {}),
+        ({"chunk": 512}, "chunked", {"chunk": 512}),
+    ],
+)
+def test_what_the_loss_keeps_is_the_chunk_of_its_objective(
+    given: dict[str, float], loss: str, kept: dict[str, float]
+) -> None:
+    recipe = Recipe(ModelChoice("gpt2:small"), objective=Objective(options=given))
+    inputs = read_request(Options(recipe=recipe, gpu="L4-24GB", loss=loss)).inputs
+    assert inputs.recipe.objective.options == kept
 
 
 def test_closed_dimensions_are_those_of_a_search_point() -> None:
