@@ -89,7 +89,6 @@ def _plan(recipe: Recipe, settings: FsdpSettings, ranks: int) -> dict[str, Any]:
     import torch
 
     from fsdptool.inspection import inspect
-    from fsdptool.memory import trace
     from fsdptool.planning.estimator import predict
     from fsdptool.planning.hardware import find_gpu
     from fsdptool.records.cluster import Cluster
@@ -118,11 +117,6 @@ def _plan(recipe: Recipe, settings: FsdpSettings, ranks: int) -> dict[str, Any]:
         profile=profile,  # type: ignore[arg-type]
     )
     took = time.perf_counter() - began
-    traced = trace(spec, recipe, settings)
-    flops: dict[str, float] = {}
-    for segment in traced.segments:
-        for dtype, count in segment.flops.items():
-            flops[dtype] = flops.get(dtype, 0.0) + count
     return {
         "seconds_to_plan": took,
         "allocated_peak_bytes": candidate.allocated_peak_bytes,
@@ -132,11 +126,10 @@ def _plan(recipe: Recipe, settings: FsdpSettings, ranks: int) -> dict[str, Any]:
         "peak": candidate.peak.moment if candidate.peak else None,
         "phases": {phase.name: phase.allocated_bytes for phase in candidate.phases},
         "step_seconds": candidate.step_seconds,
+        "step_seconds_range": candidate.step_seconds_range,
         "seconds": dict(candidate.seconds),
         "mfu": candidate.mfu,
         "model_flops": candidate.step_flops,
-        "traced_flops": flops,
-        "segments": len(traced.segments),
     }
 
 

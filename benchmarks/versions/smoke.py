@@ -196,9 +196,13 @@ def main() -> int:
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "NO_COLOR": "1"}
     results: dict[str, Any] = {}
-    earlier: dict[str, Any] = {}
+    document: dict[str, Any] = {
+        "python": platform.python_version(),
+        "libraries": {name: metadata.version(name) if installed(name) else None for name in LIBRARIES},
+        "rows": {},
+    }
     if options.only and options.out.exists():
-        earlier = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
+        document["rows"] = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
     with tempfile.TemporaryDirectory(prefix="fsdptool-smoke-") as name:
         folder = Path(name)
         os.environ["FSDPTOOL_CACHE"] = str(folder / "cache")
@@ -212,13 +216,10 @@ def main() -> int:
             print(f"{'ok ' if results[title]['ok'] else 'NO '} {title}", flush=True)
             if not results[title]["ok"]:
                 print(json.dumps(results[title], indent=1)[-2500:])
-        text = json.dumps(results).replace(name, "FOLDER").replace(str(ROOT), "CHECKOUT")
-    document = {
-        "python": platform.python_version(),
-        "libraries": {name: metadata.version(name) if installed(name) else None for name in LIBRARIES},
-        "rows": earlier | json.loads(text),
-    }
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            # After every row: a row that hangs must not cost the others.
+            text = json.dumps(results).replace(name, "FOLDER").replace(str(ROOT), "CHECKOUT")
+            document["rows"] |= json.loads(text)
+            options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row["ok"] for row in results.values()) else 1
 
 
