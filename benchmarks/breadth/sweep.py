@@ -98,7 +98,10 @@ def main() -> None:
     sys.path.insert(0, str(HERE))
     from classes import TEXT_GROUPS, subjects
 
+    from fsdptool.records.diagnostic import library_versions
+
     result = json.loads(options.output.read_text()) if options.output.exists() else {"rows": {}}
+    result["libraries"] = library_versions()
     rows = result["rows"]
     wanted = set(options.only.split(",")) if options.only else None
     for subject in subjects(TEXT_GROUPS):

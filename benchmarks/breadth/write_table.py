@@ -92,8 +92,8 @@ def main() -> None:
             lines += ["", f"### {title}", "", "| class | reason |", "|---|---|", *found]
     lines += [
         *("", "### Every class", ""),
-        "| class | group | objective | FSDP units | predicted bytes | measured bytes | error |",
-        *("|---|---|---|---|---|---|---|", *table(rows), ""),
+        "| class | group | objective | FSDP units | precision | predicted bytes | measured bytes | error |",
+        *("|---|---|---|---|---|---|---|---|", *table(rows), ""),
     ]
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
