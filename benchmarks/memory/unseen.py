@@ -325,8 +325,11 @@ _FAKE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mamba2", {"ranks": 3}),
     ("jamba", {"ranks": 5}),
     ("qwen3-next", {"ranks": 6, "checkpointing": "full"}),
+    ("bart", {"ranks": 5, "optimizer": "sgd", "implementation": "foreach"}),
     ("bart", {"ranks": 5, "optimizer": "sgd", "implementation": "foreach", "padded": True}),
+    ("modernbert", {"ranks": 7, "reshard": False}),
     ("modernbert", {"ranks": 7, "reshard": False, "padded": True}),
+    ("siglip", {"ranks": 3, "precision": "fp32"}),
     ("siglip", {"ranks": 3, "precision": "fp32", "padded": True}),
     ("wav2vec2", {"ranks": 3}),
     ("pixart-sigma", {"ranks": 3}),
@@ -368,18 +371,23 @@ def main() -> None:
             row.clear()
         if "measured_bytes" not in row:
             row |= _measured(setting)
+            _write(document)
         if "measured_bytes" in row and (options.again or "predicted_bytes" not in row):
             row |= _predicted(setting, row["measured_bytes"])
         print(setting.name, {key: value for key, value in row.items() if key != "setting"}, flush=True)
-        document["summary"] = _summary(document["rows"])
-        part = RESULTS.with_suffix(".part")
-        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        part.replace(RESULTS)
+        _write(document)
     if not options.only:
         text = PAGE.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
         after = rest.partition(END)[2]
         PAGE.write_text(before + BEGIN + "\n" + _table(document["rows"]) + END + after, encoding="utf-8")
+
+
+def _write(document: dict[str, Any]) -> None:
+    document["summary"] = _summary(document["rows"])
+    part = RESULTS.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(RESULTS)
 
 
 def _measured(setting: Setting) -> dict[str, Any]:

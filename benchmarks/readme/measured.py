@@ -44,6 +44,13 @@ def rows() -> Iterator[tuple[str, str, str]]:
             f"median {errors['median_percent']} %, maximum {errors['worst_percent']} %",
             "memory_accuracy",
         )
+    unseen = _read("memory_unseen")["summary"]
+    yield (
+        f"the same for {unseen['architectures']} architectures that nobody tuned on, of odd sizes,"
+        f" {unseen['settings']} settings",
+        f"median {unseen['median_percent']} %, maximum {unseen['worst_percent']} %",
+        "memory_unseen",
+    )
     oracle = _read("memory_oracle")["rows"].values()
     differences = [abs(row["error_percent"]) for row in oracle if row.get("error_percent") is not None]
     yield (
