@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, Node
+from fsdptool.records.checkpointing import read_selector
 from fsdptool.records.recipe import MAX_LORA_RANK, Method
 
 _METHODS = ("lora", "distillation")
@@ -22,6 +24,7 @@ def contradictions(root: Node) -> Iterator[tuple[Node, str, str]]:
     yield from _batch(root)
     yield from _method(root)
     yield from _evaluation(root)
+    yield from _checkpointing(root)
 
 
 def _batch(root: Node) -> Iterator[tuple[Node, str, str]]:
@@ -67,6 +70,30 @@ def _evaluation(root: Node) -> Iterator[tuple[Node, str, str]]:
             "evaluation.every_steps is given without data to evaluate on",
             "set evaluation.holdout to a share of the data, or give evaluation.data or evaluation.samples",
         )
+
+
+def _checkpointing(root: Node) -> Iterator[tuple[Node, str, str]]:
+    policy = _entry(root, "sharding", "checkpointing")
+    if policy is None or policy.node.kind != "map":
+        return
+    mode, blocks = policy.node.get("mode"), policy.node.get("blocks")
+    per_block = mode is not None and mode.node.value == "per_block"
+    runs = blocks.node.items if blocks is not None else []
+    if per_block != bool(runs):
+        yield (
+            policy.key_node,
+            "sharding.checkpointing.blocks and mode per_block require each other",
+            "give both, or neither",
+        )
+    for node in (policy.node, *runs):
+        count, saved = node.get("count"), node.get("save_operators")
+        if count is not None and isinstance(count.node.value, int) and count.node.value < 1:
+            yield count.node, f"a run of {count.node.value} blocks is not possible", "give at least 1 block"
+        for item in saved.node.items if saved is not None else ():
+            try:
+                read_selector(str(item.value))
+            except ConfigError as error:
+                yield item, error.message, error.help or ""
 
 
 def _entry(root: Node, block: str, key: str) -> Entry | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdptool.config.recipe import dump_recipe, read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.records.checkpointing import BlockPolicy, Checkpointing, format_policy, read_policy
+from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import Unit, UnitPlan
 
 WIDTHS = (3, 5, 7, 11, 13)
@@ -115,3 +118,21 @@ def test_the_runs_of_a_policy_count_every_block() -> None:
 def test_an_operator_that_torch_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match="torch has no operator"):
         recomputed("selective:aten.no_such_operator.default")
+
+
+def test_a_recipe_holds_the_policy_and_refuses_an_impossible_one(tmp_path: Path) -> None:
+    policy = read_policy("12*full+20*selective:attention,matmul#5")
+    recipe = Recipe(ModelChoice("llama3:8b"), sharding=Sharding(checkpointing=policy))
+    text = dump_recipe(recipe)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert read_recipe(path).sharding.checkpointing == policy
+    for before, after, complaint in (
+        ("count: 12", "count: 0", "a run of 0 blocks"),
+        ("matmul#5", "matmul#0", "does not name an operator"),
+        ("mode: per_block", "mode: full", "require each other"),
+    ):
+        assert before in text
+        path.write_text(text.replace(before, after, 1))
+        with pytest.raises(ConfigError, match=complaint):
+            read_recipe(path)
