@@ -177,6 +177,7 @@ def test_a_plan_that_fits_says_what_its_spare_memory_would_buy(tmp_path: Path) -
     assert again.candidates[0].device_total_bytes == larger.device_total_bytes
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_found_with_checkpointing_and_accumulation(tmp_path: Path) -> None:
     options = {"max_batch": True, "global_batch": 256, "reshard": "true", "search": None}
     plan = planned(tmp_path, LLAMA, 1_000_000_000, sequence_length=512, **options)
@@ -215,15 +216,15 @@ def test_a_sweep_has_a_row_per_combination(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 128}))
     (tmp_path / "gpus.yaml").write_text(TINY % 1_000_000_000)
     base = ["plan", str(tmp_path), "--gpus-file", str(tmp_path / "gpus.yaml"), "--gpu", "Tiny", "--gpus", "2"]
-    base += ["--no-search", "--price", "2", "--sweep", "micro-batch=1,512", "--sweep", "seq-len=64,128,256"]
+    base += ["--no-search", "--price", "2", "--sweep", "micro-batch=1,2", "--sweep", "seq-len=64,128,256"]
     chart = tmp_path / "sweep.svg"
     assert run([*base, "--format", "json", "-o", str(chart)]) == 1
     document = json.loads(capsys.readouterr().out)
     jsonschema.validate(document, load_schema("sweep"))
     assert document["options"] == ["micro_batch", "sequence_length"]
     rows = {(row["values"]["micro_batch"], row["values"]["sequence_length"]): row for row in document["rows"]}
-    assert list(rows) == [(size, length) for size in (1, 512) for length in (64, 128, 256)]
-    assert [row["verdict"] for row in rows.values()] == ["fits", "fits", None] + ["does_not_fit"] * 2 + [None]
+    assert list(rows) == [(size, length) for size in (1, 2) for length in (64, 128, 256)]
+    assert [row["verdict"] for row in rows.values()] == ["fits", "fits", None] * 2
     assert "beyond the 128 positions" in rows[1, 256]["reason"]
     assert rows[1, 64]["device_total_bytes"] < rows[1, 128]["device_total_bytes"]
     per_token = 2 * 2 / 3600 / rows[1, 64]["tokens_per_second"]
@@ -234,7 +235,7 @@ def test_a_sweep_has_a_row_per_combination(tmp_path: Path, capsys: pytest.Captur
     assert [row["verdict"] for row in table[:3]] == ["fits", "fits", ""]
     assert int(table[0]["device_total_bytes"]) == rows[1, 64]["device_total_bytes"]
     assert run(base) == 1
-    assert "does not fit" in capsys.readouterr().out
+    assert "beyond the 128 positions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

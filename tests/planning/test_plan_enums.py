@@ -52,7 +52,7 @@ def plan(model: str) -> Plan:
     options = Options(
         reference=model,
         config=FsdpSettings(reshard_after_forward=False),
-        gpu="RTX-4090-24GB",
+        gpu="A100-80GB-SXM",
         gpus=2,
         sequence_length=2048,
         micro_batch=4,
