@@ -428,7 +428,8 @@ def _table(rows: dict[str, dict[str, Any]]) -> str:
     for name, row in rows.items():
         model, _, setting = name.partition(": ")
         kind = MODELS[model.partition(" ")[2]][0]
-        figures = f"{row['measured_bytes']:,} | unknown | |" if "measured_bytes" in row else "failed | | |"
+        measured = f"{row['measured_bytes']:,}" if "measured_bytes" in row else ""
+        figures = f"{measured} | {'unknown' if 'unknown' in row else 'failed'} | |"
         if "error_percent" in row:
             figures = (
                 f"{row['measured_bytes']:,} | {row['predicted_bytes']:,} | {row['error_percent']:+.2f} % |"
