@@ -122,7 +122,7 @@ def _plan(setting: Setting) -> dict[str, Any]:
 def step(subject: Subject, run: Callable[..., list[Any]], precision: str) -> dict[str, Any]:
     """Measure two steps on two ranks; ``run`` calls a function on every rank."""
     with tempfile.TemporaryDirectory() as folder:
-        results = run(_measure, RANKS, setting_of(subject, folder, precision))
+        results = run(_measure, RANKS, setting_of(subject, folder, precision), timeout=400.0)
     return {"measured_bytes": [result["peak_bytes"] for result in results]}
 
 

@@ -64,13 +64,16 @@ def table(rows: Mapping[str, Row]) -> Iterable[str]:
         if not good(row, "plain"):
             continue
         plan, step, miss = row.get("plan", {}), row.get("step", {}), error(row)
-        predicted = f"{plan['predicted_bytes']:,}" if plan.get("predicted_bytes") else "unknown"
+        predicted = "unknown" if plan else "not run"
+        if plan.get("predicted_bytes"):
+            predicted = f"{plan['predicted_bytes']:,}"
         measured = f"{step['measured_bytes'][0]:,}" if good(row, "step") else "not measured"
         cells = [
             name,
             row["group"],
             plan.get("objective", ""),
             str(plan.get("units", "")),
+            plan.get("precision", ""),
             predicted,
             measured,
         ]

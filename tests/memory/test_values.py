@@ -50,6 +50,7 @@ def test_values_are_followed_through_views_and_writes() -> None:
         assert lengths.tolist() == [0, 4]
         assert torch.zeros_like(mask).any().item() is False
         assert int(torch.arange(5).max()) == 4
+        assert f"expert_{mask[0, 0] + 1}" == "expert_1"
 
 
 def test_a_boolean_index_into_activations_has_the_masks_length() -> None:

@@ -153,19 +153,25 @@ _ATTRIBUTE = "_fsdptool_value"
 
 
 class _Listing(TorchFunctionMode):
-    """Lets ``torch.tensor`` take known scalars in a list, which it reads past every dispatch mode."""
+    """Lets ``torch.tensor`` and formatted text take known scalars, which they read past dispatch modes."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Turn scalars into numbers."""
+        if func is torch.Tensor.__format__ and args and _is_scalar(args[0]):
+            return format(args[0].item(), *args[1:])
         if func is torch.tensor and args and isinstance(args[0], list | tuple):
             args = (tree_map(_number, args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
 def _number(leaf: Any) -> Any:
-    return leaf.item() if isinstance(leaf, FakeTensor) and not leaf.dim() else leaf
+    return leaf.item() if _is_scalar(leaf) else leaf
+
+
+def _is_scalar(leaf: Any) -> bool:
+    return isinstance(leaf, FakeTensor) and not leaf.dim()
 
 
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
