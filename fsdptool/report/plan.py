@@ -343,7 +343,8 @@ def _notes(document: Mapping[str, Any], *, explain: bool) -> None:
     hidden = len(document["diagnostics"]) - len(findings) + (0 if explain else len(details.get("notes", ())))
     if hidden and not explain:
         more = "note" if hidden == 1 else "notes"
-        print_line()
+        if not (lines or findings):
+            print_line()
         print_line(f"--explain shows phases, every candidate and {hidden} {more}")
     for finding in findings:
         print_finding(finding["severity"], finding["code"], finding["message"], finding.get("help"))
