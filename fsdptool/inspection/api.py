@@ -123,7 +123,7 @@ def examine(
     if anatomy is None:
         from fsdptool.inspection.build import build
 
-        with _without_gc():
+        with without_gc():
             model = build(spec, dtype=dtype, initialise=False)
             anatomy = describe(model, spec)
         if store is not None and not any(finding.code == "CACHE001" for finding in findings):
@@ -135,7 +135,7 @@ def examine(
 
 
 @contextmanager
-def _without_gc() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Disable Python's cyclic garbage collector while many small objects are created.
 
     Building allocates enough of them to set off full collections, and each walks everything that torch

@@ -6,8 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.cache import Store, source_digest
+from fsdptool.errors import ConfigError
+from fsdptool.inspection.api import cache_parts, decode, encode
 from fsdptool.layout import compute_dtype, group
 from fsdptool.modeling.methods import method_of
+from fsdptool.records.codec import to_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,6 +19,10 @@ if TYPE_CHECKING:
     from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.recipe import ModelChoice, Recipe
     from fsdptool.records.sharding import FsdpSettings, UnitPlan
+
+KIND = "trained"
+_WALKED = ("parameters", "buffers", "modules", "input_embedding", "output_embedding", "final_norm")
+"""What a method changes of an anatomy; the wrap choice and the findings stay those made before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,9 @@ def with_stored_dtypes(recipe: Recipe, settings: FsdpSettings) -> Recipe:
 
 
 def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
-    """Return the anatomy of the model as the recipe trains it. Only methods that add parameters need torch.
+    """Return the anatomy of the model as the recipe trains it.
+
+    Only methods that add parameters need torch, and only where the cache has no answer.
 
     Args:
         anatomy: Of the model as published (``inspection.inspect``).
@@ -63,12 +73,40 @@ def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
     method = method_of(recipe)
     if not method.adds_parameters:
         return TrainedModel(_as_built(anatomy, recipe.model))
+    store = Store()
+    key = store.key(
+        {
+            "model": cache_parts(anatomy.spec),
+            "method": to_json(recipe.method),
+            "choice": [recipe.model.dtype, recipe.model.attention],
+            "code": source_digest(__name__),
+        }
+    )
+    kept, findings = store.get(KIND, key)
+    if kept is not None and (cached := _restored(kept, anatomy)) is not None:
+        return cached
     from fsdptool.families.registry import family_of
     from fsdptool.inspection.build import build
 
     model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
     method.prepare(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
-    return TrainedModel(_anatomy_of_live(model, anatomy), method.replicated(model, recipe))
+    trained = TrainedModel(_anatomy_of_live(model, anatomy), method.replicated(model, recipe))
+    if not findings:
+        about = f"{recipe.method.name} of {anatomy.spec.model_class} of {anatomy.spec.reference.id}"
+        value = {"anatomy": encode(trained.anatomy), "replicated": list(trained.replicated)}
+        store.put(KIND, key, value, about=about)
+    return trained
+
+
+def _restored(data: Any, published: Anatomy) -> TrainedModel | None:
+    try:
+        walked = decode(data["anatomy"], published.spec)
+        replicated = tuple(data["replicated"])
+    except (ConfigError, KeyError, TypeError, ValueError):
+        # Valid JSON of another shape: a record changed without its digest.
+        return None
+    changes = {name: getattr(walked, name) for name in _WALKED}
+    return TrainedModel(dataclasses.replace(published, **changes), replicated)
 
 
 def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
@@ -119,15 +157,7 @@ def _anatomy_of_live(model: nn.Module, published: Anatomy) -> Anatomy:
     from fsdptool.inspection.walk import walk
 
     walked = walk(model)
-    return dataclasses.replace(
-        published,
-        parameters=walked.parameters,
-        buffers=walked.buffers,
-        modules=walked.modules,
-        input_embedding=walked.input_embedding,
-        output_embedding=walked.output_embedding,
-        final_norm=walked.final_norm,
-    )
+    return dataclasses.replace(published, **{name: getattr(walked, name) for name in _WALKED})
 
 
 def _as_built(anatomy: Anatomy, choice: ModelChoice) -> Anatomy:

@@ -47,17 +47,17 @@ def shorten(model: nn.Module, periods: int) -> tuple[Shortened, ...]:
     are cut alike.
     """
     shortened: list[Shortened] = []
-    for path, blocks in _lists(model, ""):
-        shortened += _shorten_list(model, path, blocks, periods)
+    for path, blocks, signatures in list(_lists(model, "")):
+        shortened += _shorten_list(model, path, blocks, signatures, periods)
     return tuple(shortened)
 
 
 def _shorten_list(
-    model: nn.Module, path: str, blocks: Sequence[nn.Module], periods: int
+    model: nn.Module, path: str, blocks: Sequence[nn.Module], signatures: Sequence[int], periods: int
 ) -> Iterator[Shortened]:
     """Cut each run of like blocks in one list; a trace is lengthened in the order of the cuts returned."""
     start, runs = 0, []
-    while (pattern := _pattern([_signature(block) for block in blocks[start:]])) is not None:
+    while (pattern := _pattern(signatures[start:])) is not None:
         skipped = (pattern.length // pattern.period - periods) * pattern.period
         cut = start + pattern.prefix + pattern.period * (periods - 1)
         runs.append((pattern.period, cut, max(skipped, 0)))
@@ -128,17 +128,26 @@ def _real(path: str, trace: Trace) -> str:
     return path
 
 
-def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[nn.Module]]]:
+def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[nn.Module], list[int]]]:
+    """Yield every list of blocks that repeat: path, blocks, and a number for each block's signature."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList) and _pattern([_signature(b) for b in child]) is not None:
-            yield path, list(child)
-        else:
-            yield from _lists(child, f"{path}.")
+        if isinstance(child, nn.ModuleList):
+            blocks = list(child)
+            # The search for a pattern compares each block with many others.
+            numbers: dict[Any, int] = {}
+            signatures = [numbers.setdefault(_signature(block), len(numbers)) for block in blocks]
+            if _pattern(signatures) is not None:
+                yield path, blocks, signatures
+                continue
+        yield from _lists(child, f"{path}.")
 
 
-def _pattern(signatures: Sequence[Any]) -> _Pattern | None:
-    """Return the repetition that leaves the fewest blocks to trace at four periods, or None."""
+def _pattern(signatures: Sequence[int]) -> _Pattern | None:
+    """Return the repetition that leaves the fewest blocks to trace at four periods, or None.
+
+    Blocks with the same signature are alike.
+    """
     best: tuple[int, _Pattern] | None = None
     count = len(signatures)
     for period in range(1, min(_LONGEST_PERIOD, count // 2) + 1):

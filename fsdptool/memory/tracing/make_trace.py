@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.registry import family_of
-from fsdptool.inspection import inspect
+from fsdptool.inspection import inspect, without_gc
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
 from fsdptool.memory.tracing.layer_extrapolation import Shortened, lengthened, shorten, verified
 from fsdptool.memory.tracing.micro_batch import run_trace
@@ -60,6 +60,7 @@ def _usual_torch() -> Iterator[None]:
 
 
 @_usual_torch()
+@without_gc()
 def make_trace(
     spec: ModelSpec,
     recipe: Recipe,
@@ -275,27 +276,30 @@ def _trace_at_depth(
 ) -> Trace:
     """Trace at two reduced depths; take the deeper one if the shallower predicts it exactly."""
 
-    def attempt(periods: int | None) -> _Attempt:
+    def cut(periods: int | None) -> tuple[nn.Module, tuple[Shortened, ...]]:
         model = make()
-        shortened = shorten(model, periods) if periods is not None else ()
+        return model, shorten(model, periods) if periods is not None else ()
+
+    def attempt(
+        periods: int | None, start: tuple[nn.Module, tuple[Shortened, ...]] | None = None
+    ) -> _Attempt:
+        model, shortened = start or cut(periods)
         try:
             return _Attempt(run_trace(model, micro_loss, specs, conditions, values=values), shortened)
         except RuntimeError as error:
             if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
                 raise
             # A module edits its input in place, which hooks inside blocks forbid.
-            model = make()
-            shortened = shorten(model, periods) if periods is not None else ()
+            model, shortened = cut(periods)
             return _Attempt(
                 run_trace(model, micro_loss, specs, conditions, fine=False, values=values), shortened
             )
 
-    probe = make()
-    if not shorten(probe, 4):
-        return attempt(None).trace
-    del probe
+    built = cut(4)
+    if not built[1]:
+        return attempt(None, built).trace
     try:
-        shallow, deep = attempt(3), attempt(4)
+        shallow, deep = attempt(3), attempt(4, built)
     except BY_VALUE:
         raise
     except Exception:

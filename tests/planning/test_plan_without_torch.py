@@ -1,0 +1,32 @@
+"""A plan whose traces are cached imports neither torch nor the model libraries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fsdptool.planning import Options, make_plan, read_request
+
+COMMON: Options = {"gpu": "A100-40GB-SXM", "gpus": 2, "sequence_length": 64, "search": False}
+CASES: dict[str, Options] = {
+    "all parameters": {"reference": "qwen3:tiny", **COMMON},
+    "adapters": {"reference": "qwen3:tiny", "method": "lora", **COMMON},
+}
+PROGRAM = """
+import sys
+from fsdptool.planning import make_plan, read_request
+plan = make_plan(read_request({options}))
+heavy = {{"torch", "transformers", "diffusers", "peft", "accelerate", "numpy"}} & set(sys.modules)
+print(plan.verdict, plan.chosen, sorted(heavy))
+"""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cached_plan_imports_no_torch(case: str) -> None:
+    options = CASES[case]
+    plan = make_plan(read_request(options))
+    program = PROGRAM.format(options=repr(dict(options)))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == f"{plan.verdict} {plan.chosen} []", done.stderr
