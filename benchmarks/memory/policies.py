@@ -38,7 +38,6 @@ def rows() -> Iterator[Setting]:
         ("llama", {"checkpointing": "every_3", "precision": "fp32"}),
         ("llama", {"checkpointing": "2*full+3*selective:attention,matmul#5+1*none"}),
         ("qwen3", {"checkpointing": "3*selective:matmul#2+3*none", "backend": "gloo", "ranks": 2}),
-        ("flux", {"checkpointing": "3*full+6*selective:attention"}),
     ):
         row = replace(_base(family), **change)
         yield replace(row, name=f"{row.backend} {family} {row.checkpointing} n{row.ranks} {row.precision}")
