@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from fsdptool.distributed.recording import DRAWS, Note, Recorder, derive_seed, fill_slice
+from fsdptool.distributed.recording import DRAWS, SMALL, Note, Recorder, derive_seed, fill_slice
 from fsdptool.errors import ModelError
 from fsdptool.families.registry import family_of
 from fsdptool.runs.watchdog import beat
@@ -45,8 +45,13 @@ class Blueprint:
 
 
 @contextmanager
-def _parameters_on_meta(keep: Callable[[nn.Module], bool]) -> Iterator[None]:
+def _parameters_on_meta(
+    keep: Callable[[nn.Module], bool], small: dict[int, tuple[nn.Parameter, torch.Tensor]]
+) -> Iterator[None]:
     """Move each parameter to meta as its module registers it, unless ``keep(module)``.
+
+    The values of small ones are noted in ``small``, by the identity of what takes their place: transformers
+    leaves some as their constructor made them (the coefficients of xIELU in Apertus, 5.23).
 
     Parameters without dimensions (CLIP's temperature) stay: they weigh nothing, and transformers 5.23
     leaves what their constructor gave them.
@@ -58,7 +63,10 @@ def _parameters_on_meta(keep: Callable[[nn.Module], bool]) -> Iterator[None]:
             # Behind the recorder's back: its notes would keep the real tensor alive for the whole run.
             with _disable_current_modes():
                 stand_in = torch.empty_like(parameter, device="meta")
+                value = parameter.detach().clone() if parameter.numel() <= SMALL else None
             parameter = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
+            if value is not None:
+                small[id(parameter)] = (parameter, value)
         original(module, name, parameter)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
@@ -115,9 +123,10 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
         return library != "transformers" and not hasattr(type(module), "reset_parameters")
 
     recorder = Recorder()
+    small: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(derive_seed(seed, "constructors"))
-        with recorder, _parameters_on_meta(keep), _truncated_normals_noted():
+        with recorder, _parameters_on_meta(keep, small), _truncated_normals_noted():
             model = build()
     # A buffer that a constructor derives from a parameter is on meta, as that is.
     buffers = {
@@ -130,6 +139,10 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
             twin = None if blueprint.notes[name] else recorder.twin(parameter)
             if twin is not None:
                 blueprint.values[name] = recorder.value_of(twin, seed)
+            elif not blueprint.notes[name] and id(parameter) in small:
+                value = small[id(parameter)][1]
+                if not value.isnan().any():
+                    blueprint.values[name] = value
         else:
             blueprint.values[name] = parameter.detach()
     return blueprint

@@ -108,6 +108,10 @@ _VIEWS = {
 }
 
 
+SMALL = 64
+"""Elements of a parameter up to which the value that its constructor gave it is kept."""
+
+
 @dataclass(slots=True)
 class Note:
     """One in-place operation on a parameter, or on a view of it (``views``: how to get there)."""
@@ -161,6 +165,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func is aten.empty.memory_format and out.is_floating_point() and out.numel() <= SMALL:
+            out.fill_(torch.nan)  # so that a parameter that nobody sets is recognised
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if target is None or not target.is_meta:
             self._remember(func, args, kwargs, out)
