@@ -1,0 +1,98 @@
+"""Measure the processor time of a plan: nothing cached, everything cached, and without a search.
+
+    python benchmarks/planning/plan_speed.py [--case NAME ...] [-o benchmarks/results/planning_speed.json]
+
+Every figure is the user and system time of one process, imports included. Machines differ and are seldom
+idle, so each figure is also a ratio to a bare import in the same run: a plan with an empty cache to
+``import torch, transformers``, a cached plan to ``import fsdptool.planning``. The caches are made in an
+empty folder. A plan without a search suggests changes that need traces of their own, so it runs twice, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+H100 = ["--gpu", "H100-80GB-SXM", "--gpus", "8"]
+RTX = ["--gpu", "RTX-4090-24GB", "--gpus", "2"]
+CASES: dict[str, list[str]] = {
+    "llama3:70b, 32 H100": ["llama3:70b", *H100, "--nodes", "4", "--seq-len", "4096"],
+    "qwen2.5:7b, LoRA on int8": [
+        *("qwen2.5:7b", *RTX, "--seq-len", "2048", "--method", "lora", "--lora-base", "int8")
+    ],
+    "flux.1:dev, LoRA": [*("flux.1:dev", *RTX, "--height", "1024", "--width", "1024", "--method", "lora")],
+    "qwen3-moe:235b-a22b, 512 H100": ["qwen3-moe:235b-a22b", *H100, "--nodes", "64", "--seq-len", "4096"],
+}
+
+
+def seconds(arguments: list[str], cache: str) -> float:
+    """Return the processor seconds of one Python process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "FSDPTOOL_CACHE": cache}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=False)
+    # 1: the plan does not fit; 5: it is unknown. Both are answers.
+    if done.returncode not in (0, 1, 5):
+        raise RuntimeError(done.stderr.decode(errors="replace"))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    """Run the cases, print each and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--case", choices=list(CASES), action="append")
+    arguments = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        light = seconds(["-c", "import fsdptool.planning"], folder)
+        heavy = seconds(["-c", "import torch, transformers"], folder)
+        imports = {"fsdptool.planning": round(light, 2), "torch, transformers": round(heavy, 2)}
+        print(imports, flush=True)
+        for name in arguments.case or CASES:
+            plan = ["-m", "fsdptool", "plan", *CASES[name]]
+            cold = seconds(plan, folder)
+            cached = seconds(plan, folder)
+            seconds([*plan, "--no-search"], folder)
+            single = seconds([*plan, "--no-search"], folder)
+            results.append(
+                {
+                    "case": name,
+                    "cold_seconds": round(cold, 2),
+                    "cached_seconds": round(cached, 2),
+                    "cached_without_search_seconds": round(single, 2),
+                    "cold_per_import_of_torch": round(cold / heavy, 2),
+                    "cached_per_import": round(cached / light, 2),
+                    "cached_without_search_per_import": round(single / light, 2),
+                }
+            )
+            print(results[-1], flush=True)
+    from fsdptool.records.diagnostic import library_versions, tool_version
+
+    document = {
+        "benchmark": "planning/plan_speed",
+        "hardware": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+        },
+        "load_average": round(os.getloadavg()[0], 1),
+        "fsdptool": tool_version(),
+        "libraries": library_versions(),
+        "imports": imports,
+        "results": results,
+    }
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
