@@ -149,3 +149,10 @@ def undocumented(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_everything_public_has_a_docstring(path: Path) -> None:
     assert list(undocumented(path)) == []
+
+
+@pytest.mark.xdist_group("grouped")
+def test_groups_of_tests_stay_on_one_worker(request: pytest.FixtureRequest) -> None:
+    """Without its suffix a group runs on every worker, and each repeats the runs that its tests share."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@grouped")

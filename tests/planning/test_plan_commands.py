@@ -290,6 +290,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(
         " memory_bandwidth: 1.0e12, link_bandwidth: 1.0e10, source: test}]\n"
     )
     arguments = ["plan", model, "--gpu", "tiny", "--gpus", "2", "--gpus-file", str(card), "--seq-len", "512"]
+    arguments += ["--checkpointing", "none", "--reshard", "true"]
     plan = document(capsys, [*arguments, "--max-batch"])
     size = plan["candidates"][0]["settings"]["micro_batch"]
     tried = plan["details"]["max_batch"][0]["tried"]
