@@ -31,12 +31,18 @@ def scratch_folders() -> Iterator[None]:
     _SCRATCH.cleanup()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use the pool of ranks, and keep them on one worker.
+SHARED = ("pool", "trained", "undisturbed", "qlora")
+"""Fixtures that start processes for several tests. Each worker that runs such a test makes its own."""
 
-    Two pools would only take turns on two cores.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share an expensive fixture on one worker, and mark those with a pool of ranks.
+
+    Two pools would only take turns on two cores, and two workers would make the same runs twice.
     """
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+        shared = next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
+        if shared is not None:
+            item.add_marker(pytest.mark.xdist_group("ranks" if shared == "pool" else shared))
+        if shared == "pool":
             item.add_marker(pytest.mark.distributed)
