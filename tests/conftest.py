@@ -35,6 +35,8 @@ SHARED = ("pool", "trained", "undisturbed", "qlora")
 """Fixtures that start processes for several tests. Each worker that runs such a test makes its own."""
 
 
+# First, because xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that share an expensive fixture on one worker, and mark those with a pool of ranks.
 
