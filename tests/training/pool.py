@@ -41,13 +41,25 @@ def _serve(connection: Connection, rank: int) -> None:
                 dist.barrier()
                 dist.destroy_process_group()
             connection.send((True, result))
-            # What the case made refers to itself and holds its process group, whose sockets the peers have
-            # closed: until it is collected gloo's threads spin on them (torch 2.13).
             del result
-            gc.collect()
+            _forget_groups()
         except BaseException:
             connection.send((False, traceback.format_exc()))
             return
+
+
+def _forget_groups() -> None:
+    """Let go of the process groups that a case made, whose sockets the other ranks have closed.
+
+    Until they are collected, gloo's threads poll those sockets (torch 2.13). What the case made refers to
+    itself; DTensor's caches keep every mesh by which they first saw a shape, and a mesh its groups.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for thing in gc.get_objects():
+        if type(thing) is DeviceMesh:
+            thing._pg_registry.clear()
+    gc.collect()
 
 
 class Pool:
