@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from conftest import CONFIG, RECIPE, Work
+from real_runs import CONFIG, RECIPE, Work
 
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError

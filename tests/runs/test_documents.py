@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import STEPS, Run, Work, digests, losses
 from jsonschema import Draft202012Validator
+from real_runs import STEPS, Run, Work, digests, losses
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIG, MODEL
+from real_runs import CONFIG, MODEL
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import STEPS, Run, Work, digests, losses
+from real_runs import STEPS, Run, Work, digests, losses
 
 from fsdptool.runs.manifest import list_checkpoints, step_of
 

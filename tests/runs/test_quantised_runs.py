@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODEL
+from real_runs import MODEL
 from test_exports import logits, trained
 
 from fsdptool.modeling.methods.quantised_formats import decode, encode

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CONFIG, STEPS, Run, Work, digests, losses
+from real_runs import CONFIG, STEPS, Run, Work, digests, losses
 
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.runs.events import event_path, read_lines
