@@ -78,7 +78,7 @@ class Objective:
 
 DATA_OPTIONS = (
     *("name", "data_files", "revision", "document", "samples"),
-    *("messages_column", "prompt_column", "source_column", "target_column", "prefix"),
+    *("messages_column", "assistant_turns", "prompt_column", "source_column", "target_column", "prefix"),
     *("label_column", "labels", "packing", "mask_share", "start_method"),
     *("pipeline", "latents", "shard_size", "buckets", "fps", "posterior"),
     *("prompts", "sample_steps", "sample_tokens", "temperature"),

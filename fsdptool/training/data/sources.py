@@ -28,13 +28,22 @@ class Source:
 
     Attributes:
         identity: Changes when the content does: file names, sizes and times, or a fingerprint.
-        rows: Starts a new reading. A text row may carry ``continues: True``: its document goes on.
+        located: Starts a new reading: each row with where it is, as messages name it (``file:line``). A row
+            of text may carry ``continues: True``: its document goes on.
         place: What to call it in a message.
     """
 
     identity: str
-    rows: Callable[[], Iterator[Row]]
+    located: Callable[[], Iterator[tuple[str, Row]]]
     place: str
+
+    def rows(self) -> Iterator[Row]:
+        """Start a new reading of the rows alone."""
+        return (row for _, row in self.located())
+
+    def where(self, is_bad: Callable[[Row], bool]) -> str:
+        """Return where the first row is that a mistake is about: read again, on failure only."""
+        return next((place for place, row in self.located() if is_bad(row)), self.place)
 
 
 def open_source(data: Data) -> Source:
@@ -122,14 +131,15 @@ def _text(data: Data) -> Source:
     if unit not in ("file", "paragraph", "line"):
         raise ConfigError(f"data.options.document {unit!r} is not one of file, paragraph, line")
 
-    def rows() -> Iterator[Row]:
+    def located() -> Iterator[tuple[str, Row]]:
         for file in files:
             try:
-                yield from _documents(file, unit, data.text_column)
+                for row in _documents(file, unit, data.text_column):
+                    yield str(file), row
             except (OSError, UnicodeDecodeError) as error:
                 raise _unreadable(file, error) from error
 
-    return Source(places_of(files) + unit, rows, path)
+    return Source(places_of(files) + unit, located, path)
 
 
 def _python_version() -> str:
@@ -138,11 +148,11 @@ def _python_version() -> str:
     return platform.python_version()
 
 
-def _pydoc() -> Iterator[Row]:
+def _pydoc() -> Iterator[tuple[str, Row]]:
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
-        yield {"text": topics[name]}
+        yield f"pydoc:{name}", {"text": topics[name]}
 
 
 def _documents(file: Path, unit: str, column: str) -> Iterator[Row]:
@@ -173,24 +183,28 @@ def _documents(file: Path, unit: str, column: str) -> Iterator[Row]:
             yield {column: pending}
 
 
-def _table(data: Data, suffixes: tuple[str, ...], read: Callable[[Path], Iterator[Row]]) -> Source:
+def _table(
+    data: Data, suffixes: tuple[str, ...], read: Callable[[Path], Iterator[tuple[str, Row]]]
+) -> Source:
     path = path_of(data)
     files = files_under(path, suffixes)
 
-    def rows() -> Iterator[Row]:
+    def located() -> Iterator[tuple[str, Row]]:
         for file in files:
             try:
                 yield from read(file)
             except (OSError, UnicodeDecodeError, UnreadableError, csv.Error) as error:
                 raise _unreadable(file, error) from error
 
-    return Source(places_of(files), rows, path)
+    return Source(places_of(files), located, path)
 
 
-def _read_table(file: Path) -> Iterator[Row]:
+def _read_table(file: Path) -> Iterator[tuple[str, Row]]:
     if file.suffix.lower() in (".csv", ".tsv"):
         with file.open(encoding="utf-8", newline="") as stream:
-            yield from csv.DictReader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+            reader = csv.DictReader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+            for record in reader:
+                yield f"{file}:{reader.line_num}", record
         return
     for number, line in enumerate(read_lines(file), 1):
         if not line.strip():
@@ -206,17 +220,20 @@ def _read_table(file: Path) -> Iterator[Row]:
                 f"{file}:{number}: expected a JSON object, got {type(row).__name__}",
                 help="one JSON object per line",
             )
-        yield row
+        yield f"{file}:{number}", row
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Path) -> Iterator[tuple[str, Row]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(file) as table:
+            number = 0
             for batch in table.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", row
     except pa.ArrowInvalid as error:
         raise _unreadable(file, error) from error
 
@@ -240,10 +257,11 @@ def _dataset(data: Data) -> Source:
             help="check data.path, data.split and data.options.name",
         ) from error
 
-    def rows() -> Iterator[Row]:
-        yield from table
+    def located() -> Iterator[tuple[str, Row]]:
+        for number, row in enumerate(table, 1):
+            yield f"{path}, row {number}", row
 
-    return Source(str(table._fingerprint), rows, path)
+    return Source(str(table._fingerprint), located, path)
 
 
 def with_places(recipe: Recipe, recipe_path: Path) -> Recipe:

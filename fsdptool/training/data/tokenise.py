@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import numpy as np
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Data
+from fsdptool.training.data.chats import ChatTemplate, problem_with
 from fsdptool.training.data.ragged import Ragged, RaggedWriter, made_once
 from fsdptool.training.data.sources import Row, Source, open_source
 from fsdptool.training.data.tokenizer import Encoder
 
 _GROUP = 512
-_VERSION = 2
+_VERSION = 3
 """Raised when the tables' meaning changes, so that old ones are not used."""
 
 
@@ -57,7 +58,7 @@ def _key(kind: str, data: Data, encoder: Encoder, source: Source) -> str:
 
 
 _USED: dict[str, tuple[str, ...]] = {
-    "causal_lm": ("messages_column", "prompt_column"),
+    "causal_lm": ("messages_column", "assistant_turns", "prompt_column"),
     "masked_lm": (),
     "seq2seq": ("source_column", "target_column", "prefix"),
     "classification": ("label_column", "labels"),
@@ -105,18 +106,19 @@ def column(row: Row, name: str, source: Source, setting: str) -> Any:
     """Return a row's column.
 
     Raises:
-        ConfigError: It is not there; the message names those that are.
+        ConfigError: It is not there, or empty; the message names the row, and the columns it has.
     """
     try:
         value = row[name]
     except KeyError:
+        place = source.where(lambda other: name not in other)
         raise ConfigError(
-            f"data {source.place} has no column {name!r}; it has {', '.join(map(str, sorted(row)))}",
+            f"{place}: no column {name!r}; there is {', '.join(map(str, sorted(row)))}",
             help=f"set {setting} to one of them",
         ) from None
     if value is None:
         raise ConfigError(
-            f"data {source.place}: column {name!r} is empty in row {_number(source, name, type(None))}",
+            f"{source.where(lambda other: other.get(name) is None)}: column {name!r} is empty",
             help="take the rows without a value out of the file",
         )
     return value
@@ -125,18 +127,12 @@ def column(row: Row, name: str, source: Source, setting: str) -> Any:
 def _text(row: Row, name: str, source: Source, setting: str) -> str:
     value = column(row, name, source, setting)
     if not isinstance(value, str):
+        place = source.where(lambda other: not isinstance(other.get(name), str))
         raise ConfigError(
-            f"data {source.place}: column {name!r} holds {type(value).__name__} in row "
-            f"{_number(source, name, type(value))}, expected text",
+            f"{place}: column {name!r} holds {type(value).__name__}, expected text",
             help=f"set {setting} to a column of text",
         )
     return value
-
-
-def _number(source: Source, name: str, kind: type) -> int:
-    """Return which row, from 1, is the first whose column holds this type: looked up on failure only."""
-    rows = enumerate(source.rows(), 1)
-    return next((number for number, row in rows if type(row.get(name)) is kind), 1)
 
 
 def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -191,17 +187,31 @@ def _stop(encoder: Encoder) -> list[int]:
 def _chats(
     name: str, data: Data, encoder: Encoder, source: Source, rows: Iterator[Row]
 ) -> Iterator[Mapping[str, Any]]:
+    from jinja2 import TemplateError
+
+    turns = _turns(data)
+    template = ChatTemplate(encoder.tokenizer, encoder.name, turns)
     learned_any = False
     for row in rows:
         messages = column(row, name, source, "data.options.messages_column")
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        problem = problem_with(messages, turns)
+        if problem is not None:
+            place = source.where(lambda other: problem_with(other.get(name), turns) is not None)
             raise ConfigError(
-                f"data {source.place}: column {name!r} does not contain a list of messages",
-                help='each message is {"role": ..., "content": ...}',
+                f"{place}: column {name!r}: {problem}", help='each message is {"role": ..., "content": ...}'
             )
-        tokens, learned = encoder.chat(
-            messages, assistant_only=data.assistant_only_loss, tools=row.get("tools")
-        )
+        try:
+            if data.assistant_only_loss:
+                tokens, learned = template.encode_learned(messages, row.get("tools"))
+            else:
+                tokens = template.encode(messages, row.get("tools"))
+                learned = np.ones(len(tokens), dtype=np.uint8)
+        except TemplateError as error:
+            raise ConfigError(
+                f"{source.where(_equals(name, messages))}: the chat template of tokenizer {encoder.name} "
+                f"refuses the conversation: {error}",
+                help="check the roles and their order",
+            ) from error
         learned_any = learned_any or bool(learned.any())
         yield {"input_ids": tokens, "learned": learned}
     if not learned_any:
@@ -209,6 +219,23 @@ def _chats(
             f"data {source.place}: no conversation contains a message of the assistant to learn from",
             help="check the roles, or leave data.assistant_only_loss off",
         )
+
+
+def _equals(name: str, value: Any) -> Callable[[Row], bool]:
+    return lambda row: row.get(name) == value
+
+
+def _turns(data: Data) -> tuple[str, str] | None:
+    """Return the texts around a turn of the assistant that the recipe gives."""
+    given = data.options.get("assistant_turns")
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or [type(part) for part in given] != [str, str] or not all(given):
+        raise ConfigError(
+            "data.options.assistant_turns is not a list of two texts",
+            help='give what begins and what ends a turn: ["<|im_start|>assistant\\n", "<|im_end|>"]',
+        )
+    return str(given[0]), str(given[1])
 
 
 def _completions(

@@ -56,36 +56,6 @@ class Encoder:
         encoded = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)
         return [np.asarray(row, dtype=np.int64) for row in encoded["input_ids"]]
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, assistant_only: bool, tools: Any = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Return a conversation's tokens and which of them are learned (1) or only read (0).
-
-        Raises:
-            ConfigError: The tokenizer has no chat template, or one without ``{% generation %}`` marks.
-        """
-        if not self.tokenizer.chat_template:
-            raise ConfigError(
-                f"tokenizer {self.name} has no chat template, which a messages column needs",
-                help="choose an instruct tokenizer, or data.tokenizer: bytes",
-            )
-        if assistant_only and "generation" not in str(self.tokenizer.chat_template):
-            raise ConfigError(
-                f"the chat template of tokenizer {self.name} does not mark the messages of the assistant",
-                help="add {% generation %}...{% endgeneration %} to it, or drop assistant_only_loss",
-            )
-        encoded = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=assistant_only,
-        )
-        tokens = np.asarray(encoded["input_ids"], dtype=np.int64)
-        if not assistant_only:
-            return tokens, np.ones(len(tokens), dtype=np.uint8)
-        return tokens, np.asarray(encoded["assistant_masks"], dtype=np.uint8)
-
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
