@@ -27,6 +27,7 @@ from settings import Setting, inputs_of
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases.batches import vocabulary
 from fsdptool.memory import footprint, trace
+from fsdptool.runs.folder import RunInputs
 
 RANKS = 2
 BATCH = 2
@@ -84,6 +85,7 @@ def setting_of(subject: Subject, folder: str, precision: str) -> Setting:
         ranks=RANKS,
         precision=precision,
         batch={"micro_batch": BATCH, "sequence_length": LENGTH},
+        padded=True,
     )
 
 
@@ -122,14 +124,19 @@ def _plan(setting: Setting) -> dict[str, Any]:
 def step(subject: Subject, run: Callable[..., list[Any]], precision: str) -> dict[str, Any]:
     """Measure two steps on two ranks; ``run`` calls a function on every rank."""
     with tempfile.TemporaryDirectory() as folder:
-        results = run(_measure, RANKS, setting_of(subject, folder, precision), timeout=400.0)
-    return {"measured_bytes": [result["peak_bytes"] for result in results]}
+        setting = setting_of(subject, folder, precision)
+        results = run(_measure, RANKS, setting, inputs_of(setting), timeout=300.0)
+    return {
+        "measured_bytes": [result["peak_bytes"] for result in results],
+        "rank_cpu_seconds": round(max(result["cpu_seconds"] for result in results), 2),
+    }
 
 
-def _measure(setting: Setting) -> dict[str, Any]:
+def _measure(setting: Setting, inputs: RunInputs) -> dict[str, Any]:
     from measure import measure
 
-    return measure(setting)
+    begun = time.process_time()
+    return {**measure(setting, inputs), "cpu_seconds": time.process_time() - begun}
 
 
 def row_of(stage: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:

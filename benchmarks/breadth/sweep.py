@@ -47,6 +47,7 @@ def work(stage: str, names: list[str]) -> None:
         import pool as pools
 
         pools.SIZE = stages.RANKS
+        pools.PRELOAD += ["measure", "stages"]  # the ranks start with everything that a row needs
         pool = pools.Pool()
     for item in names:
         name, _, precision = item.partition(":")

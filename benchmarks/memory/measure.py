@@ -34,6 +34,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.objective import objective_for
+from fsdptool.runs.folder import RunInputs
 from fsdptool.training.memory_meter import settled_collectives
 from fsdptool.training.optimizers.sharded import build_optimizer
 from fsdptool.training.step import Stepper, _Agreed
@@ -50,8 +51,13 @@ class Undaunted(Stepper):
         return _Agreed(1.0, 1.0, 0, {})
 
 
-def measure(setting: Setting) -> dict[str, Any]:
-    """Run the setting's steps and return the peak of step 2 with the levels around it."""
+def measure(setting: Setting, inputs: RunInputs | None = None) -> dict[str, Any]:
+    """Run the setting's steps and return the peak of step 2 with the levels around it.
+
+    Args:
+        setting: The row.
+        inputs: What ``inputs_of`` returns for it, if a caller has it already.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if setting.backend == "fake":
@@ -62,12 +68,11 @@ def measure(setting: Setting) -> dict[str, Any]:
         settled_collectives(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
     ):
-        _run(setting)
+        _run(setting, inputs or inputs_of(setting))
     return _read(profiler)
 
 
-def _run(setting: Setting) -> None:
-    inputs = inputs_of(setting)
+def _run(setting: Setting, inputs: RunInputs) -> None:
     session = open_session(inputs.settings)
     spec, recipe, plan = inputs.spec, inputs.recipe, inputs.units
     objective = objective_for(recipe, spec)
@@ -103,7 +108,8 @@ def _run(setting: Setting) -> None:
     for step in range(STEPS):
         batches = [synthesise(specs, generator) for _ in range(recipe.batch.accumulation)]
         for batch in batches if setting.padded else ():
-            batch["attention_mask"][0, -1] = 0
+            if "attention_mask" in batch:
+                batch["attention_mask"][0, -1] = 0
         gc.collect()
         with record_function(f"STEP {step}"):
             stepper.run(batches, rate=1e-4)

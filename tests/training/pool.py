@@ -20,6 +20,9 @@ from typing import Any
 
 SIZE = 4
 
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "transformers.modeling_utils", "peft"]
+"""Modules that the server of the ranks imports, once for all of them."""
+
 
 def _serve(connection: Connection, rank: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -116,9 +119,7 @@ class Pool:
             return
         # One server imports the heavy libraries; ranks are forked from it, before it has threads.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch.distributed.fsdp", "torch.distributed.tensor", "transformers.modeling_utils", "peft"]
-        )
+        context.set_forkserver_preload(PRELOAD)
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank), daemon=True)

@@ -7,10 +7,11 @@ On fake CPU tensors torch's SDPA picks the CPU flash kernel. A GPU saves other t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import CausalBias
 
 from fsdptool.memory.tracing.recorder import Recorder
@@ -163,13 +164,54 @@ def recomputation(recorder: Recorder) -> Iterator[None]:
         yield
 
 
+_FULL = "_fsdptool_full"
+"""Attribute of fake tensors that contain only ones because they were created so."""
+
+
+def _noted_as_full(create: Any) -> Any:
+    """Return ``torch.ones`` or ``ones_like`` with a note on the fake tensors that it returns."""
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = create(*args, **kwargs)
+        if isinstance(out, FakeTensor):
+            setattr(out, _FULL, True)
+        return out
+
+    return noted
+
+
+def _without_full_mask(preprocess: Any) -> Any:
+    """Return transformers' preparation of masks without a padding mask that has only ones."""
+
+    def prepare(
+        config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if getattr(attention_mask, _FULL, False) and attention_mask.shape[-1] == inputs_embeds.shape[1]:
+            attention_mask = None
+        return preprocess(config, inputs_embeds, attention_mask, *args, **kwargs)
+
+    return prepare
+
+
+def _real_masks(masking: Any) -> Iterator[AbstractContextManager[None]]:
+    """Yield what makes transformers build the masks of a real run, although the tensors are fake.
+
+    ``masking_utils`` (transformers 5.23) takes fake tensors for a graph that is traced, and therefore never
+    reads them: it expects packed documents in any ``position_ids``, and padding in any mask. A mask of the
+    batch may contain padding. One that a model fills with ones by itself, as BART's decoder does, does not,
+    and a real run drops it.
+    """
+    yield _replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None)
+    name = "_preprocess_mask_arguments"
+    if hasattr(masking, name):
+        yield _replaced(masking, name, _without_full_mask(getattr(masking, name)))
+        for create in ("ones", "ones_like"):
+            yield _replaced(torch, create, _noted_as_full(getattr(torch, create)))
+
+
 @contextmanager
 def kernels_of(profile: Profile) -> Iterator[None]:
-    """Answer attention and dropout as the profile's device would, while entered.
-
-    transformers 5.23 takes fake tensors for tracing, looks for packed sequences and builds an S x S
-    mask that a real run without packing never has: that search is switched off, too.
-    """
+    """Answer attention and dropout as the profile's device would, with the masks of a real run."""
     from torch import _meta_registrations
 
     from fsdptool.families.objectives import context_ring
@@ -180,8 +222,8 @@ def kernels_of(profile: Profile) -> Iterator[None]:
         except ImportError:
             pass
         else:
-            nothing = _replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
-            stack.enter_context(nothing)
+            for context in _real_masks(masking_utils):
+                stack.enter_context(context)
         stack.enter_context(_replaced(_meta_registrations, "_meta_grouped_mm_common", _grouped(profile)))
         if profile == "cuda":
             functional = torch.nn.functional
