@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,10 +207,11 @@ _HARMLESS = frozenset({"device", "dtype", "is_floating_point", "ndim", "requires
 
 
 # A unit is gathered when its module is called. DeBERTa takes ``self.rel_embeddings.weight`` instead: as a
-# unit of its own it would still be sharded there, while the root's parameters are gathered. So the source
-# of the classes the model is made of is searched, except for functions that run before training.
+# unit of its own it would still be sharded there, while the root's parameters are gathered. ProphetNet calls
+# ``self.position_embeddings._forward``, which runs no hook either. So the source of the classes the model is
+# made of is searched, except for functions that run before training.
 def weights_read(paths: Iterable[str], kinds: Iterable[type]) -> tuple[str, ...]:
-    """Return the paths of embeddings whose weight the model's code reads.
+    """Return the paths of embeddings whose weight the model's code reads without calling the module.
 
     Args:
         paths: Of the embeddings.
@@ -218,14 +220,33 @@ def weights_read(paths: Iterable[str], kinds: Iterable[type]) -> tuple[str, ...]
     classes = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith("torch.")}
     modules = {kind.__module__ for kind in classes}
     names = {kind.__name__ for kind in classes}
+    methods = frozenset(name for kind in classes for name in _lookups(kind))
     read_paths = []
     for path in paths:
         name = next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
         # Most sources do not contain the name, and parsing one takes far longer than searching it.
         hits = [module for module in modules if _mentions(name, _source(module))]
-        if any(name in reads for module in hits for owner, reads in _read_in(module) if owner in names):
+        read = any(name in reads for module in hits for owner, reads in _read_in(module) if owner in names)
+        if read or any(_calls(name, method, _source(module)) for method in methods for module in modules):
             read_paths.append(path)
     return tuple(read_paths)
+
+
+def _lookups(kind: type) -> Iterator[str]:
+    """Yield the methods besides ``forward`` with which an embedding's class looks up rows."""
+    from torch import nn
+
+    if not issubclass(kind, nn.Embedding):
+        return
+    for name, method in vars(kind).items():
+        runs = isfunction(method) and name != "forward" and not name.startswith(_NOT_FORWARD)
+        if runs and {"super", "forward"} <= set(method.__code__.co_names):
+            yield name
+
+
+def _calls(name: str, method: str, text: str) -> bool:
+    """Say whether a source calls that method of the attribute ``name``."""
+    return re.search(rf"\.{re.escape(name)}\.{re.escape(method)}\(", text) is not None
 
 
 def _mentions(name: str, text: str) -> bool:

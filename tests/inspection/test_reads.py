@@ -32,8 +32,16 @@ class Block(nn.Module):
         return self.proj(states)
 
 
+class Positions(nn.Embedding):
+    """A table with a second way to look up rows, which runs no hook."""
+
+    def later(self, ids: Tensor) -> Tensor:
+        """Return the rows behind ``ids``."""
+        return super().forward(ids + 1)
+
+
 class Reader(nn.Module):
-    """Calls one table, reads two by hand, and only asks a fourth for its shape."""
+    """Calls one table, reads three by hand, and only asks a fifth for its shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +49,7 @@ class Reader(nn.Module):
         self.rows = nn.Embedding(64, 16)
         self.tables = nn.ModuleList([nn.Embedding(64, 16)])
         self.sized = nn.Embedding(64, 16)
+        self.places = Positions(64, 16)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.tie_nothing()
 
@@ -52,6 +61,7 @@ class Reader(nn.Module):
         """Use each table its way."""
         states = self.words(ids) + self.sized(ids % self.sized.weight.shape[0])
         states = states + self.rows.weight.mean(0) + self.tables[0].weight.mean(0)
+        states = states + self.places(ids) + self.places.later(ids)
         for block in self.blocks:
             states = block(states)
         return states
@@ -71,7 +81,7 @@ SPEC = ModelSpec(Reference("config", "reader"), "generic", None, "diffusers", "R
 def test_what_is_read_by_hand_stays_with_the_root_and_trains(group: None) -> None:
     model = Reader()
     anatomy = describe(model, SPEC)
-    assert anatomy.weights_read == ("rows", "tables.0")
+    assert anatomy.weights_read == ("rows", "tables.0", "places")
     assert decode(encode(anatomy), SPEC).weights_read == anatomy.weights_read, "the cache keeps it"
     plan = unit_plan(anatomy)
     assert {unit.id for unit in plan.units} == {"words", "sized", "blocks.0", "blocks.1", "root"}
