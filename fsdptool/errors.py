@@ -32,14 +32,18 @@ class FsdptoolError(Exception):
     Args:
         message: What is wrong and where, without a trailing full stop.
         help: What to do next, or None when nothing is known.
+        others: Further mistakes in the same input, in its order.
     """
 
     exit_code: ExitCode = ExitCode.USAGE
 
-    def __init__(self, message: str, *, help: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, help: str | None = None, others: tuple[FsdptoolError, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.help = help
+        self.others = others
 
 
 class ReferenceError(FsdptoolError):  # noqa: A001 - within this package a reference names a model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -46,3 +47,19 @@ def printable_json(text: str) -> str:
 
 _UNPRINTABLE_JSON = re.compile("[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """JSON itself escapes the controls below 0x20."""
+
+
+def by_size(flavours: Iterable[str]) -> list[str]:
+    """Return names of flavours in the order of the sizes they begin with; those without one come first.
+
+    ``14b`` comes after ``4b``, ``1.5t`` after ``671b``, and ``8x7b`` counts as its product.
+    """
+
+    def size(name: str) -> tuple[float, str]:
+        found = re.match(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])", name.casefold())
+        if found is None:
+            return 0.0, name
+        times, number, unit = found.groups()
+        return float(times or 1) * float(number) * {"m": 1e6, "b": 1e9, "t": 1e12}[unit], name
+
+    return sorted(flavours, key=size)

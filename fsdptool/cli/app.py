@@ -172,12 +172,13 @@ def _drop_output() -> None:
 
 
 def complain(error: FsdptoolError) -> None:
-    """Write an error as one line, and what to do next as a second line."""
+    """Write each mistake as one line, and what to do next as a second line."""
     from fsdptool.formatting import printable
 
-    sys.stderr.write(f"error: {printable(error.message)}\n")
-    if error.help:
-        sys.stderr.write(f"help: {printable(error.help)}\n")
+    for mistake in (error, *error.others):
+        sys.stderr.write(f"error: {printable(mistake.message)}\n")
+        if mistake.help:
+            sys.stderr.write(f"help: {printable(mistake.help)}\n")
 
 
 def _usage_error(error: Any) -> FsdptoolError:

@@ -8,6 +8,7 @@ import typer
 
 from fsdptool.cli.options import Format, FormatOption, print_document
 from fsdptool.errors import ExitCode
+from fsdptool.formatting import by_size
 
 if TYPE_CHECKING:
     from fsdptool.families.protocol import Family, Flavour
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(help="Family, or family:flavour, to show in detail.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Family, or family:flavour, to show in detail; any other text is searched for."),
+    ] = None,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """List the model families, or show the flavours and facts of one family."""
@@ -25,16 +29,17 @@ def command(
     from fsdptool.records.diagnostic import envelope
 
     registry = load_registry()
-    if name is None:
-        shown, detail = [_summary(registry, family) for family in registry.all()], None
+    found = [
+        _summary(registry, family) for family in registry.all() if name is None or _matches(family, name)
+    ]
+    if name is None or (found and name.partition(":")[0] not in registry):
+        shown, detail = found, None
     else:
         family_name, _, flavour_name = name.partition(":")
         family = registry.get(family_name)
         shown = [_summary(registry, family)]
-        chosen = (
-            {flavour_name: registry.flavour(family_name, flavour_name)} if flavour_name else family.flavours()
-        )
-        detail = [_flavour(family, flavour) for flavour in chosen.values()]
+        names = [flavour_name] if flavour_name else by_size(family.flavours())
+        detail = [_flavour(family, registry.flavour(family_name, each)) for each in names]
     document = envelope(
         "families",
         {"name": name, "families": [item.name for item in shown]},
@@ -50,6 +55,12 @@ def command(
     return int(ExitCode.CLEAN)
 
 
+def _matches(family: Family, text: str) -> bool:
+    """Say whether a family's name, title or one of its flavours contains a text."""
+    words = (family.name, family.title, *(f"{family.name}:{flavour}" for flavour in family.flavours()))
+    return any(text.casefold() in word.casefold() for word in words)
+
+
 def _summary(registry: Registry, family: Family) -> FamilySummary:
     from fsdptool.records.command_documents import FamilySummary
 
@@ -59,7 +70,7 @@ def _summary(registry: Registry, family: Family) -> FamilySummary:
         title=family.title,
         library=family.library,
         objective=family.default_objective,
-        flavours=tuple(sorted(family.flavours())),
+        flavours=tuple(by_size(family.flavours())),
         distribution=origin.distribution,
         version=origin.version,
     )

@@ -68,10 +68,13 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
             source, 0, "a recipe must be a mapping that begins with `model:`", "see `fsdptool schema recipe`"
         )
     _check_record(source, Recipe, root, "")
-    for node, message in out_of_range(root):
-        raise _error(source, node.start, message, "leave it out to use the default")
-    for node, message, advice in contradictions(root):
-        raise _error(source, node.start, message, advice)
+    _raise_all(
+        [
+            _error(source, node.start, message, "leave it out to use the default")
+            for node, message in out_of_range(root)
+        ]
+        + [_error(source, node.start, message, advice) for node, message, advice in contradictions(root)]
+    )
     return from_json(Recipe, to_python(root), where="recipe")
 
 
@@ -106,32 +109,49 @@ def _hints(record: type) -> Mapping[str, Any]:
     return get_type_hints(record)
 
 
+def _raise_all(mistakes: list[ConfigError]) -> None:
+    """Raise all mistakes as one error: the first, with the others."""
+    if mistakes:
+        flat = [each for mistake in mistakes for each in (mistake, *mistake.others)]
+        raise ConfigError(flat[0].message, help=flat[0].help, others=tuple(flat[1:]))
+
+
 def _check_record(source: SourceText, record: type, node: Node, where: str) -> None:
     fields = {field.name: field for field in dataclasses.fields(record)}
+    mistakes = []
     for loser, winner in duplicates(node):
         line, _ = source.place(winner.key_node.start)
-        raise _error(source, loser.key_node.start, f"{loser.key} is written again on line {line}", "keep one")
+        mistakes.append(
+            _error(source, loser.key_node.start, f"{loser.key} is written again on line {line}", "keep one")
+        )
+    meant = set()
     for entry in effective_entries(node):
         if entry.key not in fields:
-            raise _unknown(source, entry, record, where)
-        _check(source, _hints(record)[entry.key], entry.node, f"{where}.{entry.key}".lstrip("."))
+            mistakes.append(_unknown(source, entry, record, where))
+            meant.add(spelling.nearest(str(entry.key), list(fields), cutoff=0.6))
+            continue
+        try:
+            _check(source, _hints(record)[entry.key], entry.node, f"{where}.{entry.key}".lstrip("."))
+        except ConfigError as error:
+            mistakes.append(error)
     for name, field in fields.items():
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if needed and node.get(name) is None:
-            raise _error(
-                source,
-                node.start,
-                f"{(where + '.' + name).lstrip('.')} is missing",
-                "see `fsdptool schema recipe`",
-            )
+        # A key that is misspelled is not missing, too.
+        if needed and node.get(name) is None and name not in meant:
+            shown = f"{where}.{name}".lstrip(".")
+            mistakes.append(_error(source, node.start, f"{shown} is missing", "see `fsdptool schema recipe`"))
+    _raise_all(mistakes)
 
 
 def _check_names(source: SourceText, node: Node, where: str, known: tuple[str, ...]) -> None:
+    mistakes = []
     for entry in effective_entries(node):
         if entry.key not in known:
             near = spelling.nearest(str(entry.key), known, cutoff=0.6)
             advice = f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}"
-            raise _error(source, entry.key_node.start, f"unknown key {f'{where}.{entry.key}'!r}", advice)
+            shown = f"{where}.{entry.key}"
+            mistakes.append(_error(source, entry.key_node.start, f"unknown key {shown!r}", advice))
+    _raise_all(mistakes)
 
 
 def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> ConfigError:
@@ -151,7 +171,9 @@ def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> Conf
             f"write it there as {owner}",
         )
     near = spelling.nearest(key, fields, cutoff=0.6)
-    if near is None:
+    if near is None and key in _OTHER_NAMES:
+        advice = f"write {_OTHER_NAMES[key]}"
+    elif near is None:
         elsewhere = [home for home, names in _homes().items() if key in names]
         if elsewhere:
             advice = f"write it under {elsewhere[0]}:"
@@ -160,6 +182,21 @@ def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> Conf
     else:
         advice = f"did you mean {near}?"
     return _error(source, entry.key_node.start, f"unknown key {shown!r}", advice)
+
+
+_OTHER_NAMES = {
+    "lr": "optimizer.learning_rate",
+    "per_device_train_batch_size": "batch.micro_batch",
+    "train_batch_size": "batch.global_batch",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "max_grad_norm": "optimizer.clip_grad_norm",
+    "model_name_or_path": "model.reference",
+    "dataset": "data.path",
+    "max_seq_length": "batch.sequence_length",
+}
+"""What transformers, TRL and others call a field of the recipe."""
 
 
 @cache

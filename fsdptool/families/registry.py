@@ -22,6 +22,7 @@ from fsdptool.cache import digest_of, files_imported_by, reached_files
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.loading import load_bounded
 from fsdptool.families.protocol import API_VERSION, Family, Flavour
+from fsdptool.formatting import by_size
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
 
@@ -122,12 +123,21 @@ class Registry:
             raise ReferenceError(
                 f"family {family!r} has no flavours", help="use a Hugging Face id, a folder or a config.json"
             )
-        nearest = _suggestion(name, flavours, prefix=f"{family}:")
-        listed = ", ".join(sorted(flavours))
+        nearest = self._elsewhere(family, name) or _suggestion(name, flavours, prefix=f"{family}:")
+        listed = ", ".join(by_size(flavours))
         raise ReferenceError(
             f"family {family!r} has no flavour {name!r}",
             help=f"{nearest}; it has: {listed}" if nearest else f"it has: {listed}",
         )
+
+    def _elsewhere(self, family: str, name: str) -> str | None:
+        """Suggest the families of a similar name that do have a flavour of this name."""
+        others = [
+            f"{other}:{name}"
+            for other, (known, _) in sorted(self._families.items())
+            if other.startswith(family.split("-")[0]) and name in known.flavours()
+        ]
+        return f"did you mean {' or '.join(others)}?" if others else None
 
     def match(self, config: Mapping[str, Any]) -> Family:
         """Return the family that claims a raw configuration with the highest score.

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
+from fsdptool.formatting import by_size
 from fsdptool.records.anatomy import ModelSpec, Reference, ReferenceKind
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import ModelChoice
@@ -202,7 +203,7 @@ def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
 def _from_hub(text: str, options: _Options) -> ModelSpec:
     registry = load_registry()
     if text in registry:
-        flavours = sorted(registry.get(text).flavours())
+        flavours = by_size(registry.get(text).flavours())
         example = (
             f"one of: {', '.join(f'{text}:{name}' for name in flavours)}"
             if flavours

@@ -48,6 +48,26 @@ def test_a_usage_error_is_one_line_and_its_advice(
     assert not streams.out
 
 
+def test_all_mistakes_of_a_recipe_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.yaml").write_text("model: {refrence: llama3:8b}\nlr: 3\n")
+    (tmp_path / "c.yaml").write_text("distributed_type: FSDP\n")
+    assert run(["train", str(tmp_path / "r.yaml"), "--config", str(tmp_path / "c.yaml")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["error", "help", "error", "help"]
+
+
+def test_families_are_searched_and_flavours_sorted_by_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["families", "235b", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["families"][0]["name"] == "qwen3-moe"
+    assert run(["families", "qwen3", "--format", "json"]) == 0
+    names = [flavour["name"] for flavour in json.loads(capsys.readouterr().out)["flavours"]]
+    assert names == [f"qwen3:{size}" for size in ("tiny", "0.6b", "1.7b", "4b", "8b", "14b", "32b")]
+    assert run(["families", "nothing-like-it"]) == 2
+    assert "unknown family" in capsys.readouterr().err
+    assert run(["plan", "qwen3:235b-a22b", "--gpu", "H100-80GB-SXM", "--gpus", "8"]) == 2
+    assert "did you mean qwen3-moe:235b-a22b?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -18,7 +18,7 @@ from fsdptool.api.emit_config import PRESETS
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
 from fsdptool.config.fixes import repair
-from fsdptool.config.recipe import dump_recipe, read_recipe
+from fsdptool.config.recipe import _OTHER_NAMES, dump_recipe, read_recipe
 from fsdptool.config.recipe_constraints import RANGES
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
@@ -31,6 +31,7 @@ from fsdptool.source import resolve
 MINIMAL = "model:\n  reference: llama3:8b\n"
 WRONG = {
     "optimzer: {}\n": ("recipe:3:1: unknown key 'optimzer'", "did you mean optimizer?"),
+    "lr: 1.0e-4\n": ("unknown key 'lr'", "write optimizer.learning_rate"),
     "learning_rate: 1.0e-4\n": ("unknown key 'learning_rate'", "write it under optimizer:"),
     "optimizer:\n  learning_rate: 1e-4\n": ("recipe:4:18", "write 0.0001"),
     "optimizer:\n  scale_learning_rate: no\n": ("not one of none, linear, sqrt", "'none'"),
@@ -64,6 +65,36 @@ def test_mistakes_are_one_line_with_their_place(extra: str) -> None:
         read_recipe(MINIMAL + extra)
     assert message in caught.value.message and "\n" not in caught.value.message
     assert advice is None or advice in (caught.value.help or "")
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_recipe("model:\n  refrence: llama3:8b\nlr: 3\nbatch: {micro_batch: x, acumulation: 2}\n")
+    said = [(error.message, error.help) for error in (caught.value, *caught.value.others)]
+    assert [message.partition(" ")[0] for message, _ in said] == [
+        "recipe:2:3:",
+        "recipe:3:1:",
+        "recipe:4:22:",
+        "recipe:4:25:",
+    ]
+    assert said[0] == ("recipe:2:3: unknown key 'model.refrence'", "did you mean reference?")
+    assert said[1] == ("recipe:3:1: unknown key 'lr'", "write optimizer.learning_rate")
+    with pytest.raises(ConfigError) as caught:
+        read_recipe("model: {reference: a:b}\nbatch: {micro_batch: -1}\nsteps: -3\n")
+    assert len(caught.value.others) == 1
+
+
+def test_every_name_of_other_trainers_leads_to_a_field() -> None:
+    properties = generate("recipe")
+    for name, field in _OTHER_NAMES.items():
+        node = properties
+        assert name not in node["properties"]
+        for part in field.split("."):
+            reference = node.get("$ref") or next(
+                (option["$ref"] for option in node.get("anyOf", ()) if "$ref" in option), None
+            )
+            node = properties["$defs"][reference.rpartition("/")[2]] if reference else node
+            node = node["properties"][part]
 
 
 def test_every_range_is_about_a_number_of_the_record() -> None:
