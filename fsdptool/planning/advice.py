@@ -12,7 +12,7 @@ from fsdptool.formatting import amount
 from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search import roomy
-from fsdptool.planning.verdict import HEADROOM
+from fsdptool.planning.verdict import HEADROOM, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec, Parameter
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
@@ -181,17 +181,21 @@ def _needless(
         prefetch=1,
         cpu_offload=False,
     )
+    machine = inputs.machines[point.cluster]
     try:
-        trial = estimator.candidate(
-            "single", single, alone, inputs.machines[point.cluster], detail=False, replay=True
-        )
+        trial = estimator.candidate("single", single, alone, machine, detail=False)
+        least = least_device_bytes(trial)
+        if least is None or trial.usable_bytes is None:
+            return []
+        # DDP's buckets hold every gradient once more, from before the first step on.
+        buckets = estimator.states(single, alone)["gradients"]
+        most = (1 - HEADROOM) * trial.usable_bytes
+        if least + buckets > most:
+            return []
+        trial = estimator.candidate("single", single, alone, machine, detail=False, replay=True)
     except FsdptoolError:
         return []
-    if trial.device_total_bytes is None or trial.usable_bytes is None:
-        return []
-    # DDP's buckets hold every gradient once more, from before the first step on.
-    total = trial.device_total_bytes + estimator.states(single, alone)["gradients"]
-    if total > (1 - HEADROOM) * trial.usable_bytes:
+    if trial.device_total_bytes is None or (total := trial.device_total_bytes + buckets) > most:
         return []
     return [
         Diagnostic(

@@ -10,7 +10,7 @@ from typing import Any
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.requested_recipe import MAX_TOKENS
 from fsdptool.planning.search import SAME, Progress, roomy
-from fsdptool.planning.verdict import HEADROOM
+from fsdptool.planning.verdict import HEADROOM, least_device_bytes
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.trace import ColourGroup, Component
 
@@ -192,8 +192,10 @@ def _guess(tried: dict[int, Candidate]) -> int:
 def spend_spare_memory(estimator: Estimator, inputs: PlanInputs, chosen: Candidate) -> Candidate | None:
     """Return the chosen configuration with the larger micro-batch that its spare memory allows.
 
-    Micro-batches grow by powers of two. What grows with them at the chosen peak gives the first guess,
-    which a trace then settles; the allocator of the result is replayed.
+    Micro-batches grow by powers of two. What grows with them at the chosen peak gives an upper bound. The
+    highest of many levels that each grow linearly is convex, so a line through the chosen micro-batch and
+    its double is a lower bound of larger ones: a size that it excludes is not traced. A trace settles the
+    others, and the allocator is replayed for what fits without it.
 
     Args:
         estimator: Evaluates a configuration.
@@ -213,16 +215,27 @@ def spend_spare_memory(estimator: Estimator, inputs: PlanInputs, chosen: Candida
     tokens = point.micro_batch * (inputs.recipe.batch.sequence_length or 1)
     most = min(1 + int(room / growing) if growing and room > 0 else 1, MAX_TOKENS // tokens, _LARGEST_FACTOR)
     factor = 1 << (most.bit_length() - 1) if most > 1 else 1
-    while factor > 1:
-        larger = estimator.candidate(
+
+    def enlarged(factor: int, *, replay: bool = False) -> Candidate:
+        return estimator.candidate(
             "spare",
             replace(point, micro_batch=point.micro_batch * factor),
             inputs.clusters[point.cluster],
             inputs.machines[point.cluster],
             detail=False,
-            replay=True,
+            replay=replay,
         )
-        if larger.rejected_by is None and roomy(larger):
-            return larger if (larger.samples_per_second or 0) > speed * (1 + SAME) else None
+
+    limit = (1 - HEADROOM) * chosen.usable_bytes
+    if factor > 2:
+        first, second = least_device_bytes(chosen), least_device_bytes(enlarged(2))
+        while factor > 2 and first and second and first + (second - first) * (factor - 1) > limit:
+            factor //= 2
+    while factor > 1:
+        least = least_device_bytes(enlarged(factor))
+        if least is not None and least <= limit:
+            larger = enlarged(factor, replay=True)
+            if larger.rejected_by is None and roomy(larger):
+                return larger if (larger.samples_per_second or 0) > speed * (1 + SAME) else None
         factor //= 2
     return None

@@ -71,6 +71,17 @@ def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machin
     return FitCheck(total, usable, slack, host, components, rejection)
 
 
+def least_device_bytes(candidate: Candidate) -> int | None:
+    """Return the bytes a candidate needs if its allocator reserves no more than is allocated, or None.
+
+    A replay of the allocator cannot find less: what exceeds a limit by this figure needs no replay.
+    """
+    if candidate.device_total_bytes is None:
+        return None
+    slack = sum(item.bytes or 0 for item in candidate.components if item.name == Component.ALLOCATOR_SLACK)
+    return candidate.device_total_bytes - slack
+
+
 def needed_outside(candidate: Candidate) -> int:
     """Return the bytes of context, communicators and workspaces: the same for every model."""
     outside = (Component.CONTEXT, Component.COMMUNICATORS, Component.WORKSPACES)

@@ -53,6 +53,7 @@ class Conditions:
         ring: Whether ranks that share a sequence pass keys and values round.
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
         master: dtype trainable parameters are stored in.
+        recipe: What traces share that differ in their micro-batch only; empty where it is not known.
     """
 
     profile: Profile
@@ -67,6 +68,7 @@ class Conditions:
     sharing: int = 1
     staged: bool = False
     ring: bool = False
+    recipe: str = ""
 
 
 def materialise(model: nn.Module, mode: Any, conditions: Conditions) -> None:

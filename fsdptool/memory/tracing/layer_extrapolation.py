@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,10 @@ from fsdptool.records.trace import Repeat, Trace
 _LONGEST_PERIOD = 12
 _LONGEST_PREFIX = 8
 _COUNTERS = ("idx", "index", "layer_id", "layer_number", "depth")
+_OF_EVERY_MODULE = frozenset(
+    name for name, value in vars(nn.Module()).items() if not isinstance(value, bool) and value is not None
+)
+"""The tables that every module has; they say nothing of how it behaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +156,13 @@ def _pattern(signatures: Sequence[int]) -> _Pattern | None:
     best: tuple[int, _Pattern] | None = None
     count = len(signatures)
     for period in range(1, min(_LONGEST_PERIOD, count // 2) + 1):
-        for prefix in range(min(_LONGEST_PREFIX, count) + 1):
-            end = prefix + period
-            while end < count and signatures[end] == signatures[end - period]:
-                end += 1
-            length = end - prefix
+        # How many blocks from each one on equal the block one period before them.
+        equal = [0] * (count + 1)
+        for index in range(count - 1, period - 1, -1):
+            if signatures[index] == signatures[index - period]:
+                equal[index] = equal[index + 1] + 1
+        for prefix in range(min(_LONGEST_PREFIX, count - period) + 1):
+            length = period + equal[prefix + period]
             kept = count - (length // period - 4) * period
             if length // period > 4 and (best is None or kept < best[0]):
                 best = kept, _Pattern(prefix, period, length)
@@ -167,7 +174,8 @@ def _signature(block: nn.Module) -> Any:
     for path, module in block.named_modules():
         forward = vars(module).get("forward")
         parts.append((path, type(module), forward is not None, getattr(forward, "saved", None)))
-        parts += [(name, _plain(name, value)) for name, value in vars(module).items()]
+        attributes = vars(module).items()
+        parts += [(name, _plain(name, value)) for name, value in attributes if name not in _OF_EVERY_MODULE]
         parts += [
             (n, p.shape, p.dtype, p.requires_grad) for n, p in module._parameters.items() if p is not None
         ]
@@ -180,11 +188,16 @@ def _plain(name: str, value: object) -> Any:
     if isinstance(value, bool | str) or value is None:
         return value
     if isinstance(value, int):
-        return None if any(word in name for word in _COUNTERS) else value
+        return None if _counts_layers(name) else value
     if isinstance(value, float):
         # Drop-path rates grow with depth: only whether there is any matters.
         return value != 0.0
     return None
+
+
+@cache
+def _counts_layers(name: str) -> bool:
+    return any(word in name for word in _COUNTERS)
 
 
 def _cut_configurations(model: nn.Module, total: int, cut: int, skipped: int) -> None:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from fsdptool.families.protocol import TensorSpec
 
 
+_EXTRAPOLATES: set[tuple[Conditions, Values]] = set()
+"""Where a shallower trace predicted a deeper one."""
+
 _COMPILED = (
     "the memory that compiled blocks keep for backward: their kernels decide it, so the figures are those"
     " of uncompiled blocks; the memory that compilation takes in the first step is not included"
@@ -69,8 +72,9 @@ def make_trace(
     teacher: ModelSpec | None,
     *,
     staged: bool = False,
+    alike: str = "",
 ) -> Trace:
-    """Trace afresh. See :func:`fsdptool.memory.trace`."""
+    """Trace afresh. See :func:`fsdptool.memory.trace`; ``alike`` is ``Conditions.recipe``."""
     method = method_of(recipe)
     method.check(recipe, settings)
     check_context(spec, recipe, settings)
@@ -79,7 +83,9 @@ def make_trace(
     objective = objective_for(recipe, spec)
     specs = family_of(spec).batch_spec(spec.config, recipe)
     teacher_trace = (
-        _trace_teacher(teacher, recipe, settings, profile, specs, staged) if teacher is not None else None
+        _trace_teacher(teacher, recipe, settings, profile, specs, staged, alike)
+        if teacher is not None
+        else None
     )
 
     base_notes: list[str | None] = []
@@ -101,6 +107,7 @@ def make_trace(
         sharing=settings.mesh.cp,
         staged=staged,
         ring=settings.cp_comm_strategy == "alltoall",
+        recipe=alike,
     )
     traced = _trace_or_explain(make, method.micro_loss(recipe, objective), specs, conditions, anatomy, recipe)
     if not traced.known:
@@ -177,7 +184,7 @@ def _explain(error: Exception, spec: ModelSpec) -> str:
 
 def trained_model(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
     """Return a model on meta as the trainer has it before it is sharded: method and checkpointing applied."""
-    model = build_model(spec, recipe.model, cp=settings.mesh.cp)
+    model = build_model(spec, recipe.model, cp=settings.mesh.cp, initialise=False)
     method_of(recipe).prepare(model, recipe, family_of(spec), spec.config)
     model.train()
     checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
@@ -191,6 +198,7 @@ def _trace_teacher(
     profile: Profile,
     specs: Sequence[TensorSpec],
     staged: bool,
+    alike: str,
 ) -> Trace:
     choice = method_of(recipe).teacher_choice(recipe)
     assert choice is not None
@@ -200,7 +208,7 @@ def _trace_teacher(
     objective = objective_for(recipe, spec)
 
     def make() -> nn.Module:
-        model = build_model(spec, choice, cp=settings.mesh.cp)
+        model = build_model(spec, choice, cp=settings.mesh.cp, initialise=False)
         model.requires_grad_(False)
         return model.eval()
 
@@ -214,6 +222,7 @@ def _trace_teacher(
         sharing=settings.mesh.cp,
         staged=staged,
         ring=settings.cp_comm_strategy == "alltoall",
+        recipe=alike,
     )
     traced = _trace_or_explain(make, Task(objective), specs, conditions, anatomy, recipe)
     if not traced.known:
@@ -274,7 +283,11 @@ def _trace_at_depth(
     *,
     values: Values,
 ) -> Trace:
-    """Trace at two reduced depths; take the deeper one if the shallower predicts it exactly."""
+    """Trace at two reduced depths; take the deeper one if the shallower predicts it exactly.
+
+    Whether it does so is a matter of the model's code, not of the micro-batch: what one micro-batch has
+    shown in this process holds for the others of the same recipe, which are traced at one depth.
+    """
 
     def cut(periods: int | None) -> tuple[nn.Module, tuple[Shortened, ...]]:
         model = make()
@@ -298,15 +311,20 @@ def _trace_at_depth(
     built = cut(4)
     if not built[1]:
         return attempt(None, built).trace
+    known = (conditions, values)
     try:
-        shallow, deep = attempt(3), attempt(4, built)
+        shallow = None if known in _EXTRAPOLATES else attempt(3)
+        deep = attempt(4, built)
     except BY_VALUE:
         raise
     except Exception:
         # The model counts on its depth (an index from the configuration, skips between blocks).
         return attempt(None).trace
-    if not verified(lengthened(shallow.trace, shallow.shortened, deep.shortened), deep.trace):
-        return attempt(None).trace
+    if shallow is not None:
+        if not verified(lengthened(shallow.trace, shallow.shortened, deep.shortened), deep.trace):
+            return attempt(None).trace
+        if conditions.recipe:
+            _EXTRAPOLATES.add(known)
     return lengthened(deep.trace, deep.shortened)
 
 

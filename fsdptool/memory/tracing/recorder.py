@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -20,6 +21,7 @@ from fsdptool.memory.tracing.operators import launches, operation_of, traffic
 from fsdptool.records.checkpointing import selector_name
 from fsdptool.records.trace import KINDS, Marker, Operation, RecomputedCall, Segment, Trace
 
+_DEVICE = torch.ops.prim.device.default
 _KIND = {name: index for index, name in enumerate(KINDS)}
 
 
@@ -94,10 +96,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From now on gradients are freed by nobody: the trace ends with them alive."""
         self._held.update(self.gradients.values())
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled in a trace; torch would wrap each call in a guard against its compiler.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator and note what it allocated, computed and moved."""
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            # More than half of all calls, from C++; what follows would find nothing to note.
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         if type(out) is torch.Tensor or isinstance(out, torch.Tensor):
             outputs: list[torch.Tensor] = [out]

@@ -12,7 +12,7 @@ from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.diagnostic import library_versions, tool_version
+from fsdptool.records.diagnostic import digest, library_versions, tool_version
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
@@ -57,14 +57,16 @@ def trace(
 
         teacher = resolve_choice(choice)
     store = Store() if use_cache or refresh else None
-    key = store.key(_parts(spec, recipe, settings, assumed, teacher, staged)) if store is not None else ""
+    parts = _parts(spec, recipe, settings, assumed, teacher, staged)
+    key = store.key(parts) if store is not None else ""
     if store is not None and not refresh:
         kept, _ = store.get(KIND, key)
         if kept is not None and (cached := _decode(kept)) is not None:
             return cached
     from fsdptool.memory.tracing.make_trace import make_trace
 
-    traced = make_trace(spec, recipe, settings, assumed, teacher, staged=staged)
+    alike = digest({**parts, "batch": {**parts["batch"], "micro_batch": None}})
+    traced = make_trace(spec, recipe, settings, assumed, teacher, staged=staged, alike=alike)
     if store is not None and traced.known:
         store.put(KIND, key, to_json(traced), about=f"{spec.model_class} of {spec.reference.id}")
     return traced
