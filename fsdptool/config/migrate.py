@@ -96,6 +96,9 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
     if reading.version == 1 and not reading.written_in.in_place:
         return _across(path, reading, reading.written_in.name)
     result_of = partial(Migrated, path, reading.dialect, reading.source.text)
+    if reading.version == 2 and _states_version(reading):
+        # What else could be written better is for `validate --fix`: --check is to find FSDP1 alone.
+        return result_of(reading.source.text)
     final = repair(repair(repair(reading).reading, unsafe=True, only=_CODES).reading)
     if final.reading.version == 1:
         why = "cannot be migrated: the form of the file does not allow the edits"
@@ -105,6 +108,11 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
         encoded=final.after.encode(),
         notes=(*_lost(reading), *_switched(reading, final.reading), *_remaining(final.reading)),
     )
+
+
+def _states_version(reading: Reading) -> bool:
+    """Return whether the file itself says which version it is for, instead of what reads it today."""
+    return any(item.key == "fsdp_version" and item.line is not None for item in reading.effective)
 
 
 def _remaining(reading: Reading) -> Iterable[str]:

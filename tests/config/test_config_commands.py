@@ -218,6 +218,18 @@ def test_migrate_in_place_and_across(files: Path, capsys: pytest.CaptureFixture[
     assert "MULTI_GPU" in capsys.readouterr().err
 
 
+def test_migrate_leaves_what_says_version_2(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``validate --fix`` would drop the setting of FSDP1 and write the precision out."""
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_sync_module_states: true\n"
+    (files / "two.yaml").write_text(text)
+    assert run(["migrate", "--check", "two.yaml"]) == 0
+    assert run(["migrate", "two.yaml"]) == 0
+    assert (files / "two.yaml").read_text() == text
+    (files / "one.yaml").write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
+    assert run(["migrate", "--check", "one.yaml", "two.yaml"]) == 1
+    assert capsys.readouterr().out == "one.yaml would change\n"
+
+
 def test_hybrid_becomes_a_mesh(files: Path) -> None:
     (files / "h.yaml").write_text(
         V1.replace("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2").replace("num_machines: 1", "num_machines: 2")
