@@ -88,7 +88,7 @@ def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
     from fsdptool.families.registry import family_of
     from fsdptool.inspection.build import build
 
-    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention)
+    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention, initialise=False)
     method.prepare(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
     trained = TrainedModel(_anatomy_of_live(model, anatomy), method.replicated(model, recipe))
     if not findings:

@@ -46,11 +46,10 @@ def run_trace(
         fine: Whether to mark module boundaries inside blocks, too.
         values: Which values to follow, for models that decide shapes by them.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    from fsdptool.memory.tracing.fake_mode import TracingMode
     from fsdptool.memory.tracing.kernels import kernels_of, offloading, recomputation
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = TracingMode()
     materialise(model, mode, conditions)
     # Samples are generated from whole sequences.
     split = conditions.sharing > 1 and conditions.off_step is not RunPhase.SAMPLING
