@@ -66,6 +66,9 @@ def emit_yaml(
     if settings.use_cpu:
         head.append("fsdptool: consumer=fsdptool")
         head.append("`fsdptool train` shards on CPU; accelerate 1.15 would run this unsharded.")
+    if settings.num_machines > 1:
+        head.append("fsdptool: ignore[FSD329]")
+        head.append("The launch gives the address of machine 0 (--main_process_ip, --main_process_port).")
     head.extend(notes)
     if differences:
         head.append("")

@@ -124,6 +124,8 @@ def slurm_script(
         "time": time,
         "partition": partition,
         "account": account,
+        # Job name and ID: a job that is put back into the queue keeps both and appends to its file.
+        "output": "%x-%j.out",
         "signal": f"USR1@{SIGNAL_LEAD_SECONDS}",
         "open-mode": "append",
     }

@@ -140,6 +140,7 @@ def test_a_slurm_script_runs_with_slurms_own_variables(tmp_path: Path) -> None:
     script = slurm_script(job(), name="tiny", time="24:00:00", setup=["true"])
     assert "#SBATCH --gpus-per-node=8\n" in script
     assert "#SBATCH --signal=USR1@300\n" in script
+    assert "#SBATCH --output=%x-%j.out\n" in script
     # Slurm's commands are replaced by ones that show what they were asked; bash itself is real.
     tools = tmp_path / "bin"
     tools.mkdir()
