@@ -11,14 +11,14 @@ empty folder. A plan without a search suggests changes that need traces of their
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from results_file import write_results
 
 H100 = ["--gpu", "H100-80GB-SXM", "--gpus", "8"]
 RTX = ["--gpu", "RTX-4090-24GB", "--gpus", "2"]
@@ -74,24 +74,8 @@ def main() -> None:
                 }
             )
             print(results[-1], flush=True)
-    from fsdptool.records.diagnostic import library_versions, tool_version
-
-    document = {
-        "benchmark": "planning/plan_speed",
-        "hardware": {
-            "machine": platform.machine(),
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-        },
-        "load_average": round(os.getloadavg()[0], 1),
-        "fsdptool": tool_version(),
-        "libraries": library_versions(),
-        "imports": imports,
-        "results": results,
-    }
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+            if arguments.output:
+                write_results(arguments.output, "plan_speed", results, imports=imports)
 
 
 if __name__ == "__main__":

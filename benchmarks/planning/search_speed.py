@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, cast
+
+from results_file import write_results
 
 CASES: dict[str, dict[str, Any]] = {
     "llama3:8b, 2 x 8 H100": {
@@ -79,24 +79,8 @@ def main() -> None:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         results.append(json.loads(done.stdout.splitlines()[-1]))
         print(results[-1])
-    from fsdptool.records.diagnostic import library_versions, tool_version
-
-    document = {
-        "benchmark": "planning/search_speed",
-        "limits": LIMITS,
-        "hardware": {
-            "machine": platform.machine(),
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-        },
-        "load_average": os.getloadavg()[0],
-        "fsdptool": tool_version(),
-        "libraries": library_versions(),
-        "results": results,
-    }
     if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        write_results(arguments.output, "search_speed", results, limits=LIMITS)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from fsdptool.memory.simulation.ledger import (
@@ -348,6 +349,7 @@ def full_tensor(weights: Weights, width: int, device: Device, ranks: int) -> tup
     return (whole,)
 
 
+@lru_cache(maxsize=4096)
 def gradient_block(size: int) -> Block:
     """Return a parameter's unsharded gradient as the trace made it."""
     return Block(UNSHARDED_GRADIENTS, size, (size,), COMPUTE)

@@ -113,7 +113,9 @@ def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool, without_gradient: Col
 
 def trained_shards(rank: Rank) -> tuple[TrainedTensor, ...]:
     """Return the sharded parameters that a rank's optimizer updates."""
-    return tuple(_shard(w, rank.degree) for share in rank.shares for w in share.weights if w.trainable)
+    # Units of one signature share their weights.
+    tensors = {id(w): _shard(w, rank.degree) for weights in rank.distinct for w in weights if w.trainable}
+    return tuple(tensors[id(w)] for share in rank.shares for w in share.weights if w.trainable)
 
 
 def _shard(weights: Weights, ranks: int) -> TrainedTensor:
