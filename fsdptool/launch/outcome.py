@@ -15,7 +15,7 @@ from fsdptool.launch.prepare import Prepared
 from fsdptool.records.advice import Suggestion
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import envelope
-from fsdptool.records.plan import Candidate
+from fsdptool.records.plan import OWN_LOOP, Candidate
 from fsdptool.records.run import RunFailure, RunStatus, Summary
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.folder import (
@@ -182,11 +182,13 @@ def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
     cluster = cluster or Cluster(None, prepared.per_machine, prepared.world_size // prepared.per_machine)
     recipe, settings = prepared.recipe, prepared.settings
     try:
-        estimator = Estimator(prepared.spec, inspect(prepared.spec), recipe, settings, profile=profile)
+        estimator = Estimator(
+            prepared.spec, inspect(prepared.spec), recipe, settings, profile=profile, loop=OWN_LOOP
+        )
         machine = machine_for(cluster.gpu)
         point = read_search_point(recipe, settings, cluster)
         requested = estimator.candidate("asked", point, cluster, machine)
-        inputs = PlanInputs(recipe, settings, (cluster,), (machine,), profile=profile)
+        inputs = PlanInputs(recipe, settings, (cluster,), (machine,), profile=profile, loop=OWN_LOOP)
         return suggest(estimator, inputs, point, requested)
     except FsdptoolError:
         return ()

@@ -13,7 +13,7 @@ from fsdptool.layout.native import native_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.checkpointing import BlockPolicy, Checkpointing
 from fsdptool.records.recipe import Layout, Sharding
-from fsdptool.records.sharding import FsdpSettings, UnitPlan
+from fsdptool.records.sharding import FsdpSettings, Grouping, Loading, UnitPlan
 
 _COMPUTE = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """accelerate 1.15 computes fp8 runs in bfloat16 outside the fp8 layers
@@ -104,6 +104,11 @@ def _refuse_extras(sharding: Sharding) -> None:
             " accelerate layout: accelerate 1.15 supports only true and false",
             help="use the native layout, or leave the key out",
         )
+    if sharding.grouping != Grouping():
+        raise ConfigError(
+            "sharding.grouping is not supported in the accelerate layout, which groups as accelerate does",
+            help="use the native layout, or leave the key out",
+        )
     if sharding.checkpointing is not None and sharding.checkpointing.mode == "per_block":
         raise ConfigError(
             "sharding.checkpointing.mode per_block is not supported in the accelerate layout: accelerate 1.15"
@@ -116,6 +121,13 @@ def compute_dtype(settings: FsdpSettings, sharding: Sharding) -> str | None:
     """Return the dtype parameters are cast to for computing; None leaves them as they are stored."""
     own = sharding.param_dtype if sharding.layout == "native" else None
     return own or _COMPUTE[settings.mixed_precision]
+
+
+def default_loading(layout: Layout, settings: FsdpSettings) -> Loading:
+    """Return how the program that a layout is made for fills the model on GPUs."""
+    if layout == "native":
+        return "rows"
+    return "broadcast" if settings.cpu_ram_efficient_loading else "units"
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def native_units(
     Args:
         anatomy: The model (after LoRA injection, if any).
         settings: Wrap policy, classes, reshard flag, checkpointing on or off.
-        sharding: The integer reshard and the checkpointing mode.
+        sharding: The integer reshard, the checkpointing mode and the grouping outside the blocks.
         ignored: Names of parameters left out of sharding.
 
     Raises:
@@ -78,8 +78,10 @@ def native_units(
     blocks = block_paths(anatomy, tree, settings)
     _shard_shared(builder, blocks)
     _shard_blocks(builder, blocks, settings, sharding)
-    _shard_embeddings(builder, anatomy, blocks)
-    _shard_tail(builder, anatomy, blocks)
+    if sharding.grouping.embedding == "unit":
+        _shard_embeddings(builder, anatomy, blocks)
+    if sharding.grouping.head == "tail":
+        _shard_tail(builder, anatomy, blocks)
     builder.shard("root", [""], reshard=None)
     return tuple(builder.units)
 
@@ -139,12 +141,14 @@ def _shard_shared(builder: _Builder, blocks: list[str]) -> None:
 
 def _shard_blocks(builder: _Builder, blocks: list[str], settings: FsdpSettings, sharding: Sharding) -> None:
     policies: dict[str, BlockPolicy] = {}
+    outermost = [path for path in blocks if _inside(path, blocks) == path]
+    kept = outermost[-1:] if sharding.grouping.last_block == "gathered" else []
     if checkpoints(settings, sharding):
-        outermost = [path for path in blocks if _inside(path, blocks) == path]
         policy = sharding.checkpointing or Checkpointing()
         policies = dict(zip(outermost, policy.per_block(len(outermost)), strict=True))
     for path in blocks:
-        builder.shard("block", [path], reshard=builder.reshard, policy=policies.get(path))
+        reshard = False if path in kept else builder.reshard
+        builder.shard("block", [path], reshard=reshard, policy=policies.get(path))
 
 
 def checkpoints(settings: FsdpSettings, sharding: Sharding) -> bool:

@@ -9,7 +9,16 @@ from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import host_bytes
 from fsdptool.memory.simulation.simulate import Prepared, Simulated, prepare, simulate
 from fsdptool.records.cluster import DeviceProfile
-from fsdptool.records.plan import ComponentBytes, Footprint, Holding, Moment, Peak, Phase
+from fsdptool.records.plan import (
+    OWN_LOOP,
+    ComponentBytes,
+    Footprint,
+    Holding,
+    Moment,
+    Peak,
+    Phase,
+    TrainingLoop,
+)
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import STEP_PHASES, RunPhase
 from fsdptool.records.sharding import ParallelDims, StateDictType, UnitPlan
@@ -86,6 +95,7 @@ def foresee(
     expandable: bool = False,
     saves: StateDictType = "sharded",
     workspaces: tuple[int, ...] = (),
+    loop: TrainingLoop = OWN_LOOP,
 ) -> Footprint:
     """Return the :func:`footprint` of what was prepared before.
 
@@ -93,11 +103,20 @@ def foresee(
         trace, mesh, recipe, timeline, reserved, saves, workspaces: As there.
         rank: The units as this rank holds them (:func:`prepared`).
         expandable: Whether the replayed allocator uses expandable segments.
+        loop: What is supposed of the loop that trains.
     """
 
     def play(ledger: Ledger, *, warm: bool = False) -> Simulated:
         return simulate(
-            trace, rank, mesh, recipe, ledger=ledger, warm=warm, saves=saves, workspaces=workspaces
+            trace,
+            rank,
+            mesh,
+            recipe,
+            ledger=ledger,
+            warm=warm,
+            saves=saves,
+            workspaces=workspaces,
+            loop=loop,
         )
 
     simulated = play(Ledger(timeline=[] if timeline else None))

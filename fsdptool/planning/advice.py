@@ -12,7 +12,7 @@ from fsdptool.formatting import amount
 from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search import roomy
-from fsdptool.planning.verdict import HEADROOM, least_device_bytes
+from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec, Parameter
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
@@ -30,6 +30,7 @@ def advise(
     return [
         *_precision(inputs),
         *_choice(requested, chosen),
+        *_fragmentation(chosen),
         *_network(inputs),
         *_host(inputs, chosen or requested),
         *_sizes(estimator.spec, inputs.recipe),
@@ -77,6 +78,20 @@ def _choice(requested: Candidate, chosen: Candidate | None) -> Iterator[Diagnost
             f"the requested configuration does not fit ({requested.rejected_by.detail}); {chosen.id} does",
             help="--no-search evaluates only the requested configuration",
         )
+
+
+def _fragmentation(chosen: Candidate | None) -> Iterator[Diagnostic]:
+    """Say that a choice fits only if the allocator fragments no more than replayed."""
+    highest = highest_total(chosen) if chosen is not None else None
+    if chosen is None or highest is None or chosen.usable_bytes is None or highest <= chosen.usable_bytes:
+        return
+    yield Diagnostic(
+        "PLN007",
+        "warning",
+        f"with fragmentation as in published runs the device needs up to {amount(highest)} of"
+        f" {amount(chosen.usable_bytes)}",
+        help="set PYTORCH_ALLOC_CONF=expandable_segments:True for the run (environment: in the cluster file)",
+    )
 
 
 def _network(inputs: PlanInputs) -> Iterator[Diagnostic]:
@@ -273,6 +288,10 @@ RULES = (
          "The run needs host memory (offloaded states, staged checkpoints, loading), but the plan does not"
          " know how much each node has. With CPU offload this is a warning.",
          "Give --host-memory, or host_memory in the cluster file."),
+    Rule("PLN007", "fragmentation may exceed the memory", "warning",
+         "Without expandable segments, what the caching allocator reserves depends on fragmentation. The"
+         " upper end of the range that published runs give does not fit.",
+         "Set PYTORCH_ALLOC_CONF=expandable_segments:True, under environment: in the cluster file."),
     Rule("PLN010", "nothing to shard on one GPU", "info",
          "On a single GPU, FSDP adds its own copies and saves no memory.",
          "Train without FSDP, or give two GPUs or more."),

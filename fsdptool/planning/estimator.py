@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.collectives import DEVICES, Weights, stored_dtype
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.hardware import expands, machine_for, workspaces
@@ -26,11 +27,11 @@ from fsdptool.planning.step_time import (
     time_candidate,
     unit_costs,
 )
-from fsdptool.planning.verdict import FitCheck, check_fit
+from fsdptool.planning.verdict import FitCheck, check_fit, reserved_range
 from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
-from fsdptool.records.plan import Candidate, Footprint, SearchPoint
+from fsdptool.records.plan import OWN_LOOP, Candidate, Footprint, SearchPoint, TrainingLoop
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
 
@@ -56,7 +57,7 @@ def predict(
     profile: DeviceProfile = "cuda",
     machine: Machine | None = None,
 ) -> Candidate:
-    """Return the memory of every rank and the time of a step, for exactly this configuration.
+    """Return the memory of every rank and the time of a step when fsdptool trains exactly this configuration.
 
     Args:
         spec, anatomy: The model.
@@ -70,7 +71,7 @@ def predict(
         PlanError: The inputs contradict each other; the message names the pair.
     """
     cluster = cluster if cluster is not None else Cluster(None, settings.num_processes or 1)
-    estimator = Estimator(spec, anatomy, recipe, settings, profile=profile)
+    estimator = Estimator(spec, anatomy, recipe, settings, profile=profile, loop=OWN_LOOP)
     point = read_search_point(recipe, settings, cluster)
     return estimator.candidate("asked", point, cluster, machine or machine_for(cluster.gpu))
 
@@ -92,6 +93,7 @@ class Estimator:
         spec, anatomy: The model.
         recipe, settings: What no search point changes.
         profile: Device profile whose memory is predicted.
+        loop: What is supposed of the loop that trains.
     """
 
     spec: ModelSpec
@@ -99,6 +101,7 @@ class Estimator:
     recipe: Recipe
     settings: FsdpSettings
     profile: DeviceProfile = "cuda"
+    loop: TrainingLoop = field(default_factory=TrainingLoop)
     _traces: dict[str, Trace] = field(default_factory=dict)
     _costs: dict[Any, list[Cost]] = field(default_factory=dict)
     _flops: dict[int, float] = field(default_factory=dict)
@@ -140,6 +143,7 @@ class Estimator:
         key, trace = self._trace(recipe, settings)
         mesh = resolve_dims(settings.mesh, cluster.world_size)
         rank = self._rank(point, recipe, settings, mesh)
+        loading = self.loop.loading or default_loading(recipe.sharding.layout, settings)
         footprint = foresee(
             trace,
             rank.memory,
@@ -150,6 +154,7 @@ class Estimator:
             reserved=self.profile == "cuda" and (detail if replay is None else replay),
             expandable=expands(cluster),
             workspaces=workspaces(cluster),
+            loop=replace(self.loop, loading=loading),
         )
         self.unknowns |= dict.fromkeys(footprint.unknowns)
         if footprint.confidence != "verified":
@@ -383,4 +388,5 @@ def _assemble(
         phases=footprint.phases if footprint.timeline else (),
         step_seconds_range=(seconds / fast, seconds / slow) if ranged and seconds is not None else None,
         tokens_per_second_range=(speed * slow, speed * fast) if ranged and speed is not None else None,
+        reserved_range_bytes=None if expands(cluster) else reserved_range(footprint, machine),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -252,6 +253,10 @@ def _shipped_machines() -> tuple[Machine, ...]:
 
 _THREADS = 2
 """Threads that multiply matrices: the one that runs forward and autograd's own for the device."""
+
+
+EXPANDABLE: Mapping[str, str] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""What switches expandable segments on (torch 2.9 and later; older ones read ``PYTORCH_CUDA_ALLOC_CONF``)."""
 
 
 def expands(cluster: Cluster) -> bool:

@@ -14,12 +14,12 @@ from fsdptool.errors import PlanError
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.plan import Preference
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, Loading
 
 Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
 
 
-LOSSES = ("whole", "chunked")
+LOSSES = ("whole", "kept", "chunked")
 """``whole`` keeps fp32 logits of all tokens, as transformers does; ``chunked`` those of 1,024 at a time."""
 
 OPTIMAL = "optimal"
@@ -145,7 +145,8 @@ class Options(TypedDict, total=False):
     teacher: Annotated[str | None, Option("Teacher model of a distillation.", "Recipe")]
     objective: Annotated[str | None, Option("Training objective.", "Recipe", "recipe.objective.name")]
     loss: Annotated[str | None, Option(
-        "What a loss over tokens keeps for backward, as another training loop computes it", "Recipe",
+        "What a loss over tokens keeps for backward, as another training loop computes it (kept is whole, and"
+        " holds the fp32 logits until backward ends)", "Recipe",
         choices=LOSSES)]
     optimizer: Annotated[str | None, Option("Optimizer", "Recipe", "recipe.optimizer.name")]
     optimizer_implementation: Annotated[str | None, Option(
@@ -199,6 +200,16 @@ class Options(TypedDict, total=False):
         "Replicas of hybrid sharding.", sets="settings.mesh.dp_replicate", closes=("mesh",))]
     dp_shard: Annotated[int | None, Option(
         "Ranks that shard one replica.", sets="settings.mesh.dp_shard", closes=("mesh",))]
+    group_embedding: Annotated[str | None, Option(
+        "FSDP unit of large untied embeddings", "Sharding", "recipe.sharding.grouping.embedding")]
+    group_head: Annotated[str | None, Option(
+        "FSDP unit of the final norm and an untied head", "Sharding", "recipe.sharding.grouping.head")]
+    last_block: Annotated[str | None, Option(
+        "The last block between forward and backward", "Sharding", "recipe.sharding.grouping.last_block")]
+    loading: Annotated[str | None, Option(
+        "How the training loop fills the model on GPUs: each rank its rows (fsdptool), whole parameters that"
+        " are broadcast, or whole units (accelerate with and without cpu_ram_efficient_loading). Default: as"
+        " the layout's program does", "Sharding", choices=get_args(Loading))]
     cp: Annotated[int | None, Option(
         "Context-parallel ranks.", "Sharding", "settings.mesh.cp", closes=("cp",))]
     prefetch: Annotated[int | None, Option(

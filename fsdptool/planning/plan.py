@@ -24,7 +24,7 @@ from fsdptool.planning.requested_recipe import check_sizes
 from fsdptool.planning.search import SearchResult, run_search
 from fsdptool.planning.search_point import apply_search_point, point_flags, read_search_point
 from fsdptool.planning.shortfall import find_shortfall, leanest
-from fsdptool.planning.suggestions import improve, suggest
+from fsdptool.planning.suggestions import avoid_fragmentation, improve, suggest
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.advice import Suggestion
 from fsdptool.records.anatomy import Anatomy, ModelSpec
@@ -178,7 +178,7 @@ def search(
     requested = _requested_points(inputs)
     inputs = replace(inputs, model=describe_model(spec, anatomy))
     profile: Any = inputs.profile
-    estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings, profile=profile)
+    estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings, profile=profile, loop=inputs.loop)
     extra: dict[str, Any] = {}
     if inputs.max_batch:
         requested, extra["max_batch"] = largest_batch(estimator, inputs, requested, progress=progress)
@@ -318,8 +318,10 @@ def _conclude(
         resident = [c for c in result.candidates if not c.settings.cpu_offload]
         start = leanest(resident or result.candidates) or first
         steps = suggest(estimator, inputs, start.settings, start)
-    elif chosen is not None and inputs.search != "none":
-        steps = improve(estimator, inputs, chosen)
+    elif chosen is not None:
+        steps = avoid_fragmentation(estimator, inputs, chosen)
+        if inputs.search != "none":
+            steps += improve(estimator, inputs, chosen)
     diagnostics += advise(estimator, inputs, requested[0], first, chosen)
     shown_point = (chosen or first).settings
     experts = routing(estimator.anatomy.parameters, chosen or first)

@@ -19,8 +19,8 @@ from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, rea
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.plan import PlanInputs, Preference, SearchScope
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.plan import PlanInputs, Preference, SearchScope, TrainingLoop
+from fsdptool.records.sharding import FsdpSettings, Loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,9 @@ def read_request(options: Options) -> Request:
         max_batch=options.get("max_batch", False),
         optimal_checkpointing=_optimal_checkpointing(options, clusters),
         prefer=_prefer(options, clusters),
+        loop=TrainingLoop(
+            cast("Loading | None", options.get("loading")), keeps_logits=options.get("loss") == "kept"
+        ),
     )
     return Request(inputs, diagnostics)
 

@@ -13,8 +13,9 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.planning.batch_sizes import spend_spare_memory
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.hardware import all_entries, expands, machine_for
+from fsdptool.planning.hardware import EXPANDABLE, all_entries, expands, machine_for
 from fsdptool.planning.search_point import changed_settings
+from fsdptool.planning.verdict import highest_total
 from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
 from fsdptool.records.cluster import Cluster, Gpu
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
@@ -97,9 +98,7 @@ def _changes(point: SearchPoint, cluster: Cluster) -> Iterator[_Change]:
         return _Change(kind, text, replace(point, **settings), cluster)  # type: ignore[arg-type]
 
     if cluster.gpu is not None and not expands(cluster):
-        environment = {**cluster.environment, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        text = "expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True)"
-        yield _Change(kind.EXPANDABLE_SEGMENTS, text, point, replace(cluster, environment=environment))
+        yield _expandable(point, cluster)
     if point.reshard_after_forward is not True:
         yield change(kind.RESHARD, "reshard after forward", reshard_after_forward=True)
     if point.prefetch > 1:
@@ -134,10 +133,31 @@ def _changes(point: SearchPoint, cluster: Cluster) -> Iterator[_Change]:
         )
 
 
+def _expandable(point: SearchPoint, cluster: Cluster) -> _Change:
+    """Return the change to segments that grow, whose reserved memory hardly depends on fragmentation."""
+    text = "expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True)"
+    environment = {**cluster.environment, **EXPANDABLE}
+    return _Change(SuggestionKind.EXPANDABLE_SEGMENTS, text, point, replace(cluster, environment=environment))
+
+
 def _smaller_batches(size: int) -> list[int]:
     """Return half the micro-batch where that is whole, then one sample."""
     half = [size // 2] if size > 1 and size % 2 == 0 else []
     return list(dict.fromkeys([*half, 1])) if size > 1 else []
+
+
+def avoid_fragmentation(
+    estimator: Estimator, inputs: PlanInputs, chosen: Candidate
+) -> tuple[Suggestion, ...]:
+    """Suggest expandable segments where a configuration fits only without unusual fragmentation."""
+    highest = highest_total(chosen)
+    if highest is None or chosen.usable_bytes is None or highest <= chosen.usable_bytes:
+        return ()
+    change = _expandable(chosen.settings, inputs.clusters[chosen.settings.cluster])
+    growing = _evaluate(estimator, change, inputs, replay=True)
+    if growing is None or growing.rejected_by is not None:
+        return ()
+    return (_suggestion(change, chosen.settings, growing, chosen),)
 
 
 def improve(estimator: Estimator, inputs: PlanInputs, chosen: Candidate) -> tuple[Suggestion, ...]:
@@ -205,7 +225,9 @@ def _fewer_bits(
         point = replace(point, optimizer_implementation="auto")
         text = "bf16 weights with 8-bit Adam (--precision no --dtype bfloat16 --optimizer adamw8bit)"
         changed = {"precision": "no", "dtype": "bfloat16", "optimizer": "adamw8bit"}
-    smaller = Estimator(estimator.spec, estimator.anatomy, recipe, settings, profile=estimator.profile)
+    smaller = Estimator(
+        estimator.spec, estimator.anatomy, recipe, settings, profile=estimator.profile, loop=estimator.loop
+    )
     change = _Change(kind, text, point, cluster)
     candidate = _evaluate(smaller, change, inputs, replay=True)
     if candidate is None or (larger is not None and not _saves(candidate, larger)):
@@ -228,6 +250,7 @@ def _suggestion(
         costs=costs,
         samples_per_second=candidate.samples_per_second,
         tokens_per_second=candidate.tokens_per_second,
+        environment=EXPANDABLE if change.kind is SuggestionKind.EXPANDABLE_SEGMENTS else {},
     )
 
 

@@ -82,6 +82,29 @@ def least_device_bytes(candidate: Candidate) -> int | None:
     return candidate.device_total_bytes - slack
 
 
+def reserved_range(footprint: Footprint, machine: Machine) -> tuple[int, int] | None:
+    """Return between which bytes the reserved peak lies, by the slack that others published; None: not known.
+
+    What the caching allocator reserves beyond what is alive depends on fragmentation. A replay follows its
+    rules for rank 0 of a run whose streams free in order; published runs had less slack or more
+    (docs/published.md).
+    """
+    allocated, reserved = footprint.allocated_peak_bytes, footprint.reserved_peak_bytes
+    if allocated is None or reserved is None or machine.slack_range is None:
+        return None
+    least, most = machine.slack_range
+    slack = reserved - allocated
+    return allocated + int(slack * least), allocated + int(slack * most)
+
+
+def highest_total(candidate: Candidate) -> int | None:
+    """Return what the driver would report at the upper end of the reserved range; None: not known."""
+    if candidate.reserved_range_bytes is None or candidate.device_total_bytes is None:
+        return None
+    outside = candidate.device_total_bytes - (candidate.reserved_peak_bytes or 0)
+    return outside + candidate.reserved_range_bytes[1]
+
+
 def needed_outside(candidate: Candidate) -> int:
     """Return the bytes of context, communicators and workspaces: the same for every model."""
     outside = (Component.CONTEXT, Component.COMMUNICATORS, Component.WORKSPACES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -126,6 +126,8 @@ class Suggestion:
         kind: What is changed.
         costs: The same costs, one by one.
         samples_per_second, tokens_per_second: What it then does, by estimate; None is unknown.
+        environment: Variables of the workers that it sets: ``environment`` in a cluster file, which
+            ``launch`` and its Slurm scripts export.
     """
 
     change: str
@@ -137,3 +139,4 @@ class Suggestion:
     costs: tuple[Cost, ...] = ()
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
 from fsdptool.records.run import RunPhase
 from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
-from fsdptool.records.sharding import FsdpSettings, WrapPolicy
+from fsdptool.records.sharding import FsdpSettings, Loading, WrapPolicy
 from fsdptool.records.trace import Basis, Component
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]
@@ -227,6 +227,26 @@ class Candidate:
     """Between which the step takes 8 times of 10, by what others published for the GPU's generation."""
     tokens_per_second_range: tuple[float, float] | None = None
     """The same for the throughput."""
+    reserved_range_bytes: tuple[int, int] | None = None
+    """Between which the reserved peak lies, by what others published of runs without expandable segments: its
+    slack depends on fragmentation. None where segments expand, or nothing was replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLoop:
+    """What a plan supposes of a training loop that neither accelerate's YAML nor a recipe can say.
+
+    Attributes:
+        loading: How it fills the model on GPUs; None: as the program does whose layout is planned.
+        keeps_logits: Whether it holds the whole fp32 logits until backward ends; fsdptool's loss frees them.
+    """
+
+    loading: Loading | None = None
+    keeps_logits: bool = False
+
+
+OWN_LOOP = TrainingLoop("rows")
+"""What ``fsdptool train`` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +265,7 @@ class PlanInputs:
         optimal_checkpointing: Whether a checkpointing policy is made for the memory there is.
         prefer: ``speed`` or ``price``.
         model: What the reference resolved to: family, class, library and a digest of its configuration.
+        loop: What is supposed of the training loop where it is not fsdptool's.
     """
 
     recipe: Recipe
@@ -260,6 +281,7 @@ class PlanInputs:
     optimal_checkpointing: bool = False
     prefer: Preference = "speed"
     model: Mapping[str, Any] = field(default_factory=dict)
+    loop: TrainingLoop = TrainingLoop()
 
 
 @dataclass(frozen=True, slots=True)

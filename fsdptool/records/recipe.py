@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.schema import Keywords
+from fsdptool.records.sharding import Grouping
 
 Layout = Literal["native", "accelerate"]
 MethodName = Literal["full", "lora", "distillation"]
@@ -179,6 +180,8 @@ class Sharding:
     """Accumulated gradients: reduced after every micro-batch, or kept unsharded (no sync)."""
     checkpointing: Checkpointing | None = None
     compile: bool = False
+    grouping: Grouping = field(default_factory=Grouping)
+    """Which parameters outside the blocks form units, in the native layout."""
 
 
 @dataclass(frozen=True, slots=True)

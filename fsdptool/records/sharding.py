@@ -13,6 +13,13 @@ from fsdptool.records.schema import Count, Positive
 WrapPolicy = Literal["transformer", "size", "none"]
 StateDictType = Literal["sharded", "full"]
 Precision = Literal["no", "fp16", "bf16", "fp8"]
+Loading = Literal["rows", "broadcast", "units"]
+"""How a training loop fills a model on GPUs (docs/layouts.md).
+
+``rows``: each rank reads or makes its own rows on the host, as ``fsdptool train`` does. ``broadcast``: rank 0
+sends one whole parameter after the other, as accelerate does with ``cpu_ram_efficient_loading``. ``units``:
+each rank moves whole FSDP units to its GPU, as accelerate does without it.
+"""
 CheckpointingMode = Literal["none", "full", "every_n", "selective", "per_block"]
 
 
@@ -128,6 +135,25 @@ class ParallelDims:
         if 1 < ranks < degree and degree % ranks == 0:
             return None
         return f"{ranks} is not a proper divisor of the {degree} ranks that share a copy of the parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How the native layout groups what lies outside the blocks, and whether the last block stays gathered.
+
+    The defaults are the trainer's own. torchtitan put embedding and head into the root and kept the last
+    block gathered until its pull request 1094 of 2025, and groups as the defaults do since.
+
+    Attributes:
+        embedding: Large untied embeddings are units of their own, or belong to the root.
+        head: An untied head and the final norm form a tail that is not resharded, or belong to the root.
+        last_block: Whether the last block is resharded after forward as the others are, or stays gathered
+            for backward, which begins with it.
+    """
+
+    embedding: Literal["unit", "root"] = "unit"
+    head: Literal["tail", "root"] = "tail"
+    last_block: Literal["resharded", "gathered"] = "resharded"
 
 
 UnitKind = Literal["embedding", "block", "shared", "tail", "root"]

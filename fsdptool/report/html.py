@@ -64,7 +64,8 @@ def _head(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
         ("allocated at the peak", amount(candidate["allocated_peak_bytes"]), _moment(candidate)),
     ]
     if candidate["reserved_peak_bytes"] is not None:
-        figures.append(("reserved", amount(candidate["reserved_peak_bytes"]), "caching allocator"))
+        note = f"caching allocator{words.reserved_range(document, candidate)}"
+        figures.append(("reserved", amount(candidate["reserved_peak_bytes"]), note))
     if candidate["step_seconds"] is not None:
         figures.append(
             ("step time", duration(candidate["step_seconds"]), f"estimate{words.time_range(candidate)}")

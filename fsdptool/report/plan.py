@@ -48,7 +48,7 @@ def print_plan(
     _timeline(candidate)
     if explain:
         _states(document)
-        _peak(candidate)
+        _peak(document, candidate)
         _phases(candidate)
         _configuration(candidate)
         _seconds(candidate)
@@ -149,14 +149,16 @@ def _states(document: Mapping[str, Any]) -> None:
         print_line(f"model states over a whole step: {kept} (exact)")
 
 
-def _peak(candidate: Mapping[str, Any]) -> None:
+def _peak(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
     peak = candidate["peak"]
     if peak is None:
         return
     print_line()
     allocated, reserved = candidate["allocated_peak_bytes"], candidate["reserved_peak_bytes"]
     text = f"peak: {peak['moment']}; allocated {amount(allocated)}"
-    print_line(text + (f", reserved {amount(reserved)}" if reserved is not None else ""))
+    if reserved is not None:
+        text += f", reserved {amount(reserved)}{words.reserved_range(document, candidate)}"
+    print_line(text)
     alive = ", ".join(f"{item['name']} {amount(item['bytes'])}" for item in peak["live"][:5])
     print_line(f"allocated at the peak: {alive}")
 

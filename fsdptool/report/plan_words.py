@@ -172,6 +172,15 @@ def brief(settings: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def reserved_range(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
+    """Return the range of reserved memory and what it rests on, to follow the figure; empty if unknown."""
+    ends = candidate.get("reserved_range_bytes")
+    if ends is None:
+        return ""
+    rows = document["inputs"]["machines"][candidate["settings"]["cluster"]].get("slack_rows", 0)
+    return f" ({amount(ends[0])} to {amount(ends[1])}, by {rows} published runs)"
+
+
 def time_range(candidate: Mapping[str, Any]) -> str:
     """Return the range of step time and throughput, to follow their estimates; empty if unknown."""
     seconds, tokens = candidate.get("step_seconds_range"), candidate.get("tokens_per_second_range")

@@ -9,7 +9,7 @@ from memory_cases import LLAMA, Case
 
 from fsdptool.records.checkpointing import Checkpointing, read_policy
 from fsdptool.records.recipe import Lora, Method
-from fsdptool.records.sharding import ParallelDims
+from fsdptool.records.sharding import Grouping, ParallelDims
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +99,9 @@ CASES: dict[str, Case] = {
         batch={"height": 64, "width": 64, "micro_batch": 1},
         method=Method("lora", lora=Lora(rank=4)),
         settings=RECOMPUTE | {"mixed_precision": "no"},
+    ),
+    "outside the blocks in the root, last block gathered": Case(
+        sharding={"grouping": Grouping("root", "root", "gathered")}
     ),
     "resharded to two": Case(sharding={"reshard_after_forward": 2}),
     "two ahead": Case(sharding={"prefetch": 2}),

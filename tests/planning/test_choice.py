@@ -203,6 +203,30 @@ def test_host_memory_that_was_not_given_is_said_to_be_unchecked(tmp_path: Path) 
     assert "PLN006" not in [item.code for item in checked.diagnostics]
 
 
+def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path: Path) -> None:
+    """The replayed peak fits and the upper end of its range does not: a warning, and what avoids it."""
+    fixed = {"checkpointing": "none", "reshard": "true", "offload": False, "micro_batch": 64}
+    roomy = planned(tmp_path, LLAMA, 8_000_000_000, **fixed).candidates[0]
+    assert roomy.reserved_range_bytes is not None
+    low, high = roomy.reserved_range_bytes
+    assert roomy.allocated_peak_bytes is not None
+    assert roomy.reserved_peak_bytes is not None
+    assert roomy.device_total_bytes is not None
+    assert roomy.allocated_peak_bytes < low < roomy.reserved_peak_bytes < high
+    memory = roomy.device_total_bytes + (high - roomy.reserved_peak_bytes) // 2
+    tight = planned(tmp_path, LLAMA, memory, **fixed)
+    assert tight.verdict == "fits"
+    assert "PLN007" in [item.code for item in tight.diagnostics]
+    first = tight.next_steps[0]
+    assert first.kind is SuggestionKind.EXPANDABLE_SEGMENTS
+    assert first.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert (first.device_total_bytes or 0) <= roomy.device_total_bytes
+    assert first.fits
+    document = plan_document(tight)
+    jsonschema.validate(document, load_schema("plan"))
+    assert plan_words.reserved_range(document, document["candidates"][0]).endswith("by 3 published runs)")
+
+
 def test_bf16_weights_with_8_bit_adam_are_suggested_where_states_are_too_large(tmp_path: Path) -> None:
     deep = {**LLAMA, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 24}
     plan = planned(tmp_path, deep, 1_150_000_000)

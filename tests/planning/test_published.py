@@ -38,6 +38,15 @@ def test_shipped_ranges_are_those_of_the_results(script: dict[str, Any]) -> None
     assert shipped == found
 
 
+def test_the_shipped_range_of_slack_is_that_of_the_results(script: dict[str, Any]) -> None:
+    results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
+    found = script["slack"](results["rows"])
+    assert found == results["slack"]
+    shipped = machine_for(find_gpu("H100-80GB-SXM").gpu)
+    assert shipped.slack_range == (found["least"], found["most"])
+    assert shipped.slack_rows == len(found["rows"])
+
+
 def test_every_row_that_misses_says_why(script: dict[str, Any]) -> None:
     results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))["rows"]
     for row in script["read_rows"]():

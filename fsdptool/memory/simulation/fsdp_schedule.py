@@ -37,9 +37,12 @@ class Schedule(Unshard):
         replicate: Copies of them (HSDP).
         ledger: Where bytes are counted.
         trace: What is played.
+        logits: What a loss computes from and another training loop holds until backward ends.
     """
 
-    def __init__(self, rank: Rank, replicate: int, ledger: Ledger, trace: Trace) -> None:
+    def __init__(
+        self, rank: Rank, replicate: int, ledger: Ledger, trace: Trace, *, logits: Block | None = None
+    ) -> None:
         super().__init__(rank, ledger)
         self.replicate = replicate
         self.plan = rank.plan
@@ -52,6 +55,7 @@ class Schedule(Unshard):
         self._replicated: dict[str, Block] = {}
         self._chained = False
         self._last = self._backward = True
+        self._logits = logits
 
     def micro_batch(
         self,
@@ -116,8 +120,7 @@ class Schedule(Unshard):
         elif marker == "loss":
             self.ledger.note("loss")
         elif marker == "backward":
-            self.ledger.note("backward of the loss")
-            self.ledger.begin(RunPhase.BACKWARD)
+            self._begin_backward()
         elif marker == "grad_enter":
             if group is not None and group.hooked == path:
                 self.ledger.note(f"backward {group.name}")
@@ -128,6 +131,15 @@ class Schedule(Unshard):
         elif marker == "end" and self._backward:
             self.ledger.note("end of backward")
             self._final(reduce)
+            if self._logits is not None:
+                self.ledger.drop(self._logits)
+
+    def _begin_backward(self) -> None:
+        self.ledger.note("backward of the loss")
+        self.ledger.begin(RunPhase.BACKWARD)
+        if self._logits is not None and self._backward:
+            # The loss has just freed its own copy, whose place this one takes.
+            self.ledger.add(self._logits)
 
     def _chain(self, pieces: Sequence[Piece]) -> None:
         """Order units as explicit prefetching does (``distributed/shard.py:_set_prefetch``)."""

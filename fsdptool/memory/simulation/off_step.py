@@ -34,6 +34,7 @@ from fsdptool.memory.simulation.ledger import (
     TEMPORARIES,
     Block,
 )
+from fsdptool.memory.simulation.loading import in_model_order, loading_temporaries
 from fsdptool.memory.simulation.program import program
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
 from fsdptool.records.anatomy import Parameter
@@ -69,11 +70,10 @@ def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool, without_gradient: Col
     """
     plan, grain = rank.plan, rank.device.grain
     tensors = {id(w): _shard(w, rank.degree) for weights in rank.distinct for w in weights}
-    ordered = sorted(rank.shares, key=lambda share: _ORDER.index(share.unit.kind))
     # Units of one signature share their weights, so each parameter's own name says what it is.
     shards = [
         (tensors[id(w)], w.trainable, p.fqn not in without_gradient)
-        for s in ordered
+        for s in in_model_order(rank)
         for p, w in zip(s.unit.parameters, s.weights, strict=True)
     ]
     whole = [(_whole(p, plan), p.trainable, p.fqn not in without_gradient) for p in plan.ignored]
@@ -134,18 +134,8 @@ def _block(kind: int, sizes: Sequence[int], grain: int) -> Block:
     return Block(kind, rounded_sum(sizes, grain), tuple(sizes))
 
 
-_ORDER = ("embedding", "shared", "block", "tail", "root")
-"""Units as their parameters usually follow one another in a model."""
-
-
 _RANDOM_STATES = 5056
 """Bytes of a rank's generator state, copied for every save (torch 2.13, Mersenne Twister)."""
-
-_BLOCK = 1 << 16
-"""Elements drawn at a time where a shard cuts a block (``distributed/recording.py``)."""
-
-_CONVERTED = 3
-"""Whole tensors states while experts of a checkpoint are fused: the parts, their stack, the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,40 +192,6 @@ class OffStep:
         buffers = _persistent(self.schedule.trace)
         offloaded = self.schedule.plan.cpu_offload
         return self.states.copied + (sum(buffers) if offloaded else sum(map(pinned, buffers)))
-
-
-def loading(run: OffStep, buffers: Block) -> None:
-    """Add what exists once the model is filled: shards, whole parameters, buffers.
-
-    On the CPU values are made or read in the same memory, one parameter at a time.
-    """
-    ledger, device = run.schedule.ledger, {block.kind: block for block in run.states.device}
-    for kind in (PARAMETERS, REPLICATED):
-        if kind in device:
-            ledger.add(device[kind])
-    ledger.add(buffers)
-    if not run.device.host_apart:
-        _spike(run, TEMPORARIES, loading_temporaries(run))
-
-
-def loading_temporaries(run: OffStep) -> int:
-    """Return the most bytes on top of the values of one parameter while they are made or read.
-
-    Random values are drawn in fp32 and cast; pretrained ones are cut out of a file's map and copied,
-    and stacked experts are put together whole on every rank (``distributed/weights.py``).
-    """
-    random = run.recipe.model.weights == "random"
-    most = 0
-    for weights in _weights(run.schedule):
-        rows, wide = weights.shard, 8 if weights.stored == 8 else 4
-        if random:
-            block = min(_BLOCK, weights.parameter.numel) * wide
-            most = max(most, block + (rows * wide if weights.stored != wide else 0))
-        elif len(weights.parameter.shape) >= 3 and ".experts." in weights.parameter.fqn:
-            most = max(most, weights.parameter.numel * weights.stored * _CONVERTED)
-        else:
-            most = max(most, rows * weights.stored)
-    return most
 
 
 def play_off_step(run: OffStep) -> None:
@@ -320,7 +276,8 @@ def host_bytes(run: OffStep, phase: RunPhase) -> tuple[int, int]:
     steady = run.states.host
     if phase is RunPhase.LOAD:
         rows = max((w.shard * w.stored for w in _weights(run.schedule)), default=0)
-        return steady + rows + loading_temporaries(run), 0
+        random = run.recipe.model.weights == "random"
+        return steady + rows + loading_temporaries(run.schedule.rank, random=random), 0
     if phase is RunPhase.FIRST_STEP:
         return steady + offloaded, 0
     steady += run.on_host()

@@ -5,27 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fsdptool.memory.simulation.collectives import WIDTH, Device, replicated_messages, rounded_sum
+from fsdptool.memory.simulation.collectives import WIDTH, Device, replicated_messages, rounded, rounded_sum
 from fsdptool.memory.simulation.fsdp_schedule import Schedule
 from fsdptool.memory.simulation.groups import Rank, cut
 from fsdptool.memory.simulation.ledger import (
     BUFFERS,
     EMA,
     INPUTS,
+    LOSS,
     OPTIMIZER,
     TEACHER,
     WORKSPACES,
     Block,
     Ledger,
 )
-from fsdptool.memory.simulation.off_step import OffStep, States, loading, play_off_step, rank_states
+from fsdptool.memory.simulation.loading import play_loading
+from fsdptool.memory.simulation.off_step import OffStep, States, play_off_step, rank_states
 from fsdptool.memory.simulation.program import Piece, program, traced_path
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
+from fsdptool.records.plan import OWN_LOOP, TrainingLoop
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import RunPhase
 from fsdptool.records.sharding import ParallelDims, StateDictType, UnitPlan
-from fsdptool.records.trace import Trace
+from fsdptool.records.trace import KINDS, Trace
+
+_OUTPUT = KINDS.index("output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ def simulate(
     warm: bool = False,
     saves: StateDictType = "sharded",
     workspaces: tuple[int, ...] = (),
+    loop: TrainingLoop = OWN_LOOP,
 ) -> Simulated:
     """Play a run of what was prepared.
 
@@ -125,15 +131,18 @@ def simulate(
             has reserved by step 2 depends on it.
         saves: Whether checkpoints are sharded or full.
         workspaces: Bytes of each workspace that matrix products keep on the device.
+        loop: What is supposed of the loop that trains.
     """
     states, device = prepared.states, prepared.rank.device
     grain = device.grain
     ledger = ledger if ledger is not None else Ledger()
-    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace)
+    logits = _wide_logits(trace, grain) if loop.keeps_logits else None
+    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace, logits=logits)
     off_step = OffStep(schedule, states, recipe, device, saves)
     ledger.note("between steps")
     ledger.begin(RunPhase.LOAD)
-    loading(off_step, _buffers(trace.buffers, grain))
+    kept = {block.kind: block for block in states.device}
+    play_loading(ledger, prepared.rank, kept, _buffers(trace.buffers, grain), recipe, loop.loading or "rows")
     teacher = _load_teacher(trace, prepared.teacher, mesh.dp_replicate, ledger)
     _add(ledger, states, EMA)
     ledger.begin(None)
@@ -246,6 +255,15 @@ def _distinct_syncs(recipe: Recipe) -> list[GradientSync]:
     unsharded = recipe.sharding.accumulation == "unsharded"
     *earlier, last = gradient_syncs(recipe.batch.accumulation, unsharded=unsharded)
     return [*earlier[: 2 if unsharded else 1], last]
+
+
+def _wide_logits(trace: Trace, grain: int) -> Block | None:
+    """Return the largest output of the model in fp32, as ``logits.float()`` makes it."""
+    outputs = [size for size, kind in zip(trace.sizes, trace.kinds, strict=True) if kind == _OUTPUT]
+    if not outputs:
+        return None
+    size = max(outputs) * 4 // WIDTH.get(trace.compute_dtype, 4)
+    return Block(LOSS, rounded(size, grain), (size,))
 
 
 def _buffers(buffers: tuple[Buffer, ...], grain: int) -> Block:
