@@ -51,7 +51,8 @@ def _parameters_on_meta(
     """Move each parameter to meta as its module registers it, unless ``keep(module)``.
 
     The values of small ones are noted in ``small``, by the identity of what takes their place: transformers
-    leaves some as their constructor made them (the coefficients of xIELU in Apertus, 5.23).
+    leaves some as their constructor made them (the coefficients of xIELU in Apertus, the biases of OpenAI
+    GPT, 5.23).
 
     Parameters without dimensions (CLIP's temperature) stay: they weigh nothing, and transformers 5.23
     leaves what their constructor gave them.
@@ -63,7 +64,7 @@ def _parameters_on_meta(
             # Behind the recorder's back: its notes would keep the real tensor alive for the whole run.
             with _disable_current_modes():
                 stand_in = torch.empty_like(parameter, device="meta")
-                value = parameter.detach().clone() if parameter.numel() <= SMALL else None
+                value = _constructed(parameter.detach())
             parameter = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
             if value is not None:
                 small[id(parameter)] = (parameter, value)
@@ -74,6 +75,15 @@ def _parameters_on_meta(
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _constructed(value: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a parameter's value that takes little memory, or None if there is none."""
+    if value.numel() <= SMALL:
+        return value.clone()
+    if value.dim() == 1 and bool((value == value[0]).all()):
+        return value[:1].clone().expand(value.shape)
+    return None
 
 
 @contextmanager
@@ -128,6 +138,8 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
         torch.manual_seed(derive_seed(seed, "constructors"))
         with recorder, _parameters_on_meta(keep, small), _truncated_normals_noted():
             model = build()
+    # transformers pads the bias of a tied output layer, which makes another tensor of a parameter.
+    recorder.constructed = {key: value for key, (_, value) in small.items() if not value.isnan().any()}
     # A buffer that a constructor derives from a parameter is on meta, as that is.
     buffers = {
         name: recorder.value_of(buffer, seed) for name, buffer in model.named_buffers(remove_duplicate=False)

@@ -109,7 +109,8 @@ _VIEWS = {
 
 
 SMALL = 64
-"""Elements of a parameter up to which the value that its constructor gave it is kept."""
+"""Elements of a parameter up to which the value that its constructor gave it is kept. Longer vectors keep
+theirs if all elements are equal, as those of most biases are."""
 
 
 @dataclass(slots=True)
@@ -148,6 +149,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._notes: dict[int, list[Note]] = {}
         self._views: dict[int, tuple[int, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = {}
         self._made: dict[int, _Origin] = {}
+        # Values that parameters got in their constructors, by id.
+        self.constructed: dict[int, torch.Tensor] = {}
         # Tensors that were noted and are nobody's view, in the order they were met.
         self._bases: dict[int, torch.Tensor] = {}
         # Keys are ids, so nothing that was seen may die while the recorder lives.
@@ -165,7 +168,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func is aten.empty.memory_format and out.is_floating_point() and out.numel() <= SMALL:
+        kept = func is aten.empty.memory_format and (out.numel() <= SMALL or out.dim() == 1)
+        if kept and out.is_floating_point():
             out.fill_(torch.nan)  # so that a parameter that nobody sets is recognised
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if target is None or not target.is_meta:
@@ -226,6 +230,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin(self, key: int, whole: bool, seed: int) -> torch.Tensor:
         """Return what a tensor was before anything was done to it in place."""
         if key not in self._made:
+            if key in self.constructed:
+                return self.constructed[key].clone()
             base = self._bases.get(key)
             if base is None:
                 raise ModelError(

@@ -66,6 +66,7 @@ class _Derived(nn.Module):
         self.weight = nn.Parameter(torch.empty(40, 50))
         self.scale = nn.Parameter(torch.full((1,), 0.25))
         self.unset = nn.Parameter(torch.empty(3))
+        self.bias, self.forgotten = nn.Parameter(torch.full((500,), 0.5)), nn.Parameter(torch.empty(500))
         self.register_buffer("rounded", torch.zeros_like(self.weight))
         nn.init.uniform_(self.weight, -1.0, 1.0)
         scaled = self.weight / 4
@@ -74,7 +75,8 @@ class _Derived(nn.Module):
 
 def test_a_parameter_may_be_scaled_from_itself_and_a_buffer_may_have_its_shape() -> None:
     blueprint = draw_blueprint(_Derived, seed=3, library="transformers")
-    assert "unset" not in blueprint.values
+    assert "unset" not in blueprint.values and "forgotten" not in blueprint.values
+    assert torch.equal(blueprint.values["bias"], torch.full((500,), 0.5))
     assert torch.equal(blueprint.buffers["rounded"], torch.zeros(40, 50))
     assert blueprint.values["scale"].tolist() == [0.25], "what the constructor gave and nothing changed"
     whole, part = (

@@ -102,7 +102,9 @@ def causal(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-_NO_POSITIONS = frozenset(("cpmant", "mpt", "reformer", "transfo-xl", "xlm", "xlnet"))
+_NO_POSITIONS = frozenset(("blt", "cpmant", "mpt", "reformer", "transfo-xl", "xlm", "xlnet"))
+"""Model types that cannot be told where documents begin; BLT attends to patches, which positions do not
+describe (transformers 5.23)."""
 
 _RECURRENT = frozenset(
     {
