@@ -4,6 +4,7 @@
 2. ``plan``: fsdptool resolves the saved ``config.json``, chooses wrap classes, traces and simulates a step.
 3. ``step``: fsdptool's trainer takes two steps on two gloo ranks; the allocator's peak in the second one is
    the measured memory.
+4. ``scratch``: the same without oneDNN, whose bf16 kernels allocate scratch on the CPU that no plan contains.
 """
 
 from __future__ import annotations
@@ -121,22 +122,26 @@ def _plan(setting: Setting) -> dict[str, Any]:
     }
 
 
-def step(subject: Subject, run: Callable[..., list[Any]], precision: str) -> dict[str, Any]:
+def step(
+    subject: Subject, run: Callable[..., list[Any]], precision: str, onednn: bool = True
+) -> dict[str, Any]:
     """Measure two steps on two ranks; ``run`` calls a function on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         setting = setting_of(subject, folder, precision)
-        results = run(_measure, RANKS, setting, inputs_of(setting), timeout=300.0)
+        results = run(_measure, RANKS, setting, inputs_of(setting), onednn, timeout=300.0)
     return {
         "measured_bytes": [result["peak_bytes"] for result in results],
         "rank_cpu_seconds": round(max(result["cpu_seconds"] for result in results), 2),
     }
 
 
-def _measure(setting: Setting, inputs: RunInputs) -> dict[str, Any]:
+def _measure(setting: Setting, inputs: RunInputs, onednn: bool) -> dict[str, Any]:
+    import torch
     from measure import measure
 
     begun = time.process_time()
-    return {**measure(setting, inputs), "cpu_seconds": time.process_time() - begun}
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        return {**measure(setting, inputs), "cpu_seconds": time.process_time() - begun}
 
 
 def row_of(stage: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
