@@ -17,7 +17,7 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.plan import OWN_LOOP, Candidate
 from fsdptool.records.run import RunFailure, RunStatus, Summary
-from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.events import event_path, largest_peak, read_lines
 from fsdptool.runs.folder import (
     CHECKPOINTS,
     LOGS,
@@ -215,7 +215,7 @@ def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, 
     prediction = read_prediction(folder)
     predicted = prediction.allocated_peak_bytes if prediction else None
     measured = tuple(_peak(outcome.finished.get(rank)) for rank in range(world_size))
-    known = [value for value in measured if value is not None]
+    largest = largest_peak(measured, lines)
     instruments = {str(event.get("instrument")) for event in outcome.finished.values()}
     return Summary(
         status=outcome.status,
@@ -229,7 +229,7 @@ def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, 
         predicted_peak_bytes=predicted,
         measured_peak_bytes=measured,
         instrument=", ".join(sorted(instruments)) or "none",
-        error_percent=100.0 * (predicted - max(known)) / max(known) if predicted and known else None,
+        error_percent=100.0 * (predicted - largest) / largest if predicted and largest else None,
         throughput=throughput(lines),
         last_checkpoint=f"{CHECKPOINTS}/{folder_name(last_step)}" if last_step is not None else None,
         last_good_step=last_step,

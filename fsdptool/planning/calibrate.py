@@ -34,15 +34,17 @@ def read_sample(folder: Path) -> Sample:
     Raises:
         PlanError: The folder is not a finished run with a prediction.
     """
+    from fsdptool.runs.events import largest_peak
+
     summary = read_summary(folder)
-    lines = [line for line in _metrics(folder) if line.get("memory_reserved_peak_bytes") is not None]
-    known = [value for value in summary.get("measured_peak_bytes", ()) if value is not None]
+    metrics = _metrics(folder)
+    lines = [line for line in metrics if line.get("memory_reserved_peak_bytes") is not None]
     return Sample(
         folder=str(folder),
         predicted=read_prediction(folder),
         step_seconds=summary.get("throughput", {}).get("step_seconds_median"),
         reserved_bytes=max((line["memory_reserved_peak_bytes"] for line in lines), default=None),
-        allocated_bytes=max(known, default=None),
+        allocated_bytes=largest_peak(summary.get("measured_peak_bytes", ()), metrics),
     )
 
 

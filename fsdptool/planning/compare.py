@@ -98,17 +98,17 @@ def _numbered(moments: Sequence[Moment]) -> dict[tuple[str, int], int]:
 
 
 def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
-    from fsdptool.runs.events import read_lines
+    from fsdptool.runs.events import largest_peak, read_lines
 
     summary = read_summary(folder)
     metrics = [line for line in read_lines(folder / _METRICS) if sound(line)]
-    known = [value for value in summary.get("measured_peak_bytes", ()) if value is not None]
-    if not known:
+    measured = largest_peak(summary.get("measured_peak_bytes", ()), metrics)
+    if measured is None:
         raise PlanError(
-            f"{folder} has no memory measurements",
+            f"{folder} has no memory measurements of a step",
             help="a run measures its first steps; train at least two steps",
         )
-    expected, measured = predicted.allocated_peak_bytes, max(known)
+    expected = predicted.allocated_peak_bytes
     rates = summary.get("throughput", {})
     rows = [
         _row("allocated peak", expected, measured, "bytes"),

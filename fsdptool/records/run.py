@@ -126,7 +126,8 @@ class Summary:
         predicted_peak_bytes: Allocated peak per rank that the plan predicts.
         measured_peak_bytes: Allocated peak of every rank; null where unknown.
         instrument: What measured the peaks.
-        error_percent: Predicted over the largest measured peak, minus one, in percent.
+        error_percent: Predicted over the run's largest peak, minus one, in percent; null where no step was
+            measured.
         throughput: Rates and step times; null where unknown.
         last_checkpoint: Newest complete checkpoint, relative to the run folder.
         last_good_step: The checkpoint's step.

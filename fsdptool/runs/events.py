@@ -301,3 +301,14 @@ class Follower:
             except ValueError:
                 continue
             yield {"kind": "step", **record} if path.name == METRICS else record
+
+
+def largest_peak(ranks: Iterable[int | None], metrics: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the largest allocated peak of a run in bytes, or None where no step was measured.
+
+    Args:
+        ranks: Every rank's peak since the last start, loading included; None where unknown.
+        metrics: The lines of ``metrics.jsonl``, those before a resume included.
+    """
+    steps = [value for line in metrics if (value := line.get("memory_allocated_peak_bytes")) is not None]
+    return max([*steps, *(value for value in ranks if value is not None)]) if steps else None

@@ -16,6 +16,7 @@ from fsdptool.formatting import amount
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.run import Summary
+from fsdptool.runs.events import largest_peak
 
 HARDWARE = ["--gpu", "RTX-4090-24GB", "--gpus", "2"]
 
@@ -347,6 +348,13 @@ def run_folder(folder: Path, candidate: dict[str, Any], *, factor: float, reserv
     line = {"step": 2, "memory_allocated_peak_bytes": measured, "memory_reserved_peak_bytes": reserved}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     return folder
+
+
+def test_the_largest_peak_is_that_of_all_starts_and_none_before_a_step() -> None:
+    before_the_resume = {"memory_allocated_peak_bytes": 900}
+    assert largest_peak([None, 800], [before_the_resume, {"memory_allocated_peak_bytes": None}]) == 900
+    assert largest_peak([950, None], [before_the_resume]) == 950
+    assert largest_peak([950], [{"memory_allocated_peak_bytes": None}]) is None, "loading is not a step"
 
 
 def test_a_run_is_held_against_its_plan(

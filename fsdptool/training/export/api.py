@@ -198,10 +198,20 @@ class _Export:
 
         if separate:
             write_adapters(folder, self.inputs, self.family, self.trained, self.fetch)
-            return "adapter", self.write_tokenizer(folder)
+            return "adapter", [*self.write_tokenizer(folder), *self.base_notes()]
         if self.inputs.spec.library == "diffusers":
             return "diffusers", self.write_diffusers(folder)
         return self.inputs.spec.library, self.write_model(folder)
+
+    def base_notes(self) -> list[str]:
+        """Say so where nobody can load the base that the adapters were trained on."""
+        spec, choice = self.inputs.spec, self.inputs.recipe.model
+        if choice.weights != "random" and (spec.weights or spec.reference.kind == "hub"):
+            return []
+        return [
+            f"the adapters were trained on random weights of {spec.reference.id}, which peft cannot load: "
+            "export the whole model with --merge"
+        ]
 
     def fetch(self, name: str) -> torch.Tensor:
         return self.values.get(name, *self._aliases().get(name, ()))
