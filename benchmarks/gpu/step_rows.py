@@ -121,6 +121,7 @@ def _plan(recipe: Recipe, settings: FsdpSettings, ranks: int) -> dict[str, Any]:
         "seconds_to_plan": took,
         "allocated_peak_bytes": candidate.allocated_peak_bytes,
         "reserved_peak_bytes": candidate.reserved_peak_bytes,
+        "reserved_range_bytes": candidate.reserved_range_bytes,
         "device_total_bytes": candidate.device_total_bytes,
         "components": {part.name: part.bytes for part in candidate.components},
         "peak": candidate.peak.moment if candidate.peak else None,
