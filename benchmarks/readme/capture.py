@@ -1,4 +1,4 @@
-"""Write the output of real commands into README.md, between its capture marks.
+"""Write the output of real commands into README.md and docs/job.md, between their capture marks.
 
     python benchmarks/readme/capture.py [NAME ...]      default: every block
 
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "job.md")
 BLOCK = re.compile(r"(<!-- capture: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PLAN = "plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --seq-len 4096 --micro-batch 1"
 STEP = re.compile(r"step (\d+)/\d+ ")
@@ -95,7 +95,6 @@ CAPTURES = {"plan": plan, "job": job}
 
 def main(names: list[str]) -> None:
     """Rewrite the named blocks, or all of them."""
-    text = README.read_text(encoding="utf-8")
 
     def fill(match: re.Match[str]) -> str:
         name = match["name"]
@@ -103,7 +102,8 @@ def main(names: list[str]) -> None:
             return match[0]
         return f"{match[1]}```console\n{CAPTURES[name]()}\n```\n{match[3]}"
 
-    README.write_text(BLOCK.sub(fill, text), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(BLOCK.sub(fill, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
