@@ -34,6 +34,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.objective import objective_for
+from fsdptool.records.run import RunPhase
 from fsdptool.runs.folder import RunInputs
 from fsdptool.training.memory_meter import settled_collectives
 from fsdptool.training.optimizers.sharded import build_optimizer
@@ -102,6 +103,7 @@ def _run(setting: Setting, inputs: RunInputs) -> None:
         clip=recipe.optimizer.clip_grad_norm,
         unsharded=recipe.sharding.accumulation == "unsharded",
     )
+    stepper.moment = lambda phase: record_function(f"PHASE {phase}")
     specs = family_of(spec).batch_spec(spec.config, recipe)
     generator = torch.Generator().manual_seed(session.rank)
     gc.disable()
@@ -135,20 +137,25 @@ def _read(profiler: Any) -> dict[str, Any]:
         name = event.name()
         if name == "[memory]":
             changes.append((event.start_ns(), event.nbytes()))
-        elif name.startswith("STEP "):
+        elif name.startswith(("STEP ", "PHASE ")):
+            # Of a phase, the last one counts: it is of the last step.
             spans[name] = (event.start_ns(), event.start_ns() + event.duration_ns())
     changes.sort(key=lambda change: change[0])
     begin, end = spans[f"STEP {STEPS - 1}"]
-    level = peak = resting = when = 0
+    backward = spans[f"PHASE {RunPhase.BACKWARD}"][0]
+    level = peak = resting = saved = when = 0
     for time, size in changes:
         level += size
         if time <= begin:
             resting = level
+        if time <= backward:
+            saved = level
         if begin <= time <= end and level > peak:
             peak, when = level, time
     return {
         "peak_bytes": peak,
         "resting_bytes": resting,
+        "backward_bytes": saved,
         "peak_at": (when - begin) / max(end - begin, 1),
         "events": len(changes),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
@@ -106,7 +107,7 @@ def foresee(
         loop: What is supposed of the loop that trains.
     """
 
-    def play(ledger: Ledger, *, warm: bool = False) -> Simulated:
+    def play(ledger: Ledger, *, warm: bool = False, trace: Trace = trace) -> Simulated:
         return simulate(
             trace,
             rank,
@@ -135,6 +136,9 @@ def foresee(
         segments = replayed.allocator.reserved_peak
     if timeline:
         phases = _phases(warmed or play(Ledger(), warm=True), recipe)
+    upper = None
+    if trace.upper is not None and timeline:
+        upper = play(Ledger(), trace=_unfused(trace, trace.upper)).ledger.best
     return Footprint(
         allocated_peak_bytes=ledger.best,
         reserved_peak_bytes=segments,
@@ -145,6 +149,22 @@ def foresee(
         confidence=_confidence(trace),
         unknowns=trace.unknowns,
         phases=phases,
+        allocated_peak_range_bytes=None if upper is None else (ledger.best, max(upper, ledger.best)),
+    )
+
+
+def _unfused(trace: Trace, upper: Trace) -> Trace:
+    """Return ``trace`` with the events of the one in which compiled blocks fuse nothing."""
+    return replace(
+        trace,
+        segments=upper.segments,
+        sizes=upper.sizes,
+        kinds=upper.kinds,
+        names=upper.names,
+        vocabulary=upper.vocabulary,
+        gradients=upper.gradients,
+        repeats=upper.repeats,
+        upper=None,
     )
 
 

@@ -171,3 +171,8 @@ def _as_built(anatomy: Anatomy, choice: ModelChoice) -> Anatomy:
             for p in anatomy.parameters
         ),
     )
+
+
+def compiled_modules(plan: UnitPlan) -> tuple[str, ...]:
+    """Return the modules that ``sharding.compile`` compiles, each by itself: the plan's blocks."""
+    return tuple(path for unit in plan.units if unit.kind == "block" for path in unit.modules)

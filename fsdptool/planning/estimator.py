@@ -389,4 +389,5 @@ def _assemble(
         step_seconds_range=(seconds / fast, seconds / slow) if ranged and seconds is not None else None,
         tokens_per_second_range=(speed * slow, speed * fast) if ranged and speed is not None else None,
         reserved_range_bytes=None if expands(cluster) else reserved_range(footprint, machine),
+        allocated_peak_range_bytes=footprint.allocated_peak_range_bytes,
     )

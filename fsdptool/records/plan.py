@@ -143,6 +143,8 @@ class Footprint:
         confidence: ``verified`` if the torch minor version was checked against the oracle.
         unknowns: What could not be derived, one sentence each.
         phases: The peak of every phase of the run.
+        allocated_peak_range_bytes: With compiled blocks, the peak of the program that Inductor writes for a
+            CPU, and the peak if blocks fused nothing; None without them and where searches leave it out.
     """
 
     allocated_peak_bytes: int | None
@@ -154,6 +156,7 @@ class Footprint:
     confidence: str = "verified"
     unknowns: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
+    allocated_peak_range_bytes: tuple[int, int] | None = None
 
 
 class RejectionKind(StrEnum):
@@ -230,6 +233,8 @@ class Candidate:
     reserved_range_bytes: tuple[int, int] | None = None
     """Between which the reserved peak lies, by what others published of runs without expandable segments: its
     slack depends on fragmentation. None where segments expand, or nothing was replayed."""
+    allocated_peak_range_bytes: tuple[int, int] | None = None
+    """With compiled blocks, the allocated peak if they fuse as on a CPU, and if they fuse nothing."""
 
 
 @dataclass(frozen=True, slots=True)

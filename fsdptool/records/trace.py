@@ -162,6 +162,7 @@ class Trace:
         unknowns: Why there are no segments, if there are none; otherwise what is uncertain.
         notes: Assumptions worth telling (attention kernel, balanced experts).
         operations: Every kind of matrix product and attention kernel that segments count.
+        upper: With compiled blocks, the same micro-batch if nothing inside them were fused.
     """
 
     profile: Profile
@@ -185,6 +186,7 @@ class Trace:
     unknowns: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()
+    upper: Trace | None = None
 
     @property
     def known(self) -> bool:

@@ -29,6 +29,7 @@ from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.units import compiled_modules
 from fsdptool.records.run import RunPhase
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
@@ -211,9 +212,8 @@ def build_sharded(
     # Compilation after it, so that the graph contains the recomputation, and before FSDP, whose hooks
     # (gather, reduce) stay outside the graph. Block by block: equal blocks share one compilation.
     if recipe is not None and recipe.sharding.compile:
-        for unit in plan.units:
-            for path in unit.modules if unit.kind == "block" else ():
-                model.get_submodule(path).compile()
+        for path in compiled_modules(plan):
+            model.get_submodule(path).compile()
     shard(model, plan, session)
     # Values last: every rank reads or draws its own rows only.
     phase(WorkerPhase.LOADING if weights is not None else WorkerPhase.INITIALISING)

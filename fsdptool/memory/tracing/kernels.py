@@ -110,7 +110,8 @@ def _grouped(profile: Profile) -> Any:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
+    """Let ``owner`` have another attribute of that name, while entered."""
     # A TorchFunctionMode would be off during backward, and so during recomputation (torch 2.13:
     # ``Tensor.backward`` itself goes through the mode).
     original = getattr(owner, name)
@@ -138,7 +139,7 @@ def offloading(recorder: Recorder) -> Iterator[None]:
     def hooks(**_: Any) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(pack, torch.empty_like)
 
-    with _replaced(recompute, "save_on_cpu", hooks):
+    with replaced(recompute, "save_on_cpu", hooks):
         yield
 
 
@@ -160,7 +161,7 @@ def recomputation(recorder: Recorder) -> Iterator[None]:
 
         return original(counted, *args, **kwargs)
 
-    with _replaced(recompute, "checkpoint", checkpoint):
+    with replaced(recompute, "checkpoint", checkpoint):
         yield
 
 
@@ -201,12 +202,12 @@ def _real_masks(masking: Any) -> Iterator[AbstractContextManager[None]]:
     batch may contain padding. One that a model fills with ones by itself, as BART's decoder does, does not,
     and a real run drops it.
     """
-    yield _replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None)
+    yield replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None)
     name = "_preprocess_mask_arguments"
     if hasattr(masking, name):
-        yield _replaced(masking, name, _without_full_mask(getattr(masking, name)))
+        yield replaced(masking, name, _without_full_mask(getattr(masking, name)))
         for create in ("ones", "ones_like"):
-            yield _replaced(torch, create, _noted_as_full(getattr(torch, create)))
+            yield replaced(torch, create, _noted_as_full(getattr(torch, create)))
 
 
 @contextmanager
@@ -224,10 +225,10 @@ def kernels_of(profile: Profile) -> Iterator[None]:
         else:
             for context in _real_masks(masking_utils):
                 stack.enter_context(context)
-        stack.enter_context(_replaced(_meta_registrations, "_meta_grouped_mm_common", _grouped(profile)))
+        stack.enter_context(replaced(_meta_registrations, "_meta_grouped_mm_common", _grouped(profile)))
         if profile == "cuda":
             functional = torch.nn.functional
-            stack.enter_context(_replaced(functional, "scaled_dot_product_attention", _attend))
-            stack.enter_context(_replaced(functional, "dropout", _drop))
-            stack.enter_context(_replaced(context_ring, "kernel_for", context_ring.cuda_kernel))
+            stack.enter_context(replaced(functional, "scaled_dot_product_attention", _attend))
+            stack.enter_context(replaced(functional, "dropout", _drop))
+            stack.enter_context(replaced(context_ring, "kernel_for", context_ring.cuda_kernel))
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect, without_gc
+from fsdptool.memory.tracing.compiled_blocks import BlockCompiler, UncompiledBlockError
+from fsdptool.memory.tracing.compiled_trace import trace_compiled
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
 from fsdptool.memory.tracing.layer_extrapolation import Shortened, lengthened, shorten, verified
 from fsdptool.memory.tracing.micro_batch import run_trace
@@ -22,7 +25,7 @@ from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import MicroLoss, Task, objective_for
-from fsdptool.modeling.units import plan_teacher, plan_units
+from fsdptool.modeling.units import compiled_modules, plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.recipe import Recipe
@@ -38,11 +41,6 @@ if TYPE_CHECKING:
 
 _EXTRAPOLATES: set[tuple[Conditions, Values]] = set()
 """Where a shallower trace predicted a deeper one."""
-
-_COMPILED = (
-    "the memory that compiled blocks keep for backward: their kernels decide it, so the figures are those"
-    " of uncompiled blocks; the memory that compilation takes in the first step is not included"
-)
 
 _DRAWN = (
     "the model decides shapes by values that depend on its weights, for example by how many tokens each"
@@ -90,10 +88,13 @@ def make_trace(
 
     base_notes: list[str | None] = []
 
-    def make() -> nn.Module:
+    def make(compiler: BlockCompiler | None = None) -> nn.Module:
         model = trained_model(spec, recipe, settings, plan)
         if not base_notes:
             base_notes.append(describe_base(model))
+        if compiler is not None:
+            for path in compiled_modules(plan):
+                compiler.compile(model.get_submodule(path))
         return model
 
     conditions = Conditions(
@@ -109,9 +110,16 @@ def make_trace(
         ring=settings.cp_comm_strategy == "alltoall",
         recipe=alike,
     )
-    traced = _trace_or_explain(make, method.micro_loss(recipe, objective), specs, conditions, anatomy, recipe)
+    micro_loss = method.micro_loss(recipe, objective)
+    traced = _trace_or_explain(make, micro_loss, specs, conditions, anatomy, recipe)
     if not traced.known:
         return traced
+    if recipe.sharding.compile:
+
+        def trace_with(compiler: BlockCompiler) -> Trace:
+            return _trace_at_depth(partial(make, compiler), micro_loss, specs, conditions, values=Values.NONE)
+
+        traced = trace_compiled(traced, trace_with, reason=_uncompilable(plan, settings))
     evaluation, sampling = (
         _trace_off_step(phase, spec, recipe, conditions, make, anatomy)
         for phase in (RunPhase.EVALUATION, RunPhase.SAMPLING)
@@ -127,13 +135,22 @@ def make_trace(
         teacher=teacher_trace,
         model=spec.model_class,
         unknowns=traced.unknowns
-        + ((_COMPILED,) if recipe.sharding.compile else ())
         + (teacher_trace.unknowns if teacher_trace is not None else ())
         + tuple(why for part in off_step for why in part.unknowns),
         notes=traced.notes
         + tuple(note for note in base_notes if note is not None)
         + ((FLOAT8_NOTE,) if settings.mixed_precision == "fp8" else ()),
     )
+
+
+def _uncompilable(plan: UnitPlan, settings: FsdpSettings) -> str | None:
+    """Return why no block of a plan can be compiled on fake tensors, or None."""
+    if settings.activation_checkpointing and settings.activation_checkpointing_offload:
+        return "checkpointing moves their inputs to the host"
+    blocks = tuple(f"{path}." for path in compiled_modules(plan))
+    if any(path.startswith(blocks) for unit in plan.units for path in unit.modules):
+        return "FSDP units inside them divide their graphs"
+    return None
 
 
 def _trace_off_step(
@@ -315,7 +332,7 @@ def _trace_at_depth(
     try:
         shallow = None if known in _EXTRAPOLATES else attempt(3)
         deep = attempt(4, built)
-    except BY_VALUE:
+    except (*BY_VALUE, UncompiledBlockError):
         raise
     except Exception:
         # The model counts on its depth (an index from the configuration, skips between blocks).

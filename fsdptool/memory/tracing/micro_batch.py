@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdptool.families.objectives.context import Context, share, using
+from fsdptool.memory.tracing.compiled_blocks import is_compiled
 from fsdptool.memory.tracing.fake_tensors import Conditions, KnownValues, Values, fake_batch, materialise
 from fsdptool.memory.tracing.module_hooks import ModuleHooks
 from fsdptool.memory.tracing.recorder import Recorder
@@ -60,7 +61,8 @@ def run_trace(
         batch: dict[str, Any] = dict(share(fake_batch(specs, mode)))
     recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()])
     hooks = ModuleHooks(recorder, conditions)
-    hooks.attach(model, fine=fine)
+    compiled = [path for path, module in model.named_modules() if is_compiled(module)]
+    hooks.attach(model, fine=fine, opaque=compiled)
     observer = _Observer(recorder, hooks)
     _watch_gradients(model, recorder)
     # A collection in the middle would free cycles at a point no real run shares.
@@ -69,7 +71,9 @@ def run_trace(
     try:
         with ExitStack() as stack:
             stack.enter_context(kernels_of(conditions.profile))
-            stack.enter_context(recomputation(recorder))
+            if not compiled:
+                # A compiled block recomputes inside its own program.
+                stack.enter_context(recomputation(recorder))
             if conditions.profile == "cuda":
                 stack.enter_context(offloading(recorder))
             stack.enter_context(using(context))

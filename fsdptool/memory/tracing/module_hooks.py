@@ -60,10 +60,19 @@ class ModuleHooks:
         self._pending: set[str] = set()
         self.in_backward = False
 
-    def attach(self, model: nn.Module, *, fine: bool = True) -> None:
-        """Register the hooks. ``fine`` False leaves out what is inside listed blocks."""
+    def attach(self, model: nn.Module, *, fine: bool = True, opaque: Collection[str] = ()) -> None:
+        """Register the hooks.
+
+        Args:
+            model: What is traced.
+            fine: False leaves out what is inside listed blocks.
+            opaque: Modules that run as one, because they are compiled: what is inside is left out.
+        """
         casting = cast_points(model)
+        inside = tuple(f"{path}." for path in opaque)
         for path in boundary_paths(model, fine=fine):
+            if path.startswith(inside):
+                continue
             module = model.get_submodule(path)
             casts = path in casting
             module.register_forward_pre_hook(self._enter(path, casts), prepend=True, with_kwargs=True)

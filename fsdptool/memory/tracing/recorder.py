@@ -54,6 +54,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seen[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))
         self.mark("start", "")
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let blocks be compiled while this records: what the compiler does is not part of a step."""
+        return True
+
     def mark(self, marker: Marker, path: str) -> None:
         """Open a new segment."""
         self._segments.append((marker, path))

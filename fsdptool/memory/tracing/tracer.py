@@ -118,15 +118,15 @@ def traced_configuration(recipe: Recipe, settings: FsdpSettings, *, staged: bool
         "ignored": settings.ignored_modules,
         "context": [settings.mesh.cp, settings.cp_comm_strategy, staged] if settings.mesh.cp > 1 else None,
     }
+    wrapping = [settings.wrap_policy, list(settings.wrap_classes), settings.min_num_params]
     if sharding.compile:
-        parts["compiled"] = True
+        # Every block unit is compiled by itself.
+        parts["compiled"] = wrapping
     if settings.activation_checkpointing:
         parts["checkpointing"] = [
             to_json(sharding.checkpointing),
             settings.activation_checkpointing_offload,
-            settings.wrap_policy,
-            list(settings.wrap_classes),
-            settings.min_num_params,
+            *wrapping,
         ]
     return parts
 

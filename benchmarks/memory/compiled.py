@@ -1,0 +1,179 @@
+"""Compiled blocks: measured memory beside the plan, on small models.
+
+``python benchmarks/memory/compiled.py [--only TEXT] [--again]`` runs real steps of blocks that Inductor
+compiles for the CPU (it needs a C++ compiler). It writes ``benchmarks/results/memory_compiled.json`` row
+by row and, without ``--only``, the table between the marks in ``docs/memory.md``. ``--again`` predicts
+every row again.
+
+The instrument is that of ``measure.py``: one process that acts as rank 0, with real kernels. ``saved`` is
+what is alive as backward begins, less what is alive between steps; the peak is that of the whole second
+step. The range of a peak is that of the plan: Inductor's program, and the same if blocks fused nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from matrix import _base
+from settings import Setting, inputs_of
+
+from fsdptool.records.diagnostic import library_versions
+from fsdptool.runs.folder import RunInputs
+
+RESULTS = Path(__file__).parent.parent / "results" / "memory_compiled.json"
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+BEGIN, END = "<!-- compiled: begin (benchmarks/memory/compiled.py) -->", "<!-- compiled: end -->"
+
+
+def rows() -> Iterator[Setting]:
+    """Yield every setting."""
+    for family, change in (
+        ("llama", {}),
+        ("llama", {"checkpointing": "full"}),
+        ("llama", {"checkpointing": "selective:attention,matmul#1", "precision": "fp32"}),
+        ("gpt2", {"precision": "fp32"}),
+        ("qwen3", {"method": "lora", "ranks": 4}),
+        ("bert", {"precision": "fp32", "checkpointing": "full"}),
+        ("t5", {"ranks": 4}),
+        ("sd3", {}),
+    ):
+        row = replace(_base(family), **change)
+        row = replace(row, overrides=_shallow(row.overrides))
+        words = (row.method, row.precision, f"checkpointing {row.checkpointing}", f"{row.ranks} ranks")
+        yield replace(row, name=f"{family}, {', '.join(words)}")
+
+
+def _shallow(overrides: Any) -> dict[str, Any]:
+    layers = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "max_window_layers")
+    return {name: 3 if name in layers else value for name, value in overrides.items()}
+
+
+def main() -> None:
+    """Measure and predict the missing rows, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="text the setting's name must contain")
+    parser.add_argument("--again", action="store_true", help="predict every row again")
+    options = parser.parse_args()
+    document: dict[str, Any] = {"rows": {}}
+    if RESULTS.exists():
+        document = json.loads(RESULTS.read_text(encoding="utf-8"))
+    document |= {
+        "instrument": "torch CPU allocator events (profile_memory): running sum in step 2",
+        "libraries": library_versions(),
+    }
+    for setting in rows():
+        if options.only not in setting.name:
+            continue
+        row = document["rows"].setdefault(setting.name, {})
+        if "measured_peak_bytes" not in row:
+            row.clear()
+            row |= _measured(setting)
+            _write(document)
+        if "measured_peak_bytes" in row and (options.again or "predicted_peak_bytes" not in row):
+            row |= _predicted(setting, row)
+        print(setting.name, row, flush=True)
+        _write(document)
+    if not options.only:
+        text = PAGE.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text(before + BEGIN + "\n" + _table(document["rows"]) + END + after, encoding="utf-8")
+
+
+def _write(document: dict[str, Any]) -> None:
+    part = RESULTS.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(RESULTS)
+
+
+def _measured(setting: Setting) -> dict[str, Any]:
+    """Measure in a process of its own: a rank leaves its process group behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            try:
+                from measure import measure
+
+                out.write_text(json.dumps(measure(setting, _compiled(setting))), encoding="utf-8")
+            except BaseException as error:
+                out.write_text(
+                    json.dumps({"error": f"{type(error).__name__}: {error}"[:400]}), encoding="utf-8"
+                )
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        result = json.loads(out.read_text(encoding="utf-8"))
+    if "error" in result:
+        return dict(result)
+    return {
+        "measured_saved_bytes": result["backward_bytes"] - result["resting_bytes"],
+        "measured_peak_bytes": result["peak_bytes"],
+    }
+
+
+def _compiled(setting: Setting) -> RunInputs:
+    inputs = inputs_of(setting)
+    sharding = replace(inputs.recipe.sharding, compile=True)
+    return replace(inputs, recipe=replace(inputs.recipe, sharding=sharding))
+
+
+def _predicted(setting: Setting, row: dict[str, Any]) -> dict[str, Any]:
+    from fsdptool.memory import footprint
+    from fsdptool.memory.tracing.tracer import trace
+
+    inputs = inputs_of(setting)
+    recipe = _compiled(setting).recipe
+    mesh = inputs.settings.mesh.resolve(setting.ranks)
+    figures: dict[str, Any] = {}
+    for name, traced in (
+        ("predicted", trace(inputs.spec, recipe, inputs.settings)),
+        ("eager", trace(inputs.spec, inputs.recipe, inputs.settings)),
+    ):
+        predicted = footprint(traced, inputs.units, mesh, recipe, profile="cpu-fake")
+        levels = {moment.name: moment.allocated_bytes for moment in predicted.timeline}
+        figures[f"{name}_peak_bytes"] = predicted.allocated_peak_bytes
+        figures[f"{name}_saved_bytes"] = levels["loss"] - levels["between steps"]
+        if name == "predicted":
+            figures["range_bytes"] = predicted.allocated_peak_range_bytes
+            figures["unknowns"] = list(predicted.unknowns)
+    for what in ("saved", "peak"):
+        ratio = figures[f"predicted_{what}_bytes"] / row[f"measured_{what}_bytes"]
+        figures[f"{what}_error_percent"] = round(100 * (ratio - 1), 3)
+    return figures
+
+
+def _table(rows: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "| setting | saved, measured | planned | error | uncompiled"
+        " | peak, measured | planned | error | nothing fused |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        if "predicted_peak_bytes" not in row:
+            lines.append(f"| {name} | failed | | | | | | | |")
+            continue
+        cells = []
+        for what in ("saved", "peak"):
+            cells += [f"{row[f'{part}_{what}_bytes']:,}" for part in ("measured", "predicted")]
+            cells.append(f"{row[f'{what}_error_percent']:+.2f} %")
+            if what == "saved":
+                cells.append(f"{row['eager_saved_bytes']:,}")
+        cells.append(f"{row['range_bytes'][1]:,}" if row["range_bytes"] else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
