@@ -87,6 +87,8 @@ def _unsplit(spec: ModelSpec, recipe: Recipe, size: int) -> str | None:
             return f"attention {choice.attention} sees only one rank's tokens; use sdpa"
     if recipe.sharding.compile:
         return "sharding.compile does not support the exchange of keys and values; disable it"
+    if recipe.data.padded == "longest":
+        return "data.padding: longest changes the length from step to step; set data.padding: length"
     length = recipe.batch.sequence_length
     balanced = "router_aux_loss_coef" in text and recipe.objective.options.get("auxiliary") != 0
     if balanced and (length is None or length % (2 * size)):

@@ -15,6 +15,7 @@ from fsdptool.planning.search import roomy
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec, Parameter
 from fsdptool.records.diagnostic import Diagnostic, Rule
+from fsdptool.records.lengths import LengthsReplay
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.recipe import Recipe
 
@@ -142,6 +143,29 @@ def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
             help="give --seq-len, --height, --width or --frames, or batch: in the recipe",
         )
     ]
+
+
+def advise_lengths(lengths: LengthsReplay | None) -> list[Diagnostic]:
+    """Say where steps of varying lengths run out of memory, though steps of the longest one may fit."""
+    fixed = next((item for item in lengths.replays if not item.expandable), None) if lengths else None
+    if fixed is None or not fixed.retried_orders:
+        return []
+    if fixed.failed_orders:
+        message = (
+            f"{fixed.failed_orders} of {fixed.orders} orders of the data's lengths run out of memory, the"
+            f" earliest in step {fixed.first_failure_step}"
+        )
+    else:
+        message = (
+            f"{fixed.retried_orders} of {fixed.orders} orders of the data's lengths fill the GPU, the"
+            f" earliest in step {fixed.first_retry_step}: the allocator then empties its cache, which makes"
+            " all ranks wait"
+        )
+    growing = next(item for item in lengths.replays if item.expandable) if lengths else fixed
+    remedy = "use a smaller micro-batch or a shorter --seq-len, or pack the samples"
+    if growing.failed_orders < fixed.failed_orders or not growing.retried_orders:
+        remedy = f"set PYTORCH_ALLOC_CONF=expandable_segments:True; or {remedy}"
+    return [Diagnostic("PLN014", "warning", message, help=remedy)]
 
 
 def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
@@ -306,4 +330,8 @@ RULES = (
          "Neither the options nor the recipe give the sample size, so the default of the family is planned"
          " (512 tokens of text). Memory and time follow that size.",
          "Give --seq-len, --height, --width or --frames, or write them under batch: in the recipe."),
+    Rule("PLN014", "memory runs out as lengths vary", "warning",
+         "Micro-batches of the given lengths, replayed in shuffled orders, leave the caching allocator with"
+         " free blocks that later ones cannot use, until the GPU is full.",
+         "Use expandable segments, a smaller micro-batch or packing."),
 )  # fmt: skip

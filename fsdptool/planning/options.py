@@ -164,6 +164,9 @@ class Options(TypedDict, total=False):
     sequence_length: Annotated[int | None, Option(
         "Tokens per sample.", "Batch", "recipe.batch.sequence_length", ("--seq-len", "--sequence-length"),
         minimum=1)]
+    lengths: Annotated[str | Path | None, Option(
+        "File with the lengths of tokenised samples: replay micro-batches that are padded to their longest"
+        " sample (docs/plan.md).", "Batch")]
     height: Annotated[int | None, Option(
         "Image height in pixels.", "Batch", "recipe.batch.height", minimum=1)]
     width: Annotated[int | None, Option(

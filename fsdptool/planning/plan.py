@@ -13,10 +13,11 @@ from typing import Any, Unpack
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
 from fsdptool.inspection.micro_batch import batch_spec
-from fsdptool.planning.advice import advise, routing, routing_note
+from fsdptool.planning.advice import advise, advise_lengths, routing, routing_note
 from fsdptool.planning.batch_sizes import largest_batch
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.lengths import replay_lengths
 from fsdptool.planning.offers import describe_offers
 from fsdptool.planning.options import Options, signature
 from fsdptool.planning.request import Request, read_request
@@ -184,7 +185,7 @@ def search(
         requested, extra["max_batch"] = largest_batch(estimator, inputs, requested, progress=progress)
     result = run_search(estimator, inputs, requested, progress=progress)
     noticed = [*diagnostics, *_serious(anatomy.diagnostics)]
-    return _conclude(estimator, inputs, requested, result, noticed, extra)
+    return _conclude(estimator, inputs, requested, result, noticed, extra, progress)
 
 
 def _requested_points(inputs: PlanInputs) -> list[SearchPoint]:
@@ -293,6 +294,7 @@ def _conclude(
     result: SearchResult,
     diagnostics: list[Diagnostic],
     extra: dict[str, Any],
+    progress: Progress | None,
 ) -> Plan:
     by_id = {candidate.id: candidate for candidate in result.candidates}
     first = by_id[result.requested[0]]
@@ -328,6 +330,8 @@ def _conclude(
     if experts is not None:
         estimator.notes[routing_note(experts)] = None
         extra = {**extra, "routing": experts}
+    lengths = replay_lengths(estimator, inputs, chosen or first, progress=progress)
+    diagnostics += advise_lengths(lengths)
     details = {
         "asked": list(result.requested),
         "flags": _decided_flags(inputs, shown_point),
@@ -352,5 +356,6 @@ def _conclude(
         diagnostics=tuple(dict.fromkeys(diagnostics)),
         unknowns=tuple(estimator.unknowns),
         shortfall=shortfall,
+        lengths=lengths,
         details=details,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from fsdptool.errors import ConfigError, PlanError
+from fsdptool.files.lengths import read_lengths
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.hardware import find_gpu, machine_for
@@ -19,7 +20,9 @@ from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, rea
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.lengths import LengthCount, SampleLengths
 from fsdptool.records.plan import PlanInputs, Preference, SearchScope, TrainingLoop
+from fsdptool.records.recipe import PADDING_MULTIPLE
 from fsdptool.records.sharding import FsdpSettings, Loading
 
 
@@ -40,6 +43,10 @@ def read_request(options: Options) -> Request:
     """
     options = read_options(options)
     recipe = build_recipe(options)
+    lengths = _lengths(options)
+    if lengths is not None and recipe.batch.sequence_length is None:
+        longest = -(-lengths.longest // PADDING_MULTIPLE) * PADDING_MULTIPLE
+        recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=longest))
     settings, diagnostics = _settings(options, options.get("profile"))
     profile = cast("DeviceProfile", options.get("profile") or _own_profile(options, settings))
     offers = _offers(options, settings, profile)
@@ -69,8 +76,17 @@ def read_request(options: Options) -> Request:
         loop=TrainingLoop(
             cast("Loading | None", options.get("loading")), keeps_logits=options.get("loss") == "kept"
         ),
+        lengths=lengths,
     )
     return Request(inputs, diagnostics)
+
+
+def _lengths(options: Options) -> SampleLengths | None:
+    path = options.get("lengths")
+    if path is None:
+        return None
+    counts = read_lengths(path)
+    return SampleLengths(tuple(LengthCount(length, count) for length, count in counts.items()))
 
 
 def _search_scope(options: Options, profile: str) -> SearchScope:

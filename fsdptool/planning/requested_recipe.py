@@ -49,6 +49,9 @@ def build_recipe(options: Options) -> Recipe:
         raise PlanError("no model is given", help="name one (fsdptool plan llama3:8b ...) or give --recipe")
     changes = [(path, value) for path, value in settings_of(options, "recipe") if path[0] != "method"]
     changed = set_fields(recipe, changes)
+    if "lengths" in options and source is None:
+        # Without a recipe that says otherwise, lengths are given because they vary from step to step.
+        changed = replace(changed, data=replace(changed.data, packing=False, padding="longest"))
     return replace(
         changed,
         method=_method(options, recipe.method),

@@ -11,6 +11,7 @@ from fsdptool.records.advice import Shortfall, Suggestion
 from fsdptool.records.checkpointing import POLICY_PATTERN
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.lengths import LengthsReplay, SampleLengths
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
 from fsdptool.records.run import RunPhase
 from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
@@ -271,6 +272,7 @@ class PlanInputs:
         prefer: ``speed`` or ``price``.
         model: What the reference resolved to: family, class, library and a digest of its configuration.
         loop: What is supposed of the training loop where it is not fsdptool's.
+        lengths: Of the data set's samples; None plans micro-batches of one length.
     """
 
     recipe: Recipe
@@ -287,6 +289,7 @@ class PlanInputs:
     prefer: Preference = "speed"
     model: Mapping[str, Any] = field(default_factory=dict)
     loop: TrainingLoop = TrainingLoop()
+    lengths: SampleLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,3 +315,5 @@ class Plan:
     unknowns: tuple[str, ...] = ()
     shortfall: Shortfall | None = None
     """Why nothing fits; None where something does, or where that is unknown."""
+    lengths: LengthsReplay | None = None
+    """What the lengths of a data set do to the shown configuration; None where none are given."""

@@ -77,6 +77,13 @@ class Objective:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+Padding = Literal["packed", "length", "longest"]
+"""How samples of text share a shape: ``packed`` into whole sequences, padded to the sequence length, or to
+the longest sample of their micro-batch."""
+
+PADDING_MULTIPLE = 8
+"""Tokens to whose multiples micro-batches are padded under ``longest``."""
+
 DATA_OPTIONS = (
     *("name", "data_files", "revision", "document", "samples"),
     *("messages_column", "assistant_turns", "prompt_column", "source_column", "target_column", "prefix"),
@@ -99,11 +106,18 @@ class Data:
     tokenizer: str = "auto"
     """``auto`` (the model's), ``bytes``, or a folder or hub id."""
     packing: bool = True
+    padding: Literal["length", "longest"] = "length"
+    """Without packing: pad to ``batch.sequence_length``, or to the longest sample of a micro-batch."""
     document_mask: bool = True
     assistant_only_loss: bool = False
     workers: int = 0
     shuffle: bool = True
     options: DataOptions = field(default_factory=dict)
+
+    @property
+    def padded(self) -> Padding:
+        """How samples of text share a shape."""
+        return "packed" if self.packing else self.padding
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from fsdptool.formatting import amount
 from fsdptool.report import plan_words as words
+from fsdptool.report.plan_lengths import print_lengths
 from fsdptool.report.plan_words import duration
 from fsdptool.report.tables import print_finding, print_line, print_rows, print_table
 
@@ -53,6 +54,7 @@ def print_plan(
         _configuration(candidate)
         _seconds(candidate)
         _limit(document, candidate)
+    print_lengths(document, explain=explain)
     _offers(document)
     _batches(document)
     if explain or document["chosen"] is None:

@@ -18,12 +18,12 @@ from fsdptool.records.trace import KINDS, Trace
 
 MIB = 1 << 20
 _SMALL = MIB
-_SMALL_SEGMENT = 2 * MIB
+SMALL_SEGMENT = 2 * MIB
 _MIDDLE = 10 * MIB
-_LARGE_SEGMENT = 20 * MIB
+LARGE_SEGMENT = 20 * MIB
 _ROUND_LARGE = 2 * MIB
 _MINIMUM = 512
-_SERIAL_BITS = 32
+SERIAL_BITS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +85,7 @@ class CachingAllocator:
         if pool is None:
             pool = self._pools[stream, small] = Pool(small)
         places = pool.places
-        index = bisect_left(places, rounded_size << _SERIAL_BITS)
+        index = bisect_left(places, rounded_size << SERIAL_BITS)
         chunk = pool.free.pop(places.pop(index)) if index < len(places) else self._grow(pool, rounded_size)
         left = chunk.size - rounded_size
         if left >= _MINIMUM if small or self.expandable else left > _SMALL:
@@ -98,7 +98,7 @@ class CachingAllocator:
                 after.before = rest
             if pool.tail is chunk:
                 pool.tail = rest
-            place = left << _SERIAL_BITS | serial
+            place = left << SERIAL_BITS | serial
             insort(places, place)
             pool.free[place] = rest
         chunk.free = False
@@ -114,14 +114,14 @@ class CachingAllocator:
         size = chunk.size
         self.allocated -= size
         if before is not None and before.free:
-            place = before.size << _SERIAL_BITS | before.serial
+            place = before.size << SERIAL_BITS | before.serial
             del pool.free[place], places[bisect_left(places, place)]
             size += before.size
             chunk.before = before = before.before
             if before is not None:
                 before.after = chunk
         if after is not None and after.free:
-            place = after.size << _SERIAL_BITS | after.serial
+            place = after.size << SERIAL_BITS | after.serial
             del pool.free[place], places[bisect_left(places, place)]
             size += after.size
             if pool.tail is after:
@@ -131,33 +131,33 @@ class CachingAllocator:
                 after.before = chunk
         chunk.size = size
         chunk.free = True
-        place = size << _SERIAL_BITS | chunk.serial
+        place = size << SERIAL_BITS | chunk.serial
         insort(places, place)
         pool.free[place] = chunk
 
     def _grow(self, pool: Pool, size: int) -> Chunk:
-        if self.expandable:
-            return self._extend(pool, size)
-        if pool.small:
-            segment = _SMALL_SEGMENT
-        elif size < _MIDDLE:
-            segment = _LARGE_SEGMENT
-        else:
-            segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        self._reserve(segment)
-        return self._chunk(segment, pool)
+        grown = self.growth(pool, size)
+        self._reserve(grown)
+        return self._extend(pool, grown) if self.expandable else self._chunk(grown, pool)
 
-    def _extend(self, pool: Pool, size: int) -> Chunk:
-        """Map pages behind the pool's last chunk, using what is free of it."""
-        page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
+    def growth(self, pool: Pool, size: int) -> int:
+        """Return the bytes that the driver gives for a request which no free chunk of its pool serves."""
+        if self.expandable:
+            page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+            usable = pool.tail.size if pool.tail is not None and pool.tail.free else 0
+            return -(-(size - usable) // page) * page
+        if pool.small:
+            return SMALL_SEGMENT
+        return LARGE_SEGMENT if size < _MIDDLE else -(-size // _ROUND_LARGE) * _ROUND_LARGE
+
+    def _extend(self, pool: Pool, mapped: int) -> Chunk:
+        """Put ``mapped`` bytes of pages behind the pool's last chunk, using what is free of it."""
         last = pool.tail
         usable = 0
         if last is not None and last.free:
             usable = last.size
-            place = usable << _SERIAL_BITS | last.serial
+            place = usable << SERIAL_BITS | last.serial
             del pool.free[place], pool.places[bisect_left(pool.places, place)]
-        mapped = -(-(size - usable) // page) * page
-        self._reserve(mapped)
         if last is not None and usable:
             last.size += mapped
             return last

@@ -118,6 +118,7 @@ def simulate(
     saves: StateDictType = "sharded",
     workspaces: tuple[int, ...] = (),
     loop: TrainingLoop = OWN_LOOP,
+    middle: bool = False,
 ) -> Simulated:
     """Play a run of what was prepared.
 
@@ -132,6 +133,8 @@ def simulate(
         saves: Whether checkpoints are sharded or full.
         workspaces: Bytes of each workspace that matrix products keep on the device.
         loop: What is supposed of the loop that trains.
+        middle: Play up to three micro-batches before the last one, so that the third can stand for any
+            further one: it takes over and leaves the same memory.
     """
     states, device = prepared.states, prepared.rank.device
     grain = device.grain
@@ -151,14 +154,14 @@ def simulate(
     complete = trace.known and (trace.teacher is None or teacher is not None)
     if warm and complete:
         ledger.whole = RunPhase.FIRST_STEP
-        _step(schedule, teacher, recipe, states, grain, first=True)
+        _step(schedule, teacher, recipe, states, grain, first=True, middle=middle)
         ledger.whole = None
     else:
         _add(ledger, states, OPTIMIZER)
     if off_step.staged is not None:
         ledger.add(off_step.staged)
     if complete:
-        _step(schedule, teacher, recipe, states, grain)
+        _step(schedule, teacher, recipe, states, grain, middle=middle)
         play_off_step(off_step)
     ledger.close()
     return Simulated(ledger, states, off_step, complete)
@@ -172,6 +175,7 @@ def _step(
     grain: int,
     *,
     first: bool = False,
+    middle: bool = False,
 ) -> None:
     """Play one optimizer step in the order of ``training/step.py``."""
     ledger, trace = schedule.ledger, schedule.trace
@@ -182,7 +186,7 @@ def _step(
     ledger.begin(RunPhase.FORWARD)
     ledger.add(inputs)
     pieces = program(trace, schedule.rank.modules, grain)
-    for sync in _distinct_syncs(recipe):
+    for sync in _distinct_syncs(recipe, middle=middle):
         ledger.begin(RunPhase.FORWARD)
         output = teacher.forward() if teacher is not None else None
         schedule.micro_batch(pieces, sync, teacher_output=output)
@@ -247,14 +251,14 @@ def _load_teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledge
     return _Teacher(schedule, pieces, Block(TEACHER, kept, (kept,)))
 
 
-def _distinct_syncs(recipe: Recipe) -> list[GradientSync]:
+def _distinct_syncs(recipe: Recipe, *, middle: bool = False) -> list[GradientSync]:
     """Return the micro-batches worth simulating: further ones between them only repeat the one before.
 
     Gradients that stay unsharded are widened by the first micro-batch and added to by the second.
     """
     unsharded = recipe.sharding.accumulation == "unsharded"
     *earlier, last = gradient_syncs(recipe.batch.accumulation, unsharded=unsharded)
-    return [*earlier[: 2 if unsharded else 1], last]
+    return [*earlier[: 3 if middle else 2 if unsharded else 1], last]
 
 
 def _wide_logits(trace: Trace, grain: int) -> Block | None:

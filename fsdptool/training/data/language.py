@@ -16,7 +16,7 @@ from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
-from fsdptool.training.data.loader import Collate, Samples, Stack
+from fsdptool.training.data.loader import Collate, Samples, Stack, TrimmedStack
 from fsdptool.training.data.order import FittedPacking, WrappedPacking, fit, mix, single, wrap
 from fsdptool.training.data.ragged import Ragged
 from fsdptool.training.data.tokenise import tokenised
@@ -260,6 +260,13 @@ def open_language(
         raise ConfigError(
             f"data {table.facts['source']} has no tokens", help="check data.path and the files' content"
         )
+    if data.padded == "longest":
+        if kind == "seq2seq":
+            raise ConfigError(
+                "data.padding: longest is not supported under objective seq2seq: pairs have two lengths",
+                help="set data.padding: length",
+            )
+        return samples, TrimmedStack(only=frozenset(batch_spec))
     return samples, Stack(only=frozenset(batch_spec))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.records.recipe import PADDING_MULTIPLE
 from fsdptool.training.data.order import Order, Place
 from fsdptool.training.data.workers import Workers
 
@@ -41,6 +42,25 @@ class Stack:
             name: samples[0][name] if name in self._shared else stack([sample[name] for sample in samples])
             for name in names
         }
+
+
+class TrimmedStack(Stack):
+    """Stacks samples that were filled up to one length, without what is padding in all of them.
+
+    The length becomes the next multiple of ``PADDING_MULTIPLE`` above the longest sample, which its
+    ``attention_mask`` tells.
+    """
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
+        whole = len(samples[0]["attention_mask"])
+        longest = max(int(np.sum(sample["attention_mask"])) for sample in samples)
+        length = min(-(-longest // PADDING_MULTIPLE) * PADDING_MULTIPLE, whole)
+        return super().__call__(
+            [
+                {name: value[:length] if np.shape(value) == (whole,) else value for name, value in s.items()}
+                for s in samples
+            ]
+        )
 
 
 def stack(values: Sequence[Any]) -> Array:
