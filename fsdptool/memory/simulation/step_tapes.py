@@ -147,7 +147,15 @@ def record_step(
     recorder = _Recorder()
     ledger = _TapeLedger(allocator=recorder, recorder=recorder)
     simulated = simulate(
-        trace, rank, mesh, recipe, ledger=ledger, warm=True, workspaces=workspaces, loop=loop, middle=True
+        trace,
+        rank,
+        mesh,
+        recipe,
+        ledger=ledger,
+        warm=True,
+        workspaces=workspaces,
+        loop=loop,
+        middle=True,
     )
     if not simulated.complete:
         raise ValueError("the activations are unknown")
