@@ -139,7 +139,7 @@ def record_step(
 
     Args:
         trace: One micro-batch; its activations are known.
-        rank, mesh, recipe, workspaces, loop: As :func:`~fsdptool.memory.simulation.simulate.simulate` takes them.
+        rank, mesh, recipe, workspaces, loop: As ``simulate`` of ``simulate.py`` takes them.
 
     Raises:
         ValueError: The activations are unknown.
