@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.layout.group import default_loading
+from fsdptool.memory.simulation.order_replay import UnlikeStepsError
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.hardware import workspaces
 from fsdptool.planning.search_point import apply_search_point, resolve_dims
@@ -26,6 +28,7 @@ from fsdptool.records.trace import Component
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.step_tapes import StepTapes
+    from fsdptool.records.anatomy import ModelSpec
 
 STEPS = 300
 """Steps of each order that is replayed."""
@@ -43,7 +46,7 @@ _FINEST = 128
 """Steps of the grid on which the lengths to trace are chosen."""
 
 _EXACT_SAMPLES = 200_000
-"""Samples up to which an epoch is a permutation; of more, independent draws are no different."""
+"""Samples up to which an epoch is drawn as a permutation; larger data sets are drawn with repetition."""
 
 _TIMED_SAMPLES = 400_000
 """Samples drawn for the throughput of all ranks."""
@@ -85,7 +88,7 @@ def replay_lengths(
             " lengths change nothing about memory"
         ] = None
         return _constant(lengths, inputs, candidate, limit)
-    reason = _unsupported(inputs, point)
+    reason = _unsupported(estimator.spec, inputs, point)
     if reason is not None:
         estimator.notes[f"lengths were not replayed: {reason}"] = None
         return None
@@ -109,10 +112,14 @@ def replay_lengths(
         for step in steps
     )
     tapes = {step.length: step.tapes for step in steps}
-    replays = tuple(
-        _replay(tapes, rounded, candidate, point, expandable, progress)
-        for expandable in ((False, True) if inputs.profile == "cuda" else ())
-    )
+    segments = (False, True) if inputs.profile == "cuda" else ()
+    replays: tuple[AllocatorReplay, ...] = ()
+    try:
+        replays = tuple(
+            _replay(tapes, rounded, candidate, point, expandable, progress) for expandable in segments
+        )
+    except UnlikeStepsError as error:
+        estimator.notes[f"the allocator was not replayed over lengths: {error}"] = None
     padding, speed = _throughput(lengths, limit, inputs, point, traced)
     return LengthsReplay(
         padding="longest",
@@ -152,7 +159,11 @@ def _constant(lengths: SampleLengths, inputs: PlanInputs, candidate: Candidate, 
     )
 
 
-def _unsupported(inputs: PlanInputs, point: SearchPoint) -> str | None:
+def _unsupported(spec: ModelSpec, inputs: PlanInputs, point: SearchPoint) -> str | None:
+    if "input_ids" not in {item.name for item in batch_spec(spec, inputs.recipe)}:
+        return "the model does not train on text"
+    if (inputs.recipe.objective.name or spec.objective) == "seq2seq":
+        return "source and target have lengths of their own"
     if point.cp > 1:
         return "ranks that share a sequence need one length for all"
     if inputs.recipe.method.name == "distillation":

@@ -160,3 +160,12 @@ def test_a_full_device_unmaps_free_pages_of_expandable_segments() -> None:
         allocator.allocate(130 * MIB)
     # What is left are the pages of the block that is still in use.
     assert allocator.reserved == 80 * MIB
+
+
+@pytest.mark.parametrize("length", [24, 200])
+def test_the_peak_of_a_length_is_that_of_torch(length: int) -> None:
+    """The simulated peak at padded lengths, odd and long, against ``fully_shard`` on fake tensors."""
+    this = Case(ranks=2, batch={"sequence_length": length, "micro_batch": 4})
+    observed = this.observe().peak
+    simulated, _ = this.simulate(this.trace())
+    assert simulated == pytest.approx(observed, rel=0.001)

@@ -29,6 +29,10 @@ _FREE, _PERMANENT = 0, 1
 _OWNERS = 2
 
 
+class UnlikeStepsError(ValueError):
+    """A part of one length's step cannot follow a part of another's."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What one step did to the allocator.
@@ -250,7 +254,7 @@ def _check_alike(steps: Sequence[StepTapes]) -> None:
                 alike &= tape.takes == before.gives == other.takes and tape.gives == other.gives
                 before = tape
     if not alike or some.later["end"].gives != some.first["end"].gives:
-        raise ValueError("the parts of steps of different lengths do not fit together")
+        raise UnlikeStepsError("steps of different lengths keep different memory from part to part")
 
 
 def _filtered(tape: Tape, pool: PoolKey) -> Tape:
