@@ -131,6 +131,10 @@ def _group(row: Mapping[str, Any], what: str) -> str:
     )
 
 
+_ENOUGH = 3
+"""Rows of a generation that a range may rest on; with fewer, the shipped range is an assumption."""
+
+
 def ranges(done: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Return the range of published over planned throughput, 10th to 90th percentile, per generation."""
     speeds: dict[str, list[float]] = {}
@@ -143,6 +147,7 @@ def ranges(done: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     return {
         name: (round(percentile(values, 0.1), 2), round(percentile(values, 0.9), 2))
         for name, values in spreads.items()
+        if len(values) >= _ENOUGH
     }
 
 
