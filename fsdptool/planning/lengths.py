@@ -312,7 +312,7 @@ def _replay(
     for order in orders:
         if done and replay.played > _WORK:
             break
-        if progress is not None:
+        if progress is not None and done % 5 == 0:
             kind = "expandable segments" if expandable else "segments of fixed size"
             progress(f"replaying order {done + 1} of {len(orders)} ({kind})")
         done += 1
