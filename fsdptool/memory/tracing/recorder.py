@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fsdptool.memory.tracing.operators import launches, operation_of, traffic
+from fsdptool.memory.tracing.operators import check_factors, launches, operation_of, traffic
 from fsdptool.records.checkpointing import selector_name
 from fsdptool.records.trace import KINDS, Marker, Operation, RecomputedCall, Segment, Trace
 
@@ -132,6 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = traffic(func, args, kwargs, outputs)
             moved[0] += size
             moved[1] += 1
+            check_factors(func, args)
             operation = operation_of(func, args, kwargs or {}, out, size)
             number = self._compute(operation) if operation is not None else None
             if selector and fresh:

@@ -1,11 +1,13 @@
-"""The masks that transformers builds while a step is traced are those of a real run."""
+"""What a trace on fake tensors does as a real run does it: masks, and products that kernels refuse."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptool.memory.tracing.kernels import kernels_of
+from fsdptool.memory.tracing.recorder import Recorder
 
 
 def test_a_mask_that_a_model_fills_with_ones_is_dropped_and_the_batchs_is_not() -> None:
@@ -26,3 +28,13 @@ def test_a_mask_that_a_model_fills_with_ones_is_dropped_and_the_batchs_is_not() 
         kept = built(of_batch)
         assert kept is not None and kept.shape == (2, 1, 8, 8)
     assert torch.ones(2, 3).sum() == 6 and torch.ones.__name__ == "ones", "torch is left as it was"
+
+
+def test_a_product_of_two_dtypes_cannot_be_traced() -> None:
+    layer = torch.nn.Linear(4, 3, bias=False).to(torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True), Recorder([]):
+        layer(torch.empty(2, 4, dtype=torch.bfloat16))
+        with pytest.raises(RuntimeError, match=r"float32 and torch\.bfloat16"):
+            layer(torch.empty(2, 4))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer(torch.zeros(2, 4))
