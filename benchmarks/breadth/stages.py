@@ -152,6 +152,7 @@ def row_of(stage: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, A
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
-        text = " ".join(str(error).split())
+        # A rank that fails sends its traceback: the last line says what happened.
+        text = next(reversed(str(error).strip().splitlines()), "")
         result = {"good": False, "error": f"{type(error).__name__}: {text[-400:]}", "where": where}
     return {**result, "cpu_seconds": round(time.process_time() - begun, 2)}

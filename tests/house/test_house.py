@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -156,3 +157,12 @@ def test_groups_of_tests_stay_on_one_worker(request: pytest.FixtureRequest) -> N
     """Without its suffix a group runs on every worker, and each repeats the runs that its tests share."""
     if getattr(request.config.option, "loadgroup", False):
         assert request.node.nodeid.endswith("@grouped")
+
+
+def test_no_page_or_result_names_a_folder_of_a_machine() -> None:
+    """A result that quotes a traceback or a transcript would."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks" / "results").glob("*")]
+    place = re.compile(r"(?<![\w.])/(?:tmp|work|root|mnt)/")
+    found = {str(page.relative_to(ROOT)) for page in pages if place.search(page.read_text(encoding="utf-8"))}
+    assert len(pages) > 50
+    assert found == set()

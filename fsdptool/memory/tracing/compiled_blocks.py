@@ -38,7 +38,6 @@ class Fusion(Enum):
     """
 
     INDUCTOR = "inductor"
-    FULL = "full"
     NONE = "none"
 
 
