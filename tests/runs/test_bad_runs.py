@@ -78,7 +78,7 @@ def test_a_config_for_another_number_of_processes(place: Work, capsys: pytest.Ca
 def test_data_without_the_column(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     (place.folder / "rows.jsonl").write_text('{"body": "x"}\n')
     recipe(place, **{"source: text": "source: jsonl", "text.txt": "rows.jsonl"})
-    assert "has no column 'text'; it has body" in complain(place, capsys)
+    assert "rows.jsonl:1: no column 'text'; there is body" in complain(place, capsys)
 
 
 def test_empty_data(place: Work, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ def test_diffs_and_what_is_fixed(here: Cli, named: Path) -> None:
 
 def test_explain_migrate_and_merge(here: Cli, named: Path) -> None:
     harmless(here("explain", named))
+    named.write_text(BROKEN.replace("fsdp_version: 2", "fsdp_version: 1"))
     harmless(here("migrate", named, "--diff"))
     harmless(here("migrate", named))
     harmless(here("emit-config", "--preset", "single-node", "--into", named))

@@ -94,12 +94,11 @@ def hold(
     [
         (1, None, {}, None),
         (2, None, {}, None),
-        (4, None, {}, None),
         (3, None, {}, Muon(adjust_learning_rate="original", nesterov=False, adamw_learning_rate=1e-3)),
         (4, HYBRID, {}, None),
         (2, None, {"cpu_offload": True}, None),
     ],
-    ids=["1 rank", "2 ranks", "4 ranks", "3 ranks and other options", "hybrid", "offload"],
+    ids=["1 rank", "2 ranks", "3 ranks and other options", "hybrid", "offload"],
 )
 def test_thirty_steps_equal_a_plain_loop(
     pool: Pool, tmp_path: Path, world: int, mesh: ParallelDims | None, settings: Any, muon: Muon | None

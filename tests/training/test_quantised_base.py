@@ -148,6 +148,8 @@ def test_no_rank_ever_holds_the_published_weights(pool: Pool, tmp_path: Path) ->
     del model
     pretrained = dataclasses.replace(recipe.model, weights="pretrained", dtype="bfloat16")
     recipe = dataclasses.replace(recipe, model=pretrained)
+    # In new processes: the heap of an old one has gaps, which allocations fill or do not.
+    pool.close()
     for found in pool.run(load_big, 2, folder, recipe, small):
         assert found["shards"] < published * 0.16, "4.5 of 16 bits, on two ranks"
         assert found["grown"] < found["shards"] + 16 * 2**20 < published / 3
