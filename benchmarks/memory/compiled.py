@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kept_rows import write_between, write_document
 from matrix import _base
 from settings import Setting, inputs_of
 
@@ -78,22 +79,13 @@ def main() -> None:
         if "measured_peak_bytes" not in row:
             row.clear()
             row |= _measured(setting)
-            _write(document)
+            write_document(RESULTS, document)
         if "measured_peak_bytes" in row and (options.again or "predicted_peak_bytes" not in row):
             row |= _predicted(setting, row)
         print(setting.name, row, flush=True)
-        _write(document)
+        write_document(RESULTS, document)
     if not options.only:
-        text = PAGE.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        PAGE.write_text(before + BEGIN + "\n" + _table(document["rows"]) + END + after, encoding="utf-8")
-
-
-def _write(document: dict[str, Any]) -> None:
-    part = RESULTS.with_suffix(".part")
-    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    part.replace(RESULTS)
+        write_between(PAGE, BEGIN, END, _table(document["rows"]))
 
 
 def _measured(setting: Setting) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kept_rows import write_between, write_document
 from settings import Setting
 
 from fsdptool.records.codec import to_json
@@ -377,17 +378,12 @@ def main() -> None:
         print(setting.name, {key: value for key, value in row.items() if key != "setting"}, flush=True)
         _write(document)
     if not options.only:
-        text = PAGE.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        PAGE.write_text(before + BEGIN + "\n" + _table(document["rows"]) + END + after, encoding="utf-8")
+        write_between(PAGE, BEGIN, END, _table(document["rows"]))
 
 
 def _write(document: dict[str, Any]) -> None:
     document["summary"] = _summary(document["rows"])
-    part = RESULTS.with_suffix(".part")
-    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    part.replace(RESULTS)
+    write_document(RESULTS, document)
 
 
 def _measured(setting: Setting) -> dict[str, Any]:

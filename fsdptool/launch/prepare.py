@@ -257,6 +257,12 @@ def _predict(
         )
     except FsdptoolError as error:
         return None, (f"memory could not be predicted: {error.message}",)
+    if recipe.data.padded == "longest":
+        length = recipe.batch.sequence_length
+        return candidate, (
+            f"memory was predicted for sequences of {length} tokens; micro-batches whose longest sample is "
+            "shorter need less (`fsdptool plan --lengths` predicts them)",
+        )
     return candidate, ()
 
 

@@ -45,10 +45,10 @@ class Stack:
 
 
 class TrimmedStack(Stack):
-    """Stacks samples that were filled up to one length, without what is padding in all of them.
+    """Stacks padded samples, and cuts off the trailing positions at which every sample is padding.
 
-    The length becomes the next multiple of ``PADDING_MULTIPLE`` above the longest sample, which its
-    ``attention_mask`` tells.
+    Sequences are cut to the length of the longest sample, which is the number of ones in its
+    ``attention_mask``, rounded up to a multiple of ``PADDING_MULTIPLE``.
     """
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:

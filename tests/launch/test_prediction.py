@@ -1,0 +1,39 @@
+"""What a run says of its predicted memory before it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdptool.launch.prepare import prepare
+
+CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "two_cpu_processes.yaml"
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("padding", "packing", "told"), [("longest", "false", True), ("length", "false", False)]
+)
+def test_a_prediction_for_the_full_length_says_so(
+    padding: str, packing: str, told: bool, tmp_path: Path
+) -> None:
+    """Micro-batches that are cut to their longest sample need less than the prediction."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{reference: {tmp_path / 'config.json'}, weights: random}}\n"
+        f"data: {{source: synthetic, packing: {packing}, padding: {padding}}}\n"
+        "batch: {sequence_length: 24}\nsteps: 1\n"
+    )
+    prepared = prepare(tmp_path / "recipe.yaml", CONFIG, with_data=False)
+    assert prepared.prediction is not None
+    assert any("predicted for sequences of 24 tokens" in note for note in prepared.notes) is told
