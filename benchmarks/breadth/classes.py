@@ -30,6 +30,7 @@ _BERT = {
     **{"hidden_size": 64, "intermediate_size": 136, "num_hidden_layers": 2, "num_attention_heads": 4},
     "vocab_size": 515,
 }
+_SWIN = {"num_heads": [2, 4, 8, 16], "depths": [2, 2, 2, 2]}
 _XLM = {"emb_dim": 64, "n_heads": 4}
 _REFORMER = {
     **{"attn_layers": ["local", "lsh"], "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 48]},
@@ -93,6 +94,7 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "luke": {"entity_vocab_size": 101, "entity_emb_size": 32},
     "marian": {"decoder_vocab_size": 512},
     "ministral": {"head_dim": 16},
+    "mobilebert": {"embedding_size": 32},
     "nemotron": {"num_key_value_heads": 2},
     "perceiver": {
         **{"d_latents": 64, "d_model": 64, "num_latents": 16, "num_self_attends_per_block": 2},
@@ -105,6 +107,10 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": _REFORMER,
+    "swin": _SWIN,
+    "swin2sr": {"num_heads": [4, 4, 4, 4]},
+    "swinv2": _SWIN,
+    "donut-swin": _SWIN,
     "switch_transformers": {"decoder_start_token_id": 0},
     "t5": {"decoder_start_token_id": 0},
     "xlm": _XLM,
@@ -121,6 +127,8 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
 """By model type: dotted keys and the values that the reduced configuration needs; None drops a key."""
 
 BY_CLASS: Mapping[str, Mapping[str, Any]] = {
+    "PerceiverForImageClassificationConvProcessing": {"num_cross_attention_heads": 1},
+    "PerceiverForImageClassificationFourier": {"num_cross_attention_heads": 1},
     "ReformerModelWithLMHead": {"is_decoder": True},
 }
 """The same by class, where classes of one model type need different values."""

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))
 
-from classes import LENGTH, Subject, small_config
+import media
+from classes import LENGTH, TEXT_GROUPS, Subject, small_config
 from settings import Setting, inputs_of
 
 from fsdptool.errors import ConfigError
@@ -59,6 +60,8 @@ def plain(subject: Subject) -> dict[str, Any]:
     if size > LARGEST:
         raise ValueError(f"the reduced configuration has {size:,} parameters")
     model = getattr(transformers, subject.name)._from_config(config).train()
+    if subject.group not in TEXT_GROUPS:
+        return {"parameters": size, **media.tried(subject, model)}
     ids = torch.randint(5, vocabulary(config) - 1, (BATCH, LENGTH))
     arguments: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if subject.group == "causal-lm":
@@ -75,10 +78,19 @@ def plain(subject: Subject) -> dict[str, Any]:
     return {"parameters": size, "loss": round(value, 4)}
 
 
-def setting_of(subject: Subject, folder: str, precision: str) -> Setting:
-    """Save the small configuration as a user would and return the recipe on two gloo ranks."""
+def setting_of(subject: Subject, folder: str, precision: str, inputs: Any = None) -> Setting:
+    """Save the small configuration as a user would and return the recipe on two gloo ranks.
+
+    Args:
+        subject: The class.
+        folder: Where to save.
+        precision: ``bf16`` or ``fp32``.
+        inputs: The tensors of a micro-batch, of classes that read images or sound.
+    """
     configuration(subject).save_pretrained(folder)
     return Setting(
+        objective="module" if inputs else None,
+        objective_options={"inputs": inputs} if inputs else {},
         name=subject.name,
         family=subject.group,
         reference=folder,
@@ -90,13 +102,13 @@ def setting_of(subject: Subject, folder: str, precision: str) -> Setting:
     )
 
 
-def plan(subject: Subject) -> dict[str, Any]:
+def plan(subject: Subject, inputs: Any = None) -> dict[str, Any]:
     """Detect, trace and simulate; in fp32 if the model cannot run in bf16."""
     with tempfile.TemporaryDirectory() as folder:
-        row = _plan(setting_of(subject, folder, "bf16"))
+        row = _plan(setting_of(subject, folder, "bf16", inputs))
         if row["good"]:
             return row
-        return {**_plan(setting_of(subject, folder, "fp32")), "bf16": row["unknowns"]}
+        return {**_plan(setting_of(subject, folder, "fp32", inputs)), "bf16": row["unknowns"]}
 
 
 def _plan(setting: Setting) -> dict[str, Any]:
@@ -123,11 +135,11 @@ def _plan(setting: Setting) -> dict[str, Any]:
 
 
 def step(
-    subject: Subject, run: Callable[..., list[Any]], precision: str, onednn: bool = True
+    subject: Subject, run: Callable[..., list[Any]], precision: str, onednn: bool = True, inputs: Any = None
 ) -> dict[str, Any]:
     """Measure two steps on two ranks; ``run`` calls a function on every rank."""
     with tempfile.TemporaryDirectory() as folder:
-        setting = setting_of(subject, folder, precision)
+        setting = setting_of(subject, folder, precision, inputs)
         results = run(_measure, RANKS, setting, inputs_of(setting), onednn, timeout=300.0)
     return {
         "measured_bytes": [result["peak_bytes"] for result in results],

@@ -1,6 +1,7 @@
-"""Plan and train every text model class of transformers, cut small.
+"""Plan and train every model class of transformers that reads text, images or sound, cut small.
 
-    python benchmarks/breadth/sweep.py [--stage plain|plan|step|scratch] [--only NAME,NAME] [--again]
+    python benchmarks/breadth/sweep.py [--stage plain|plan|step|scratch] [--only NAME,NAME]
+        [--group GROUP] [--again]
 
 One subprocess works through the classes of a stage and prints a row after each. If it prints nothing within
 the time limit, or dies, the class it was busy with gets a failed row, and a new subprocess continues behind
@@ -29,7 +30,7 @@ LIMIT = 480
 """Seconds of wall-clock time for one class, the start of a process included."""
 
 
-def work(stage: str, names: list[str]) -> None:
+def work(stage: str, names: list[str], result: Path) -> None:
     """Run a stage on some classes, in this process, and print one JSON line per class."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,9 +42,11 @@ def work(stage: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
     import stages
-    from classes import TEXT_GROUPS, subjects
+    from classes import subjects
+    from media import all_groups
 
-    known = {subject.name: subject for subject in subjects(TEXT_GROUPS)}
+    known = {subject.name: subject for subject in subjects(all_groups())}
+    rows = json.loads(result.read_text(encoding="utf-8"))["rows"]
     pool: Any = None
     if stage in ("step", "scratch"):
         import pool as pools
@@ -53,21 +56,25 @@ def work(stage: str, names: list[str]) -> None:
         pool = pools.Pool()
     for item in names:
         name, _, precision = item.partition(":")
-        if pool is None:
-            row = stages.row_of(getattr(stages, stage), known[name])
+        tensors = rows.get(name, {}).get("plain", {}).get("inputs")
+        if stage == "plain":
+            row = stages.row_of(stages.plain, known[name])
+        elif pool is None:
+            row = stages.row_of(stages.plan, known[name], tensors)
         else:
-            row = stages.row_of(stages.step, known[name], pool.run, precision, stage == "step")
+            row = stages.row_of(stages.step, known[name], pool.run, precision, stage == "step", tensors)
         print(json.dumps({"name": name, **row}), flush=True)
     if pool is not None:
         pool.close()
 
 
-def launch(stage: str, precisions: dict[str, str], record: Any) -> None:
+def launch(stage: str, precisions: dict[str, str], record: Any, result: Path) -> None:
     """Run the classes that ``precisions`` names in subprocesses; hand each row to ``record`` at once."""
     left = list(precisions)
     while left:
         items = ",".join(f"{name}:{precisions[name]}" for name in left)
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", stage, items]
+        command += ["--output", str(result)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             selector = selectors.DefaultSelector()
@@ -86,6 +93,13 @@ def launch(stage: str, precisions: dict[str, str], record: Any) -> None:
                 record(row.pop("name"), row)
 
 
+def one_row_a_line(result: dict[str, Any]) -> str:
+    """Return the result as JSON with one line for each class."""
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in result["rows"].items())
+    libraries = json.dumps(result["libraries"])
+    return f'{{\n "libraries": {libraries},\n "rows": {{\n{rows}\n }}\n}}\n'
+
+
 def _notable(row: dict[str, Any]) -> bool:
     plan, step = row.get("plan", {}), row.get("step", {})
     if not plan.get("good") or not step.get("good") or plan.get("precision") == "fp32":
@@ -99,14 +113,16 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--stage", choices=STAGES)
     parser.add_argument("--only", default="")
+    parser.add_argument("--group", default="", help="one group of classes")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker[0], options.worker[1].split(","))
+        work(options.worker[0], options.worker[1].split(","), options.output)
         return
     sys.path.insert(0, str(HERE))
-    from classes import TEXT_GROUPS, subjects
+    from classes import subjects
+    from media import all_groups
 
     from fsdptool.records.diagnostic import library_versions
 
@@ -114,13 +130,13 @@ def main() -> None:
     result["libraries"] = library_versions()
     rows = result["rows"]
     wanted = set(options.only.split(",")) if options.only else None
-    for subject in subjects(TEXT_GROUPS):
+    for subject in subjects(all_groups()):
         rows.setdefault(subject.name, {"group": subject.group, "model_type": subject.model_type})
     for stage in (options.stage,) if options.stage else STAGES:
 
         def record(name: str, row: dict[str, Any], stage: str = stage) -> None:
             rows[name][stage] = row
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
+            options.output.write_text(one_row_a_line(result), encoding="utf-8")
             print(stage, name, json.dumps(row)[:300], flush=True)
 
         earlier = () if stage == "plain" else ("plain",)
@@ -128,11 +144,12 @@ def main() -> None:
             name: row.get("plan", {}).get("precision", "bf16")
             for name, row in rows.items()
             if (wanted is None or name in wanted)
+            and options.group in ("", row["group"])
             and (stage not in row or wanted or (options.again and not row[stage]["good"]))
             and all(row.get(before, {}).get("good") for before in earlier)
             and (stage != "scratch" or _notable(row))
         }
-        launch(stage, missing, record)
+        launch(stage, missing, record, options.output)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fsdptool.records.recipe import (
     Lora,
     Method,
     ModelChoice,
+    Objective,
     Optimizer,
     Recipe,
     Sharding,
@@ -52,6 +53,7 @@ class Setting:
         padded: Whether the first sample of every batch ends in padding, as a plan assumes wherever a batch
             has an ``attention_mask``.
         kept_aside: Held out while the model was tuned.
+        objective, objective_options: As in a recipe.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Setting:
     layout: str = "native"
     prefetch: int = 1
     kept_aside: bool = False
+    objective: str | None = None
+    objective_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_setting(data: Any) -> Setting:
@@ -101,6 +105,7 @@ def records_of(setting: Setting) -> tuple[Recipe, FsdpSettings]:
     recipe = Recipe(
         model=choice,
         method=method,
+        objective=Objective(setting.objective, setting.objective_options),
         data=Data(packing=setting.packed),
         batch=Batch(**{"micro_batch": 1, **setting.batch, "accumulation": setting.accumulation}),
         optimizer=Optimizer(name=setting.optimizer, implementation=setting.implementation),  # type: ignore[arg-type]

@@ -126,6 +126,8 @@ def _group(row: Mapping[str, Any], what: str) -> str:
         kind = "reserved" if what == "reserved" else "allocated"
         return f"memory, {kind}, {'alike' if row['class'] == 'clean' else 'different in known ways'}"
     compiled = "compiled" if row["compile"].startswith("torch.compile") else "eager"
+    if row.get("gpu_unknown"):
+        return f"throughput, GPU not stated, {compiled}"
     return (
         f"throughput, {row['gpu'].removeprefix('8x ').removeprefix('1x ').split()[0].strip(',')}, {compiled}"
     )
@@ -140,7 +142,7 @@ def ranges(done: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     speeds: dict[str, list[float]] = {}
     for row in read_rows():
         speed = done.get(row["id"], {}).get("tokens_per_second_and_gpu")
-        if speed is not None:
+        if speed is not None and not row.get("gpu_unknown"):
             gpu = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu
             speeds.setdefault(machine_for(gpu).architecture, []).append(1 / speed["ratio"])
     spreads = {name: sorted(values) for name, values in sorted(speeds.items())}

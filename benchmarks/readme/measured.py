@@ -46,7 +46,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
         )
     unseen = _read("memory_unseen")["summary"]
     yield (
-        f"the same for {unseen['architectures']} architectures that nobody tuned on, of odd sizes,"
+        f"the same for {unseen['architectures']} architectures that were not used for tuning, of odd sizes,"
         f" {unseen['settings']} settings",
         f"median {unseen['median_percent']} %, maximum {unseen['worst_percent']} %",
         "memory_unseen",
