@@ -44,6 +44,9 @@ class FsdptoolError(Exception):
         self.message = message
         self.help = help
         self.others = others
+        if help is not None:
+            # Tracebacks and notebooks show notes; the command line prints the help itself.
+            self.add_note(f"help: {help}")
 
 
 class ReferenceError(FsdptoolError):  # noqa: A001 - within this package a reference names a model
@@ -62,10 +65,18 @@ class PlanError(FsdptoolError):
     """A plan that cannot be derived from its inputs (0 GPUs, unknown GPU, impossible mesh, ...)."""
 
 
+class OptionError(FsdptoolError, TypeError):
+    """A keyword argument that a function of the Python interface does not have."""
+
+
 class WorkerError(FsdptoolError):
     """A training process failed."""
 
     exit_code = ExitCode.WORKER_FAILED
+
+
+class ShardingError(WorkerError):
+    """A live model that is not sharded as planned; the message lists what differs, a line each."""
 
 
 class StoppedError(FsdptoolError):

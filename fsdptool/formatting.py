@@ -20,6 +20,20 @@ def amount(value: int | None) -> str:
     return f"{sign}{value} B"
 
 
+def elapsed(seconds: float | None) -> str:
+    """Return a time span, ``45 s``, ``12 min 05 s``, ``3 h 20 min``, ``2 d 4 h``; None is ``unknown``."""
+    if seconds is None:
+        return "unknown"
+    whole = round(max(seconds, 0.0))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
 def printable(text: str) -> str:
     """Return ``text`` as part of one line: control characters, newlines and escapes are replaced.
 
@@ -47,6 +61,14 @@ def printable_json(text: str) -> str:
 
 _UNPRINTABLE_JSON = re.compile("[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """JSON itself escapes the controls below 0x20."""
+
+
+def shortened(text: str, width: int) -> str:
+    """Return one line of at most ``width`` characters: its middle gives way."""
+    if len(text) <= width:
+        return text
+    head = max(width - 1, 0) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 def by_size(flavours: Iterable[str]) -> list[str]:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
+import inspect
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from fsdptool.errors import OptionError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _TRUE = {"y", "yes", "t", "true", "on", "1", "enable", "enabled"}
 _FALSE = {"n", "no", "f", "false", "off", "0", "disable", "disabled"}
@@ -160,3 +167,44 @@ def same_ends(word: object, known: Iterable[str]) -> str | None:
         return None
     alike = [item for item in known if item.split("_")[0] == parts[0] and item.split("_")[-1] == parts[-1]]
     return alike[0] if len(alike) == 1 else None
+
+
+def unknown_option(
+    function: str, word: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
+) -> OptionError:
+    """Return the error for a keyword that a function does not have; its help names the nearest one.
+
+    Args:
+        function: Name of the function.
+        word: The keyword.
+        known: The keywords it has.
+        aliases: Further spellings (of the command line), and the keyword each one stands for.
+    """
+    names = list(known)
+    pool = {**{name: name for name in names}, **(aliases or {})}
+    near = nearest(word, pool, cutoff=0.6)
+    listed = f"{function} takes {', '.join(names)}"
+    advice = f"did you mean {pool[near]}?" if near is not None else listed
+    return OptionError(f"{function} has no option {word!r}", help=advice)
+
+
+def suggest_keywords(**aliases: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a function answer an unknown keyword with the nearest one it has.
+
+    Args:
+        **aliases: Spellings of the command line that differ, and the keyword each one stands for.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs:
+                if name not in known:
+                    raise unknown_option(function.__name__, name, known, aliases)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdptool.formatting import amount
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.recipe import Sharding
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
@@ -69,11 +70,11 @@ def _units(native: UnitPlan, plain: UnitPlan) -> list[str]:
     kept = _kept(plain) - _kept(native)
     if kept:
         direction = "more" if kept > 0 else "less"
-        lines.append(f"{abs(kept):,} bytes {direction} stay gathered from forward to backward on every rank")
+        lines.append(f"{amount(abs(kept))} {direction} stay gathered from forward to backward on every rank")
     largest = _largest(plain) - _largest(native)
     if largest:
         direction = "more" if largest > 0 else "less"
-        lines.append(f"the largest unit holds {abs(largest):,} bytes {direction} while it is gathered")
+        lines.append(f"the largest unit holds {amount(abs(largest))} {direction} while it is gathered")
     return lines
 
 

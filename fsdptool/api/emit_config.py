@@ -15,6 +15,7 @@ from fsdptool.records.config_documents import EmittedConfig, Preset
 from fsdptool.records.diagnostic import digest, envelope
 from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
     from fsdptool.records.anatomy import Anatomy
@@ -76,6 +77,7 @@ class Emission:
         return envelope("emit-config", self.settings, report)
 
 
+@suggest_keywords()
 def emit_config(
     reference: str | None = None,
     *,
@@ -93,7 +95,23 @@ def emit_config(
     component: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return the accelerate YAML for a plan or a model; arguments and errors as :func:`prepare_emission`."""
+    """Return the accelerate YAML for a plan or a model.
+
+    Args:
+        reference: A model: ``family:flavour``, hub id, folder.
+        plan: A plan instead: the record, or the path of its document.
+        candidate: Candidate of the plan; None: the chosen one.
+        preset: What a model's settings start from; None: ``single-node``.
+        layout: Whose FSDP units: ``native`` or ``accelerate``.
+        wrap, exclude: Wrap classes to use instead of the detected ones, and classes never to wrap.
+        processes, nodes, precision, cpu: Replace what the plan or preset says.
+        revision, component, trust_remote_code: Of a model, as for ``detect``.
+
+    Raises:
+        ConfigError: Neither or both of model and plan are given, the plan has no chosen candidate, or an
+            argument is impossible.
+        ReferenceError, ModelError: The model cannot be resolved or built.
+    """
     return prepare_emission(**locals()).text()
 
 
@@ -114,21 +132,7 @@ def prepare_emission(
     component: str | None = None,
     trust_remote_code: bool = False,
 ) -> Emission:
-    """Return what a plan chose, or a preset's settings for a model.
-
-    Args:
-        reference: A model: ``family:flavour``, hub id, folder.
-        plan: A plan instead: the record, or the path of its document.
-        candidate: Candidate of the plan; None: the chosen one.
-        preset: What a model's settings start from; None: ``single-node``.
-        processes, nodes, precision, cpu: Replace what the plan or preset says.
-        layout, wrap, exclude, revision, component, trust_remote_code: Of a model, as for ``detect``.
-
-    Raises:
-        ConfigError: Neither or both of model and plan are given, the plan has no chosen candidate, or an
-            argument is impossible.
-        ReferenceError, ModelError: The model cannot be resolved or built.
-    """
+    """Return what a plan chose, or a preset's settings for a model; as :func:`emit_config` says."""
     if reference is not None and plan is not None:
         raise ConfigError("give a model or a plan, not both", help="the plan already names its model")
     if plan is not None:
@@ -179,6 +183,9 @@ def from_plan(
     plan = replace(plan, chosen=candidate or plan.chosen)
     recipe, settings, _ = chosen_run(plan)
     consented(recipe, where, trust_remote_code=trust_remote_code)
+    if recipe.steps is None and recipe.epochs is None:
+        # A plan needs no end; a run does.
+        recipe = replace(recipe, epochs=1.0)
     chosen = chosen_candidate(plan)
     anatomy = inspect(
         resolve_choice(recipe.model),

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.config.baseline import Baseline, read_baseline
 from fsdptool.config.checks.model import Hardware
+from fsdptool.config.lint_settings import LintSettings, find_settings, keep
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading, Verdict
+from fsdptool.config.rules import RULES
 from fsdptool.errors import ConfigError, PlanError
+from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
+from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
+    from fsdptool.files.text import SourceText
     from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.cluster import Gpu
     from fsdptool.records.sharding import FsdpSettings
 
 
+@suggest_keywords()
 def validate(
     files: str | PathLike[str] | Iterable[str | PathLike[str]],
     *,
@@ -33,6 +41,12 @@ def validate(
     gpus: int | None = None,
     host_memory: str | None = None,
     trust_remote_code: bool = False,
+    select: Iterable[str] | None = None,
+    ignore: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
+    baseline: str | PathLike[str] | None = None,
+    skip_unknown: bool = False,
+    isolated: bool = False,
 ) -> Verdict:
     """Judge configurations as the program that reads them will. Nothing is written.
 
@@ -44,6 +58,12 @@ def validate(
         model: Reference of a model to judge against, too.
         gpu, gpus, host_memory: Hardware to judge against, too; host memory per node (``512GiB``).
         trust_remote_code: Run the model's own code to inspect it.
+        select, ignore: Codes or their beginnings (``FSD3``) that are reported, or are not. ``select``
+            replaces what the project's settings select and ignore; ``ignore`` adds to what they ignore.
+        exclude: Patterns of files and folders that are not read, besides the project's.
+        baseline: File of accepted findings, which are suppressed; None: the one the project's settings name.
+        skip_unknown: Treat files of unknown kinds as in folders: a note instead of an error.
+        isolated: Do not look for ``pyproject.toml`` or ``fsdptool.toml``.
 
     Returns:
         One reading per file: effective settings with their origins, what is ignored, and findings.
@@ -56,11 +76,87 @@ def validate(
     """
     paths = [files] if isinstance(files, str | PathLike) else list(files)
     judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
-    readings = []
-    for path, named in expand(map(Path, paths)).items():
-        reading = read_settings(path, dialect=dialect, consumer=consumer, target=target, **judged)
-        readings.append(reading if named else as_folder_member(reading))
-    return Verdict(tuple(readings))
+    judged |= {"dialect": dialect, "consumer": consumer, "target": target}
+    linter = Linter(select, ignore, exclude, Path(baseline) if baseline else None, skip_unknown, isolated)
+    files = linter.expand(map(Path, paths))
+    return Verdict(tuple(linter.judge(path, named, **judged) for path, named in files.items()))
+
+
+@dataclass(slots=True)
+class Linter:
+    """Reads files as their project's settings say.
+
+    Attributes:
+        select, ignore, exclude, baseline, skip_unknown, isolated: As for :func:`validate`.
+        with_baseline: Whether a baseline counts.
+        accepted: Number of findings that a baseline suppressed so far.
+    """
+
+    select: Iterable[str] | None = None
+    ignore: Iterable[str] | None = None
+    exclude: Iterable[str] | None = None
+    baseline: Path | None = None
+    skip_unknown: bool = False
+    isolated: bool = False
+    with_baseline: bool = True
+    accepted: int = 0
+    _found: dict[Path, LintSettings] = field(default_factory=dict)
+    _settings: dict[Path, LintSettings] = field(default_factory=dict)
+    _baselines: dict[Path, Baseline] = field(default_factory=dict)
+
+    def settings(self, path: Path) -> LintSettings:
+        """Return the settings for a file (or a folder): the nearest ones, with the command line's.
+
+        Raises:
+            ConfigError: The file that holds them is wrong.
+        """
+        folder = Path() if str(path) == "-" else path if path.is_dir() else path.parent
+        if folder not in self._settings:
+            found = LintSettings() if self.isolated else find_settings(folder, self._found)
+            self._settings[folder] = found.but(select=self.select, ignore=self.ignore, exclude=self.exclude)
+        return self._settings[folder]
+
+    def expand(self, paths: Iterable[Path]) -> dict[Path, bool]:
+        """Return the files to read, as :func:`expand` does, without those that are excluded."""
+        return expand(paths, lambda path: self.settings(path.parent).excludes(path))
+
+    def judge(self, path: Path, named: bool, source: SourceText | None = None, **judged: Any) -> Reading:
+        """Return the reading of a file, with the findings that count.
+
+        Args:
+            path: The file.
+            named: Whether it was named itself, and not found in a folder.
+            source: Its text, where it does not come from the file.
+            judged: Further arguments of :func:`read_settings`.
+        """
+        reading = read_settings(path if source is None else source, **judged)
+        found = not named or self.skip_unknown or self.settings(path).skip_unknown
+        return self.sift(as_found(reading) if found else reading, path)
+
+    def sift(self, reading: Reading, path: Path) -> Reading:
+        """Return a reading with the findings that the settings and the baseline leave."""
+        settings = self.settings(path)
+        reading = keep(reading, lambda item: settings.reports(item, path))
+        baseline = self.baseline_file(settings)
+        if baseline is None or not self.with_baseline:
+            return reading
+        if baseline not in self._baselines:
+            self._baselines[baseline] = read_baseline(baseline)
+        left = self._baselines[baseline].without(reading)
+        self.accepted += len(reading.diagnostics) - len(left.diagnostics)
+        return left
+
+    def codes(self, path: Path) -> frozenset[str]:
+        """Return the codes that are reported in a file."""
+        settings = self.settings(path)
+        findings = (Diagnostic(rule.code, "warning", rule.title) for rule in RULES.values())
+        return frozenset(item.code for item in findings if settings.reports(item, path))
+
+    def baseline_file(self, settings: LintSettings) -> Path | None:
+        """Return the baseline that counts for files with these settings, or None."""
+        if self.baseline is not None:
+            return self.baseline
+        return settings.root / settings.baseline if settings.baseline is not None else None
 
 
 def conditions(
@@ -80,7 +176,7 @@ def conditions(
 
         if gpus is not None and gpus < 1:
             raise PlanError(
-                f"--gpus must be at least 1, not {gpus}", help="give the total number of GPUs, 1 or more"
+                f"gpus must be at least 1, not {gpus}", help="give the total number of GPUs, 1 or more"
             )
         device = load_gpu(gpu) if gpu is not None else None
         hardware = Hardware(device, gpus, parse_size(host_memory) if host_memory else None)
@@ -131,11 +227,15 @@ def _sequence(anatomy: Anatomy) -> int | None:
     return min(2048, positions) if isinstance(positions, int) else 2048
 
 
-def expand(paths: Iterable[Path]) -> dict[Path, bool]:
+def expand(paths: Iterable[Path], excluded: Callable[[Path], bool] = lambda path: False) -> dict[Path, bool]:
     """Return the files to read, each once, and whether it was named itself (not found in a folder).
 
-    A folder stands for its YAML and JSON files; names that begin with a dot are passed over, as are
+    A folder stands for its YAML, JSON and TOML files; names that begin with a dot are passed over, as are
     the folders of installed packages.
+
+    Args:
+        paths: Files and folders.
+        excluded: Whether a file or a folder is left out, named or not.
 
     Raises:
         ConfigError: A folder holds no such file.
@@ -143,38 +243,64 @@ def expand(paths: Iterable[Path]) -> dict[Path, bool]:
     files: dict[Path, bool] = {}
     for path in paths:
         if not path.is_dir():
-            files[path] = True
+            if not excluded(path):
+                files[path] = True
             continue
-        configurations = sorted(_configurations(path))
-        if not configurations:
-            raise ConfigError(f"there is no YAML or JSON file in {path}", help="name the files")
+        left_out: list[Path] = []
+        configurations = sorted(_configurations(path, excluded, left_out))
+        if not configurations and not left_out:
+            raise ConfigError(f"there is no YAML, JSON or TOML file in {path}", help="name the files")
         for item in configurations:
             files.setdefault(item, False)
     return files
 
 
-def _configurations(folder: Path) -> Iterator[Path]:
+def _configurations(folder: Path, excluded: Callable[[Path], bool], left_out: list[Path]) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         # Not entered at all: a repository's .git holds many times more files than the project.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
+        left_out.extend(Path(place, name) for name in (*folders, *names) if excluded(Path(place, name)))
+        folders[:] = [name for name in folders if Path(place, name) not in left_out]
         for name in names:
             item = Path(place, name)
-            known = not name.startswith(".") and item.suffix.lower() in (".yaml", ".yml", ".json")
-            if known and item.is_file():
+            known = not name.startswith(".") and item.suffix.lower() in _SUFFIXES and name not in _PROJECT
+            if known and item not in left_out and item.is_file():
                 yield item
 
 
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+_PROJECT = ("pyproject.toml", "fsdptool.toml")
 _INSTALLED = ("node_modules", "site-packages")
 
 
-def as_folder_member(reading: Reading) -> Reading:
-    """Return the reading of a file that was found in a folder: an unknown format is a warning only."""
-    if not any(item.code in _NOT_OURS for item in reading.diagnostics):
+def as_found(reading: Reading) -> Reading:
+    """Return the reading of a file that nobody named: what is not ours is a note, never an error.
+
+    Files in folders are read like this, and those that a hook passes on (``--skip-unknown``).
+    """
+    if reading.errors and (reading.dialect is None) and not _looks_like_ours(reading):
+        foreign = {item.code for item in reading.diagnostics} & _NOT_OURS
+    else:
+        foreign = {item.code for item in reading.diagnostics} & _UNKNOWN
+    if not foreign:
         return reading
     diagnostics = tuple(
-        replace(item, severity="warning") if item.code in _NOT_OURS else item for item in reading.diagnostics
+        replace(item, severity="info") if item.code in foreign else item for item in reading.diagnostics
     )
     return replace(reading, diagnostics=diagnostics)
 
 
-_NOT_OURS = ("FSD107", "FSD109", "FSD110")
+def _looks_like_ours(reading: Reading) -> bool:
+    """Whether a text that does not parse was meant as a configuration of FSDP.
+
+    A template of a Helm chart or the documents of a Kubernetes manifest do not parse as one file, either;
+    a file that begins with those two keys of Kubernetes is none of ours, whatever it holds.
+    """
+    text = reading.source.text if reading.source is not None else ""
+    return bool(_OURS.search(text)) and not ({"apiVersion", "kind"} <= set(_TOP.findall(text)))
+
+
+_UNKNOWN = frozenset({"FSD107", "FSD109", "FSD110"})
+_NOT_OURS = _UNKNOWN | {"FSD102", "FSD103", "FSD104", "FSD105", "FSD106"}
+_OURS = re.compile(r"""^[ {,]*["']?(?:fsdp(?:_\w+)?|distributed_type|parallelism_config)["']?[ ]*:""", re.M)
+_TOP = re.compile(r"^(apiVersion|kind)\b", re.M)

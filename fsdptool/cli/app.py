@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from fsdptool.errors import ExitCode, FsdptoolError
+from fsdptool.garbage import collect_seldom
 
 COMMANDS = {
     "detect": "Find a model's wrap classes, totals and hazards from its configuration.",
@@ -33,22 +34,33 @@ _MODULES: dict[str, str] = {
     "emit-config": "emit_config",
     "validate": "validate",
     "train": "train",
+    "init": "init",
     "families": "families",
     "explain": "explain",
     "migrate": "migrate",
     "rule": "rule",
     "schema": "schema",
+    "runs": "runs",
+    "watch": "runs:watch",
+    "report": "runs:report",
+    "diagnose": "diagnose",
     "compare": "compare",
     "calibrate": "calibrate",
     "precompute": "precompute",
     "export": "export",
     "launch": "launch",
     "doctor": "doctor",
+    "ui": "ui",
 }
-"""Command name to module under ``fsdptool.cli`` with a function ``command``, in the order of ``--help``."""
+"""Command name to module under ``fsdptool.cli``, in the order of ``--help``; its function is ``command``
+unless another one follows a colon."""
+
+COMPLETION_VARIABLE = "_FSDPTOOL_COMPLETE"
+"""Set by the shell's completion script (typer 0.29, ``_completion_shared.py``)."""
 
 _GROUPS: dict[str, str] = {
     "cache": "cache",
+    "queue": "queue",
 }
 """Command group name to module under ``fsdptool.cli`` with a Typer object ``group``."""
 
@@ -84,7 +96,8 @@ def build_app(only: str | None = None) -> typer.Typer:
 
     chosen = {only: _MODULES[only]} if only in _MODULES else _MODULES
     for name, module in chosen.items():
-        app.command(name)(import_module(f"fsdptool.cli.{module}").command)
+        file, _, function = module.partition(":")
+        app.command(name)(getattr(import_module(f"fsdptool.cli.{file}"), function or "command"))
     for name, module in _GROUPS.items() if chosen is _MODULES else ():
         app.add_typer(import_module(f"fsdptool.cli.{module}").group, name=name)
     return app
@@ -100,6 +113,8 @@ def _overview_text() -> str:
         "  fsdptool detect llama3:8b\n"
         "  fsdptool plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --seq-len 4096 -o plan.json\n"
         "  fsdptool emit-config --plan plan.json -o fsdp.yaml\n\n"
+        "Or start from your model and your data:\n"
+        "  fsdptool init Qwen/Qwen3-8B --data train.jsonl --method lora --gpu RTX-4090-24GB --gpus 2\n\n"
         "fsdptool --help lists every command; fsdptool COMMAND --help explains a command.\n"
     )
 
@@ -107,6 +122,7 @@ def _overview_text() -> str:
 def main() -> None:
     """Run the command line and exit with a documented status (docs/exit-codes.md)."""
     _open_closed_streams()
+    collect_seldom()
     # Processes that this one starts do not import what lies in the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     for stream in (sys.stdout, sys.stderr):
@@ -131,12 +147,22 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
 
 
+def _command(arguments: list[str]) -> Any:
+    """Return what runs a command line, or completes one for the shell."""
+    if COMPLETION_VARIABLE not in os.environ:
+        return build_app(arguments[0] if arguments else None)
+    from fsdptool.cli.completion import attach_values, completed_command
+
+    group = typer.main.get_command(build_app(completed_command()))
+    attach_values(group)
+    return group
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit status. Never raises."""
     try:
-        outcome = build_app(arguments[0] if arguments else None)(
-            args=arguments, prog_name="fsdptool", standalone_mode=False
-        )
+        command = _command(arguments)
+        outcome = command(args=arguments, prog_name="fsdptool", standalone_mode=False)
         sys.stdout.flush()
     except FsdptoolError as error:
         complain(error)
@@ -173,12 +199,12 @@ def _drop_output() -> None:
 
 def complain(error: FsdptoolError) -> None:
     """Write each mistake as one line, and what to do next as a second line."""
-    from fsdptool.formatting import printable
+    from fsdptool.report.tables import print_line
 
     for mistake in (error, *error.others):
-        sys.stderr.write(f"error: {printable(mistake.message)}\n")
+        print_line(f"error: {mistake.message}", stream=sys.stderr)
         if mistake.help:
-            sys.stderr.write(f"help: {printable(mistake.help)}\n")
+            print_line(f"help: {mistake.help}", stream=sys.stderr)
 
 
 def _usage_error(error: Any) -> FsdptoolError:

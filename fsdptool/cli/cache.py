@@ -49,6 +49,7 @@ def listing(
         ("kind", "about", "size", "age", "key"),
         [(e.kind, e.about, amount(e.bytes), _age(e.created), e.key[:12]) for e in entries],
         numeric=(2, 3),
+        optional=(4,),
     )
     return int(ExitCode.CLEAN)
 

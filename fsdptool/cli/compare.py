@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, print_document
+from fsdptool.cli.options import Format, FormatOption, check_output, print_document, write_answer
 from fsdptool.errors import ExitCode, PlanError
 
 
@@ -20,6 +20,10 @@ def command(
             help="Exit with 1 if the predicted peak is off by more than this percentage, with 5 if unknown."
         ),
     ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write comparison.json or comparison.html.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Compare two plans, or a plan with the measurements of a run.
@@ -30,6 +34,7 @@ def command(
     from fsdptool.records.diagnostic import envelope
     from fsdptool.report.comparison import print_comparison
 
+    check_output(output, force, {"a comparison": (".json", ".html")})
     comparison = compare(left, right)
     if tolerance is not None and comparison.kind == "plans":
         raise PlanError("--tolerance requires a plan and a run", help="two plans do not contain measurements")
@@ -38,6 +43,10 @@ def command(
         print_document(document)
     else:
         print_comparison(document)
+    if output is not None:
+        from fsdptool.report.shown_records import comparison_page
+
+        write_answer(output, document, comparison_page, force=force)
     if tolerance is None:
         return int(ExitCode.CLEAN)
     if comparison.error_percent is None:

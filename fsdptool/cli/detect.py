@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,15 +13,18 @@ from fsdptool.cli.options import (
     FormatOption,
     OverrideOption,
     TrustOption,
+    check_output,
     override_values,
     print_document,
+    write_answer,
 )
 from fsdptool.errors import ConfigError, ExitCode
 
 
 def command(
     reference: Annotated[
-        str, typer.Argument(help="family:flavour, Hugging Face id, folder, config.json or pipeline folder.")
+        str,
+        typer.Argument(help="family:flavour, Hugging Face id, folder, config.json or package.module:Class."),
     ],
     wrap: Annotated[
         list[str] | None, typer.Option("--wrap", help="Wrap these classes instead, for example A,B.")
@@ -46,6 +50,10 @@ def command(
         bool, typer.Option("--refresh", help="Ignore and overwrite the cached result.")
     ] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not read or write the cache.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write detection.json or detection.html.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Also exit with 1 on warnings.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
@@ -54,6 +62,7 @@ def command(
         raise ConfigError(f"--layout {layout!r} is not supported", help="choose native or accelerate")
     if refresh and no_cache:
         raise ConfigError("--refresh and --no-cache cannot be combined", help="use only one of them")
+    check_output(output, force, {"a detection": (".json", ".html")})
     from fsdptool.families.registry import load_registry
     from fsdptool.inspection import examine
     from fsdptool.inspection.document import View, detect_document
@@ -83,6 +92,10 @@ def command(
         from fsdptool.report.detect import print_detect
 
         print_detect(document)
+    if output is not None:
+        from fsdptool.report.html_detection import detection_page
+
+        write_answer(output, document, detection_page, force=force)
     failing = {"error", "warning"} if strict else {"error"}
     bad = any(finding["severity"] in failing for finding in document["diagnostics"])
     return int(ExitCode.FINDINGS if bad else ExitCode.CLEAN)

@@ -23,6 +23,7 @@ from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from fsdptool.api.emit_config import Emission
+    from fsdptool.records.recipe import Recipe
 
 
 def command(
@@ -101,17 +102,20 @@ def command(
     else:
         _write(emission, output, force, format)
     if recipe_output is not None and emission.recipe is not None:
-        from fsdptool.config.recipe import dump_recipe
-
-        write_file(recipe_output, dump_recipe(emission.recipe), force=force)
+        _write_recipe(emission.recipe, recipe_output, force)
         say(f"wrote {recipe_output}")
         if emission.recipe.data.source == "synthetic":
-            say(f"note: {recipe_output} trains on synthetic samples until you name yours under data:")
+            say(f"note: {recipe_output} trains on generated samples until you name yours under data:")
     return 0
 
 
 def _write(emission: Emission, output: Path | None, force: bool, format: Format) -> None:
+    from fsdptool.config.dialects.accelerate.schema import NAME
+    from fsdptool.config.writer import schema_comment
+
     text = emission.text()
+    if output is not None:
+        text = schema_comment(NAME, output.parent) + text
     if output is not None:
         write_file(output, text, force=force)
         say(f"wrote {output}")
@@ -119,6 +123,16 @@ def _write(emission: Emission, output: Path | None, force: bool, format: Format)
         print_document(emission.document(text, output))
     elif output is None:
         sys.stdout.write(text)
+
+
+def _write_recipe(recipe: Recipe, path: Path, force: bool) -> None:
+    from fsdptool.config.recipe_writer import dump_recipe
+    from fsdptool.config.writer import schema_comment
+    from fsdptool.source import rebased
+
+    header = "Written by fsdptool emit-config. Every key: fsdptool schema recipe, and docs/recipes.md"
+    text = dump_recipe(rebased(recipe, path.parent), header=header)
+    write_file(path, schema_comment("recipe", path.parent) + text, force=force)
 
 
 def _list_presets(format: Format) -> int:

@@ -32,6 +32,7 @@ def command(
     from fsdptool.config import read_settings
     from fsdptool.config.result import explain_document
     from fsdptool.report.findings import render_explanation
+    from fsdptool.report.tables import terminal_width
 
     environment = {} if no_environment else {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
     reading = read_settings(
@@ -40,5 +41,5 @@ def command(
     if format is Format.JSON:
         print_document(explain_document(reading))
     else:
-        sys.stdout.write(render_explanation(reading))
+        sys.stdout.write(render_explanation(reading, width=terminal_width(sys.stdout)))
     return int(ExitCode.FINDINGS if reading.errors else ExitCode.CLEAN)

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, TrustOption, answer_line, print_document, say
+from fsdptool.cli.options import (
+    Format,
+    FormatOption,
+    TrustOption,
+    answer_line,
+    print_document,
+    say,
+    show_progress,
+)
 
 
 def command(
@@ -32,32 +40,24 @@ def command(
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Write the trained model of RUN for transformers, diffusers or peft."""
-    from fsdptool.errors import ConfigError
-    from fsdptool.runs.folder import RUN
+    from fsdptool.api.runs import export
     from fsdptool.runs.signals import handle_stop_signals
-    from fsdptool.training.export.api import export_run
 
-    if not (run / RUN).exists():
-        raise ConfigError(f"{run} is not a run folder", help="give the folder that fsdptool train wrote")
-    if dtype not in (None, "float32", "bfloat16", "float16", "float64"):
-        raise ConfigError(
-            f"--dtype {dtype!r} is not supported", help="choose float32, bfloat16, float16 or float64"
-        )
-    with handle_stop_signals(
+    stops = handle_stop_signals(
         "the export was complete", "run the same command again; the partial export was removed"
-    ):
-        exported = export_run(
+    )
+    with stops, show_progress():
+        exported = export(
             run,
             output,
             checkpoint=checkpoint,
             merge=merge,
-            average=ema,
-            dtype=dtype,  # type: ignore[arg-type]
-            shard_bytes=parse_size(max_shard_size),
+            ema=ema,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
             force=force,
             trust_remote_code=trust_remote_code,
         )
-        _note_in_summary(run, exported.folder)
     if format is Format.JSON:
         from fsdptool.records.command_documents import ExportReport
         from fsdptool.records.diagnostic import envelope
@@ -78,33 +78,3 @@ def command(
     for note in exported.notes:
         say(f"note: {note}")
     return 0
-
-
-def parse_size(text: str) -> int:
-    """Return bytes from ``5GB``, ``500MB``, ``2GiB`` or a plain number.
-
-    Raises:
-        ConfigError: It is not a size.
-    """
-    import re
-
-    from fsdptool.errors import ConfigError
-
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"--max-shard-size {text!r} is not a size", help="write it as 5GB or 500MB")
-    power = " kmgt".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
-def _note_in_summary(run: Path, folder: Path) -> None:
-    """Name the export in the run's summary, if there is one."""
-    import contextlib
-
-    from fsdptool.runs.folder import SUMMARY, read_json, write_json
-
-    path = run / SUMMARY
-    if path.exists():
-        with contextlib.suppress(OSError):
-            inside = folder.is_relative_to(run)
-            write_json(path, read_json(path) | {"export": str(folder.relative_to(run) if inside else folder)})

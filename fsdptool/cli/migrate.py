@@ -10,8 +10,11 @@ import typer
 
 from fsdptool.cli.options import (
     DialectOption,
+    ExcludeOption,
     Format,
     FormatOption,
+    IsolatedOption,
+    SkipUnknownOption,
     answer_line,
     print_document,
     say,
@@ -20,6 +23,7 @@ from fsdptool.cli.options import (
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
+    from fsdptool.api.validate import Linter
     from fsdptool.config.migrate import Migrated
 
 
@@ -32,22 +36,27 @@ def command(
         Path | None, typer.Option("--output", "-o", help="File to write, instead of changing the input.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Do not write anything; fail if a file would change.")
+        bool, typer.Option("--check", help="Do not write anything; fail if a file still runs FSDP1.")
     ] = False,
     diff: Annotated[
         bool, typer.Option("--diff", help="Show what would change, without writing anything.")
     ] = False,
     dialect: DialectOption = None,
+    exclude: ExcludeOption = None,
+    skip_unknown: SkipUnknownOption = False,
+    isolated: IsolatedOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output file.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Convert FSDP1 files to FSDP2 (in place, keeping comments), or to another dialect."""
+    from fsdptool.api.validate import Linter
     from fsdptool.config.dialects import load_registry
     from fsdptool.config.migrate import migration_document
 
     if to is not None:
         load_registry().get(to)
-    results = _migrate(files, to, dialect)
+    linter = Linter(exclude=exclude, skip_unknown=skip_unknown, isolated=isolated)
+    results = _migrate(files, to, dialect, linter, check)
     if output is not None and len(results) > 1:
         raise ConfigError("--output accepts only one input file", help="migrate the files one by one")
     if format is Format.JSON:
@@ -59,6 +68,9 @@ def command(
             say(f"help: {result.help}")
     if check or diff:
         changed = [result for result in results if result.changed]
+        if check and to is None:
+            # What runs FSDP2 already and could state it is for `validate --fix`.
+            changed = [result for result in changed if result.version == 1]
         if format is Format.TEXT:
             _show(changed, diff)
         return 1 if refused or changed else 0
@@ -66,18 +78,25 @@ def command(
     return int(ExitCode.USAGE) if failed else 1 if refused else 0
 
 
-def _migrate(files: list[Path], to: str | None, dialect: str | None) -> list[Migrated]:
-    """Migrate files, and what is a configuration in folders; the rest of a folder is passed over."""
-    from fsdptool.api.validate import expand
+def _migrate(
+    files: list[Path], to: str | None, dialect: str | None, linter: Linter, check: bool
+) -> list[Migrated]:
+    """Migrate files, and what is a configuration in folders; the rest of a folder is passed over.
+
+    A check leaves out the files in which the project's settings do not report FSDP1.
+    """
     from fsdptool.cli.validate import read_input
     from fsdptool.config.migrate import migrate_file
 
     results = []
-    for path, named in expand(files).items():
+    for path, named in linter.expand(files).items():
+        if check and "FSD301" not in linter.codes(path):
+            continue
         result = migrate_file(path, to=to, dialect=dialect, source=read_input(path))
-        if named or result.dialect is not None:
+        must = named and not (linter.skip_unknown or linter.settings(path).skip_unknown)
+        if must or result.dialect is not None:
             results.append(result)
-        else:
+        elif not named:
             say(f"note: {path} was skipped: {result.refusal}")
     return results
 
@@ -89,15 +108,9 @@ def _show(changed: list[Migrated], diff: bool) -> None:
     for result in changed:
         if diff:
             name = "stdin" if str(result.path) == "-" else str(result.path)
-            sys.stdout.write(unified(decode(_before(result), name), result.after or ""))
+            sys.stdout.write(unified(decode(result.original, name), result.after or ""))
         else:
             answer_line(f"{result.path} would change")
-
-
-def _before(result: Migrated) -> bytes:
-    """Return the bytes that were read: the new ones keep the old ones' byte-order mark."""
-    mark = b"\xef\xbb\xbf" if result.encoded.startswith(b"\xef\xbb\xbf") else b""
-    return mark + result.before.encode()
 
 
 def _write(result: Migrated, to: str | None, output: Path | None, force: bool, format: Format) -> bool:
@@ -117,7 +130,7 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
             sys.stdout.write(result.after)
     elif result.changed:
         try:
-            replace_file(result.path, result.encoded, before=_before(result))
+            replace_file(result.path, result.encoded, before=result.original)
         except StorageError as error:
             complain(error)
             return False

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.formatting import printable, printable_json
+from fsdptool.formatting import printable, printable_json, shortened
 
 
 class Format(StrEnum):
@@ -39,11 +42,28 @@ OverrideOption = Annotated[
     list[str] | None, typer.Option("--override", help="Replace a configuration value: KEY=JSON (repeatable).")
 ]
 TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model to run.")
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        "--allow-import",
+        help="Allow code that comes with the model, or that package.module:Class names, to run.",
+    ),
 ]
 DialectOption = Annotated[str | None, typer.Option(help="Dialect of the input, instead of detecting it.")]
 TargetOption = Annotated[
     str | None, typer.Option(help="Version of the consuming program to check against: accelerate==1.15.")
+]
+SelectOption = Annotated[
+    list[str] | None, typer.Option("--select", help="Codes or their beginnings to report: FSD3,FSD201.")
+]
+ExcludeOption = Annotated[
+    list[str] | None, typer.Option("--exclude", help="Pattern of files or folders to leave out (repeatable).")
+]
+SkipUnknownOption = Annotated[
+    bool, typer.Option("--skip-unknown", help="Pass over named files of unknown kinds, as in folders.")
+]
+IsolatedOption = Annotated[
+    bool, typer.Option("--isolated", help="Do not read settings from pyproject.toml or fsdptool.toml.")
 ]
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")]
 ConfigOption = Annotated[Path, typer.Option("--config", help="accelerate YAML, or another dialect.")]
@@ -113,14 +133,52 @@ def print_document(document: Mapping[str, Any]) -> None:
     sys.stdout.write(printable_json(json.dumps(document, indent=2, ensure_ascii=narrow)) + "\n")
 
 
+_PIPE_SECONDS = 10.0
+"""Least time between two lines of progress in a pipe or a log."""
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[str], None]]:
+    """Show the progress of long work on standard error while the block runs.
+
+    In a terminal one line is rewritten and removed at the end; elsewhere a line is written now and then.
+    """
+    from fsdptool.runs.work import listening
+
+    terminal = sys.stderr.isatty()
+    last = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal last
+        if terminal:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[2K{shortened(printable(text), width)}")
+            sys.stderr.flush()
+        elif time.monotonic() - last >= _PIPE_SECONDS:
+            last = time.monotonic()
+            say(text)
+
+    try:
+        with listening(show):
+            yield show
+    finally:
+        if terminal:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
+
 def say(text: str) -> None:
     """Write one line to standard error: what was done, or what to know about the answer."""
-    sys.stderr.write(f"{printable(text)}\n")
+    from fsdptool.report.tables import print_line
+
+    print_line(text, stream=sys.stderr)
 
 
 def answer_line(text: str) -> None:
     """Write one line of an answer to standard output."""
-    sys.stdout.write(f"{printable(text)}\n")
+    from fsdptool.report.tables import print_line
+
+    print_line(text)
 
 
 def check_free(path: Path, *, force: bool) -> None:
@@ -133,6 +191,30 @@ def check_free(path: Path, *, force: bool) -> None:
         raise StorageError(f"{path} is a folder", help="give the path of a file")
     if path.exists() and not force:
         raise StorageError(f"{path} already exists", help="use --force to replace it, or give another path")
+
+
+def check_output(output: Path | None, force: bool, suffixes: Mapping[str, Sequence[str]]) -> None:
+    """Refuse an output file before the work, not after it.
+
+    Args:
+        output: The file, or None.
+        force: Whether it may be replaced.
+        suffixes: What is written, and the suffixes it may have.
+
+    Raises:
+        ConfigError: The file has another suffix.
+        StorageError: It exists and ``force`` is not set, or its folder takes no files.
+    """
+    if output is None:
+        return
+    ((what, allowed),) = suffixes.items()
+    if output.suffix not in allowed:
+        listed = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise ConfigError(f"{output}: {what} is written as {listed}", help="choose one of these suffixes")
+    check_free(output, force=force)
+    folder = next(parent for parent in output.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"{output} cannot be written: {folder} takes no files", help="choose another path")
 
 
 def write_file(path: Path, text: str, *, force: bool = False) -> None:
@@ -156,3 +238,23 @@ def write_file(path: Path, text: str, *, force: bool = False) -> None:
         raise StorageError(
             f"{path} cannot be written: {error.strerror or error}", help="choose another path"
         ) from error
+
+
+def write_answer(
+    path: Path, document: Mapping[str, Any], page: Callable[[Mapping[str, Any]], str], *, force: bool
+) -> None:
+    """Write a document to a file, as a page where its suffix is ``.html``, and say so.
+
+    Args:
+        path: The file.
+        document: The document.
+        page: Makes the page of it.
+        force: Replace an existing file.
+
+    Raises:
+        StorageError: The file exists and ``force`` is not set, or it cannot be written.
+    """
+    is_page = path.suffix == ".html"
+    text = page(document) if is_page else json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    write_file(path, text, force=force)
+    say(f"wrote {path}")

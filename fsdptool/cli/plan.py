@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
@@ -12,17 +11,17 @@ import typer
 
 from fsdptool.cli.options import (
     RowFormat,
-    check_free,
+    check_output,
     command_line_options,
     override_values,
     print_document,
     refuse,
     say,
+    show_progress,
     write_file,
 )
-from fsdptool.errors import ExitCode, PlanError, StorageError
+from fsdptool.errors import ExitCode
 from fsdptool.planning.options import Declared, Options, declared
-from fsdptool.planning.sweep import read_sweep
 
 if TYPE_CHECKING:
     from fsdptool.records.plan import Plan
@@ -59,7 +58,7 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="Write plan.json or plan.html; of a sweep .json, .csv or .svg.",
+            help="Write plan.json, plan.html or plan.svg; of a sweep .json, .csv or .svg.",
             rich_help_panel=_ANSWER,
         ),
     ] = None,
@@ -99,6 +98,8 @@ def command(
         reason = "not allowed with --check, which uses the inputs of the saved plan"
         refuse(context, sorted(others), reason, "leave it out")
         return check_saved(check, format, trust_remote_code=options["trust_remote_code"])
+    from fsdptool.planning.sweep import read_sweep
+
     values = read_sweep(sweep or ())
     check_output(output, force, _SWEEP_SUFFIXES if values else _PLAN_SUFFIXES)
     from fsdptool.planning.plan import make_plan
@@ -110,7 +111,8 @@ def command(
         options["overrides"] = override_values(options["overrides"])
     if values:
         return answer_sweep(cast("Options", options), values, output, force=force, format=format)
-    plan = make_plan(read_request(cast("Options", options)), progress=progress)
+    with show_progress() as progress:
+        plan = make_plan(read_request(cast("Options", options)), progress=progress)
     repeated = repeated_command(context)
     answer(plan, output, force=force, format=format, explain=explain, command=repeated)
     return int(exit_code(plan))
@@ -187,7 +189,8 @@ def answer_sweep(
     from fsdptool.records.diagnostic import envelope
     from fsdptool.report.sweep import print_sweep, print_sweep_rows, sweep_csv, sweep_svg
 
-    result = sweep(options, values, progress=progress)
+    with show_progress() as progress:
+        result = sweep(options, values, progress=progress)
     body = to_json(result)
     document = envelope("sweep", {"options": body["options"], "values": dict(values)}, body)
     if output is not None:
@@ -245,12 +248,12 @@ def answer(
     from fsdptool.report.plan import print_candidates, print_plan
 
     document = plan_document(plan)
-    if output is not None and output.suffix == ".html":
-        from fsdptool.report.html import plan_page
-
-        write_file(output, plan_page(document), force=force)
-    elif output is not None:
+    if output is not None and output.suffix == ".json":
         write_file(output, json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
+    elif output is not None:
+        from fsdptool.report.html import plan_file
+
+        write_file(output, plan_file(document, output.suffix), force=force)
     if format is RowFormat.JSON:
         print_document(document)
     elif format is RowFormat.TEXT:
@@ -267,7 +270,8 @@ def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = Fals
     from fsdptool.planning.plan import plan_document
     from fsdptool.report.comparison import print_changes
 
-    after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)
+    with show_progress() as progress:
+        after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)
     if format is RowFormat.JSON:
         document = plan_document(after)
         document["details"]["changes"] = [
@@ -279,24 +283,5 @@ def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = Fals
     return int(ExitCode.FINDINGS if changes else exit_code(after))
 
 
-_PLAN_SUFFIXES = {"a plan": (".json", ".html")}
+_PLAN_SUFFIXES = {"a plan": (".json", ".html", ".svg")}
 _SWEEP_SUFFIXES = {"a sweep": (".json", ".csv", ".svg")}
-
-
-def check_output(output: Path | None, force: bool, suffixes: Mapping[str, Sequence[str]]) -> None:
-    """Refuse before the work, not after it."""
-    if output is None:
-        return
-    ((what, allowed),) = suffixes.items()
-    if output.suffix not in allowed:
-        listed = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-        raise PlanError(f"{output}: {what} is written as {listed}", help="choose one of these suffixes")
-    check_free(output, force=force)
-    folder = next(parent for parent in output.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise StorageError(f"{output} cannot be written: {folder} takes no files", help="choose another path")
-
-
-def progress(line: str) -> None:
-    """Say on standard error what is being done."""
-    say(f"{line}")

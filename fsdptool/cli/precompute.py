@@ -33,26 +33,16 @@ def command(
 
     Continues where an earlier call stopped. Training finds the result automatically.
     """
-    from fsdptool.config.recipe import read_recipe
+    from fsdptool.api.runs import prepare_precompute
     from fsdptool.runs.signals import handle_stop_signals
-    from fsdptool.source import consented, resolve_choice
-    from fsdptool.training.data import data_cache
-    from fsdptool.training.data.sources import with_places
-    from fsdptool.training.precompute import plan_work, precompute_report
+    from fsdptool.training.precompute import precompute_report
     from fsdptool.training.precompute.processes import run_processes
 
     with handle_stop_signals(
         "all shards were encoded", "run the command again: it continues with the missing shards"
     ):
-        read = with_places(read_recipe(recipe), recipe)
-        read = consented(read, recipe, trust_remote_code=trust_remote_code)
-        work = plan_work(read, resolve_choice(read.model, recipe.parent), data_cache())
-        done = run_processes(
-            work,
-            processes=processes,
-            device=device,
-            tell=say,
-        )
+        work = prepare_precompute(recipe, trust_remote_code=trust_remote_code)
+        done = run_processes(work, processes=processes, device=device, tell=say)
     body = precompute_report(done, device or "auto")
     if format is Format.JSON:
         from fsdptool.records.diagnostic import envelope

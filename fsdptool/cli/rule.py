@@ -25,10 +25,12 @@ def all_rules() -> dict[str, Rule]:
     from fsdptool.inspection import hazards as inspection
     from fsdptool.launch import doctor as launch
     from fsdptool.planning import advice as planning
+    from fsdptool.runs.diagnose import signatures
     from fsdptool.source import config_checks as source
 
     rooms = (families.RULES, source.RULES, inspection.RULES, planning.RULES, launch.RULES, cache.RULES)
-    return RULES | {rule.code: rule for table in rooms for rule in table}
+    failures = {signature.code: signature.rule for signature in signatures()}
+    return RULES | {rule.code: rule for table in rooms for rule in table} | failures
 
 
 def command(
@@ -40,6 +42,7 @@ def command(
     """Explain the code of a finding: what it means, why it matters, what to do, and whether a fix is safe."""
     from fsdptool.records.diagnostic import envelope
     from fsdptool.report.findings import render_list, render_rule
+    from fsdptool.report.tables import print_lines, terminal_width
     from fsdptool.spelling import nearest
 
     table = all_rules()
@@ -47,7 +50,7 @@ def command(
         if format is Format.JSON:
             print_document(envelope("rules", {}, _documents(table.values())))
         else:
-            sys.stdout.write(render_list(table.values()))
+            print_lines(render_list(table.values()))
         return 0
     wanted = code.strip().upper()
     if wanted not in table:
@@ -58,7 +61,7 @@ def command(
     if format is Format.JSON:
         print_document(envelope("rules", {"code": wanted}, _documents([table[wanted]])))
     else:
-        sys.stdout.write(render_rule(table[wanted]))
+        sys.stdout.write(render_rule(table[wanted], width=terminal_width(sys.stdout)))
     return 0
 
 

@@ -16,14 +16,14 @@ from fsdptool.cli.options import (
     RecipeArgument,
     TrustOption,
     print_document,
+    say,
+    show_progress,
 )
 
 if TYPE_CHECKING:
-    from fsdptool.launch.command import LaunchCommand
     from fsdptool.launch.outcome import Outcome
-    from fsdptool.launch.prepare import Prepared
+    from fsdptool.launch.start import ReadyRun
     from fsdptool.report.train import Progress
-    from fsdptool.runs.signals import StopSignals
 
 
 def command(
@@ -73,153 +73,99 @@ def command(
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Train RECIPE with the processes, mesh and wrapping of the configuration."""
-    from dataclasses import replace
+    from contextlib import ExitStack
 
-    from fsdptool.errors import ConfigError
-    from fsdptool.launch.command import build_command
-    from fsdptool.launch.create import check_folder, check_unlocked, lock_run, wait_for_run, write_run
-    from fsdptool.launch.machine import claim_gpus
-    from fsdptool.launch.prepare import place_nodes, prepare
-    from fsdptool.runs.folder import ACCELERATE
-    from fsdptool.runs.signals import handle_stop_signals
+    from fsdptool.launch.start import StartOptions, open_run
 
-    if launcher not in ("torchrun", "accelerate"):
-        raise ConfigError(f"--launcher {launcher!r} is not supported", help="choose torchrun or accelerate")
-    folder = (output or Path("runs") / recipe.stem).absolute()
-    first = not node_rank
-    with handle_stop_signals("the run was started", "start it again with --resume auto") as stops:
-        if first:
-            check_unlocked(folder)
-            check_folder(folder, resume=resume, force=force)
-        prepared = prepare(
-            recipe,
-            config,
-            processes=processes,
-            cpu=cpu,
-            with_prediction=predict and first and not dry_run,
-            with_data=first and not dry_run,
-            trust_remote_code=trust_remote_code,
-        )
-        nodes = place_nodes(prepared.settings, node_rank, rendezvous, launch_id)
-        if rendezvous is not None:
-            # The command line gives the rendezvous, so the finding about the file does not apply.
-            remaining = tuple(item for item in prepared.diagnostics if item.code != "FSD329")
-            prepared = replace(prepared, diagnostics=remaining)
-        command_line = build_command(
-            folder,
-            prepared.settings,
-            processes=prepared.per_machine,
-            device=prepared.device,
-            launcher="accelerate" if launcher == "accelerate" else "torchrun",
-            nodes=nodes,
-            max_restarts=max_restarts,
-            grace_seconds=grace,
-            timeout_seconds=timeout,
-            config=folder / ACCELERATE,
-            trust_remote_code=trust_remote_code,
-        )
+    start = open_run(recipe, config, StartOptions.of(locals()), dry_run=dry_run)
+    with ExitStack() as stack:
+        with show_progress():
+            ready = stack.enter_context(start)
         if dry_run:
-            _print_dry_run(command_line, folder, format)
+            _print_dry_run(ready, format)
             return 0
-        if not first:
-            wait_for_run(folder, launch_id)
-            with claim_gpus(prepared.settings, prepared.device, folder):
-                return _run(prepared, folder, command_line, max_restarts, stops, format, quiet=True)
-        with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
-            # Again: another start may have come and gone while this one prepared.
-            number = check_folder(folder, resume=resume, force=force)
-            write_run(
-                folder,
-                prepared,
-                resume=resume,
-                number=number,
-                argv=sys.argv,
-                force=force,
-                launch_id=launch_id,
-            )
-            return _run(prepared, folder, command_line, max_restarts, stops, format)
+        return _run(ready, format)
 
 
-def _print_dry_run(command_line: LaunchCommand, folder: Path, format: Format) -> None:
+_UNCHECKED = {
+    "gpus": "GPUs (this machine has none)",
+    "memory": "memory (`fsdptool plan --recipe RECIPE --config CONFIG --gpu GPU` predicts it)",
+    "data": "data after the first row (the start of the run reads all of it)",
+}
+
+
+def _print_dry_run(ready: ReadyRun, format: Format) -> None:
     from fsdptool.records.command_documents import LaunchLines, NodeCommand
     from fsdptool.records.diagnostic import envelope
 
+    command_line, unchecked = ready.command_line, ready.prepared.unchecked
     if format is Format.JSON:
         node = NodeCommand(tuple(command_line.argv), command_line.environment)
-        report = LaunchLines((node,), str(folder), None)
+        report = LaunchLines((node,), str(ready.folder), None, unchecked)
         print_document(envelope("launch", report, report))
         return
     sys.stdout.write(command_line.shell() + "\n")
+    prepared = ready.prepared
+    for finding in prepared.diagnostics:
+        if finding.severity == "warning":
+            say(f"warning: {finding.message}")
+    say(
+        f"checked: recipe, configuration, model, {len(prepared.units.units)} FSDP units, mesh and batch of"
+        f" {prepared.world_size} processes, first row of the data"
+    )
+    for item in unchecked:
+        say(f"not checked: {_UNCHECKED[item]}")
 
 
-def _run(
-    prepared: Prepared,
-    folder: Path,
-    command_line: LaunchCommand,
-    max_restarts: int,
-    stops: StopSignals,
-    format: Format,
-    *,
-    quiet: bool = False,
-) -> int:
+def _run(ready: ReadyRun, format: Format) -> int:
     from fsdptool.launch.outcome import exit_status
-    from fsdptool.launch.supervise import Supervisor
     from fsdptool.records.codec import to_json
     from fsdptool.report.train import Progress, plan_text
 
+    prepared = ready.prepared
     progress = Progress(prepared.recipe.steps, every=max(prepared.recipe.tracking.log_every, 1))
     for note in (
         *(item.message for item in prepared.diagnostics if item.severity == "warning"),
         *prepared.notes,
     ):
         progress.say(f"warning: {note}")
-    on_event = _silent if quiet else progress
-    if not quiet:
+    if ready.leads:
         progress.show(plan_text(to_json(prepared.prediction)))
-    # From here on a signal has somebody to reach; once they have ended, it changes nothing.
-    stops.collect()
-    supervisor = Supervisor(
-        folder, command_line, max_restarts=max_restarts, signals=stops.taken, on_event=on_event
-    )
     try:
-        outcome = supervisor.run()
+        outcome = ready.supervise(progress if ready.leads else _silent)
     finally:
         progress.close()
-    if quiet:
+    if not ready.leads:
         # The first machine sums up, if it is there to do it; this one says how it ended.
         _say_failure(outcome, progress)
         return int(exit_status(outcome))
-    return _close(prepared, folder, outcome, progress, format)
+    return _close(ready, outcome, progress, format)
 
 
-def _close(prepared: Prepared, folder: Path, outcome: Outcome, progress: Progress, format: Format) -> int:
-    from dataclasses import asdict, replace
-
-    from fsdptool.formatting import printable, printable_lines
-    from fsdptool.launch.outcome import account_for_memory, summarise, write_report, write_summary
+def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format) -> int:
+    from fsdptool.errors import ExitCode
+    from fsdptool.formatting import printable
     from fsdptool.records.codec import to_json
+    from fsdptool.report.tables import print_lines
     from fsdptool.report.train import closing_text, memory_text
     from fsdptool.runs.events import read_lines
     from fsdptool.runs.folder import METRICS
 
-    mesh = asdict(prepared.settings.mesh.resolve(prepared.world_size))
-    summary = summarise(folder, outcome, units=len(prepared.units.units), mesh=mesh)
-    account = account_for_memory(prepared, outcome.failure) if outcome.failure is not None else None
-    try:
-        if account is not None:
-            summary = replace(summary, memory_report=write_report(folder, account))
-        document = write_summary(folder, summary)
-    except OSError as error:
-        progress.say(f"warning: summary.json cannot be written: {error.strerror or error}")
-        document = asdict(summary)
+    folder = ready.folder
+    conclusion = ready.conclude(outcome)
+    summary, document, account = conclusion.summary, conclusion.document, conclusion.account
+    if (problem := conclusion.unwritten) is not None:
+        progress.say(f"warning: summary.json cannot be written: {problem.strerror or problem}")
     if format is Format.JSON:
         print_document(document)
     else:
         losses = [line.get("loss") for line in read_lines(folder / METRICS)]
-        sys.stdout.write(printable_lines(closing_text(document, printable(_shown(folder)), losses)))
+        print_lines(closing_text(document, printable(_shown(folder)), losses))
     if account is not None:
         progress.show(memory_text(to_json(account)))
     _say_failure(outcome, progress)
+    if summary.exit_code == ExitCode.WORKER_FAILED:
+        progress.say(f"help: fsdptool diagnose {_shown(folder)} names known causes and what to change")
     if outcome.failure is None and summary.resumable:
         progress.say("stopped; continue with --resume auto")
     return summary.exit_code

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdptool.cli.options import DialectOption, TargetOption, TrustOption, print_document, say
+from fsdptool.cli.options import (
+    DialectOption,
+    ExcludeOption,
+    IsolatedOption,
+    SelectOption,
+    SkipUnknownOption,
+    TargetOption,
+    TrustOption,
+    print_document,
+    say,
+)
 from fsdptool.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
+    from fsdptool.api.validate import Linter
     from fsdptool.config.fixes import Repaired
-    from fsdptool.config.result import Reading
+    from fsdptool.config.result import Reading, Verdict
     from fsdptool.files.text import SourceText
 
 
@@ -50,25 +62,47 @@ def command(
         bool, typer.Option("--diff", help="Show what the fixes would change, without writing anything.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Omit notes (severity info).")] = False,
+    select: SelectOption = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", help="Codes or their beginnings not to report.")
+    ] = None,
+    exclude: ExcludeOption = None,
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", help="File of old findings not to report.")
+    ] = None,
+    write_baseline: Annotated[
+        bool, typer.Option("--write-baseline", help="Accept what is found now into the baseline.")
+    ] = False,
+    statistics: Annotated[
+        bool, typer.Option("--statistics", help="Count the findings by code instead of listing them.")
+    ] = False,
+    skip_unknown: SkipUnknownOption = False,
+    isolated: IsolatedOption = False,
     trust_remote_code: TrustOption = False,
     format: Annotated[FindingFormat, typer.Option("--format", help="Output format.")] = FindingFormat.TEXT,
 ) -> int:
     """Check how the consuming program will interpret a configuration: errors, dropped settings, fixes."""
-    from fsdptool.api.validate import as_folder_member, conditions, expand
+    from fsdptool.api.validate import Linter, conditions
     from fsdptool.config.result import Verdict
     from fsdptool.report import findings
 
+    if statistics and format in (FindingFormat.GITHUB, FindingFormat.SARIF):
+        raise ConfigError(f"--statistics has no form for {format.value}", help="use text, concise or json")
     judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
     judged["target"] = target
-    readings = []
-    for path, named in expand(files).items():
-        reading = _read(path, dialect, consumer, judged)
-        readings.append(reading if named else as_folder_member(reading))
+    chosen = {"dialect": dialect, "consumer": consumer}
+    linter = Linter(select, ignore, exclude, baseline, skip_unknown, isolated)
+    if write_baseline:
+        return _accept(linter, files, {**judged, **chosen})
+    readings = [
+        linter.judge(path, named, read_input(path), **judged, **chosen)
+        for path, named in linter.expand(files).items()
+    ]
     code = ExitCode.CLEAN
     if fix or unsafe_fixes or diff:
-        repaired = [_repair(reading, unsafe_fixes, judged) for reading in readings]
+        repaired = [_repair(reading, unsafe_fixes, judged, linter) for reading in readings]
         after = [
-            result.reading if result is not None else reading
+            linter.sift(result.reading, _path(reading)) if result is not None else reading
             for result, reading in zip(repaired, readings, strict=True)
         ]
         if diff:
@@ -76,17 +110,32 @@ def command(
             left = Verdict(tuple(after))
             sys.stderr.write(findings.render_concise(left.readings, quiet=True))
             return max(int(changed), left.exit_code(strict=strict))
-        readings, code = _write(repaired, readings)
+        readings, code = _write(repaired, readings, after)
     verdict = Verdict(tuple(readings))
-    _print(verdict, format, quiet)
+    strict = strict or any(linter.settings(_path(reading)).strict for reading in readings)
+    _print(verdict, format, quiet, statistics, linter.accepted)
     return max(int(code), verdict.exit_code(strict=strict))
 
 
-def _read(path: Path, dialect: str | None, consumer: str | None, judged: dict[str, Any]) -> Reading:
-    from fsdptool.config import read_settings
+def _path(reading: Reading) -> Path:
+    return Path(reading.path or "-")
 
-    source = read_input(path)
-    return read_settings(path if source is None else source, dialect=dialect, consumer=consumer, **judged)
+
+def _accept(linter: Linter, files: list[Path], judged: dict[str, Any]) -> int:
+    """Write what is found now into the baseline; what it holds of other files stays."""
+    from fsdptool.config.baseline import NAME, Baseline, read_baseline
+
+    settings = linter.settings(files[0])
+    file = linter.baseline_file(settings) or settings.root / NAME
+    linter.baseline, stored = None, read_baseline(file) if file.exists() else Baseline(file)
+    fresh = replace(linter, with_baseline=False)
+    paths = fresh.expand(files)
+    count = stored.take(fresh.judge(path, named, read_input(path), **judged) for path, named in paths.items())
+    stored.save()
+    say(f"wrote {file}: {count} finding{'s' * (count != 1)} accepted in {len(paths)} files")
+    if settings.baseline is None:
+        say(f'note: give --baseline {file}, or write baseline = "{file.name}" in the project\'s settings')
+    return 0
 
 
 def read_input(path: Path) -> SourceText | None:
@@ -105,12 +154,13 @@ def read_input(path: Path) -> SourceText | None:
         raise ConfigError(f"standard input: {error.message}") from error
 
 
-def _repair(reading: Reading, unsafe: bool, judged: dict[str, Any]) -> Repaired | None:
+def _repair(reading: Reading, unsafe: bool, judged: dict[str, Any], linter: Linter) -> Repaired | None:
+    """Fix what is reported; the code of a finding decides in later passes, too."""
     from fsdptool.config.fixes import repair
 
     if reading.source is None or reading.dialect is None:
         return None
-    return repair(reading, unsafe=unsafe, **judged)
+    return repair(reading, unsafe=unsafe, only=linter.codes(_path(reading)), **judged)
 
 
 def _show(repaired: list[Repaired | None]) -> bool:
@@ -121,7 +171,9 @@ def _show(repaired: list[Repaired | None]) -> bool:
     return bool(text)
 
 
-def _write(repaired: list[Repaired | None], readings: list[Reading]) -> tuple[list[Reading], ExitCode]:
+def _write(
+    repaired: list[Repaired | None], readings: list[Reading], after: list[Reading]
+) -> tuple[list[Reading], ExitCode]:
     """Write what was fixed; a file that cannot be written is said, and does not keep the others from it."""
     from fsdptool.cli.app import complain
     from fsdptool.files.text import replace_file
@@ -139,7 +191,7 @@ def _write(repaired: list[Repaired | None], readings: list[Reading]) -> tuple[li
             complain(error)
             code = error.exit_code
             continue
-        left[index] = result.reading
+        left[index] = after[index]
         for item in result.applied:
             where = f"{result.before.path}:{item.line}" if item.line else result.before.path
             changed = "".join(
@@ -151,23 +203,25 @@ def _write(repaired: list[Repaired | None], readings: list[Reading]) -> tuple[li
     return left, code
 
 
-def _print(verdict: Any, format: FindingFormat, quiet: bool) -> None:
+def _print(verdict: Verdict, format: FindingFormat, quiet: bool, statistics: bool, accepted: int) -> None:
     from fsdptool.report import findings
 
     colour = findings.colour_wanted()
     if format is FindingFormat.JSON:
         print_document(verdict.document())
     elif format is FindingFormat.SARIF:
-        from fsdptool.report.findings import sarif_document
-
-        print_document(sarif_document(verdict.readings))
+        print_document(findings.sarif_document(verdict.readings))
     elif format is FindingFormat.GITHUB:
-        from fsdptool.report.findings import render_github
-
-        sys.stdout.write(render_github(verdict.readings, quiet=quiet))
+        sys.stdout.write(findings.render_github(verdict.readings, quiet=quiet))
     else:
-        render = findings.render_text if format is FindingFormat.TEXT else findings.render_concise
-        sys.stdout.write(render(verdict.readings, colour=colour, quiet=quiet))
-        sys.stdout.write(
-            findings.render_summary(len(verdict.readings), verdict.errors, verdict.warnings, verdict.fixable)
-        )
+        from fsdptool.report.tables import print_lines, terminal_width
+
+        width = terminal_width(sys.stdout)
+        if statistics:
+            text = findings.render_statistics(verdict.by_code(), colour=colour, quiet=quiet, width=width)
+        elif format is FindingFormat.TEXT:
+            text = findings.render_text(verdict.readings, colour=colour, quiet=quiet, width=width)
+        else:
+            text = findings.render_concise(verdict.readings, colour=colour, quiet=quiet)
+        sys.stdout.write(text)
+        print_lines(findings.render_summary(verdict, accepted))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from fsdptool.config.edits import Editor
 from fsdptool.config.rules import RULES
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry, Node
-from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, IgnoredKey, Severity
+from fsdptool.records.diagnostic import Diagnostic, Edit, Fix, IgnoredKey, Rule, Severity
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import Dialect
@@ -21,6 +22,20 @@ _MISWRITTEN = frozenset({"FSD201", "FSD202", "FSD203", "FSD210", "FSD211", "FSD2
 
 _DEPENDENT = {"wrap_policy": ("FSD315", "FSD325"), "fsdp_version": ("FSD301", "FSD302", "FSD303", "FSD338")}
 """Fixes that are right only while a setting stays as it runs now."""
+
+
+_OPTION = re.compile(r"--(?:unsafe-)?fix")
+_ASIDE = re.compile(r" \([^()]*--(?:unsafe-)?fix[^()]*\)")
+
+
+def advice(rule: Rule) -> str | None:
+    """Return what a rule says to do, without what it says of options.
+
+    Which option applies a fix depends on the finding, and is said with the fix.
+    """
+    clauses = re.split(r"(?<=[.;]) ", _ASIDE.sub("", rule.fix))
+    left = " ".join(clause for clause in clauses if not _OPTION.search(clause))
+    return left.rstrip(";.") + "." if left else None
 
 
 @dataclass(slots=True)
@@ -34,11 +49,12 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A diagnostic and the settings its fix changes."""
+    """A diagnostic, the settings its fix changes, its index in the text and the key that it is about."""
 
     diagnostic: Diagnostic
     changes: Mapping[str, Any]
     order: int
+    key: str | None = None
 
 
 @dataclass(slots=True)
@@ -170,7 +186,8 @@ class LintContext:
             changes: Canonical settings that the repair changes, with their new values.
         """
         rule = RULES[code]
-        start, end = self._span(self.at(at) if isinstance(at, str) else at, value)
+        at = self.at(at) if isinstance(at, str) else at
+        start, end = self._span(at, value)
         place = self.source.place(start) if start is not None else (None, None)
         last = self.source.place(end) if end is not None else (None, None)
         repair = None
@@ -181,7 +198,7 @@ class LintContext:
             code,
             severity or rule.severity,
             message,
-            help if help is not None else rule.fix,
+            help if help is not None else advice(rule),
             self.source.path,
             place[0],
             place[1],
@@ -189,7 +206,8 @@ class LintContext:
             last[1],
             repair,
         )
-        self.findings.append(Finding(diagnostic, dict(changes or {}), start if start is not None else -1))
+        order, key = start if start is not None else -1, str(at.key) if isinstance(at, Entry) else None
+        self.findings.append(Finding(diagnostic, dict(changes or {}), order, key))
 
     def report_value(
         self, code: str, message: str, at: Entry | Node | str | None, meant: Any = None, **more: Any

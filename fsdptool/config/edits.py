@@ -27,10 +27,10 @@ def last_index(node: Node) -> int:
 
 
 def scalar_text(value: Any, language: str = "yaml", style: str = "") -> str:
-    """Return ``value`` as a scalar (or a flow list) in YAML or JSON, quoted where it must be."""
+    """Return ``value`` as a scalar (or a flow list) in YAML, JSON or TOML, quoted where it must be."""
     if isinstance(value, tuple):
         value = list(value)
-    if language == "json":
+    if language in ("json", "toml"):
         return json.dumps(value, ensure_ascii=False)
     if value is None:
         return "null"
@@ -88,7 +88,7 @@ class Editor:
         node = entry.key_node
         if entry.merged or node.alias or "\n" in self.text[node.start : node.end]:
             return None
-        if self.language == "env":
+        if self.language in ("env", "toml"):  # a key of TOML is bare where it can be
             return (Edit(node.start, node.end, key),)
         return (Edit(node.start, node.end, scalar_text(key, self.language, node.style)),)
 
@@ -141,7 +141,7 @@ class Editor:
             entry: The entry whose value ``parent`` is, or None for the root.
             values: Keys and values; a dict value becomes a nested block.
         """
-        if parent is None or not values or self.language in ("env", "flags"):
+        if parent is None or not values or self.language in ("env", "flags", "toml"):
             return None
         if parent.alias:
             return None

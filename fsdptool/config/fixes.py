@@ -54,8 +54,7 @@ def repair(
     before = reading.source
     refused: set[tuple[str, str]] = set()
     applied: list[Applied] = []
-    judge = reading.consumer
-    arguments = {**judged, "dialect": reading.written_in, "consumer": judge.name, "target": judge.version}
+    arguments = _arguments(reading, judged)
     # Safe fixes first: an unsafe one (a migration) rewrites lines that they repair. And once more
     # afterwards, for what an unsafe one brought to light.
     for safe in (True, False, True) if unsafe else (True,):
@@ -67,6 +66,27 @@ def repair(
             applied.extend(done)
     assert reading.source is not None
     return Repaired(before, reading.source, reading, tuple(applied))
+
+
+def repair_one(reading: Reading, index: int, **judged: Any) -> Repaired:
+    """Apply the fix of one finding, checked as :func:`repair` checks it.
+
+    Args:
+        reading: What :func:`read_settings` returned.
+        index: Place of the finding in ``reading.diagnostics``. It has a fix.
+        judged: Further arguments of :func:`read_settings`, so that the result is judged alike.
+    """
+    assert reading.source is not None
+    result = _try(reading, [index], _arguments(reading, judged))
+    if result is None or result.source is None:
+        return Repaired(reading.source, reading.source, reading)
+    return Repaired(reading.source, result.source, result, (_applied(reading, index),))
+
+
+def _arguments(reading: Reading, judged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which the changed text is read as the unchanged one was."""
+    judge = reading.consumer
+    return {**judged, "dialect": reading.written_in, "consumer": judge.name, "target": judge.version}
 
 
 def _step(
@@ -160,7 +180,7 @@ def kept(before: Reading, after: Reading, promised: Mapping[str, Any]) -> bool:
         promised: Settings with their new values; ``*`` allows a group of keys to begin to count (a
             misspelt key, a switch), never to change one that counted already.
     """
-    if after.dialect != before.dialect or len(after.errors) > len(before.errors):
+    if after.dialect != before.dialect or _errors(after) > _errors(before):
         return False
     old, new = before.facts, after.facts
     for key in (*COMMON, *DETAILS, *LEGACY):
@@ -174,6 +194,14 @@ def kept(before: Reading, after: Reading, promised: Mapping[str, Any]) -> bool:
             continue
         return False
     return True
+
+
+def _errors(reading: Reading) -> int:
+    """Return the number of errors, with those that settings or a baseline hold back.
+
+    The file is read again without settings and baseline, so both sides must count them.
+    """
+    return sum(item.severity == "error" for item in (*reading.diagnostics, *reading.suppressed))
 
 
 def _plain(value: Any) -> Any:

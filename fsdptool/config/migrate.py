@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,24 @@ class Migrated:
         after: The new text, or None when it was refused.
         refusal: Why nothing was done, or None.
         notes: What the person should know (settings that must be given at launch now).
+        version: FSDP version that its program ran before, or None.
     """
 
     path: Path
     dialect: str | None
-    before: str
-    after: str | None
+    before: str = field(repr=False)
+    after: str | None = field(repr=False)
     refusal: str | None = None
     help: str | None = None
     notes: tuple[str, ...] = ()
-    encoded: bytes = b""
+    encoded: bytes = field(default=b"", repr=False)
+    version: int | None = None
+
+    @property
+    def original(self) -> bytes:
+        """The bytes that were read: the new ones keep the old ones' byte-order mark."""
+        mark = b"\xef\xbb\xbf" if self.encoded.startswith(b"\xef\xbb\xbf") else b""
+        return mark + self.before.encode()
 
     @property
     def changed(self) -> bool:
@@ -74,6 +82,8 @@ def migrate_file(
             nothing = f"there are no settings to write for {to}"
             return Migrated(path, reading.dialect, before, None, "the file does not configure FSDP", nothing)
         return Migrated(path, reading.dialect, before, before, notes=("the file does not configure FSDP",))
+    if to is None and any(item.code == "FSD301" for item in reading.suppressed):
+        return Migrated(path, reading.dialect, before, before, notes=("a comment in the file keeps FSDP1",))
     refusal = _refusal(reading)
     if refusal is not None:
         return Migrated(path, reading.dialect, before, None, *refusal)
@@ -95,7 +105,7 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
     assert reading.source is not None and reading.written_in is not None
     if reading.version == 1 and not reading.written_in.in_place:
         return _across(path, reading, reading.written_in.name)
-    result_of = partial(Migrated, path, reading.dialect, reading.source.text)
+    result_of = partial(Migrated, path, reading.dialect, reading.source.text, version=reading.version)
     if reading.version == 2 and _states_version(reading):
         # What else could be written better is for `validate --fix`: --check is to find FSDP1 alone.
         return result_of(reading.source.text)
@@ -134,7 +144,7 @@ def _switched(before: Reading, after: Reading) -> Iterable[str]:
 
 def _across(path: Path, reading: Reading, to: str) -> Migrated:
     assert reading.source is not None and reading.dialect is not None
-    result_of = partial(Migrated, path, reading.dialect, reading.source.text)
+    result_of = partial(Migrated, path, reading.dialect, reading.source.text, version=reading.version)
     blocking = [item for item in reading.errors if item.fix is None or not item.fix.safe]
     if blocking or reading.settings is None:
         first = blocking[0] if blocking else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, settings_from
 from fsdptool.config.checks.meaning import check_meaning
+from fsdptool.config.condense import condense
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import detect_dialect, load_registry, parse_source, sniff_dialect
 from fsdptool.config.dialects.protocol import PROGRAMS, Consumer, Dialect, known_programs, resolve_consumer
@@ -174,7 +175,7 @@ def _finish(lint: LintContext, comments: Comments) -> Reading:
             value, origin, line = lint.overridden[key], f"default of {lint.consumer}", None
         effective.append(EffectiveSetting(key, value, origin, line))
     ordered = sorted(lint.findings, key=lambda finding: (finding.order, finding.diagnostic.code))
-    kept = [finding for finding in ordered if not comments.silences(finding.diagnostic)]
+    kept = condense(lint, [item for item in ordered if not comments.silences(item.diagnostic)])
     return Reading(
         settings=settings_from(facts) if lint.runs_fsdp and lint.configures_fsdp else None,
         diagnostics=tuple(finding.diagnostic for finding in kept),

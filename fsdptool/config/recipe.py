@@ -23,8 +23,7 @@ from fsdptool.files.json_tree import parse_json
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
 from fsdptool.files.yaml_tree import parse_yaml
-from fsdptool.formatting import printable
-from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 
 _BLOCKS = {
@@ -76,15 +75,6 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
         + [_error(source, node.start, message, advice) for node, message, advice in contradictions(root)]
     )
     return from_json(Recipe, to_python(root), where="recipe")
-
-
-def dump_recipe(recipe: Recipe, *, header: str | None = None) -> str:
-    """Return a recipe as YAML that :func:`read_recipe` reads back to an equal record."""
-    import yaml
-
-    text = yaml.safe_dump(to_json(recipe), sort_keys=False, allow_unicode=True, width=100)
-    modeline = "# yaml-language-server: $schema=recipe.schema.json\n"
-    return modeline + "".join(f"# {printable(line)}\n" for line in (header or "").splitlines()) + text
 
 
 def _open(path: str | Path | SourceText) -> SourceText:
@@ -326,4 +316,4 @@ def _name(hint: Any) -> str:
     return "a value"
 
 
-__all__ = ["OWNED_BY_YAML", "dump_recipe", "read_recipe"]
+__all__ = ["OWNED_BY_YAML", "read_recipe"]

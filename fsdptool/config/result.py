@@ -10,12 +10,12 @@ from fsdptool.config.dialects.protocol import Consumer
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document
-from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting, IgnoredKey, envelope
+from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting, IgnoredKey, Severity, envelope
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import Dialect
-    from fsdptool.records.config_documents import ConsumerVersion, FileStatus, FileVerdict, Finding
+    from fsdptool.records.config_documents import CodeCount, ConsumerVersion, FileStatus, FileVerdict, Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class Reading:
 
     settings: FsdpSettings | None
     diagnostics: tuple[Diagnostic, ...]
-    effective: tuple[EffectiveSetting, ...]
-    ignored: tuple[IgnoredKey, ...]
+    effective: tuple[EffectiveSetting, ...] = field(repr=False)
+    ignored: tuple[IgnoredKey, ...] = field(repr=False)
     dialect: str | None
     consumer: Consumer
     version: int | None = None
     path: str | None = None
     source: SourceText | None = field(default=None, repr=False)
     document: Document | None = field(default=None, repr=False)
-    changes: tuple[Mapping[str, Any], ...] = ()
+    changes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     suppressed: tuple[Diagnostic, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
     written_in: Dialect | None = field(default=None, repr=False)
 
     @property
@@ -63,6 +63,11 @@ class Reading:
         if any(item.fix is not None and item.severity != "info" for item in self.diagnostics):
             return "fixable"
         return "ok"
+
+    @property
+    def passed_over(self) -> bool:
+        """Whether the file is another program's, found in a folder: there are notes on it only."""
+        return self.dialect is None and all(item.severity == "info" for item in self.diagnostics)
 
     def require(self) -> FsdpSettings:
         """Return the settings of a file without errors.
@@ -81,6 +86,9 @@ class Reading:
             )
             raise ConfigError(f"{place}{first.code} {first.message}", help=first.help)
         return self.settings
+
+
+_ORDER = ("error", "warning", "info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +116,47 @@ class Verdict:
             for item in reading.diagnostics
         )
 
+    @property
+    def passed_over(self) -> int:
+        """Number of files of other programs, about which there are notes only."""
+        return sum(reading.passed_over for reading in self.readings)
+
+    def by_code(self) -> tuple[CodeCount, ...]:
+        """Return how often each code was found, the errors first and the most frequent first."""
+        from fsdptool.records.config_documents import CodeCount
+
+        found: dict[tuple[Severity, str], list[Diagnostic]] = {}
+        for reading in self.readings:
+            for item in reading.diagnostics:
+                found.setdefault((item.severity, item.code), []).append(item)
+        return tuple(
+            CodeCount(code, severity, len(items), sum(item.fix is not None for item in items))
+            for (severity, code), items in sorted(
+                found.items(), key=lambda entry: (_ORDER.index(entry[0][0]), -len(entry[1]), entry[0][1])
+            )
+        )
+
     def exit_code(self, *, strict: bool = False) -> int:
         """Return 1 for an error (or a warning under ``strict``), else 0."""
         return int(ExitCode.FINDINGS if self.errors or (strict and self.warnings) else ExitCode.CLEAN)
+
+    def html(self) -> str:
+        """Return the findings as a page, file by file."""
+        from fsdptool.report.shown_records import verdict_page
+
+        return verdict_page(self.readings)
+
+    def __repr__(self) -> str:
+        """Return the number of findings and the most severe ones, in a few lines."""
+        from fsdptool.report.shown_records import verdict_lines
+
+        return "\n".join(verdict_lines(self.readings))
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own."""
+        from fsdptool.report.html_page import frame
+
+        return frame("fsdptool validate", self.html(), height=420)
 
     def document(self) -> dict[str, Any]:
         """Return the document of schema ``validate``."""
@@ -122,6 +168,7 @@ class Verdict:
             consumer=_consumer(first) if first else None,
             files=tuple(file_verdict(reading) for reading in self.readings),
             summary=FindingCounts(self.errors, self.warnings, self.fixable),
+            statistics=self.by_code(),
         )
         return envelope("validate", digests, report)
 

@@ -18,7 +18,11 @@ from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Edit
 from fsdptool.records.sharding import FsdpSettings
 
-MODELINE = "# yaml-language-server: $schema=accelerate-fsdp2.schema.json"
+
+def schema_comment(schema: str, folder: Path) -> str:
+    """Return the line by which editors check a file in ``folder``; empty unless the schema lies there."""
+    name = f"{schema}.schema.json"
+    return f"# yaml-language-server: $schema={name}\n" if (folder / name).is_file() else ""
 
 
 def write_settings(
@@ -74,7 +78,7 @@ def emit_yaml(
         head.append("")
         head.append("With this file, a plain accelerate script differs from the plan:")
         head.extend(f"- {line}" for line in differences)
-    return MODELINE + "\n" + write_settings(resolved(settings), header=head)
+    return write_settings(resolved(settings), header=head)
 
 
 def resolved(settings: FsdpSettings) -> FsdpSettings:

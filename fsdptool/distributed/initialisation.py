@@ -118,6 +118,27 @@ def _truncated_normals_noted() -> Iterator[None]:
         torch.nn.init._no_grad_trunc_normal_ = original
 
 
+@contextmanager
+def _listed_values_noted() -> Iterator[None]:
+    """Make tensors of listed values on the CPU before they go to meta, where the recorder sees the copy.
+
+    ``torch.tensor([...], device="meta")`` drops the values before any dispatch mode is asked (torch 2.13).
+    RWKV's mixing weights start as powers of such a list (transformers 5.23).
+    """
+    original = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "meta":
+            return original(data, device=device, **options)
+        return original(data, device="cpu", **options).to("meta")
+
+    torch.tensor = tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.tensor = original
+
+
 def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -> Blueprint:
     """Build a model without its parameters and return how they would have been initialised.
 
@@ -136,7 +157,12 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
     small: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(derive_seed(seed, "constructors"))
-        with recorder, _parameters_on_meta(keep, small), _truncated_normals_noted():
+        with (
+            recorder,
+            _parameters_on_meta(keep, small),
+            _truncated_normals_noted(),
+            _listed_values_noted(),
+        ):
             model = build()
     # transformers pads the bias of a tied output layer, which makes another tensor of a parameter.
     recorder.constructed = {key: value for key, (_, value) in small.items() if not value.isnan().any()}
@@ -225,7 +251,9 @@ def replay(
     first, last = rows
     if name in blueprint.values:
         value = blueprint.values[name]
-        return (value[first:last] if shape else value.clone()).to(dtype)
+        # A vector of equal elements is kept as one element that is expanded. Fused optimizers write through
+        # the pointer, past the end of such a storage (torch 2.13, ``_fused_adamw_``).
+        return (value[first:last] if shape else value.clone()).to(dtype).contiguous()
     notes = blueprint.notes.get(name)
     if not notes:
         raise ModelError(

@@ -1,38 +1,39 @@
-"""Proof that a model is sharded: a run's before its first step, and a small one for ``fsdptool doctor``."""
+"""Proof that a live model is sharded as planned: before a run's first step, and in anybody's script."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import sys
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdptool.distributed.materialize import rows_of
-from fsdptool.distributed.rendezvous import join
 from fsdptool.distributed.shard import local, managed_names, require, sharded_modules
+from fsdptool.memory.simulation.collectives import stored_dtype
 from fsdptool.modeling.methods.quantised_layers import describe_base
-from fsdptool.records.sharding import Unit, UnitPlan
+from fsdptool.records.anatomy import Parameter
+from fsdptool.records.proof import Difference, DifferenceKind
+from fsdptool.records.sharding import ParallelDims, Unit, UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
 
 
 _EXAMPLES = 4
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing (torch, accelerate) and compilation put into the names of parameters."""
+_PEFT = "base_model.model."
+"""What ``get_peft_model`` puts before them; fsdptool injects adapters without it."""
 
 
 def prove(model: nn.Module, plan: UnitPlan, session: Session) -> dict[str, Any]:
-    """Check units, placements, shard sizes and replicas on every rank.
+    """Check on every rank that a run's model is as planned, by :func:`differences`; a collective.
 
     Args:
         model: Materialised.
@@ -43,78 +44,293 @@ def prove(model: nn.Module, plan: UnitPlan, session: Session) -> dict[str, Any]:
         Plain data for ``summary.json``: counts, bytes per rank, examples with placements per rank.
 
     Raises:
-        WorkerError: Something differs; the message names the parameter or unit.
+        WorkerError: Something differs; the message names each kind of difference and where it is.
     """
+    found = differences(model, plan, session.dims)
+    require(not found, "; ".join(describe(item) for item in found))
     names = dict(model.named_parameters(remove_duplicate=False))
-    _check_units(model, plan)
-    _check_placements(names, plan, session)
-    replicated = _check_replicas(names, plan, session)
-    return _summary(model, names, plan, session, replicated)
+    return _summary(model, names, plan, session, _digest_whole(names, plan))
 
 
-def _check_units(model: nn.Module, plan: UnitPlan) -> None:
-    listed = 0
+def differences(model: nn.Module, plan: UnitPlan, dims: ParallelDims) -> tuple[Difference, ...]:
+    """Return what is not as planned, the same on every rank; a collective where there are several.
+
+    Compares units, placements and rows, stored, compute and reduce dtypes, resharding after forward, offload,
+    ties, and the values of replicas.
+
+    Args:
+        model: Sharded and materialised.
+        plan: What it should be.
+        dims: The planned mesh, sizes filled in.
+    """
+    names = live_parameters(model, plan)
+    groups = list(_groups(model, plan))
+    mine: list[Difference] = []
+    if not groups:
+        whole = f"{len(plan.units)} FSDP units"
+        mine.append(Difference(DifferenceKind.NOT_SHARDED, type(model).__name__, whole, "no FSDP unit"))
+    else:
+        mine += _parameter_differences(names, plan)
+        mine += _unit_differences(groups, plan)
+        mine += _placement_differences(names, plan, dims)
+        mine += _setting_differences(names, groups, plan)
+    everyone = gather(tuple(_merged(mine)))
+    if not any(everyone):
+        everyone = gather(tuple(_replica_differences(names, plan, dims)))
+    return _of_all_ranks(everyone)
+
+
+def live_parameters(model: nn.Module, plan: UnitPlan) -> dict[str, nn.Parameter]:
+    """Return the parameters by the plan's names, every name of a tied one included."""
+    rename = _renamer(plan)
+    return {rename(name): item for name, item in model.named_parameters(remove_duplicate=False)}
+
+
+def _renamer(plan: UnitPlan) -> Callable[[str], str]:
+    """Return what makes the plan's names of live ones."""
+    prefixed = any(parameter.fqn.startswith(_PEFT) for parameter in _planned(plan))
+
+    def rename(name: str) -> str:
+        name = unwrapped_names(name)
+        return name if prefixed else name.removeprefix(_PEFT)
+
+    return rename
+
+
+def unwrapped_names(name: str) -> str:
+    """Return a module's or parameter's name without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = f"{name}.".replace(wrapper, "").removesuffix(".")
+    return name
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model below DistributedDataParallel and ``torch.compile``."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Return the device that forward runs on, wherever the shards live."""
+    for module in sharded_modules(model):
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            return torch.device(group.device)
+    return next(iter(model.parameters())).device
+
+
+def local_bytes(model: nn.Module) -> tuple[int, ...]:
+    """Return the bytes of the parameters of every rank; a collective."""
+    mine = sum(local(item).numel() * item.element_size() for item in model.parameters())
+    return tuple(gather(mine))
+
+
+def _planned(plan: UnitPlan) -> list[Parameter]:
+    return [*(parameter for unit in plan.units for parameter in unit.parameters), *plan.ignored]
+
+
+def _groups(model: nn.Module, plan: UnitPlan) -> Iterable[tuple[str, frozenset[str], Any]]:
+    """Yield every live FSDP group that holds parameters: its path, the plan's names of them, and itself."""
+    rename = _renamer(plan)
+    canonical = {name: parameter.fqn for parameter in _planned(plan) for name in parameter.names}
+    paths = {id(module): path for path, module in model.named_modules()}
+    seen: set[int] = set()
+    for module in sharded_modules(model):
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        if group is None or id(group) in seen:
+            continue
+        seen.add(id(group))
+        names = (rename(name) for name in managed_names(model, module))
+        path = rename(f"{paths[id(module)]}.").removesuffix(".") or "root"
+        yield path, frozenset(canonical.get(name, name) for name in names), group
+
+
+def _parameter_differences(names: Mapping[str, nn.Parameter], plan: UnitPlan) -> Iterable[Difference]:
+    kind = DifferenceKind.PARAMETER
+    known: set[str] = set()
+    for listed in _planned(plan):
+        known.update(listed.names)
+        parameter = next((names[name] for name in listed.names if name in names), None)
+        if parameter is None:
+            yield Difference(kind, listed.fqn, "a parameter of the model", "no such parameter")
+        elif tuple(parameter.shape) != listed.shape:
+            yield Difference(kind, listed.fqn, f"shape {listed.shape}", f"shape {tuple(parameter.shape)}")
+        elif parameter.requires_grad != listed.trainable:
+            words = {True: "trained", False: "frozen"}
+            yield Difference(kind, listed.fqn, words[listed.trainable], words[parameter.requires_grad])
+    tied = {id(names[name]) for name in known if name in names}
+    for name, parameter in names.items():
+        if name not in known and id(parameter) not in tied:
+            yield Difference(kind, name, "no such parameter", "a parameter of the model")
+
+
+def _unit_differences(
+    groups: Iterable[tuple[str, frozenset[str], Any]], plan: UnitPlan
+) -> Iterable[Difference]:
+    live = {names: path for path, names, _ in groups}
+    unmatched = dict(live)
+    owner = {name: path for names, path in live.items() for name in names}
     for unit in plan.units:
-        module = model.get_submodule(unit.modules[0])
-        require(isinstance(module, FSDPModule), f"unit {unit.id} is not sharded")
-        assert isinstance(module, FSDPModule)
-        managed = set(managed_names(model, module))
-        for parameter in unit.parameters:
-            match = managed.intersection(parameter.names)
-            require(bool(match), f"{parameter.fqn} is not in unit {unit.id}")
-            managed -= match
-        require(not managed, f"unit {unit.id} also manages {sorted(managed)[:1]}")
-        listed += len(unit.parameters)
-    states = {id(module._get_fsdp_state()) for module in sharded_modules(model)}
-    require(len(states) == len(plan.units), f"{len(states)} units exist, {len(plan.units)} are planned")
-    actual = sum(1 for _ in model.parameters())
-    expected = listed + len(plan.ignored)
-    require(actual == expected, f"the model has {actual} parameters, the plan lists {expected}")
+        wanted = frozenset(parameter.fqn for parameter in unit.parameters)
+        if not wanted or unmatched.pop(wanted, None) is not None:
+            continue
+        homes = sorted({owner.get(name, "no unit") for name in wanted})
+        if len(homes) > 1:
+            found = f"them in units {', '.join(homes[:3])}{', ...' if len(homes) > 3 else ''}"
+        else:
+            found = "them in no unit" if homes[0] == "no unit" else f"them in unit {homes[0]}, with others"
+        yield Difference(DifferenceKind.UNIT, unit.id, "its parameters in a unit of their own", found)
+    planned = {parameter.fqn for unit in plan.units for parameter in unit.parameters}
+    for names, path in unmatched.items():
+        # Those that hold planned parameters are named above.
+        if not names & planned:
+            yield Difference(DifferenceKind.UNIT, path, "no unit", f"a unit of {len(names)} parameters")
 
 
-def _check_placements(names: Mapping[str, torch.Tensor], plan: UnitPlan, session: Session) -> None:
-    hybrid = session.dims.dp_replicate > 1
-    expected: tuple[Placement, ...] = (Replicate(), Shard(0)) if hybrid else (Shard(0),)
+def _placement_differences(
+    names: Mapping[str, nn.Parameter], plan: UnitPlan, dims: ParallelDims
+) -> Iterable[Difference]:
+    kind = DifferenceKind.PLACEMENT
+    expected: tuple[Placement, ...] = (Replicate(), Shard(0)) if dims.dp_replicate > 1 else (Shard(0),)
+    sizes = tuple(dims.parameter_mesh().values())
     for unit in plan.units:
         for listed in unit.parameters:
-            parameter = names.get(listed.fqn)
-            require(isinstance(parameter, DTensor), f"{listed.fqn} is not a sharded parameter of the model")
-            assert isinstance(parameter, DTensor)
-            require(tuple(parameter.placements) == expected, f"{listed.fqn} is placed {parameter.placements}")
-            require(
-                tuple(parameter.shape) == listed.shape, f"{listed.fqn} has shape {tuple(parameter.shape)}"
-            )
-            require(parameter.requires_grad == listed.trainable, f"{listed.fqn} has the wrong requires_grad")
+            parameter: Any = names.get(listed.fqn)
+            if parameter is None or tuple(parameter.shape) != listed.shape:
+                continue
+            planned = f"{_placed(expected)} over {' x '.join(map(str, sizes))} ranks"
+            if not isinstance(parameter, DTensor):
+                yield Difference(kind, listed.fqn, planned, "whole on every rank")
+                continue
+            mesh = tuple(parameter.device_mesh.shape)
+            found = f"{_placed(parameter.placements)} over {' x '.join(map(str, mesh))} ranks"
+            if tuple(parameter.placements) != expected or mesh != sizes:
+                yield Difference(kind, listed.fqn, planned, found)
+                continue
             first, last = rows_of(parameter)
             shard = local(parameter)
-            require(shard.shape == (last - first, *listed.shape[1:]), f"{listed.fqn}: wrong rows")
-            require(not shard.is_meta, f"{listed.fqn} has no values")
+            if shard.shape != (last - first, *listed.shape[1:]):
+                rows = shard.shape[0] if shard.dim() else 0
+                yield Difference(kind, listed.fqn, f"{last - first} rows", f"{rows} rows")
+            elif shard.is_meta:
+                yield Difference(kind, listed.fqn, "values", "no values (meta device)")
     for listed in plan.ignored:
+        whole: Any = names.get(listed.fqn)
+        if isinstance(whole, DTensor):
+            placed = _placed(whole.placements)
+            yield Difference(kind, listed.fqn, "whole on every rank", placed)
+
+
+def _placed(placements: Iterable[Placement]) -> str:
+    words = ["replicated" if item.is_replicate() else str(item) for item in placements]
+    return " and ".join("sharded by rows" if word in ("S(0)", "Shard(dim=0)") else word for word in words)
+
+
+def _setting_differences(
+    names: Mapping[str, nn.Parameter],
+    groups: Iterable[tuple[str, frozenset[str], Any]],
+    plan: UnitPlan,
+) -> Iterable[Difference]:
+    for listed in _planned(plan):
         parameter = names.get(listed.fqn)
-        require(parameter is not None, f"{listed.fqn} is not in the model")
-        require(not isinstance(parameter, DTensor), f"{listed.fqn} should be whole on every rank")
+        planned = stored_dtype(listed, plan)
+        if parameter is not None and _short(parameter.dtype) != planned:
+            yield Difference(
+                DifferenceKind.STORED_DTYPE, listed.fqn, planned, _short(parameter.dtype) or "none"
+            )
+        present = {id(names[name]) for name in listed.names if name in names}
+        if len(present) > 1:
+            tied = f"one tensor, as {listed.aliases[0]}"
+            yield Difference(DifferenceKind.TIE, listed.fqn, tied, f"{len(present)} tensors")
+    by_names = {frozenset(parameter.fqn for parameter in unit.parameters): unit for unit in plan.units}
+    for path, held, group in groups:
+        policy = group.mp_policy
+        dtypes = (("compute", policy.param_dtype, plan.param_dtype),)
+        # A reduction in the compute dtype may be said by either (torch 2.13, ``init_dtype_attrs``).
+        reduced = (policy.reduce_dtype or policy.param_dtype, plan.reduce_dtype or plan.param_dtype)
+        for word, found, wanted in (*dtypes, ("reduce", *reduced)):
+            if _short(found) != wanted:
+                stated = [f"{word} in {value or 'the stored dtype'}" for value in (wanted, _short(found))]
+                yield Difference(DifferenceKind.COMPUTE_DTYPE, path, stated[0], stated[1])
+        offloaded = bool(group.fsdp_params) and group.fsdp_params[0].offload_to_cpu
+        if offloaded != plan.cpu_offload:
+            homes = {True: "host memory", False: "device memory"}
+            yield Difference(DifferenceKind.OFFLOAD, path, homes[plan.cpu_offload], homes[offloaded])
+        unit = by_names.get(held)
+        if unit is not None and unit.reshard_after_forward is not None:
+            freed = {True: "freed after forward", False: "kept after forward"}
+            wanted_freed, is_freed = bool(unit.reshard_after_forward), bool(group._reshard_after_forward)
+            if wanted_freed != is_freed:
+                yield Difference(DifferenceKind.RESHARD, path, freed[wanted_freed], freed[is_freed])
 
 
-def _check_replicas(names: dict[str, nn.Parameter], plan: UnitPlan, session: Session) -> str:
+def _short(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _replica_differences(
+    names: Mapping[str, nn.Parameter], plan: UnitPlan, dims: ParallelDims
+) -> Iterable[Difference]:
     """Compare hashes of whole parameters over all ranks, and of shards over HSDP's replicas."""
-    whole = hashlib.blake2b(digest_size=16)
-    for listed in plan.ignored:
-        whole.update(content(names[listed.fqn]))
-    shards = hashlib.blake2b(digest_size=16)
-    if session.dims.dp_replicate > 1:
-        for unit in plan.units:
-            for listed in unit.parameters:
-                shards.update(content(local(names[listed.fqn])))
-    mine = (whole.hexdigest(), shards.hexdigest())
-    everyone: list[Any] = [mine]
-    if session.world_size > 1:
-        everyone = [None] * session.world_size
-        dist.all_gather_object(everyone, mine)
-    require(len({item[0] for item in everyone}) == 1, "replicated parameters differ between ranks")
-    for position in range(session.dims.stride("dp_replicate")):
-        copies = {everyone[rank][1] for rank in session.dims.group(position, "dp_replicate")}
-        require(len(copies) == 1, f"replicas of shard {position} differ")
-    return mine[0]
+    shards: list[torch.Tensor] = []
+    if dims.dp_replicate > 1:
+        shards = [local(names[listed.fqn]) for unit in plan.units for listed in unit.parameters]
+    mine = (_digest_whole(names, plan), _digest(shards))
+    everyone = gather(mine)
+    kind = DifferenceKind.REPLICA
+    if len({item[0] for item in everyone}) > 1:
+        yield Difference(kind, "replicated parameters", "equal on all ranks", "different values")
+    for position in range(dims.stride("dp_replicate")):
+        copies = {everyone[rank][1] for rank in dims.group(position, "dp_replicate")}
+        if len(copies) > 1:
+            yield Difference(kind, f"replicas of shard {position}", "equal", "different values")
+
+
+def _digest_whole(names: Mapping[str, nn.Parameter], plan: UnitPlan) -> str:
+    return _digest(names[listed.fqn] for listed in plan.ignored)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(content(tensor))
+    return digest.hexdigest()
+
+
+def gather(mine: Any) -> list[Any]:
+    """Return what every rank has, by rank; a collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _merged(found: Iterable[Difference]) -> list[Difference]:
+    """Return differences that say the same of several places as one."""
+    alike: dict[tuple[DifferenceKind, str, str], Difference] = {}
+    for item in found:
+        key = (item.kind, item.planned, item.found)
+        known = alike.get(key)
+        alike[key] = item if known is None else replace(known, places=known.places + 1)
+    return list(alike.values())
+
+
+def _of_all_ranks(everyone: Iterable[Iterable[Difference]]) -> tuple[Difference, ...]:
+    """Return the differences of all ranks, each with the ranks that see it."""
+    ranks: dict[Difference, list[int]] = {}
+    for rank, found in enumerate(everyone):
+        for item in found:
+            ranks.setdefault(item, []).append(rank)
+    return tuple(replace(item, ranks=tuple(seen)) for item, seen in ranks.items())
+
+
+def describe(item: Difference) -> str:
+    """Return a difference in a line: where, what was planned and what was found."""
+    more = f" and {item.places - 1} more" if item.places > 1 else ""
+    return f"{item.where}{more}: planned {item.planned}, found {item.found}"
 
 
 def content(tensor: torch.Tensor) -> bytes:
@@ -161,74 +377,3 @@ def _summary(
 def _example_unit(plan: UnitPlan) -> Unit:
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     return blocks[0] if blocks else plan.units[-1]
-
-
-_STEPS = 3
-_WIDTH = 8
-_TOLERANCE = 1e-5
-
-
-def probe(device_type: str) -> dict[str, Any]:
-    """Shard a small model over all ranks, train it, and compare with the same model unsharded.
-
-    Returns:
-        ``sharded`` (every parameter is a DTensor with half its rows on each rank), ``equal`` (weights
-        after three steps equal the plain loop's), ``difference`` (largest) and ``backend``.
-    """
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    join("nccl" if device_type == "cuda" else "gloo")
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    plain, sharded = _model().to(device), _model().to(device)
-    for block in sharded:
-        fully_shard(block, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    rows = [
-        isinstance(p, DTensor) and p.to_local().shape[0] * dist.get_world_size() == p.shape[0]
-        for p in sharded.parameters()
-    ]
-    batches = torch.randn(
-        _STEPS, 2 * dist.get_world_size(), _WIDTH, generator=torch.Generator().manual_seed(1)
-    )
-    mine = batches.to(device)[:, dist.get_rank() :: dist.get_world_size()]
-    _train(plain, batches.to(device))
-    _train(sharded, mine)
-    difference = max(
-        float((p.full_tensor() - q).abs().max()) if isinstance(p, DTensor) else float((p - q).abs().max())
-        for p, q in zip(sharded.parameters(), plain.parameters(), strict=True)
-    )
-    backend = dist.get_backend()
-    dist.destroy_process_group()
-    return {
-        "backend": backend,
-        "sharded": all(rows),
-        "equal": difference <= _TOLERANCE,
-        "difference": difference,
-    }
-
-
-def _model() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(2)))
-
-
-def _train(model: Any, batches: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in batches:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def main(arguments: list[str]) -> int:
-    """Write what this rank found to ``FOLDER/rank-N.json``."""
-    folder, device_type = Path(arguments[0]), arguments[1]
-    found = probe(device_type)
-    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import WorkerError
+from fsdptool.garbage import collect_seldom
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -183,6 +184,7 @@ def _nodes_handler(parameters: Any) -> Any:
 def main(arguments: list[str]) -> None:
     """Hand over to ``torchrun`` or ``accelerate launch`` with both back ends known."""
     launcher, *rest = arguments
+    collect_seldom()
     register_backends()
     if FOLDER in os.environ or LOCAL not in rest:
         _launch(launcher, rest)

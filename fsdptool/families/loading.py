@@ -63,5 +63,14 @@ def _output_aside() -> Iterator[None]:
             kept = os.dup(1)
             stack.callback(os.close, kept)
             stack.callback(os.dup2, kept, 1)
+            # What a plugin left in the buffer goes where the plugin's output goes.
+            stack.callback(_flush)
+            _flush()
             os.dup2(2, 1)
         yield
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import Recipe
 
 API_VERSION = 1
@@ -199,6 +200,14 @@ class Family(ABC):
     @abstractmethod
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
         """Return the objectives this family trains under: name to factory taking the recipe's options."""
+
+    def bind(self, spec: ModelSpec) -> Family:
+        """Return the family as it serves one resolved model.
+
+        It is the family itself, unless the configuration alone does not tell all: code in the model's folder
+        that the user allowed to run.
+        """
+        return self
 
     def objective_for(self, config: Mapping[str, Any]) -> str:
         """Return the default objective of one configuration; the family's own unless it serves many."""

@@ -279,12 +279,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def family_of(spec: ModelSpec) -> Family:
-    """Return the family that made ``spec``.
+    """Return the family that made ``spec``, bound to it.
 
     Raises:
         ReferenceError: It is not installed here.
     """
-    return load_registry().get(spec.family)
+    return load_registry().get(spec.family).bind(spec)
 
 
 def family_digest(name: str) -> str:

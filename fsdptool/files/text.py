@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 from bisect import bisect_right
@@ -258,3 +259,39 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
         if aside is not None:
             with contextlib.suppress(OSError):
                 Path(aside).unlink()
+
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""How file systems without hard links (FAT, some network folders) refuse one."""
+
+
+def create_file(path: Path, data: bytes) -> None:
+    """Write a file that does not exist yet, whole or not at all.
+
+    Raises:
+        StorageError: It exists, also if another program has just created it, or it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    try:
+        with aside.open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        try:
+            # Unlike a rename, a link never replaces a file.
+            os.link(aside, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # An empty file takes the name first, which fails if there is one; then it is replaced.
+            path.open("xb").close()
+            aside.replace(path)
+    except FileExistsError:
+        raise StorageError(f"{path} exists already", help="choose another name") from None
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}", help="nothing was written"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()

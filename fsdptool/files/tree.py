@@ -63,11 +63,11 @@ class Document:
     """A parsed file: its root (None when empty) and the language it was parsed as."""
 
     root: Node | None
-    language: Literal["yaml", "json", "env", "flags"]
+    language: Literal["yaml", "json", "toml", "env", "flags"]
 
 
 class ParseError(Exception):
-    """A text that is not YAML or JSON; ``index`` is where."""
+    """A text that is not YAML, JSON or TOML; ``index`` is where."""
 
     def __init__(self, code: str, message: str, index: int | None) -> None:
         super().__init__(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes, read_source
 from fsdptool.files.tree import DEPTH_LIMIT, Node, ParseError, effective_entries
 from fsdptool.files.yaml_tree import parse_yaml
+from fsdptool.spelling import nearest
 
 JSON_LIMIT = 64 << 20
 """Bytes of the largest document that is read: a plan with long timelines has some megabytes."""
@@ -180,15 +182,37 @@ def check(data: Any, schema: str, *, where: str) -> None:
     """Check ``data`` against ``schemas/<schema>.schema.json``.
 
     Raises:
-        ConfigError: The first violation, by its place in the document.
+        ConfigError: The violations, by their places in the document.
     """
     import jsonschema
 
     validator = jsonschema.Draft202012Validator(load_schema(schema))
     errors = sorted(validator.iter_errors(data), key=lambda error: [str(part) for part in error.path])
-    if errors:
-        place = ".".join(str(part) for part in errors[0].path) or "the top"
-        raise ConfigError(
-            f"{where}: {place}: {errors[0].message}",
-            help=f"fsdptool schema {schema} prints the schema of such a file",
+    advice = f"fsdptool schema {schema} prints the schema of such a file"
+    mistakes = [mistake for error in errors[:_SHOWN] for mistake in _mistakes(error, where, advice)]
+    if mistakes:
+        raise ConfigError(mistakes[0].message, help=mistakes[0].help, others=tuple(mistakes[1:]))
+
+
+_SHOWN = 10
+"""Violations of a schema that are reported: a file of another kind breaks every rule."""
+
+
+def _mistakes(error: Any, where: str, advice: str) -> Iterator[ConfigError]:
+    """Yield a violation in the words of a person: unknown keys with the nearest known one."""
+    place = ": ".join((where, *([".".join(map(str, error.path))] if error.path else ())))
+    if error.validator == "additionalProperties" and isinstance(error.validator_value, bool):
+        known = error.schema.get("properties", {})
+        for key in error.instance:
+            if key not in known:
+                near = nearest(key, known, cutoff=0.6)
+                yield ConfigError(
+                    f"{place}: unknown key {key!r}", help=f"did you mean {near}?" if near else advice
+                )
+    elif error.validator == "required":
+        missing = re.match(r"'(.+)' is a required property", error.message)
+        yield ConfigError(
+            f"{place}: {missing[1]} is missing" if missing else f"{place}: {error.message}", help=advice
         )
+    else:
+        yield ConfigError(f"{place}: {error.message}", help=advice)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_digest, family_of
+from fsdptool.garbage import without_gc
 from fsdptool.inspection.census import Census
 from fsdptool.inspection.wrap import choose, select
 from fsdptool.records.anatomy import Anatomy, Buffer, ModelSpec, Module, Parameter, Reference
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, library_versions, tool_version
+from fsdptool.source.imports import own_code_digest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,47 +31,6 @@ class Inspection:
     anatomy: Anatomy
     cached: bool
     store: tuple[Diagnostic, ...] = ()
-
-
-def detect(
-    reference: str,
-    *,
-    wrap: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    revision: str | None = None,
-    component: str | None = None,
-    trust_remote_code: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-    use_cache: bool = True,
-    refresh: bool = False,
-) -> Anatomy:
-    """Resolve a reference and inspect it: wrap classes, totals, ties, hazards, without weights.
-
-    Args:
-        reference: ``family:flavour``, a path or a Hugging Face id.
-        wrap: Classes to wrap instead of the detected ones; each must be in the model.
-        exclude: Classes never to wrap.
-        revision: Branch, tag or commit of a Hub id.
-        component: Pipeline component to take instead of the denoiser.
-        trust_remote_code: Whether code from the reference may run.
-        overrides: Configuration values to replace.
-        use_cache: Whether to read and keep cached answers.
-        refresh: Ignore and overwrite the cached result.
-
-    Raises:
-        ReferenceError: The reference cannot be resolved.
-        ModelError: The model cannot be built, or a named class is not in it.
-    """
-    from fsdptool.source import resolve
-
-    spec = resolve(
-        reference,
-        revision=revision,
-        component=component,
-        trust_remote_code=trust_remote_code,
-        overrides=overrides,
-    )
-    return inspect(spec, wrap=wrap, exclude=exclude, use_cache=use_cache, refresh=refresh)
 
 
 def inspect(
@@ -134,23 +91,6 @@ def examine(
     return Inspection(anatomy, cached, findings)
 
 
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector while many small objects are created.
-
-    Building allocates enough of them to set off full collections, and each walks everything that torch
-    and a model library keep alive: 0.2 of the 0.33 CPU seconds of Wan 1.3B (torch 2.13, Python 3.11).
-    Hardly any object created here is garbage.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
     """Return the anatomy of a live model (on any device): the trainer uses it after LoRA injection.
 
@@ -168,7 +108,7 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
     if not walked.parameters:
         raise ModelError(f"{spec.model_class} has no parameters", help="check its configuration")
     census = Census(walked.modules, walked.parameters)
-    choice = choose(census, hint=family_of(spec).wrap_hint(spec.config))
+    choice = choose(census, hint=family_of(spec).wrap_hint(spec.config), hookless=walked.hookless)
     choice = replace(choice, no_split_modules=judge_no_split(walked.no_split_modules, census, choice))
     anatomy = Anatomy(
         spec=spec,
@@ -184,6 +124,7 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
         fsdp_plan_unmatched=walked.fsdp_plan_unmatched,
         class_modules=walked.class_modules,
         weights_read=walked.weights_read,
+        hookless=walked.hookless,
     )
     findings = (*check_keys(spec, model), *model_hazards(anatomy), *choice_hazards(anatomy, census))
     return with_concern(replace(anatomy, diagnostics=findings), census)
@@ -213,24 +154,13 @@ def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
         "revision": spec.reference.revision,
         "component": spec.component,
         "trust_remote_code": spec.trust_remote_code,
-        "code": _folder_code(spec),
+        "code": own_code_digest(spec),
         "dtype": dtype,
         "plugin": family_digest(spec.family),
         "libraries": library_versions(),
         "tool": f"{tool_version()}:{source_digest(__name__)}",
         "python": sys.version_info[:2],
     }
-
-
-def _folder_code(spec: ModelSpec) -> str | None:
-    """Return a digest of the code in a configuration's folder, if that code may run."""
-    if not spec.trust_remote_code or spec.folder is None:
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(Path(spec.folder).glob("*.py")):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _restored(data: Any, spec: ModelSpec) -> Anatomy | None:

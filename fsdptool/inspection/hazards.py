@@ -30,6 +30,8 @@ FUSED_EXPERTS = "DET212"
 LIBRARY_PLAN = "DET213"
 UNLISTED_BLOCKS = "DET214"
 SCALARS = "DET215"
+EMPTY = "DET216"
+HOOKLESS = "DET217"
 
 
 BY_CHOICE = frozenset({REFUSED, EMPTY_NAMES, ABSENT_NAMES, NAMES_REFUSED, NOTHING_TO_WRAP, NESTED_CLASSES})
@@ -43,6 +45,8 @@ def model_hazards(anatomy: Anatomy) -> tuple[Diagnostic, ...]:
         *_buffers(anatomy),
         *_ties(anatomy),
         *_scalars(anatomy),
+        *_empty(anatomy),
+        *_hookless(anatomy),
         *_by_size(anatomy),
         *_dtypes(anatomy),
         *_experts(anatomy),
@@ -98,6 +102,29 @@ def _scalars(anatomy: Anatomy) -> Iterator[Diagnostic]:
             " accelerate 1.15 has no setting for it",
             f"reshape before prepare: model.{scalars[0]} = nn.Parameter(model.{scalars[0]}.data.reshape(1));"
             " fsdptool replicates scalars on every rank",
+        )
+
+
+def _empty(anatomy: Anatomy) -> Iterator[Diagnostic]:
+    empty = [parameter.fqn for parameter in anatomy.parameters if parameter.shape and not parameter.numel]
+    if empty:
+        yield _warn(
+            EMPTY,
+            f"{_some(empty, 'empty parameter')}: torch 2.13 cannot reduce the gradients of a unit with one",
+            "check the sizes in the configuration; fsdptool keeps empty parameters out of the units",
+        )
+
+
+def _hookless(anatomy: Anatomy) -> Iterator[Diagnostic]:
+    if anatomy.hookless:
+        classes = {module.path: module.class_name for module in anatomy.modules}
+        names = sorted({classes[path] for path in anatomy.hookless})
+        yield _warn(
+            HOOKLESS,
+            f"{anatomy.spec.model_class} runs {', '.join(names)} without the hooks by which FSDP2 gathers a"
+            f" unit ({anatomy.hookless[0]})",
+            "leave these classes out of the wrap classes; their parameters then stay in the root unit,"
+            " gathered for the whole step",
         )
 
 
@@ -341,4 +368,13 @@ RULES = (
     Rule("DET215", "scalar parameters", "warning",
          "fully_shard refuses parameters without dimensions, and accelerate 1.15 has no setting for it.",
          "Reshape them to one element before prepare; fsdptool replicates them on every rank."),
+    Rule("DET216", "empty parameters", "warning",
+         "torch refuses to reduce the gradients of an FSDP unit that holds a parameter without elements: "
+         "`_chunk_cat expects non-empty tensor`.",
+         "Check the sizes in the configuration; fsdptool keeps empty parameters out of the units."),
+    Rule("DET217", "blocks that run without FSDP2's hooks", "warning",
+         "The model calls `forward` of these blocks itself, or runs them inside an autograd function of its "
+         "own. FSDP2 gathers a unit in a hook of its call, and once more in a hook of its backward: as units "
+         "these blocks would be used while they are sharded.",
+         "Leave these classes out of the wrap classes; their parameters then stay in the root unit."),
 )  # fmt: skip

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
-from inspect import isfunction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.inspection.source_reads import hookless, reads_own_weight, weights_read
 from fsdptool.records.anatomy import Buffer, Module, Parameter
 from fsdptool.records.diagnostic import Diagnostic
 
@@ -36,6 +31,7 @@ class WalkResult:
     fsdp_plan_unmatched: tuple[str, ...]
     class_modules: dict[str, str]
     weights_read: tuple[str, ...]
+    hookless: tuple[str, ...]
     diagnostics: tuple[Diagnostic, ...]
 
 
@@ -85,7 +81,8 @@ def walk(model: nn.Module) -> WalkResult:
         repeated_blocks=_names(getattr(model, "_repeated_blocks", None)),
         fsdp_plan_unmatched=_unmatched_plan(model, paths),
         class_modules={kind.__name__: kind.__module__ for kind in reversed(classes)},
-        weights_read=weights_read([item.path for item in modules if item.embedding], classes),
+        weights_read=_weights_read(modules, seen, classes),
+        hookless=hookless(model, paths),
         diagnostics=tuple(
             Diagnostic(
                 code=CYCLE,
@@ -96,6 +93,15 @@ def walk(model: nn.Module) -> WalkResult:
             for path in seen.cycles
         ),
     )
+
+
+def _weights_read(modules: list[Module], seen: _Seen, classes: Iterable[type]) -> tuple[str, ...]:
+    """Return the paths of embeddings whose weight is read, by other modules or by their own forward."""
+    embeddings = [item.path for item in modules if item.embedding]
+    kinds = {names[0]: type(module) for module, names, _ in seen.modules.values()}
+    read = {path for path in embeddings if reads_own_weight(kinds[path])}
+    read.update(weights_read(embeddings, classes))
+    return tuple(path for path in embeddings if path in read)
 
 
 def _visit(module: Any, path: str, listed: bool, above: set[int], seen: _Seen) -> None:
@@ -187,111 +193,3 @@ def _unmatched_plan(model: Any, paths: dict[int, str]) -> tuple[str, ...]:
     have = set(paths.values())
     numbered = {".".join("*" if part.isdigit() else part for part in path.split(".")) for path in have}
     return tuple(sorted(rule for rule in rules if isinstance(rule, str) and rule not in have | numbered))
-
-
-_NOT_FORWARD = (
-    "__init__",
-    "_init",
-    "init_",
-    "tie_",
-    "_tie",
-    "reset_",
-    "resize_",
-    "set_",
-    "get_input_",
-    "load",
-)
-"""Beginnings of the names of functions that do not run in a training step."""
-_HARMLESS = frozenset({"device", "dtype", "is_floating_point", "ndim", "requires_grad", "shape", "size"})
-"""What may be asked of a sharded weight: a DTensor answers with the whole tensor's properties."""
-
-
-# A unit is gathered when its module is called. DeBERTa takes ``self.rel_embeddings.weight`` instead: as a
-# unit of its own it would still be sharded there, while the root's parameters are gathered. ProphetNet calls
-# ``self.position_embeddings._forward``, which runs no hook either. So the source of the classes the model is
-# made of is searched, except for functions that run before training.
-def weights_read(paths: Iterable[str], kinds: Iterable[type]) -> tuple[str, ...]:
-    """Return the paths of embeddings whose weight the model's code reads without calling the module.
-
-    Args:
-        paths: Of the embeddings.
-        kinds: The classes of the model's modules.
-    """
-    classes = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith("torch.")}
-    modules = {kind.__module__ for kind in classes}
-    names = {kind.__name__ for kind in classes}
-    methods = frozenset(name for kind in classes for name in _lookups(kind))
-    read_paths = []
-    for path in paths:
-        name = next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
-        # Most sources do not contain the name, and parsing one takes far longer than searching it.
-        hits = [module for module in modules if _mentions(name, _source(module))]
-        read = any(name in reads for module in hits for owner, reads in _read_in(module) if owner in names)
-        if read or any(_calls(name, method, _source(module)) for method in methods for module in modules):
-            read_paths.append(path)
-    return tuple(read_paths)
-
-
-def _lookups(kind: type) -> Iterator[str]:
-    """Yield the methods besides ``forward`` with which an embedding's class looks up rows."""
-    from torch import nn
-
-    if not issubclass(kind, nn.Embedding):
-        return
-    for name, method in vars(kind).items():
-        runs = isfunction(method) and name != "forward" and not name.startswith(_NOT_FORWARD)
-        if runs and {"super", "forward"} <= set(method.__code__.co_names):
-            yield name
-
-
-def _calls(name: str, method: str, text: str) -> bool:
-    """Say whether a source calls that method of the attribute ``name``."""
-    return re.search(rf"\.{re.escape(name)}\.{re.escape(method)}\(", text) is not None
-
-
-def _mentions(name: str, text: str) -> bool:
-    """Say whether a source has the name's weight outside a quoted key (``"model.embed.weight"``)."""
-    if name not in text or ".weight" not in text:
-        return False
-    start = r"""(?:(?<=[\])]\.)|(?<!["'\w.])(?:\w+\.)*)"""
-    return re.search(rf"{start}{re.escape(name)}(?:\[[^\]]*\])?\.weight\b", text) is not None
-
-
-@cache
-def _source(module: str) -> str:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    try:
-        return Path(file).read_text(encoding="utf-8") if file else ""
-    except (OSError, ValueError):
-        return ""
-
-
-@cache
-def _read_in(module: str) -> tuple[tuple[str, frozenset[str]], ...]:
-    """Return, for each class of a Python module, the attributes of which it reads ``.weight``."""
-    try:
-        tree = ast.parse(_source(module))
-    except SyntaxError:
-        return ()
-    return tuple((node.name, frozenset(_reads(node))) for node in tree.body if isinstance(node, ast.ClassDef))
-
-
-def _reads(node: ast.AST) -> Iterator[str]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef) and child.name.startswith(_NOT_FORWARD):
-            continue
-        if isinstance(child, ast.Attribute) and child.attr in _HARMLESS and _owner(child.value):
-            continue
-        if name := _owner(child):
-            yield name
-        yield from _reads(child)
-
-
-def _owner(node: ast.AST) -> str | None:
-    """Return ``name`` of an expression ``name.weight`` or ``name[...].weight`` that is read."""
-    if not isinstance(node, ast.Attribute) or node.attr != "weight" or not isinstance(node.ctx, ast.Load):
-        return None
-    owner = node.value.value if isinstance(node.value, ast.Subscript) else node.value
-    if isinstance(owner, ast.Attribute):
-        return owner.attr
-    return owner.id if isinstance(owner, ast.Name) else None

@@ -47,12 +47,23 @@ def choose(
     census: Census,
     *,
     hint: WrapHint | None = None,
+    hookless: Collection[str] = (),
 ) -> WrapChoice:
-    """Return the wrap classes of a model and the reason for every class that was considered."""
-    search = _Search(census, _candidates(census))
+    """Return the wrap classes of a model and the reason for every class that was considered.
+
+    Args:
+        census: The model.
+        hint: The family's choice, if it has one.
+        hookless: Paths of modules that cannot be units (``Anatomy.hookless``).
+    """
+    barred = {census.modules[path].class_name for path in hookless}
+    shares = {name: share for name, share in _candidates(census).items() if name not in barred}
+    search = _Search(census, shares)
     _descend(search, "", False)
     classes, dropped = _keep(search)
     reasons = _structural_reasons(search, classes, dropped)
+    for name in barred:
+        reasons[name] = ("hookless", "the model runs it without FSDP2's hooks, so it would not be gathered")
     origin: WrapOrigin = "structure"
     if hint is not None and _present(census, hint.classes):
         origin = "hint"

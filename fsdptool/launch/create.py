@@ -33,7 +33,7 @@ from fsdptool.runs.folder import (
     write_start,
     write_text,
 )
-from fsdptool.runs.manifest import list_checkpoints, read_manifest
+from fsdptool.runs.manifest import read_manifest
 
 _OURS = (CHECKPOINTS, EVENTS, LOGS, EXPORT, METRICS, SUMMARY, RUN)
 
@@ -69,14 +69,6 @@ def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
     return 0
 
 
-def newest_step(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint with a valid manifest, or None."""
-    for path in list_checkpoints(folder / CHECKPOINTS):
-        with contextlib.suppress(ConfigError):
-            return read_manifest(path).step
-    return None
-
-
 def wait_for_run(folder: Path, launch_id: str | None, *, seconds: float = 600.0) -> None:
     """Wait on the other nodes until the first has written the folder for this launch.
 
@@ -110,7 +102,7 @@ def write_run(
     Raises:
         StorageError: The folder cannot be written; nothing that was there is lost unless ``force``.
     """
-    start = Start(prepared.world_size, prepared.device, resume, number, tuple(argv), launch_id)
+    start = Start(prepared.world_size, prepared.device, resume, number, tuple(argv), launch_id, time.time())
     inputs = RunInputs(
         folder,
         prepared.recipe,

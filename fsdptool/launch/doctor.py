@@ -27,7 +27,7 @@ LIBRARIES = (
     "huggingface_hub",
     *(tracker.package for tracker in TRACKERS.values()),
 )
-_PROBE = "fsdptool.distributed.proof"
+_PROBE = "fsdptool.distributed.probe"
 PROBE_SECONDS = 180.0
 
 

@@ -62,15 +62,12 @@ def requested_gpus(settings: FsdpSettings) -> frozenset[str]:
 
 @contextmanager
 def claim_gpus(settings: FsdpSettings, device: str, folder: Path) -> Iterator[frozenset[str]]:
-    """Register the GPUs of a run while it lasts; CPU runs use none.
+    """Register a run and its GPUs while it lasts; CPU runs use none.
 
     Raises:
         ConfigError: A live run uses one of them.
     """
-    if device != "cuda":
-        yield frozenset()
-        return
-    requested = requested_gpus(settings)
+    requested = requested_gpus(settings) if device == "cuda" else frozenset()
     with register_claim(requested, folder):
         yield requested
 
@@ -82,11 +79,25 @@ def register_claim(requested: frozenset[str], folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: See :func:`claim_gpus`.
     """
+    claim = registry_folder() / f"{os.getpid()}.json"
+    try:
+        _write_claim(claim, requested, folder)
+    except OSError:
+        # Without GPUs the entry only lets `fsdptool runs` find the run.
+        if requested:
+            raise
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            claim.unlink(missing_ok=True)
+
+
+def _write_claim(claim: Path, requested: frozenset[str], folder: Path) -> None:
     from filelock import FileLock
 
-    registry = registry_folder()
+    registry = claim.parent
     registry.mkdir(mode=0o700, parents=True, exist_ok=True)
-    claim = registry / f"{os.getpid()}.json"
     with FileLock(registry / ".lock"):
         for other in sorted(registry.glob("*.json")):
             taken = _read_claim(other)
@@ -99,10 +110,6 @@ def register_claim(requested: frozenset[str], folder: Path) -> Iterator[None]:
                     help="choose other gpu_ids, or wait for that run",
                 )
         claim.write_text(json.dumps({"gpus": sorted(requested), "run": str(folder)}), encoding="utf-8")
-    try:
-        yield
-    finally:
-        claim.unlink(missing_ok=True)
 
 
 def live_claims() -> list[tuple[frozenset[str], str]]:
@@ -147,16 +154,24 @@ _PLANNED_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_W
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
+def driver_gpus() -> tuple[str, ...]:
+    """Return the names of this machine's GPUs by the files of NVIDIA's driver; empty without them."""
+    names = []
+    for path in sorted(_DRIVER.glob("*/information")):
+        with suppress(OSError):
+            if match := re.search(r"^Model:\s*(\S.*?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE):
+                names.append(match[1])
+    return tuple(names)
+
+
 def gpu_name() -> str | None:
     """Return the name of the first GPU of this machine, or None if nothing tells it.
 
     The driver's files tell it for nothing. torch would open a CUDA context, which costs this process half a
     GiB of the GPU as long as it lives, so it is asked in a process of its own.
     """
-    for path in sorted(_DRIVER.glob("*/information")):
-        with suppress(OSError):
-            if match := re.search(r"^Model:\s*(\S.*?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE):
-                return match[1]
+    if names := driver_gpus():
+        return names[0]
     ask = "import torch; print(torch.cuda.get_device_properties(0).name)"
     try:
         answer = subprocess.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ExitCode, FsdptoolError
-from fsdptool.launch.create import newest_step
 from fsdptool.launch.prepare import Prepared
 from fsdptool.records.advice import Suggestion
 from fsdptool.records.codec import to_json
@@ -27,7 +25,7 @@ from fsdptool.runs.folder import (
     read_start,
     write_json,
 )
-from fsdptool.runs.manifest import folder_name
+from fsdptool.runs.manifest import folder_name, newest_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +76,6 @@ def failure_of_event(event: Mapping[str, Any]) -> Failure:
         retryable=bool(event.get("retryable", True)),
         fields=event,
     )
-
-
-def is_running(pid: int) -> bool:
-    """Say whether a process runs; a zombie does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except FileNotFoundError:
-        if Path("/proc/self").exists():
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
-    except OSError:
-        return False
-    return state.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 REPORT = f"{LOGS}/out-of-memory.json"
@@ -187,7 +168,7 @@ def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
         )
         machine = machine_for(cluster.gpu)
         point = read_search_point(recipe, settings, cluster)
-        requested = estimator.candidate("asked", point, cluster, machine)
+        requested = estimator.candidate("requested", point, cluster, machine)
         inputs = PlanInputs(recipe, settings, (cluster,), (machine,), profile=profile, loop=OWN_LOOP)
         return suggest(estimator, inputs, point, requested)
     except FsdptoolError:
@@ -211,7 +192,7 @@ def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, 
     """
     world_size = read_start(folder).world_size
     lines = list(read_lines(folder / METRICS))
-    last_step = newest_step(folder)
+    last_step = newest_step(folder / CHECKPOINTS)
     prediction = read_prediction(folder)
     predicted = prediction.allocated_peak_bytes if prediction else None
     measured = tuple(_peak(outcome.finished.get(rank)) for rank in range(world_size))

@@ -14,6 +14,7 @@ from fsdptool.launch.machine import count_gpus, local_cluster, untested_versions
 from fsdptool.launch.slurm import PORT, Job
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
+from fsdptool.records.command_documents import Unchecked
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
@@ -37,6 +38,7 @@ class Prepared:
         diagnostics: Findings in the YAML that are not errors.
         notes: One line each for the person.
         files: The files as given, by their name in the run folder.
+        unchecked: What was left to the start of the run.
     """
 
     recipe: Recipe
@@ -52,6 +54,7 @@ class Prepared:
     diagnostics: tuple[Diagnostic, ...]
     notes: tuple[str, ...]
     files: Mapping[str, str]
+    unchecked: tuple[Unchecked, ...] = ()
 
 
 def prepare(
@@ -62,6 +65,7 @@ def prepare(
     cpu: bool = False,
     with_prediction: bool = True,
     with_data: bool = True,
+    dry_run: bool = False,
     trust_remote_code: bool = False,
 ) -> Prepared:
     """Read, resolve, inspect, group and predict.
@@ -73,6 +77,8 @@ def prepare(
         cpu: Train on the CPU whatever the YAML says.
         with_prediction: Predict the memory with ``planning``.
         with_data: Open (and tokenise) the data once, here, so that a mistake is one line.
+        dry_run: The run will start on another machine: this one may lack its GPUs, and only
+            the first row of the data is read.
         trust_remote_code: Whether the model's own code may run.
 
     Raises:
@@ -85,19 +91,22 @@ def prepare(
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
-    from fsdptool.source import consented, resolve_choice
-    from fsdptool.training.data.sources import with_places
+    from fsdptool.source import consented, resolve_choice, with_places
+    from fsdptool.training.data.sources import check_place
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
-    recipe = with_places(read_recipe(recipe_path), recipe_path)
+    recipe = with_places(read_recipe(recipe_path), recipe_path.parent)
     recipe = consented(recipe, recipe_path, trust_remote_code=trust_remote_code)
     check_trackers(recipe)
     reading = read_settings(config_path, consumer="fsdptool")
     settings = reading.require()
     if cpu:
         settings = replace(settings, use_cpu=True)
-    device = choose_device(settings, config_path)
-    world_size, per_machine = count_processes(settings, device, processes, config_path)
+    device = choose_device(settings, config_path, dry_run=dry_run)
+    without_gpus = dry_run and device == "cuda" and not count_gpus()
+    world_size, per_machine = count_processes(
+        settings, device, processes, config_path, machine_unknown=without_gpus
+    )
     settings = replace(settings, num_processes=world_size, use_cpu=device == "cpu")
     _check_mesh(settings, world_size, config_path)
     if recipe.steps is None and recipe.epochs is None:
@@ -112,10 +121,12 @@ def prepare(
     if teacher_spec is not None:
         method_of(recipe).check_teacher(spec, teacher_spec)
     made_up = recipe.data.source == "synthetic" and recipe.evaluation.data is None
-    if with_data:
+    if with_data or dry_run:
         _check_share(recipe, settings)
-        if not made_up:
-            _check_data(recipe, spec)
+    if with_data and not made_up:
+        _check_data(recipe, spec)
+    elif dry_run:
+        check_place(recipe.data)
     prediction, notes = _predict(spec, anatomy, recipe, settings, device) if with_prediction else (None, ())
     # A prediction has already built a batch of this recipe, or has cached it and needs no torch.
     if with_data and made_up and prediction is None:
@@ -134,6 +145,11 @@ def prepare(
         diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
         notes=(*(finding.message for finding in untested_versions()), *notes),
         files=files,
+        unchecked=(
+            *(("gpus",) if without_gpus else ()),
+            *(() if with_prediction else ("memory",)),
+            *(() if with_data else ("data",)),
+        ),
     )
 
 
@@ -266,15 +282,17 @@ def _predict(
     return candidate, ()
 
 
-def choose_device(settings: FsdpSettings, config_path: Path) -> Device:
+def choose_device(settings: FsdpSettings, config_path: Path, *, dry_run: bool = False) -> Device:
     """Return the device of the run: the CPU only if the file sets it.
+
+    A dry run may be on a machine without GPUs.
 
     Raises:
         ConfigError: The file is for GPUs and there are none.
     """
     if settings.use_cpu:
         return "cpu"
-    if not count_gpus():
+    if not dry_run and not count_gpus():
         raise ConfigError(
             f"{config_path} is for {settings.num_processes or 'some'} GPUs but this machine has none",
             help="run it on a machine with GPUs, or train on the CPU with use_cpu: true (or --cpu)",
@@ -283,14 +301,28 @@ def choose_device(settings: FsdpSettings, config_path: Path) -> Device:
 
 
 def count_processes(
-    settings: FsdpSettings, device: Device, processes: int | None, config_path: Path
+    settings: FsdpSettings,
+    device: Device,
+    processes: int | None,
+    config_path: Path,
+    *,
+    machine_unknown: bool = False,
 ) -> tuple[int, int]:
     """Return the world size and the processes per machine.
+
+    Args:
+        settings, device, processes, config_path: What the file and the command line say.
+        machine_unknown: The run will start on a machine whose GPUs are not known here.
 
     Raises:
         ConfigError: The file is for more processes than the launch or this machine has.
     """
     world_size = processes if processes is not None else settings.num_processes
+    if machine_unknown and world_size in (None, -1):
+        raise ConfigError(
+            f"{config_path} does not set num_processes, and this machine has no GPUs to count",
+            help="set num_processes, or give --processes",
+        )
     if world_size is None or world_size == -1:
         world_size = max(count_gpus(), 1) if device == "cuda" else 1
     if processes is not None and settings.num_processes not in (None, -1, processes):
@@ -308,7 +340,7 @@ def count_processes(
         )
     per_machine = world_size // machines
     available = visible_gpus(settings)
-    if device == "cuda" and per_machine > available:
+    if device == "cuda" and per_machine > available and not machine_unknown:
         raise ConfigError(
             f"{config_path} is for {per_machine} processes on this machine, which offers {available} GPUs",
             help="lower num_processes, change gpu_ids, or set use_cpu: true",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -24,10 +25,11 @@ from typing import IO, Any
 
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.outcome import Failure, Outcome, failure_of_event, is_running
+from fsdptool.launch.outcome import Failure, Outcome, failure_of_event
 from fsdptool.records.run import RunStatus
 from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
 from fsdptool.runs.folder import LOGS
+from fsdptool.runs.progress import describe_silence, is_running, is_stopped, read_progress, silent_ranks
 from fsdptool.runs.signals import SIGNALS, signal_name
 
 POLL_SECONDS = 0.1
@@ -39,6 +41,12 @@ FATAL_GRACE_SECONDS = 0.5
 
 REMOTE_SECONDS = 30.0
 """How long the last events of other machines may take to be seen here (NFS caches attributes)."""
+
+KILL_SECONDS = 5.0
+"""How long killed processes may take to end: the kernel frees their memory first, and may be busy."""
+
+_LOG_TAIL_BYTES = 1 << 17
+"""Bytes at the end of a rank's log that are searched for NCCL's last words."""
 
 _TORCHRUN_FAILURE = re.compile(r"exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
@@ -84,6 +92,8 @@ class Supervisor:
         self._exit_codes: dict[int, int] = {}
         self._finished: dict[int, Mapping[str, Any]] = {}
         self._failed_since: float | None = None
+        self._silent: dict[int, str] = {}
+        self._world_size = 0
         self._signals = signals
         self._stop_forwarded = False
         self._stepped = False
@@ -209,21 +219,24 @@ class Supervisor:
             # By its parent, too: containers of one machine, or two nodes tried out on it, share a name.
             local = (event.get("node"), event.get("supervisor")) == (os.uname().nodename, os.getpid())
             self._ranks[rank] = _Rank(int(event["pid"]), local, str(event.get("node")))
+            self._world_size = int(event.get("world_size", 0))
             if self._stop_forwarded:
                 self._request_stop(self._ranks[rank])
         elif kind == "step":
             self._stepped = True
         elif kind == "failure" and isinstance(rank, int):
             self._failures.append(event)
-            self._fail()
             if rank in self._ranks:
                 self._ranks[rank].state = "failed"
+            self._fail()
         elif kind == "finished" and isinstance(rank, int):
             self._finished[rank] = event
             if rank in self._ranks:
                 self._ranks[rank].state = "finished"
 
     def _start_attempt(self, attempt: int) -> None:
+        # torchrun may start the next attempt before a death has been seen twice.
+        self._record_deaths()
         self._notify({"kind": "restarted", "attempt": attempt, "failure": self._cause().message})
         self._attempt = attempt
         self._ranks.clear()
@@ -232,6 +245,7 @@ class Supervisor:
         self._exit_codes.clear()
         self._finished.clear()
         self._failed_since = None
+        self._silent.clear()
         self._stepped = False
 
     def _check_alive(self) -> None:
@@ -248,8 +262,9 @@ class Supervisor:
                 self._fail()
 
     def _record_deaths(self) -> None:
-        """Record the ranks that ended with the launcher without reporting."""
-        for number, rank in self._ranks.items():
+        """Record the ranks that have ended without reporting, in the order in which that was seen."""
+        seen = sorted(self._ranks.items(), key=lambda item: item[1].seen_dead or math.inf)
+        for number, rank in seen:
             if rank.local and rank.state == "running" and not is_running(rank.pid):
                 rank.state = "died"
                 self._deaths.append(number)
@@ -257,12 +272,42 @@ class Supervisor:
     def _fail(self) -> None:
         if self._failed_since is None:
             self._failed_since = time.monotonic()
+            # Before the stacks are asked for, and before torchrun ends anybody.
+            self._silent = self._describe_silent()
             self._dump_stacks()
 
+    def _describe_silent(self) -> dict[int, str]:
+        """Return the ranks that those which failed first may have waited for, and what is known of each."""
+        now = time.time()
+        progress = {rank: read_progress(self._folder, rank) for rank in range(self._world_size)}
+        if len(self._ranks) < self._world_size:
+            progress |= {rank: None for rank in progress if rank not in self._ranks}
+        stopped = [n for n, rank in self._ranks.items() if rank.local and is_stopped(rank.pid)]
+        reporters = [n for n, rank in self._ranks.items() if rank.state != "running"]
+        silent = silent_ranks(progress, reporters=reporters, stopped=stopped, now=now)
+        return {n: describe_silence(progress[n], stopped=n in stopped, now=now) for n in silent}
+
+    def _name_silent(self, seen: Failure) -> Failure:
+        """Blame a timeout on the rank that was waited for, where that is known."""
+        own = next((event for event in self._failures if event["rank"] in self._silent), None)
+        if not self._silent or seen.rank in self._silent:
+            return seen
+        if own is not None and not own.get("secondary"):
+            return failure_of_event(own)
+        first, *rest = self._silent
+        more = f" (and {len(rest)} other ranks)" if rest else ""
+        return replace(
+            seen,
+            rank=first,
+            message=f"rank {first}{more}: {self._silent[first]}; rank {seen.rank} gave up waiting for it",
+            help=f"read the stacks and rank-{first:05d}.log in {self._folder / LOGS};"
+            " continue with --resume auto",
+        )
+
     def _dump_stacks(self) -> None:
-        """Ask every live rank for its stack (logs/rank-N.stacks)."""
+        """Ask every live rank for its stack (logs/rank-N.stacks), also one that has just failed."""
         for rank in self._ranks.values():
-            if rank.local and rank.state == "running":
+            if rank.local and rank.state in ("running", "failed") and is_running(rank.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGUSR2)
 
@@ -282,16 +327,25 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._await_ends()
+
+    def _await_ends(self) -> None:
+        """Wait until no rank of this machine runs any more, so that the next run finds its memory free."""
+        deadline = time.monotonic() + KILL_SECONDS
+        pids = [rank.pid for rank in self._ranks.values() if rank.local]
+        while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 10)
 
     def _cause(self) -> Failure:
         """Return the root cause: a rank's own error, else a killed rank, else a symptom of either."""
         primary = [event for event in self._failures if not event.get("secondary")]
         if primary:
-            return failure_of_event(
-                min(primary, key=lambda event: (event.get("timeout", False), event["time"]))
-            )
+            first = min(primary, key=lambda event: (event.get("timeout", False), event["time"]))
+            seen = failure_of_event(first)
+            return self._name_silent(seen) if first.get("timeout") else seen
         if self._deaths:
-            return self._describe_death(self._deaths[0])
+            seen = self._describe_death(self._deaths[0])
+            return self._name_silent(seen) if self._timed_out(self._deaths[0]) else seen
         if self._failures:
             seen = failure_of_event(min(self._failures, key=lambda event: event["time"]))
             gone = self._unreported_remote_ranks()
@@ -318,6 +372,14 @@ class Supervisor:
             f"rank {number} (process {pid}) {how}",
             f"read {self._folder / LOGS / f'rank-{number:05d}.log'}; continue with --resume auto",
         )
+
+    def _timed_out(self, number: int) -> bool:
+        """Say whether NCCL's own watchdog ended a rank: it aborts the process (torch 2.13, NCCLUtils)."""
+        log = self._folder / LOGS / f"rank-{number:05d}.log"
+        with contextlib.suppress(OSError), log.open("rb") as stream:
+            stream.seek(max(log.stat().st_size - _LOG_TAIL_BYTES, 0))
+            return b"Watchdog caught collective operation timeout" in stream.read()
+        return False
 
     def _outcome(self, returncode: int) -> Outcome:
         if len(self._signals) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from fsdptool.errors import ConfigError
@@ -13,7 +13,7 @@ from fsdptool.layout.native import native_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.checkpointing import BlockPolicy, Checkpointing
 from fsdptool.records.recipe import Layout, Sharding
-from fsdptool.records.sharding import FsdpSettings, Grouping, Loading, UnitPlan
+from fsdptool.records.sharding import FsdpSettings, Grouping, Loading, Unit, UnitPlan
 
 _COMPUTE = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """accelerate 1.15 computes fp8 runs in bfloat16 outside the fp8 layers
@@ -45,19 +45,21 @@ def group(
     sharding = sharding if sharding is not None else Sharding()
     chosen = layout if layout is not None else sharding.layout
     ignored = _ignored(anatomy, settings) | set(replicated)
-    # fully_shard refuses 0-dim parameters (torch 2.13, _verify_managed_param): there is nothing to cut.
-    scalars = {parameter.fqn for parameter in anatomy.parameters if not parameter.shape}
+    # fully_shard refuses 0-dim parameters (torch 2.13, _verify_managed_param), and the reduction of gradients
+    # refuses empty ones (_chunk_cat): there is nothing to cut.
+    whole = {parameter.fqn for parameter in anatomy.parameters if not parameter.shape or not parameter.numel}
     if chosen == "accelerate":
         _refuse_extras(sharding)
-        _refuse_scalars(anatomy, scalars - ignored)
+        _refuse_uncuttable(anatomy, whole - ignored)
         policy = sharding.checkpointing or Checkpointing()
         (selection,) = policy.per_block(1) if policy.mode == "selective" else (BlockPolicy(1),)
         units = accelerate_units(anatomy, settings, ignored, selection.saved)
         dtypes = accelerate_dtypes(settings)
     else:
-        ignored |= scalars
+        ignored |= whole
         units = native_units(anatomy, settings, sharding, ignored)
         dtypes = native_dtypes(anatomy, settings, sharding)
+    _refuse_hookless(anatomy, units)
     return UnitPlan(
         layout=chosen,
         units=units,
@@ -88,13 +90,29 @@ def _ignored(anatomy: Anatomy, settings: FsdpSettings) -> set[str]:
     return {p.fqn for p in anatomy.parameters if any(name.startswith(prefixes) for name in p.names)}
 
 
-def _refuse_scalars(anatomy: Anatomy, scalars: set[str]) -> None:
-    if scalars:
-        raise ConfigError(
-            f"{anatomy.spec.model_class} has a 0-dimensional parameter ({min(scalars)}), which"
-            " fully_shard rejects and accelerate 1.15 passes to it",
-            help="train with fsdptool's native layout, which keeps it whole on every rank",
-        )
+def _refuse_uncuttable(anatomy: Anatomy, names: set[str]) -> None:
+    """Refuse parameters without dimensions or without elements, which accelerate passes to fully_shard."""
+    if not names:
+        return
+    parameter = next(parameter for parameter in anatomy.parameters if parameter.fqn in names)
+    what = "an empty" if parameter.shape else "a 0-dimensional"
+    where = "torch refuses to reduce" if parameter.shape else "fully_shard rejects"
+    raise ConfigError(
+        f"{anatomy.spec.model_class} has {what} parameter ({parameter.fqn}), which {where} and"
+        " accelerate 1.15 passes to it",
+        help="train with fsdptool's native layout, which keeps it whole on every rank",
+    )
+
+
+def _refuse_hookless(anatomy: Anatomy, units: Iterable[Unit]) -> None:
+    hookless = set(anatomy.hookless)
+    for unit in units:
+        if unit.kind == "block" and hookless.intersection(unit.modules):
+            raise ConfigError(
+                f"{anatomy.spec.model_class} runs {unit.class_name} ({unit.id}) without FSDP2's hooks:"
+                " as a unit it would stay sharded while it is used",
+                help=f"leave {unit.class_name} out of the wrap classes",
+            )
 
 
 def _refuse_extras(sharding: Sharding) -> None:

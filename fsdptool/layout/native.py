@@ -170,7 +170,10 @@ def _shard_embeddings(builder: _Builder, anatomy: Anatomy, blocks: list[str]) ->
         if path == anatomy.input_embedding or sum(p.numel for p in parameters) >= least:
             # Token ids carry no gradient and the lookup's backward needs no weight, so the
             # gather in backward would be for nothing (``set_unshard_in_backward``, torch 2.13).
-            builder.shard("embedding", [path], reshard=builder.reshard, unshard_in_backward=False)
+            # Whatever else the module has is needed: Inkling's embedding holds a norm, whose
+            # backward would read freed memory.
+            table_only = len(parameters) == 1
+            builder.shard("embedding", [path], reshard=builder.reshard, unshard_in_backward=not table_only)
 
 
 def _shard_tail(builder: _Builder, anatomy: Anatomy, blocks: list[str]) -> None:

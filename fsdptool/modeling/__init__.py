@@ -22,10 +22,12 @@ def build_model(spec: ModelSpec, choice: ModelChoice, *, cp: int, initialise: bo
         cp: Ranks that share a sequence; with more than one they exchange keys and values.
         initialise: False skips drawing values, which meta tensors cannot hold.
     """
+    from fsdptool.garbage import without_gc
     from fsdptool.inspection.build import build
     from fsdptool.modeling.context_parallel import attention_of
 
-    model = build(spec, dtype=choice.dtype, attention=attention_of(choice, cp), initialise=initialise)
+    with without_gc():
+        model = build(spec, dtype=choice.dtype, attention=attention_of(choice, cp), initialise=initialise)
     config = getattr(model, "config", None)
     if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False

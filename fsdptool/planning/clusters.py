@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,20 @@ def read_cluster(path: Path, *, gpus_file: Path | None = None) -> Offer:
         ConfigError: The file cannot be read or breaks the schema.
         PlanError: It names an unknown GPU.
     """
-    data = read_object(path, "cluster")
+    return cluster_from_data(read_object(path, "cluster"), name=path.stem, gpus_file=gpus_file)
+
+
+def cluster_from_data(data: Mapping[str, Any], *, name: str | None, gpus_file: Path | None = None) -> Offer:
+    """Return the cluster that the checked data of a cluster file describes.
+
+    Args:
+        data: In the form of :class:`~fsdptool.records.cluster.ClusterFile`.
+        name: What an offer is called that does not name itself.
+        gpus_file: File with extra GPU definitions.
+
+    Raises:
+        PlanError: It names an unknown GPU, or a figure is not positive.
+    """
     gpu, diagnostics = _gpu(data.get("gpu"), gpus_file)
     bandwidth = parse_rate(data.get("inter_node_bandwidth"))
     cluster = make_cluster(
@@ -111,7 +125,7 @@ def read_cluster(path: Path, *, gpus_file: Path | None = None) -> Offer:
         inter_node_bandwidth=bandwidth,
         host_memory_bytes=parse_size(data.get("host_memory")),
         price_per_gpu_hour=data.get("price_per_gpu_hour"),
-        name=data.get("name", path.stem),
+        name=data.get("name", name),
         environment={key: _env(value) for key, value in data.get("environment", {}).items()},
     )
     return Offer(cluster, diagnostics)

@@ -24,22 +24,36 @@ _PHASES = [phase.value for phase in RunPhase]
 _SUMMARY, _METRICS, _PREDICTION = "summary.json", "metrics.jsonl", "prediction.json"
 
 
-def compare(left: Path, right: Path) -> Comparison:
+def compare(left: Path | Plan, right: Path | Plan) -> Comparison:
     """Return two plans side by side, or a plan (or the run's own prediction) against a run folder.
 
     ``left`` may be a run folder alone with ``right``: then its own prediction is the left side.
 
+    Args:
+        left, right: A plan, its document or a run folder.
+
     Raises:
         PlanError: A side is neither a plan nor a run folder that has measured something.
     """
-    if left.is_dir() and right.is_dir() and left.resolve() != right.resolve():
+    first, second = (side if isinstance(side, Path) and side.is_dir() else None for side in (left, right))
+    if first is not None and second is not None and first.resolve() != second.resolve():
         raise PlanError("two run folders cannot be compared", help="give a plan and a run folder")
-    if right.is_dir():
-        predicted = read_prediction(left) if left.is_dir() else chosen_candidate(read_plan(left))
-        return _against_run(predicted, str(left), right)
-    if left.is_dir():
-        return _against_run(chosen_candidate(read_plan(right)), str(right), left)
-    return _plans(read_plan(left), read_plan(right), str(left), str(right))
+    if second is not None:
+        predicted = read_prediction(first) if first is not None else chosen_candidate(_plan(left))
+        return _against_run(predicted, _name(left), second)
+    if first is not None:
+        return _against_run(chosen_candidate(_plan(right)), _name(right), first)
+    return _plans(_plan(left), _plan(right), _name(left), _name(right))
+
+
+def _plan(side: Path | Plan) -> Plan:
+    return side if isinstance(side, Plan) else read_plan(side)
+
+
+def _name(side: Path | Plan) -> str:
+    if isinstance(side, Path):
+        return str(side)
+    return f"{side.inputs['model']['reference']} ({side.chosen or 'nothing chosen'})"
 
 
 def _plans(a: Plan, b: Plan, left: str, right: str) -> Comparison:

@@ -73,7 +73,7 @@ def predict(
     cluster = cluster if cluster is not None else Cluster(None, settings.num_processes or 1)
     estimator = Estimator(spec, anatomy, recipe, settings, profile=profile, loop=OWN_LOOP)
     point = read_search_point(recipe, settings, cluster)
-    return estimator.candidate("asked", point, cluster, machine or machine_for(cluster.gpu))
+    return estimator.candidate("requested", point, cluster, machine or machine_for(cluster.gpu))
 
 
 @dataclass(frozen=True, slots=True)

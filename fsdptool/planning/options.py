@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.plan import Preference
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
+from fsdptool.spelling import unknown_option
 
 Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
 
@@ -113,7 +115,8 @@ class Options(TypedDict, total=False):
 
     # fmt: off
     reference: Annotated[str | None, Option(
-        "Model: family:flavour, Hugging Face id, folder or config.json.", sets="recipe.model.reference")]
+        "Model: family:flavour, Hugging Face id, folder, config.json or package.module:Class.",
+        sets="recipe.model.reference")]
     gpu: Annotated[str | None, Option("GPU, for example H100-80GB-SXM.", "Hardware")]
     gpus: Annotated[int | None, Option(
         "GPUs (or CPU processes) per node.", "Hardware", flags=("--gpus", "--processes"))]
@@ -231,7 +234,8 @@ class Options(TypedDict, total=False):
         "Replace a configuration value: KEY=JSON (repeatable).", "Model", "recipe.model.overrides",
         ("--override",))]
     trust_remote_code: Annotated[bool, Option(
-        "Allow code that comes with the model to run.", "Model", "recipe.model.trust_remote_code")]
+        "Allow code that comes with the model, or that package.module:Class names, to run.", "Model",
+        "recipe.model.trust_remote_code", ("--trust-remote-code", "--allow-import"))]
     search: Annotated[bool | None, Option(
         "Search all settings, or evaluate only this configuration. Default: search the settings that are not"
         " given.", "Answer", flags=("--search/--no-search",))]
@@ -276,6 +280,12 @@ def signature(first: str) -> inspect.Signature:
     )
 
 
+def options_text() -> str:
+    """Return a line per option, with its choices, as a docstring lists them."""
+    lines = (f"{item.name}: {item.option.text()}" for item in declared().values())
+    return "\n".join(f"        {line}" for line in lines)
+
+
 def is_given(value: Any) -> bool:
     """Return whether an option's value says anything: not None, nor an empty list or mapping."""
     return value is not None and (not isinstance(value, Sequence | Mapping) or len(value) > 0)
@@ -285,15 +295,19 @@ def read_options(options: Options) -> Options:
     """Return the options that are given, choices spelled as declared, texts read.
 
     Raises:
-        PlanError: An option is unknown, is none of its choices or is too small.
+        OptionError: An option is unknown.
+        PlanError: An option is none of its choices or is too small.
     """
     values: dict[str, Any] = {}
     for name, value in cast("Mapping[str, Any]", options).items():
         if name not in declared():
-            raise PlanError(f"plan has no option {name!r}", help=f"the options are: {', '.join(declared())}")
+            raise unknown_option("plan", name, declared(), _spellings())
         if not is_given(value):
             continue
         option, flag = declared()[name].option, declared()[name].flags[0]
+        if isinstance(value, str) and (kinds := set(declared()[name].types)) <= {int, float, bool}:
+            expected = "true or false" if kinds == {bool} else "a number"
+            raise PlanError(f"{flag} must be {expected}, not the text {value!r}")
         if isinstance(value, str) and (choices := option.allowed()):
             value = one_of(flag, value, choices)
         if option.minimum is not None and value < option.minimum:
@@ -319,6 +333,27 @@ def one_of(flag: str, value: str, choices: Sequence[str]) -> str:
     return match
 
 
+_FLAG = re.compile(r"--([a-z][a-z-]*)( (?=[A-Z0-9'\"]))?")
+
+
+def as_arguments(text: str) -> str:
+    """Return a message with options as Python spells them, ``gpus=8`` for ``--gpus 8``.
+
+    A text that quotes a command line stays.
+    """
+    names = _spellings()
+
+    def spell(match: re.Match[str]) -> str:
+        word = match[1].replace("-", "_")
+        if word not in names:
+            return match[0]
+        if word.startswith("no_") and word not in declared():
+            return f"{names[word]}=False"
+        return names[word] + ("=" if match[2] else "")
+
+    return text if "fsdptool " in text else _FLAG.sub(spell, text)
+
+
 def settings_of(options: Options, root: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield path and value of the fields that options set below a root, as ``recipe.method.lora``."""
     prefix = f"{root}."
@@ -332,6 +367,12 @@ def settings_of(options: Options, root: str) -> Iterator[tuple[tuple[str, ...], 
 def closed_by(names: Sequence[str]) -> set[str]:
     """Return the search dimensions that the named options close."""
     return {dimension for name in names for dimension in declared()[name].option.closes}
+
+
+def _spellings() -> dict[str, str]:
+    """Return the options by their flags, as ``seq_len`` of ``--seq-len``."""
+    flags = ((flag, item.name) for item in declared().values() for flag in "/".join(item.flags).split("/"))
+    return {flag.removeprefix("--").replace("-", "_"): name for flag, name in flags}
 
 
 @cache

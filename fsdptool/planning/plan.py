@@ -1,4 +1,4 @@
-"""``plan``: resolve and inspect the model, evaluate the request, search around it, give a verdict.
+"""Making a plan: resolve and inspect the model, evaluate the request, search around it, give a verdict.
 
 A plan is a document, too (``schemas/plan.schema.json``), which is read back here.
 """
@@ -6,9 +6,9 @@ A plan is a document, too (``schemas/plan.schema.json``), which is read back her
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
@@ -19,8 +19,7 @@ from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.lengths import replay_lengths
 from fsdptool.planning.offers import describe_offers
-from fsdptool.planning.options import Options, signature
-from fsdptool.planning.request import Request, read_request
+from fsdptool.planning.request import Request
 from fsdptool.planning.requested_recipe import check_sizes
 from fsdptool.planning.search import SearchResult, run_search
 from fsdptool.planning.search_point import apply_search_point, point_flags, read_search_point
@@ -90,46 +89,7 @@ def inputs_of(plan: Plan) -> PlanInputs:
         raise PlanError(error.message, help="create a new plan with fsdptool plan") from error
 
 
-@dataclass(frozen=True, slots=True)
-class ShownPlan(Plan):
-    """A :class:`~fsdptool.records.plan.Plan` that shows itself in a notebook."""
-
-    def _repr_html_(self) -> str:
-        """Return the page ``plan -o plan.html`` writes, in a frame of its own."""
-        from fsdptool.report.html import plan_fragment
-
-        return plan_fragment(plan_document(self))
-
-
-def shown(plan: Plan) -> ShownPlan:
-    """Return the same plan with its notebook representation."""
-    return ShownPlan(**{field.name: getattr(plan, field.name) for field in fields(Plan)})
-
-
 Progress = Callable[[str], None]
-
-
-def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPlan:
-    """Return the memory of every rank, whether it fits, and which configuration to run.
-
-    Needs no GPU and no weights. The result shows itself in a notebook.
-
-    Args:
-        reference: The model: ``family:flavour``, a Hugging Face id, a folder or a ``config.json``.
-        **options: The options of ``fsdptool plan``, for example ``gpu="H100-80GB-SXM", gpus=8,
-            sequence_length=4096, micro_batch=1, search=True``.
-
-    Raises:
-        PlanError: The options contradict each other; the message names the pair.
-        ReferenceError: The model cannot be resolved.
-        ConfigError: A recipe or configuration cannot be used.
-    """
-    if reference is not None:
-        options["reference"] = reference
-    return shown(make_plan(read_request(options)))
-
-
-plan.__signature__ = signature("reference")  # type: ignore[attr-defined]  # what inspect and editors show
 
 
 def make_plan(
@@ -342,6 +302,7 @@ def _conclude(
         "notes": list(estimator.notes),
         "states": estimator.states(shown_point, inputs.clusters[shown_point.cluster]),
         "dtypes": estimator.stored_dtypes(shown_point, inputs.clusters[shown_point.cluster]),
+        "wrap_classes": list(estimator.anatomy.wrap.classes),
         "headroom": HEADROOM,
         "searched": len(result.candidates),
         **extra,

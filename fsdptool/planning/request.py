@@ -141,17 +141,24 @@ def _settings(options: Options, profile: str | None) -> tuple[FsdpSettings, tupl
     if isinstance(config, FsdpSettings):
         settings = config
     elif config is not None:
-        settings, diagnostics = _read_config(Path(config))
+        settings, diagnostics = read_request_settings(Path(config))
     else:
         # Half precision gains nothing on CPU, so it is used only on request.
         settings = FsdpSettings(mixed_precision="bf16" if profile in (None, "cuda") else "no")
     return set_fields(settings, settings_of(options, "settings")), diagnostics
 
 
-def _read_config(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
+def read_request_settings(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
+    """Return the settings in a file of any dialect, and the findings in it.
+
+    Raises:
+        ConfigError: The file has errors, or no settings.
+    """
     from fsdptool.config import read_settings
 
-    reading = read_settings(path, consumer="fsdptool")
+    reading = read_settings(path)
+    if reading.written_in is None or "fsdptool" in reading.written_in.consumers:
+        reading = read_settings(path, consumer="fsdptool")  # other programs' files are judged for these
     errors = [item for item in reading.diagnostics if item.severity == "error"]
     if errors or reading.settings is None:
         first = errors[0] if errors else None

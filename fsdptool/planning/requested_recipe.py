@@ -35,12 +35,12 @@ def build_recipe(options: Options) -> Recipe:
     source, reference = options.get("recipe"), options.get("reference")
     if source is not None:
         from fsdptool.config.recipe import read_recipe
-        from fsdptool.source import consented
+        from fsdptool.source import consented, located
 
         if isinstance(source, Recipe):
             recipe, where = source, "the recipe"
         else:
-            recipe, where = _locate_models(read_recipe(Path(source)), Path(source).parent), str(source)
+            recipe, where = located(read_recipe(Path(source)), Path(source).parent), str(source)
         consent = options.get("trust_remote_code", False)
         recipe = consented(recipe, where, trust_remote_code=consent)
     elif reference is not None:
@@ -67,20 +67,6 @@ def set_fields(record: R, changes: Iterable[tuple[tuple[str, ...], Any]]) -> R:
         inner = set_fields(getattr(record, name), [(tuple(rest), value)]) if rest else value
         record = replace(record, **{name: inner})  # type: ignore[type-var]
     return record
-
-
-def _locate_models(recipe: Recipe, folder: Path) -> Recipe:
-    """Relative model paths count from the working directory, then from the recipe (as ``train`` does)."""
-    from fsdptool.source import locate
-
-    def located(model: ModelChoice) -> ModelChoice:
-        return replace(model, reference=locate(model.reference, folder))
-
-    distillation = recipe.method.distillation
-    if distillation is not None:
-        distillation = replace(distillation, teacher=located(distillation.teacher))
-        recipe = replace(recipe, method=replace(recipe.method, distillation=distillation))
-    return replace(recipe, model=located(recipe.model))
 
 
 def _method(options: Options, method: Method) -> Method:

@@ -14,6 +14,7 @@ from fsdptool.planning.search_point import changed_settings
 from fsdptool.planning.search_space import enumerate_space
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
+from fsdptool.runs.work import Countdown, left_text
 
 Progress = Callable[[str], None]
 
@@ -66,7 +67,7 @@ def run_search(
     requested_ids: list[str] = []
     for point in requested:
         cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
-        name = "asked" if len(requested) == 1 else f"asked{point.cluster}"
+        name = "requested" if len(requested) == 1 else f"requested{point.cluster}"
         requested_ids.append(name)
         space = [point]
         if inputs.search != "none":
@@ -83,12 +84,14 @@ def run_search(
                 )
             )
         whole = False
-        for option in space:
+        countdown = Countdown(len(space))
+        for number, option in enumerate(space):
             if whole and option.cp != point.cp:
                 continue
             label = name if option == point else f"c{len(candidates):04d}"
             if progress is not None and len(candidates) % 100 == 99:
-                progress(f"evaluated {len(candidates) + 1} configurations")
+                left = left_text(countdown.left(number))
+                progress(f"evaluated {number + 1} of {len(space)} configurations{left}")
             try:
                 candidates.append(estimator.candidate(label, option, cluster, machine, detail=label == name))
             except ConfigError:

@@ -251,7 +251,17 @@ def _suggestion(
         samples_per_second=candidate.samples_per_second,
         tokens_per_second=candidate.tokens_per_second,
         environment=EXPANDABLE if change.kind is SuggestionKind.EXPANDABLE_SEGMENTS else {},
+        hardware=_options(change.cluster) if change.kind in _OTHER_HARDWARE else {},
     )
+
+
+_OTHER_HARDWARE = (SuggestionKind.MORE_GPUS, SuggestionKind.LARGER_GPU)
+
+
+def _options(cluster: Cluster) -> dict[str, str | int]:
+    """Return the options of ``plan`` that name a cluster's GPUs."""
+    name = {} if cluster.gpu is None else {"gpu": cluster.gpu.name}
+    return {**name, "gpus": cluster.gpus_per_node, "nodes": cluster.nodes}
 
 
 def _fits(candidate: Candidate) -> bool | None:

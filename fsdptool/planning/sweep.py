@@ -15,6 +15,7 @@ from fsdptool.planning.plan import Progress, chosen_candidate, inputs_of, inspec
 from fsdptool.planning.request import read_request
 from fsdptool.records.command_documents import Sweep, SweepRow
 from fsdptool.records.plan import Plan
+from fsdptool.runs.work import Countdown, left_text
 from fsdptool.spelling import nearest
 
 MAX_PLANS = 1000
@@ -90,11 +91,13 @@ def sweep(
     models: dict[Any, Any] = {}
     failure: PlanError | None = None
     combinations = list(product(*values.values()))
+    countdown = Countdown(len(combinations))
     for number, combination in enumerate(combinations, 1):
         swept = dict(zip(values, combination, strict=True))
         if progress is not None:
             shown = ", ".join(f"{name} {value:g}" for name, value in swept.items())
-            progress(f"planning {number} of {len(combinations)}: {shown}")
+            left = left_text(countdown.left(number - 1))
+            progress(f"planning {number} of {len(combinations)}{left}: {shown}")
         try:
             request = read_request(cast("Options", {**options, **swept}))
             key = repr((request.inputs.recipe.model, request.inputs.wrap, request.inputs.exclude))

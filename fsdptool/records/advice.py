@@ -128,6 +128,7 @@ class Suggestion:
         samples_per_second, tokens_per_second: What it then does, by estimate; None is unknown.
         environment: Variables of the workers that it sets: ``environment`` in a cluster file, which
             ``launch`` and its Slurm scripts export.
+        hardware: Options of ``plan`` that name other hardware (``gpu``, ``gpus``, ``nodes``), or none.
     """
 
     change: str
@@ -140,3 +141,4 @@ class Suggestion:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    hardware: Mapping[str, str | int] = field(default_factory=dict)

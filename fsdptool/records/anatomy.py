@@ -26,6 +26,7 @@ WrapReason = Literal[
     "different_each",  # no two instances have the same shapes
     "helper",  # a small helper without inner structure next to real blocks
     "too_small",  # below half a percent of the parameters: a collective of its own costs more than it saves
+    "hookless",  # runs where FSDP2's hooks do not: as a unit it would not be gathered
     "passed_over",  # the user or the family chose other classes
     "excluded",  # left out with --exclude
 ]
@@ -182,23 +183,25 @@ class Anatomy:
         class_modules: Python module that defines each class, by unqualified class name.
         weights_read: Paths of embeddings whose weight the model's code reads without calling them:
             they cannot be units of their own.
+        hookless: Paths of modules that run where FSDP2's hooks do not: they cannot be units either.
         diagnostics: Findings of the inspection.
     """
 
     spec: ModelSpec
-    parameters: tuple[Parameter, ...]
-    buffers: tuple[Buffer, ...]
-    modules: tuple[Module, ...]
-    wrap: WrapChoice
+    parameters: tuple[Parameter, ...] = field(repr=False)
+    buffers: tuple[Buffer, ...] = field(repr=False)
+    modules: tuple[Module, ...] = field(repr=False)
+    wrap: WrapChoice = field(repr=False)
     input_embedding: str | None = None
     output_embedding: str | None = None
     final_norm: str | None = None
     no_split_modules: tuple[str, ...] = ()
     repeated_blocks: tuple[str, ...] = ()
     fsdp_plan_unmatched: tuple[str, ...] = ()
-    class_modules: Mapping[str, str] = field(default_factory=dict)
+    class_modules: Mapping[str, str] = field(default_factory=dict, repr=False)
     weights_read: tuple[str, ...] = ()
-    diagnostics: tuple[Diagnostic, ...] = ()
+    hookless: tuple[str, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = field(default=(), repr=False)
 
     @property
     def total_parameters(self) -> int:
@@ -211,7 +214,7 @@ class Anatomy:
         return tuple(parameter.names for parameter in self.parameters if parameter.aliases)
 
 
-ReferenceKind = Literal["flavour", "hub", "folder", "config", "pipeline", "adapter"]
+ReferenceKind = Literal["flavour", "hub", "folder", "config", "pipeline", "adapter", "import"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +224,8 @@ class Reference:
     Attributes:
         kind: ``flavour`` (``family:flavour``), ``hub`` (a Hugging Face id), ``folder``,
             ``config`` (a bare ``config.json``), ``pipeline`` (a diffusers folder with
-            ``model_index.json``) or ``adapter`` (a PEFT folder; the spec is its base model's).
+            ``model_index.json``), ``adapter`` (a PEFT folder; the spec is its base model's) or ``import``
+            (``package.module:Class``).
         id: The reference as written, without a revision.
         revision: Commit hash or tag of a hub reference, or None.
     """
@@ -243,7 +247,7 @@ class ModelSpec:
         model_class: Class to build, for example ``LlamaForCausalLM``.
         config: The raw configuration, exactly as read (never a config object).
         objective: Default training objective of the family, or None if unknown.
-        folder: Local folder that holds configuration and weights, or None.
+        folder: Local folder that holds configuration and weights, or the module to import; or None.
         weights: Local safetensors files that belong to this component, sorted; empty if none.
         component: Name of the pipeline component (``transformer``, ``unet``), or None.
         adapter: ``adapter_config.json`` of a PEFT reference, or None.
@@ -256,10 +260,10 @@ class ModelSpec:
     flavour: str | None
     library: str
     model_class: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(repr=False)
     objective: str | None = None
     folder: str | None = None
-    weights: tuple[str, ...] = ()
+    weights: tuple[str, ...] = field(default=(), repr=False)
     component: str | None = None
     adapter: Mapping[str, Any] | None = None
     trust_remote_code: bool = False

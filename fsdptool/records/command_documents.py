@@ -240,13 +240,42 @@ class NodeCommand:
     environment: Mapping[str, str]
 
 
+Unchecked = Literal["gpus", "memory", "data"]
+"""What only the start of a run checks: the GPUs of its machine, their memory, every row of the data."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchLines:
-    """What `fsdptool train --dry-run` and `fsdptool launch` print with `--format json`."""
+    """What `fsdptool train --dry-run` and `fsdptool launch` print with `--format json`.
+
+    ``unchecked`` is what a dry run left to the start of the run.
+    """
 
     nodes: Annotated[tuple[NodeCommand, ...], Keywords(minItems=1)]
     folder: str
     script: str | None
+    unchecked: tuple[Unchecked, ...] = ()
+
+
+DataKind = Literal["chat", "prompts", "text", "labels", "pairs", "images", "unread"]
+"""How samples are read: ``unread`` data (a dataset on the Hub) were not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class StarterReport:
+    """What `fsdptool init --format json` prints: the files written, null where no configuration fits.
+
+    ``data`` says how the samples are read, null without data; ``weights`` whether there are weights to start
+    from; ``cpu`` whether the configuration is for this machine's CPU because it has no GPU.
+    """
+
+    recipe: str | None
+    config: str | None
+    verdict: Verdict
+    data: DataKind | None
+    columns: tuple[str, ...]
+    weights: bool
+    cpu: bool
 
 
 @dataclass(frozen=True, slots=True)

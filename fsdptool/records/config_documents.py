@@ -80,12 +80,23 @@ class FindingCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeCount:
+    """The number of findings with one code and severity in all files, and how many of them have a fix."""
+
+    code: Annotated[str, Keywords(pattern="^FSD[1-5][0-9]{2}$")]
+    severity: Severity
+    count: Count
+    fixable: Count
+
+
+@dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """What `fsdptool validate --format json` prints: a verdict on each file."""
+    """What `fsdptool validate --format json` prints: a verdict on each file, and all findings by code."""
 
     consumer: ConsumerVersion | None
     files: tuple[FileVerdict, ...]
     summary: FindingCounts
+    statistics: tuple[CodeCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ RuleFamily = Literal[
     "plan",
     "doctor",
     "cache",
+    "failures",
 ]
 
 _FAMILIES: dict[str, RuleFamily] = {
@@ -86,6 +87,7 @@ _FAMILIES: dict[str, RuleFamily] = {
     "PLN0": "plan",
     "DOC0": "doctor",
     "CACHE0": "cache",
+    "RUN0": "failures",
 }
 
 

@@ -208,7 +208,7 @@ class Candidate:
     host_bytes_per_node: int | None
     components: tuple[ComponentBytes, ...]
     peak: Peak | None
-    timeline: tuple[Moment, ...]
+    timeline: tuple[Moment, ...] = field(repr=False)
     """Kept for the requested and the chosen candidates; empty for the others."""
     step_seconds: float | None
     tokens_per_second: float | None
@@ -225,7 +225,7 @@ class Candidate:
     """Model FLOPs of one optimizer step over all ranks (recomputation not counted)."""
     peak_flops: float | None = None
     """One GPU's catalogued FLOP/s in the dtype the model computes in; None on the CPU."""
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[Phase, ...] = field(default=(), repr=False)
     """Every phase of the run; the highest of them decides the verdict. Empty where searches leave it out."""
     step_seconds_range: tuple[float, float] | None = None
     """Between which the step takes 8 times of 10, by what others published for the GPU's generation."""
@@ -305,15 +305,15 @@ class Plan:
     verdict: Verdict
     chosen: str | None
     """Id of a candidate."""
-    candidates: Annotated[tuple[Candidate, ...], Keywords(minItems=1)]
-    next_steps: tuple[Suggestion, ...]
-    inputs: Annotated[Mapping[str, Any], JsonOf(PlanInputs)]
+    candidates: Annotated[tuple[Candidate, ...], Keywords(minItems=1)] = field(repr=False)
+    next_steps: tuple[Suggestion, ...] = field(repr=False)
+    inputs: Annotated[Mapping[str, Any], JsonOf(PlanInputs)] = field(repr=False)
     confidence: Literal["verified", "unverified"]
-    details: Mapping[str, Any]
+    details: Mapping[str, Any] = field(repr=False)
     """Additional facts (Pareto front, price, MFU), never required to read the verdict."""
-    diagnostics: tuple[Diagnostic, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = field(default=(), repr=False)
     unknowns: tuple[str, ...] = ()
     shortfall: Shortfall | None = None
     """Why nothing fits; None where something does, or where that is unknown."""
-    lengths: LengthsReplay | None = None
+    lengths: LengthsReplay | None = field(default=None, repr=False)
     """What the lengths of a data set do to the shown configuration; None where none are given."""

@@ -42,6 +42,7 @@ class Start:
         number: How often the run was started before.
         argv: The command line.
         launch_id: Launch ID, identical on all nodes and unique per launch; null on a single node.
+        started: When, in seconds since 1970; null in folders of earlier versions.
     """
 
     world_size: Positive
@@ -50,6 +51,7 @@ class Start:
     number: Count = 0
     argv: tuple[str, ...] = ()
     launch_id: str | None = None
+    started: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,29 @@ class Metrics:
     memory_reserved_peak_bytes: Count | None
     mfu: float | None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """What one rank does, as its watchdog last wrote it. Times are in seconds since 1970.
+
+    Attributes:
+        rank: The rank.
+        phase: What the main thread does.
+        step: The optimizer step it works on, from 1; null before the first.
+        alive: When the record was written.
+        progressed: When the main thread last got on.
+        waiting: Whether the main thread was inside a collective, and so waits for other ranks.
+        interval: Seconds between two records; 0 if an event told this, which nothing repeats.
+    """
+
+    rank: Count
+    phase: str
+    step: Count | None
+    alive: float
+    progressed: float
+    waiting: bool
+    interval: float
 
 
 RunStatus = Literal["completed", "stopped", "failed", "interrupted"]
@@ -159,3 +184,92 @@ class Summary:
     failure: RunFailure | None
     memory_report: str | None
     measured_moments: Mapping[str, tuple[Count | None, ...]] = field(default_factory=dict)
+
+
+RunState = Literal["running", "completed", "stopped", "failed", "interrupted", "dead"]
+"""A run's status, or ``running``, or ``dead``: its processes are gone and no summary says how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """The memory of one phase, planned and measured.
+
+    Attributes:
+        name: The phase.
+        predicted_bytes: Allocated peak per rank that the plan predicts, or null.
+        measured_bytes: Largest allocated peak of a rank so far, or null.
+    """
+
+    name: str
+    predicted_bytes: Count | None
+    measured_bytes: Count | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run as it stands: an entry of `fsdptool runs`, and what `fsdptool watch` shows.
+
+    Attributes:
+        folder: The run folder.
+        model: Reference of the model, or null.
+        method: Training method, or null.
+        state: Whether the run is running, and how it ended otherwise.
+        device: Device type of the processes.
+        world_size: Number of processes.
+        nodes: Names of the machines that the ranks announced.
+        gpus: Ids of the GPUs that the run claims on this machine; empty if it is not running here.
+        started: When the run was last started, in seconds since 1970.
+        updated: When it last wrote a step or a sign of life, or null.
+        step: Optimizer steps done.
+        total_steps: Steps of the whole run; null where it is not known yet.
+        eta_seconds: Estimated time to the last step; null unless the run is running and steps were timed.
+        loss: Loss of the last step, or null.
+        grad_norm: Norm of its gradients, or null.
+        lr: Its learning rate, or null.
+        step_seconds: Median time of the latest steps, or null.
+        tokens_per_second, samples_per_second: Rates of the latest steps, or null.
+        memory: Memory by phase, planned and measured.
+        predicted_peak_bytes: Allocated peak per rank that the plan predicts, or null.
+        measured_peak_bytes: Largest measured peak so far, or null.
+        ranks: What every rank that started does, or last did.
+        last_checkpoint: Step of the newest complete checkpoint, or null.
+        resumable: Whether ``--resume auto`` has a checkpoint to continue from, or nothing was lost.
+        exit_code: Exit status of the run; null while it is running.
+        failure: Why it failed, or null.
+    """
+
+    folder: str
+    model: str | None
+    method: str | None
+    state: RunState
+    device: DeviceType
+    world_size: Positive
+    nodes: tuple[str, ...]
+    gpus: tuple[str, ...]
+    started: float
+    updated: float | None
+    step: Count
+    total_steps: Count | None
+    eta_seconds: float | None
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    step_seconds: float | None
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    memory: tuple[PhaseMemory, ...]
+    predicted_peak_bytes: Count | None
+    measured_peak_bytes: Count | None
+    ranks: tuple[RankProgress, ...]
+    last_checkpoint: Count | None
+    resumable: bool
+    exit_code: Count | None
+    failure: RunFailure | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunList:
+    """What `fsdptool runs --format json` prints; `unreadable` names run folders with damaged files."""
+
+    runs: tuple[RunView, ...]
+    unreadable: tuple[str, ...] = ()

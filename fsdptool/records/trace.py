@@ -140,7 +140,7 @@ class Trace:
 
     Attributes:
         profile: Device profile whose kernels were assumed.
-        compute_dtype: dtype of the parameters while computing.
+        compute_dtype: dtype of the parameters while computing; of most elements, where they differ.
         segments: The program, at the traced depth.
         sizes: Bytes of every traced tensor, by its number.
         kinds: Index into :data:`KINDS` of every traced tensor.

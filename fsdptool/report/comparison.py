@@ -24,27 +24,35 @@ def _value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+def headline(document: Mapping[str, Any]) -> str:
+    """Return what is compared and, for a run, how far the prediction is off, in one line."""
+    sides = f"{document['left']} and {document['right']}"
+    error = document["error_percent"]
+    if error is None:
+        return sides
+    if round(error, 2) == 0:
+        return f"{sides}: the predicted peak equals the measured one to 0.01 %"
+    where = "above" if error >= 0 else "below"
+    return f"{sides}: the predicted peak is {abs(error):.2f} % {where} the measured one"
+
+
 def print_comparison(document: Mapping[str, Any]) -> None:
     """Print a comparison document: figures, then moment by moment."""
     run = document["kind"] == "run"
     heads = ("predicted", "measured", "measured over predicted") if run else ("left", "right", "difference")
-    print_line(f"{document['left']} and {document['right']}", style="bold")
-    if document["error_percent"] is not None:
-        error = document["error_percent"]
-        print_line(
-            f"the predicted peak is {abs(error):.2f} % {'above' if error >= 0 else 'below'} the measured one"
-        )
+    print_line(headline(document), style="bold")
     print_line()
-    print_table(("", *heads), [_cells(row) for row in document["rows"]], numeric=(1, 2, 3))
+    print_table(("", *heads), [figure_cells(row) for row in document["rows"]], numeric=(1, 2, 3))
     if document["moments"]:
         print_line()
         title = "measured" if run else "moment"
-        print_table((title, *heads), [_cells(row) for row in document["moments"]], numeric=(1, 2, 3))
+        print_table((title, *heads), [figure_cells(row) for row in document["moments"]], numeric=(1, 2, 3))
     for note in document["notes"]:
         print_line(f"note: {note}")
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def figure_cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return a figure's name, both sides and their difference as text."""
     percent = f"{row['percent']:+.1f} %" if row["percent"] is not None else ""
     return row["what"], _cell(row["left"], row["unit"]), _cell(row["right"], row["unit"]), percent
 

@@ -71,6 +71,7 @@ def _classes(document: Mapping[str, Any]) -> None:
             for item in rows[:_SHOWN_CLASSES]
         ],
         numeric=(1, 2, 3, 4),
+        optional=(7, 2, 3, 1, 6),
     )
     if len(rows) > _SHOWN_CLASSES:
         print_line(f"... and {len(rows) - _SHOWN_CLASSES} more classes (--format json lists all)")
@@ -123,6 +124,7 @@ def _leaves(document: Mapping[str, Any]) -> None:
             for leaf in document["leaves"]
         ],
         numeric=(1, 2, 3),
+        optional=(4, 1),
     )
 
 
@@ -205,6 +207,7 @@ def _uneven(document: Mapping[str, Any]) -> None:
             for item in worst
         ],
         numeric=(1, 2, 3),
+        optional=(1,),
     )
 
 
@@ -224,6 +227,7 @@ def print_families(document: Mapping[str, Any]) -> None:
                 )
                 for item in document["families"]
             ],
+            optional=(5, 2, 3, 1),
         )
     else:
         _one(document)
@@ -236,7 +240,7 @@ def _one(document: Mapping[str, Any]) -> None:
     print_line(f"{family['name']}: {family['title']} ({family['library']})", style="bold")
     print_line(f"default objective {family['objective']}; from {family['distribution']} {family['version']}")
     if not document["flavours"]:
-        print_line("no flavours: it serves configurations by class")
+        print_line("no flavours: this family takes configurations by their class")
         return
     print_table(
         ("reference", "class", "parameters", "hub id"),
@@ -250,6 +254,7 @@ def _one(document: Mapping[str, Any]) -> None:
             for item in document["flavours"]
         ],
         numeric=(2,),
+        optional=(1, 3),
     )
     first = document["flavours"][0]
     if first["lora_targets"]:
@@ -287,6 +292,7 @@ def print_doctor(document: Mapping[str, Any]) -> None:
                 )
                 for g in document["devices"]
             ],
+            optional=(4, 3),
         )
     else:
         print_line("GPUs: none here; runs use the CPU")
@@ -294,13 +300,13 @@ def print_doctor(document: Mapping[str, Any]) -> None:
     for plugin in document["plugins"]:
         origins.setdefault(plugin["origin"], []).append(plugin["family"])
     for origin, families in sorted(origins.items()):
-        print_line(f"plugin {origin}: {len(families)} families")
+        print_line(f"plugin {origin}: {len(families)} famil{'ies' if len(families) != 1 else 'y'}")
     cache = document["cache"]
     state = "writable" if cache["writable"] else "read-only"
     print_line(f"cache: {cache['folder']} ({state}), {cache['entries']} entries, {amount(cache['bytes'])}")
     for probe in document["probes"]:
         if probe["ok"]:
-            text = f"yes, weights equal a plain loop's to {probe['difference']:.1e}"
+            text = f"yes, the weights equal those of a plain loop within {probe['difference']:.1e}"
         else:
             text = f"NO: {probe['reason']}"
         ranks = f"{probe['processes']} {probe['device']} process{'es' if probe['processes'] > 1 else ''}"

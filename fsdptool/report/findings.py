@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,13 @@ from urllib.parse import quote
 from fsdptool.config.rules import RULES
 from fsdptool.formatting import printable, printable_lines
 from fsdptool.records.diagnostic import Diagnostic, tool_version
+from fsdptool.report.tables import layout_table, wrap_line
 
 if TYPE_CHECKING:
-    from fsdptool.config.result import Reading
+    from fsdptool.config.result import Reading, Verdict
     from fsdptool.files.text import SourceText
-    from fsdptool.records.diagnostic import Diagnostic, Rule
+    from fsdptool.records.config_documents import CodeCount
+    from fsdptool.records.diagnostic import Rule
 
 _COLOURS = {"error": "31;1", "warning": "33;1", "info": "36"}
 _WIDTH = 160
@@ -32,32 +34,38 @@ def colour_wanted() -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
 
 
-def render_text(readings: Iterable[Reading], *, colour: bool = False, quiet: bool = False) -> str:
+def render_text(
+    readings: Iterable[Reading], *, colour: bool = False, quiet: bool = False, width: int | None = None
+) -> str:
     """Return every finding with its place in the source.
 
     Args:
         readings: The files.
         colour: Write terminal colours.
         quiet: Leave out findings of severity ``info``.
+        width: Columns of the terminal, to which lines are broken between words; None breaks none.
     """
-    parts = []
+    columns = width or sys.maxsize
+    return "".join(_block(reading, item, colour, columns) for reading, item in _listed(readings, quiet))
+
+
+def _listed(readings: Iterable[Reading], quiet: bool) -> Iterator[tuple[Reading, Diagnostic]]:
+    """Return the findings that are shown one by one: files of other programs are counted only."""
     for reading in readings:
         for item in reading.diagnostics:
-            if quiet and item.severity == "info":
-                continue
-            parts.append(_block(reading, item, colour))
-    return "".join(parts)
+            if not reading.passed_over and not (quiet and item.severity == "info"):
+                yield reading, item
 
 
-def _block(reading: Reading, item: Diagnostic, colour: bool) -> str:
-    lines = [_head(reading, item, colour)]
+def _block(reading: Reading, item: Diagnostic, colour: bool, width: int) -> str:
+    lines = wrap_line(_head(reading, item, colour), width)
     if item.line is not None and item.column is not None and reading.source is not None:
-        lines.extend(_snippet(reading, item, colour))
+        lines.extend(_snippet(reading, item, colour, min(width, _WIDTH)))
     if item.help:
-        lines.append(f"  help: {printable(item.help)}")
+        lines.extend(wrap_line(f"  help: {printable(item.help)}", width))
     if item.fix is not None:
         option = "--fix" if item.fix.safe else "--unsafe-fixes"
-        lines.append(f"  fix ({option}): {printable(item.fix.description)}")
+        lines.extend(wrap_line(f"  fix ({option}): {printable(item.fix.description)}", width))
     return "\n".join(lines) + "\n\n"
 
 
@@ -77,7 +85,7 @@ def paint(text: str, severity: str, colour: bool) -> str:
     return f"\x1b[{_COLOURS[severity]}m{text}\x1b[0m" if colour else text
 
 
-def _snippet(reading: Reading, item: Diagnostic, colour: bool) -> list[str]:
+def _snippet(reading: Reading, item: Diagnostic, colour: bool, width: int) -> list[str]:
     assert reading.source is not None and item.line is not None and item.column is not None
     source = reading.source.line(item.line)
     if not source.strip():
@@ -86,11 +94,12 @@ def _snippet(reading: Reading, item: Diagnostic, colour: bool) -> list[str]:
     end = len(source)
     if item.end_line == item.line and item.end_column is not None:
         end = max(item.end_column - 1, start + 1)
-    # A caret under a long line: show the part around it.
-    offset = max(0, start - _WIDTH // 2) if len(source) > _WIDTH else 0
-    shown = printable(source[offset : offset + _WIDTH])
     number = str(item.line)
-    caret = " " * (start - offset) + "^" * max(1, min(end, offset + _WIDTH) - start)
+    # A caret under a long line: show the part around it.
+    room = max(width - len(number) - len("   | "), 20)
+    offset = max(0, start - room // 2) if len(source) > room else 0
+    shown = printable(source[offset : offset + room])
+    caret = " " * (start - offset) + "^" * max(1, min(end, offset + room) - start)
     return [
         f"  {number} | {shown}",
         f"  {' ' * len(number)} | {paint(caret, item.severity, colour)}",
@@ -98,27 +107,59 @@ def _snippet(reading: Reading, item: Diagnostic, colour: bool) -> list[str]:
 
 
 def render_concise(readings: Iterable[Reading], *, colour: bool = False, quiet: bool = False) -> str:
-    """Return one line per finding: ``file:line:column: CODE message``."""
+    """Return one line per finding: ``file:line:column: severity CODE message``; [*] marks a safe fix."""
     lines = []
-    for reading in readings:
-        for item in reading.diagnostics:
-            if quiet and item.severity == "info":
-                continue
-            mark = " [*]" if item.fix is not None and item.fix.safe else ""
-            code = paint(item.code, item.severity, colour)
-            lines.append(f"{place(reading, item)}: {code}{mark} {printable(item.message)}\n")
+    for reading, item in _listed(readings, quiet):
+        mark = " [*]" if item.fix is not None and item.fix.safe else ""
+        named = paint(f"{item.severity} {item.code}", item.severity, colour)
+        lines.append(f"{place(reading, item)}: {named}{mark} {printable(item.message)}\n")
     return "".join(lines)
 
 
-def render_summary(files: int, errors: int, warnings: int, fixable: int) -> str:
-    """Return the closing line."""
-    if not errors and not warnings:
-        return f"{files} file{'s' * (files != 1)}: no errors, no warnings\n"
-    text = (
-        f"{files} file{'s' * (files != 1)}: {errors} error{'s' * (errors != 1)}, {warnings} warning"
-        f"{'s' * (warnings != 1)}"
-    )
-    return text + (f", {fixable} fixable (--fix, --unsafe-fixes)\n" if fixable else "\n")
+def render_statistics(
+    counts: Iterable[CodeCount], *, colour: bool = False, quiet: bool = False, width: int | None = None
+) -> str:
+    """Return one line per code: how often it was found, its severity, and its title.
+
+    Args:
+        counts: The codes, in the order of the table.
+        colour: Write terminal colours.
+        quiet: Leave out those of severity ``info``.
+        width: Columns of the terminal, to which lines are broken between words; None breaks none.
+    """
+    rows = [row for row in counts if not (quiet and row.severity == "info")]
+    digits = max((len(str(row.count)) for row in rows), default=0)
+    lines = []
+    for row in rows:
+        fixable = f" ({row.fixable} with a fix)" if row.fixable else ""
+        severity = paint(f"{row.severity:<7}", row.severity, colour)
+        line = f"{row.count:>{digits}}  {severity}  {row.code}  {RULES[row.code].title}{fixable}"
+        lines.extend(wrap_line(line, width) if width is not None else [line])
+    return "".join(f"{line}\n" for line in lines)
+
+
+def render_summary(verdict: Verdict, accepted: int = 0) -> str:
+    """Return the closing line.
+
+    Args:
+        verdict: All files.
+        accepted: Number of findings that a baseline holds back.
+    """
+    judged = len(verdict.readings) - verdict.passed_over
+    text = f"{judged} file{'s' * (judged != 1)}: "
+    if verdict.errors or verdict.warnings:
+        text += (
+            f"{verdict.errors} error{'s' * (verdict.errors != 1)}, "
+            f"{verdict.warnings} warning{'s' * (verdict.warnings != 1)}"
+        )
+        text += f", {verdict.fixable} fixable (--fix, --unsafe-fixes)" if verdict.fixable else ""
+    else:
+        text += "no errors, no warnings"
+    if verdict.passed_over:
+        text += f"; {verdict.passed_over} of other programs skipped"
+    if accepted:
+        text += f"; {accepted} old finding{'s' * (accepted != 1)} in the baseline"
+    return text + "\n"
 
 
 _LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
@@ -127,20 +168,15 @@ _LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 def render_github(readings: Iterable[Reading], *, quiet: bool = False) -> str:
     """Return one workflow command per finding; ``quiet`` leaves out those of severity ``info``."""
     lines = []
-    for reading in readings:
-        for item in reading.diagnostics:
-            if quiet and item.severity == "info":
-                continue
-            fields = {"title": f"fsdptool {item.code}", "file": item.path or reading.path}
-            if item.line is not None:
-                fields |= {"line": str(item.line), "col": str(item.column)}
-                if item.end_line is not None:
-                    fields |= {"endLine": str(item.end_line), "endColumn": str(item.end_column)}
-            written = ",".join(
-                f"{key}={_property(printable(value))}" for key, value in fields.items() if value
-            )
-            message = printable(item.message) + (f"\n{printable(item.help)}" if item.help else "")
-            lines.append(f"::{_LEVELS[item.severity]} {written}::{_data(message)}\n")
+    for reading, item in _listed(readings, quiet):
+        fields = {"title": f"fsdptool {item.code}", "file": item.path or reading.path}
+        if item.line is not None:
+            fields |= {"line": str(item.line), "col": str(item.column)}
+            if item.end_line is not None:
+                fields |= {"endLine": str(item.end_line), "endColumn": str(item.end_column)}
+        written = ",".join(f"{key}={_property(printable(value))}" for key, value in fields.items() if value)
+        message = printable(item.message) + (f"\n{printable(item.help)}" if item.help else "")
+        lines.append(f"::{_LEVELS[item.severity]} {written}::{_data(message)}\n")
     return "".join(lines)
 
 
@@ -191,11 +227,19 @@ _SAFETY = {
 }
 
 
-def render_rule(rule: Rule) -> str:
-    """Return one rule as text."""
+def render_rule(rule: Rule, *, width: int | None = None) -> str:
+    """Return one rule as text, broken between words to at most ``width`` columns, by default 96."""
 
     def wrap(text: str) -> str:
-        return textwrap.fill(text, 96, initial_indent="  ", subsequent_indent="  ")
+        size = min(width or 96, 96)
+        return textwrap.fill(
+            text,
+            size,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
     return (
         f"{rule.code} {rule.title}\n  {rule.family}, {rule.severity}\n\nwhy\n{wrap(rule.why)}\n\n"
@@ -215,8 +259,8 @@ def rules_page(rules: Iterable[Rule]) -> str:
         "Generated from the tables of rules; `fsdptool rule CODE` prints the same. Codes that begin with "
         "FSD are findings in configuration files: `# fsdptool: ignore[CODE]` at the end of a line silences "
         "one there, on a separate line in the whole file. DET codes come from commands that "
-        "inspect a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache. The severities are the "
-        "usual ones; a finding may have another one for some consumers.\n"
+        "inspect a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache, RUN from `diagnose`. "
+        "The severities are the usual ones; a finding may have another one for some consumers.\n"
     ]
     for family, members in groupby(rules, key=lambda rule: rule.family):
         parts.append(f"\n## {family}\n")
@@ -228,20 +272,25 @@ def rules_page(rules: Iterable[Rule]) -> str:
     return "".join(parts)
 
 
-def render_explanation(reading: Reading) -> str:
-    """Return settings, values and origins in columns, then what was ignored, then the findings."""
+def render_explanation(reading: Reading, *, width: int | None = None) -> str:
+    """Return settings, values and origins in columns, then what was ignored, then the findings.
+
+    Args:
+        reading: What was read.
+        width: Columns of the terminal; None is as many as the text needs.
+    """
     lines = [f"{reading.path or '<text>'}: {reading.dialect or 'unknown'} file, read by {reading.consumer}"]
+    findings = render_concise([reading]).splitlines()
     if reading.version is not None:
         lines.append(f"FSDP version {reading.version} runs")
     elif reading.dialect is not None:
         lines.append("FSDP does not run")
     if reading.effective:
         lines.append("")
-        rows = [(item.key, shown(item.value), item.origin) for item in reading.effective]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines.extend(
-            f"  {key:<{widths[0]}}  {value:<{min(widths[1], 48)}}  {origin}" for key, value, origin in rows
-        )
+        rows = [(item.key, printable(shown(item.value)), item.origin) for item in reading.effective]
+        room = width - 2 if width is not None else None
+        cells = [("setting", "value", "origin"), *rows]
+        lines.extend(f"  {line.text}" for line in layout_table(cells, optional=(2,), width=room))
     if reading.ignored:
         lines.append("")
         lines.append("ignored:")
@@ -249,9 +298,10 @@ def render_explanation(reading: Reading) -> str:
             f"  line {item.line}: {item.key} = {shown(item.value)} ({item.reason})"
             for item in reading.ignored
         )
-    text = "\n".join(printable(line) for line in lines) + "\n"
-    findings = render_concise([reading])
-    return text + (f"\n{findings}" if findings else "")
+    if findings:
+        lines += ["", *findings]
+    printed = (wrap_line(printable(line), width or sys.maxsize) for line in lines)
+    return "".join(f"{line}\n" for part in printed for line in part)
 
 
 def shown(value: Any) -> str:
@@ -270,10 +320,10 @@ _SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
 
 def sarif_document(readings: Iterable[Reading]) -> dict[str, Any]:
     """Return the log: one run, its rules, and a result per finding with its region and fixes."""
-    readings = list(readings)
-    used = sorted({item.code for reading in readings for item in reading.diagnostics})
+    found = list(_listed(readings, quiet=False))
+    used = sorted({item.code for _, item in found})
     index = {code: number for number, code in enumerate(used)}
-    results = [_result(reading, item, index) for reading in readings for item in reading.diagnostics]
+    results = [_result(reading, item, index) for reading, item in found]
     driver = {
         "name": "fsdptool",
         "version": tool_version(),

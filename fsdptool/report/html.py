@@ -3,55 +3,74 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from fsdptool.formatting import amount
-from fsdptool.records.trace import ColourGroup
 from fsdptool.report import html_charts as charts
 from fsdptool.report import plan_words as words
-from fsdptool.report.html_charts import STYLE
+from fsdptool.report.html_page import foot, frame, html_table, page
+from fsdptool.report.html_scatter import scatter
 from fsdptool.report.plan_words import duration
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Nothing may be fetched and nothing may run, whatever a model's name contains."""
 
 
 def plan_page(document: Mapping[str, Any]) -> str:
     """Return the page of a plan document, as HTML text."""
-    title = words.headline(document)
-    body = plan_body(document)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
-        f'<a class="skip" href="#main">Skip to the results</a><main id="main">{body}</main></body></html>\n'
-    )
+    return page(words.headline(document), plan_body(document))
+
+
+def plan_file(document: Mapping[str, Any], suffix: str) -> str:
+    """Return the text of a plan's file: a picture for ``.svg``, a page for any other suffix."""
+    return charts.plan_picture(document) if suffix == ".svg" else plan_page(document)
 
 
 def plan_fragment(document: Mapping[str, Any]) -> str:
-    """Return what a notebook shows: the page in a frame of its own, so that styles stay apart."""
-    page = escape(plan_page(document), quote=True)
-    return f'<iframe title="fsdptool plan" style="width:100%;height:720px;border:0" srcdoc="{page}"></iframe>'
+    """Return what a notebook shows of a plan."""
+    return frame("fsdptool plan", plan_page(document))
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a page that answers requests adds to the sections; a written page has none of it.
+
+    Attributes:
+        candidate: From a candidate to the address that shows it, or None.
+        change: From a suggestion to the address with that change, or None where options cannot say it.
+        marked: Settings of the candidate that is shown elsewhere on the page, to mark in the chart.
+        cursor: Whether a script moves a cursor over the timeline.
+        others: Whether to list candidates that are neither chosen nor on the front.
+    """
+
+    candidate: Callable[[Mapping[str, Any]], str | None] = lambda _: None
+    change: Callable[[Mapping[str, Any]], str | None] = lambda _: None
+    marked: Mapping[str, Any] | None = None
+    cursor: bool = False
+    others: bool = True
 
 
 def plan_body(document: Mapping[str, Any]) -> str:
     """Return the page's sections."""
-    candidate = words.shown(document)
-    sections = [
-        _head(document, candidate),
-        _memory(candidate),
-        _time(candidate),
-        _steps(document),
-        _settings(candidate),
-        _candidates(document),
-        _findings(document),
-        _inputs(document),
-        _foot(document),
-    ]
+    sections = [*plan_parts(document).values(), candidates_section(document), *_end(document)]
     return "\n".join(section for section in sections if section)
+
+
+def plan_parts(document: Mapping[str, Any], links: Links = Links()) -> dict[str, str]:
+    """Return the sections about the shown candidate by name, in order; some may be empty."""
+    candidate = words.shown(document)
+    return {
+        "head": _head(document, candidate),
+        "memory": _memory(candidate, links),
+        "time": _time(candidate),
+        "offers": _offers(document),
+        "changes": _steps(document, links),
+        "settings": _settings(document, candidate),
+    }
+
+
+def _end(document: Mapping[str, Any]) -> list[str]:
+    return [findings_section(document), _inputs(document), foot(document)]
 
 
 def _head(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
@@ -106,7 +125,7 @@ def _moment(candidate: Mapping[str, Any]) -> str:
     return candidate["peak"]["moment"] if candidate["peak"] is not None else "unknown"
 
 
-def _memory(candidate: Mapping[str, Any]) -> str:
+def _memory(candidate: Mapping[str, Any], links: Links) -> str:
     total = candidate["device_total_bytes"] or 0
     rows = []
     for item in sorted(candidate["components"], key=lambda item: -(item["bytes"] or 0)):
@@ -114,27 +133,26 @@ def _memory(candidate: Mapping[str, Any]) -> str:
         share = f"{item['bytes'] / total:.1%}" if total and item["bytes"] is not None else ""
         name = escape(item["name"].replace("_", " "))
         rows.append(
-            f'<tr><th scope="row"><span class="swatch k-{group}"></span>{name}</th>'
+            f'<tr><th scope="row"><span class="swatch k-{group}"></span>&#8288;{name}</th>'
             f'<td class="n">{amount(item["bytes"])}</td><td class="n">{share}</td>'
             f"<td>{words.MARKS[item['basis']]}</td></tr>"
         )
-    present = {charts.group_of(item["name"]) for item in candidate["components"]}
     key = "".join(
         f'<li><span class="swatch k-{group}"></span>{escape(group.legend)}</li>'
-        for group in ColourGroup
-        if group in present
+        for group in charts.legend(item["name"] for item in candidate["components"])
     )
-    table = _table(
+    table = html_table(
         "Memory of one rank at its peak", ("component", "bytes", "share", "basis"), rows, numbers=(1, 2)
     )
-    line = charts.timeline(candidate)
-    moments = _moments(candidate)
-    over = f'<h2>Memory over one step</h2><div class="chart">{line}</div>{moments}' if line else ""
-    over += _phases(candidate)
-    return (
-        f'<section><h2>One rank at its peak</h2>{charts.memory_bar(candidate)}<ul class="key">{key}</ul>'
-        f"{table}</section><section>{over}</section>"
-    )
+    bar = charts.in_both_widths(lambda width: charts.memory_bar(candidate, width))
+    line = charts.in_both_widths(lambda width: charts.timeline(candidate, width))
+    keys = f'<ul class="key">{key}</ul>'
+    cursor = charts.cursor(candidate) if links.cursor else ""
+    body = f"<h2>Memory over one step</h2>{line}{cursor}{keys}{_moments(candidate)}"
+    over = f"<section>{body}</section>" if line else ""
+    run = _phases(candidate)
+    over += f"<section>{run}</section>" if run else ""
+    return f"<section><h2>One rank at its peak</h2>{bar}{keys}{table}</section>{over}"
 
 
 def _moments(candidate: Mapping[str, Any]) -> str:
@@ -143,7 +161,9 @@ def _moments(candidate: Mapping[str, Any]) -> str:
         f'<td class="n">{amount(moment["allocated_bytes"])}</td></tr>'
         for moment in candidate["timeline"]
     ]
-    table = _table("Allocated bytes after each event", ("event", "allocated"), rows, numbers=(1,), tall=True)
+    table = html_table(
+        "Allocated bytes after each event", ("event", "allocated"), rows, numbers=(1,), tall=True
+    )
     return f'<details class="screen"><summary>Show as a table</summary>{table}</details>'
 
 
@@ -156,7 +176,7 @@ def _phases(candidate: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     heads = ("phase", "description", "device, allocated", "host, per rank", "basis")
-    table = _table("Peak memory of one rank in each phase", heads, rows, numbers=(2, 3))
+    table = html_table("Peak memory of one rank in each phase", heads, rows, numbers=(2, 3), cards=True)
     return f"<h2>Memory over the run</h2>{table}"
 
 
@@ -168,39 +188,58 @@ def _time(candidate: Mapping[str, Any]) -> str:
         f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td class="n">{duration(value)}</td></tr>'
         for name, value in parts.items()
     ]
-    table = _table("Step time by part", ("part", "time"), rows, numbers=(1,))
+    table = html_table("Step time by part", ("part", "time"), rows, numbers=(1,))
     note = (
         '<p class="soft">Estimates. Exposed communication is communication that compute does not overlap.</p>'
     )
     return f"<section><h2>Step time by part</h2>{note}{table}</section>"
 
 
-def _steps(document: Mapping[str, Any]) -> str:
+def _offers(document: Mapping[str, Any]) -> str:
+    if len(document["details"]["clusters"]) < 2:
+        return ""
+    heads, offers = words.offers(document)
+    rows = [
+        f"<tr{' class=chosen' if offer['candidate'] == document['chosen'] else ''}>"
+        f'<th scope="row">{escape(name)}</th>'
+        + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+        + "</tr>"
+        for offer, (name, *cells) in zip(document["details"]["offers"], offers, strict=True)
+    ]
+    table = html_table("Offers", heads, rows, numbers=range(1, len(heads)), cards=True)
+    return f"<section><h2>Offers</h2>{table}</section>"
+
+
+def _steps(document: Mapping[str, Any], links: Links) -> str:
     if not document["next_steps"]:
         return ""
     classes = {True: "fits", False: "does_not_fit", None: "unknown"}
     rows = []
     for step in document["next_steps"]:
+        address = links.change(step)
+        apply = f'<br><a class="button quiet small" href="{escape(address)}">Apply</a>' if address else ""
         rows.append(
-            f'<tr><th scope="row" class="wide">{escape(step["change"])}</th>'
+            f'<tr><th scope="row" class="wide">{escape(step["change"])}{apply}</th>'
             f'<td class="n">{amount(step["device_total_bytes"])}</td>'
             f'<td class="word {classes[step["fits"]]}">{words.FITS[step["fits"]]}</td>'
             f'<td class="wide">{escape(step["cost"])}</td></tr>'
         )
-    table = _table("Suggested changes", ("change", "memory", "verdict", "cost"), rows, numbers=(1,))
+    heads = ("change", "memory", "verdict", "cost")
+    table = html_table("Suggested changes", heads, rows, numbers=(1,), cards=True)
     return f"<section><h2>Suggested changes</h2>{table}</section>"
 
 
-def _settings(candidate: Mapping[str, Any]) -> str:
+def _settings(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
     rows = [
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
-        for name, value in words.configuration(candidate["settings"])
+        for name, value in words.configuration(document, candidate["settings"])
     ]
-    table = _table("Configuration", ("setting", "value"), rows)
+    table = html_table("Configuration", ("setting", "value"), rows)
     return f"<section><h2>Configuration</h2>{table}</section>"
 
 
-def _candidates(document: Mapping[str, Any]) -> str:
+def candidates_section(document: Mapping[str, Any], links: Links = Links()) -> str:
+    """Return the section of all candidates: their chart, the chosen one and the front, and the others."""
     candidates = document["candidates"]
     if len(candidates) < 2:
         return ""
@@ -214,13 +253,12 @@ def _candidates(document: Mapping[str, Any]) -> str:
     others = (
         f'<details class="screen"><summary>{len(rest)} other candidates, with reasons</summary>'
         f"{_rows('Every other candidate', document, rest)}</details>"
-        if rest
+        if rest and links.others
         else ""
     )
-    chart = charts.scatter(document)
-    drawn = f'<div class="chart">{chart}</div>' if chart else ""
+    chart = charts.in_both_widths(lambda width: scatter(document, width, links.candidate, links.marked))
     title = f"{len(candidates)} candidates"
-    return f'<section class="long"><h2>{title}</h2>{drawn}{shown}{others}</section>'
+    return f'<section class="long"><h2>{title}</h2>{chart}{shown}{others}</section>'
 
 
 def _rows(caption: str, document: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> str:
@@ -242,10 +280,11 @@ def _rows(caption: str, document: Mapping[str, Any], items: Iterable[Mapping[str
             f'<td class="wide">{escape(settings)}</td><td class="wide">{escape(why)}</td></tr>'
         )
     heads = ("candidate", "memory", "step time", "throughput", "settings", "rejected by")
-    return _table(caption, heads, rows, numbers=(1, 2, 3), tall=True)
+    return html_table(caption, heads, rows, numbers=(1, 2, 3), tall=True, cards=True)
 
 
-def _findings(document: Mapping[str, Any]) -> str:
+def findings_section(document: Mapping[str, Any]) -> str:
+    """Return the section of diagnostics and notes; empty where there are none."""
     lines = [f"<li><b>unknown</b>: {escape(text)}</li>" for text in document["unknowns"]]
     for item in document["diagnostics"]:
         more = f"<br><small>{escape(item['help'])}</small>" if item.get("help") else ""
@@ -267,33 +306,4 @@ def _inputs(document: Mapping[str, Any]) -> str:
     return (
         '<section class="long screen"><h2>Inputs</h2><details>'
         f'<summary>The inputs of the plan</summary><pre tabindex="0">{text}</pre></details></section>'
-    )
-
-
-def _foot(document: Mapping[str, Any]) -> str:
-    libraries = ", ".join(f"{name} {version}" for name, version in document["libraries"].items())
-    return (
-        f"<footer><p>fsdptool {escape(document['tool_version'])}; {escape(libraries)}.<br>"
-        f"{escape(document['inputs_digest'])}</p></footer>"
-    )
-
-
-def _table(
-    caption: str,
-    heads: Sequence[str],
-    rows: Iterable[str],
-    *,
-    numbers: Sequence[int] = (),
-    tall: bool = False,
-) -> str:
-    """A table in a box that also scrolls by keyboard."""
-    head = "".join(
-        f'<th scope="col"{" class=n" if index in numbers else ""}>{escape(text)}</th>'
-        for index, text in enumerate(heads)
-    )
-    box = "scroll tall" if tall else "scroll"
-    return (
-        f'<div class="{box}" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-        "</table></div>"
     )

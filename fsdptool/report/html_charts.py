@@ -1,19 +1,24 @@
-"""The page's charts, as inline SVG that takes its colours from the page. Reads the document only.
+"""One rank's memory as inline SVG that takes its colours from the page. Reads the document only.
 
-Every chart has a title and a description, and a table next to it has the numbers.
+Every chart has a title and a description, and a table next to it has the numbers. Charts come in two widths,
+of which the style sheet shows one: text is as large on a telephone as on a screen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from fsdptool.formatting import amount
 from fsdptool.records.trace import ColourGroup, Component
-from fsdptool.report.plan_words import brief, duration
+from fsdptool.report import plan_words as words
+from fsdptool.report.curve import Frame, byte_ticks, moments
+from fsdptool.report.html_style import CHARTS, DARK, LIGHT
 
-_WIDTH = 960
+BROAD, NARROW = 960, 380
+"""Widths of charts in units of their pictures."""
 
 
 def group_of(name: str) -> ColourGroup:
@@ -21,7 +26,15 @@ def group_of(name: str) -> ColourGroup:
     return Component(name).group
 
 
-def memory_bar(candidate: Mapping[str, Any]) -> str:
+def in_both_widths(draw: Callable[[int], str]) -> str:
+    """Return a chart for broad screens and one for narrow ones; empty where there is nothing to draw."""
+    broad = draw(BROAD)
+    if not broad:
+        return ""
+    return f'<div class="broad">{broad}</div><div class="narrow">{draw(NARROW)}</div>'
+
+
+def memory_bar(candidate: Mapping[str, Any], width: int) -> str:
     """Return one stacked bar: the memory of one rank at its peak, and the usable memory."""
     parts = [item for item in candidate["components"] if item["bytes"]]
     total, usable = candidate["device_total_bytes"], candidate["usable_bytes"]
@@ -29,268 +42,213 @@ def memory_bar(candidate: Mapping[str, Any]) -> str:
         return ""
     order = list(ColourGroup)
     parts.sort(key=lambda item: (order.index(group_of(item["name"])), -item["bytes"]))
-    scale = _WIDTH / max(total, usable or 0)
+    top = max(total, usable or 0)
+    scale = width / (top * 1.01)
     shapes, x = [], 0.0
     for item in parts:
-        width = item["bytes"] * scale
+        size = item["bytes"] * scale
         label = f"{item['name']}: {amount(item['bytes'])}"
         shapes.append(
-            f'<rect class="g-{group_of(item["name"])}" x="{x:.2f}" y="14" width="{max(width, 0.4):.2f}"'
+            f'<rect class="g-{group_of(item["name"])}" x="{x:.2f}" y="22" width="{max(size, 0.4):.2f}"'
             f' height="34"><title>{escape(label)}</title></rect>'
         )
-        x += width
+        x += size
     if usable is not None:
         line = usable * scale
-        anchor = "end" if line > _WIDTH / 2 else "start"
-        shapes.append(f'<line class="limit" x1="{line:.2f}" y1="6" x2="{line:.2f}" y2="56"/>')
-        edge = min(line, _WIDTH - 1)
-        shapes.append(f'<text x="{edge:.2f}" y="70" text-anchor="{anchor}">usable {amount(usable)}</text>')
-    shapes.append(f'<text x="{min(x, _WIDTH) / 2:.2f}" y="70" text-anchor="middle">{amount(total)}</text>')
-    return _svg("bar", 76, f"One rank needs {amount(total)} of {amount(usable)} usable", "".join(shapes))
-
-
-def timeline(candidate: Mapping[str, Any]) -> str:
-    """Return the step's allocated bytes, event by event, with the peak marked."""
-    moments = candidate["timeline"]
-    if len(moments) < 2:
-        return ""
-    height, left, bottom = 260, 70, 226
-    levels = [moment["allocated_bytes"] for moment in moments]
-    peak = candidate["allocated_peak_bytes"] or max(levels)
-    top = max(peak, *levels) * 1.08 or 1
-    step = (_WIDTH - left - 10) / (len(levels) - 1)
-    points = [
-        (left + index * step, bottom - level / top * (bottom - 14)) for index, level in enumerate(levels)
+        anchor = "end" if line > width / 2 else "start"
+        shapes.append(f'<line class="limit" x1="{line:.2f}" y1="16" x2="{line:.2f}" y2="62"/>')
+        shapes.append(f'<text x="{line:.2f}" y="12" text-anchor="{anchor}">usable {amount(usable)}</text>')
+    shapes += [
+        f'<line class="axis" x1="{value * scale:.2f}" y1="58" x2="{value * scale:.2f}" y2="63"/>'
+        f'<text x="{value * scale:.2f}" y="76" text-anchor="{"middle" if value else "start"}">{name}</text>'
+        for value, name in byte_ticks(top)
+        if value * scale < width - 24
     ]
-    outline = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    body = [_grid(top, left, bottom)]
-    body += _stack(moments, [x for x, _ in points], top, bottom)
+    title = f"One rank needs {amount(total)} of {amount(usable)} usable"
+    return svg(f"bar-{width}", width, 80, title, shapes)
+
+
+def timeline(candidate: Mapping[str, Any], width: int) -> str:
+    """Return the allocated bytes of a step, event by event and stacked by group, with the peak marked."""
+    steps = moments(candidate)
+    if len(steps) < 2:
+        return ""
+    levels = [moment["allocated_bytes"] for moment in steps]
+    peak = candidate["allocated_peak_bytes"] or max(levels)
+    frame = Frame(width, 62, width - 8, 26, 244, max(peak, *levels) * 1.06 or 1)
+    places = [frame.x(index / (len(levels) - 1)) for index in range(len(levels))]
+    outline = " ".join(f"{x:.1f},{frame.y(level):.1f}" for x, level in zip(places, levels, strict=True))
+    body = [grid(frame), '<text x="2" y="13">allocated</text>']
+    body += _stack(steps, places, frame)
     body.append(f'<polyline class="stroke" points="{outline}"/>')
-    body += [_hover(moment, x, step, bottom) for moment, (x, _) in zip(moments, points, strict=True)]
-    body.append(_peak_mark(candidate, moments, points, top, bottom))
-    body += _phases(moments, points, bottom)
+    wide = (frame.right - frame.left) / (len(levels) - 1)
+    body += [_hover(moment, x, wide, frame) for moment, x in zip(steps, places, strict=True)]
+    body += _peak_mark(candidate, steps, places, frame)
+    body += _phases(steps, places, frame)
+    middle = (frame.left + frame.right) / 2
+    body.append(
+        f'<text x="{middle:.0f}" y="{frame.bottom + 40}" text-anchor="middle">'
+        "events of one step, in their order</text>"
+    )
     title = f"Allocated memory over one step; the peak is {amount(peak)}"
-    return _svg("timeline", height, title, "".join(body))
+    return svg(f"timeline-{width}", width, 292, title, body)
 
 
-def _stack(
-    moments: Sequence[Mapping[str, Any]], places: Sequence[float], top: float, bottom: int
-) -> list[str]:
+def cursor(candidate: Mapping[str, Any]) -> str:
+    """Return what a script needs to list what is alive at each moment of the timeline, with its slider.
+
+    At the peak that is every component; elsewhere the groups of components.
+    """
+    steps = moments(candidate)
+    live = (candidate.get("peak") or {}).get("live") or ()
+    data = []
+    for moment in steps:
+        if moment.get("peak"):
+            holdings = [
+                (group_of(item["name"]).value, item["name"].replace("_", " "), item["bytes"]) for item in live
+            ]
+        else:
+            sizes = moment.get("groups") or {}
+            holdings = [(g.value, g.legend, sizes[g.value]) for g in ColourGroup if sizes.get(g.value)]
+        listed = [[group, name, amount(size)] for group, name, size in holdings]
+        data.append([moment["name"], amount(moment["allocated_bytes"]), listed])
+    highest = max(range(len(steps)), key=lambda i: steps[i]["allocated_bytes"])
+    return (
+        f'<div class="moment" data-moments="{escape(json.dumps(data, ensure_ascii=False))}" hidden>'
+        f'<label>What is alive at one moment <input type="range" min="0" max="{len(steps) - 1}"'
+        f' value="{highest}"></label><div class="alive" aria-live="polite"></div></div>'
+    )
+
+
+def _stack(steps: Sequence[Mapping[str, Any]], places: Sequence[float], frame: Frame) -> list[str]:
     """Return an area per group of components, one on the other; one area where the groups are not known."""
-    below = [0] * len(moments)
+    below = [0] * len(steps)
     areas = []
     for group in ColourGroup:
-        sizes = [(moment.get("groups") or {}).get(group.value, 0) for moment in moments]
+        sizes = [(moment.get("groups") or {}).get(group.value, 0) for moment in steps]
         if any(sizes):
             above = [low + size for low, size in zip(below, sizes, strict=True)]
-            areas.append(_area(f"g-{group.value}", places, below, above, top, bottom, group.legend))
+            areas.append(_area(f"g-{group.value}", places, below, above, frame, group.legend))
             below = above
     if not areas:
-        levels = [moment["allocated_bytes"] for moment in moments]
-        areas.append(_area("area", places, below, levels, top, bottom, "allocated"))
+        levels = [moment["allocated_bytes"] for moment in steps]
+        areas.append(_area("area", places, below, levels, frame, "allocated"))
     return areas
 
 
 def _area(
-    kind: str,
-    places: Sequence[float],
-    below: Sequence[int],
-    above: Sequence[int],
-    top: float,
-    bottom: int,
-    label: str,
+    kind: str, places: Sequence[float], below: Sequence[int], above: Sequence[int], frame: Frame, label: str
 ) -> str:
-    def corner(x: float, level: int) -> str:
-        return f"{x:.1f},{bottom - level / top * (bottom - 14):.1f}"
-
-    upper = [corner(x, level) for x, level in zip(places, above, strict=True)]
-    lower = [corner(x, level) for x, level in zip(places, below, strict=True)]
+    upper = [f"{x:.1f},{frame.y(level):.1f}" for x, level in zip(places, above, strict=True)]
+    lower = [f"{x:.1f},{frame.y(level):.1f}" for x, level in zip(places, below, strict=True)]
     points = " ".join([*upper, *reversed(lower)])
     return f'<polygon class="{kind}" points="{points}"><title>{escape(label)}</title></polygon>'
 
 
-def scatter(document: Mapping[str, Any]) -> str:
-    """Return every known candidate by step speed and memory, with the front and the chosen one."""
-    known = [
-        item
-        for item in document["candidates"]
-        if item["samples_per_second"] and item["device_total_bytes"] is not None
-    ]
-    if len(known) < 3:
-        return ""
-    height, left, bottom = 320, 70, 276
-    top = max(item["device_total_bytes"] for item in known) * 1.06
-    limit = known[0]["usable_bytes"]
-    if limit is not None:
-        top = max(top, limit * 1.06) if limit < 3 * top else top
-    most = max(item["samples_per_second"] for item in known) * 1.04
-
-    def place(item: Mapping[str, Any]) -> tuple[float, float]:
-        x = left + item["samples_per_second"] / most * (_WIDTH - left - 12)
-        return x, bottom - item["device_total_bytes"] / top * (bottom - 14)
-
-    front = set(document["details"].get("front", ()))
-    body = [_grid(top, left, bottom)]
-    if limit is not None and limit <= top:
-        y = bottom - limit / top * (bottom - 14)
-        body.append(f'<line class="limit" x1="{left}" y1="{y:.1f}" x2="{_WIDTH}" y2="{y:.1f}"/>')
-        body.append(f'<text x="{_WIDTH - 4}" y="{y - 5:.1f}" text-anchor="end">usable {amount(limit)}</text>')
-    line = sorted(place(item) for item in known if item["id"] in front)
-    if len(line) > 1:
-        body.append(
-            '<polyline class="front" points="' + " ".join(f"{x:.1f},{y:.1f}" for x, y in line) + '"/>'
-        )
-    ordered = sorted(known, key=lambda item: (item["id"] == document["chosen"], item["id"] in front))
-    for item in ordered:
-        x, y = place(item)
-        kind = "chosen" if item["id"] == document["chosen"] else "on" if item["id"] in front else "off"
-        figures = f"{amount(item['device_total_bytes'])}, {duration(item['step_seconds'])} per step"
-        label = f"{item['id']}: {figures}; {brief(item['settings'])}"
-        radius = {"chosen": 7, "on": 4.5, "off": 3}[kind]
-        body.append(
-            f'<circle class="p-{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
-            f"<title>{escape(label)}</title></circle>"
-        )
-    body.append(f'<text x="{_WIDTH - 4}" y="{height - 22}" text-anchor="end">faster (samples/s) →</text>')
-    return _svg("scatter", height, "Every candidate, by speed and memory", "".join(body))
-
-
-def _grid(top: float, left: int, bottom: int) -> str:
+def grid(frame: Frame) -> str:
+    """Return the vertical axis of bytes: its ticks, their names and lines across the chart."""
     lines = []
-    for value in _ticks(top):
-        y = bottom - value / top * (bottom - 14)
-        lines.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{_WIDTH}" y2="{y:.1f}"/>')
-        lines.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_round(value)}</text>')
+    for value, name in byte_ticks(frame.highest):
+        y = frame.y(value)
+        kind = "grid" if value else "axis"
+        lines.append(f'<line class="{kind}" x1="{frame.left}" y1="{y:.1f}" x2="{frame.right}" y2="{y:.1f}"/>')
+        lines.append(f'<text x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{name}</text>')
     return "".join(lines)
 
 
-def _ticks(top: float) -> list[float]:
-    """Return round values from 0, about five of them, in the unit the top is read in."""
-    unit = next((size for size in (2**40, 2**30, 2**20, 2**10) if top >= size), 1)
-    steps = [unit * base * 10**power for power in range(4) for base in (1, 2, 5)]
-    step = next((step for step in steps if top / step <= 6), steps[-1])
-    return [index * step for index in range(int(top / step) + 1)]
-
-
-def _round(value: float) -> str:
-    return amount(int(value)).replace(".0 ", " ").replace(".00 ", " ")
-
-
-def _hover(moment: Mapping[str, Any], x: float, step: float, bottom: int) -> str:
+def _hover(moment: Mapping[str, Any], x: float, wide: float, frame: Frame) -> str:
     label = escape(f"{moment['name']}: {amount(moment['allocated_bytes'])}")
     return (
-        f'<rect class="hover" x="{x - step / 2:.1f}" y="14" width="{step:.2f}" height="{bottom - 14}">'
-        f"<title>{label}</title></rect>"
+        f'<rect class="hover" x="{x - wide / 2:.1f}" y="{frame.top}" width="{wide:.2f}"'
+        f' height="{frame.bottom - frame.top}"><title>{label}</title></rect>'
     )
 
 
 def _peak_mark(
-    candidate: Mapping[str, Any],
-    moments: Sequence[Mapping[str, Any]],
-    points: Sequence[tuple[float, float]],
-    top: float,
-    bottom: int,
-) -> str:
-    """Mark the peak at the event it falls into: within it memory may rise above both its ends."""
-    peak, value = candidate["peak"], candidate["allocated_peak_bytes"]
-    if peak is None or value is None:
-        return ""
-    named = [index for index, moment in enumerate(moments) if moment["name"] == peak["moment"]]
-    index = named[-1] if named else max(range(len(moments)), key=lambda i: moments[i]["allocated_bytes"])
-    x, y = points[index][0], bottom - value / top * (bottom - 14)
-    anchor = "end" if x > _WIDTH * 0.6 else "start"
-    shift = -10 if anchor == "end" else 10
-    label = escape(f"{peak['moment']}: {amount(value)}")
-    return (
-        f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
-        f'<text class="strong" x="{x + shift:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{label}</text>'
-    )
-
-
-def _phases(
-    moments: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]], bottom: int
+    candidate: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], places: Sequence[float], frame: Frame
 ) -> list[str]:
+    """Mark the highest point of the curve, and name the event that it falls into."""
+    index = max(range(len(steps)), key=lambda i: steps[i]["allocated_bytes"])
+    value = steps[index]["allocated_bytes"]
+    x, y = places[index], frame.y(value)
+    name = candidate["peak"]["moment"] if candidate["peak"] is not None else steps[index]["name"]
+    longest = (frame.right - frame.left) // 7 - len(" 1000.0 MiB")
+    name = name if len(name) <= longest else f"{name[: longest - 1]}…"
+    label = f"{name} {amount(value)}"
+    # The text stays within the chart, above the point.
+    half = len(label) * 3.3
+    middle = min(max(x, frame.left + half), frame.right - half)
+    return [
+        f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>',
+        f'<text class="strong halo" x="{middle:.1f}" y="{y - 9:.1f}" text-anchor="middle">'
+        f"{escape(label)}</text>",
+    ]
+
+
+def _phases(steps: Sequence[Mapping[str, Any]], places: Sequence[float], frame: Frame) -> list[str]:
     """Name forward, backward and the update under the axis, where each begins."""
-    marks, last = [], None
-    for moment, (x, _) in zip(moments, points, strict=True):
+    marks, last, free = [], None, 0.0
+    for moment, x in zip(steps, places, strict=True):
         word = moment["name"].split(" ", 1)[0]
         phase = {"forward": "forward", "backward": "backward", "optimizer": "update"}.get(word)
-        if phase is not None and phase != last:
-            marks.append(f'<line class="grid" x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 8}"/>')
-            anchor = "end" if x > _WIDTH - 60 else "start"
-            marks.append(f'<text x="{x:.1f}" y="{bottom + 24}" text-anchor="{anchor}">{phase}</text>')
-            last = phase
+        if phase is None or phase == last:
+            continue
+        last = phase
+        y = frame.bottom
+        marks.append(f'<line class="axis" x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 6}"/>')
+        ends = x > frame.right - 50
+        if x >= free:
+            marks.append(
+                f'<text x="{x:.1f}" y="{y + 20}" text-anchor="{"end" if ends else "start"}">{phase}</text>'
+            )
+            free = x + len(phase) * 7.5
     return marks
 
 
-def _svg(name: str, height: int, title: str, body: str) -> str:
+def legend(names: Iterable[str]) -> list[ColourGroup]:
+    """Return the colour groups of components, in the order of the stack."""
+    present = {group_of(name) for name in names}
+    return [group for group in ColourGroup if group in present]
+
+
+def svg(name: str, width: int, height: int, title: str, body: Iterable[str], *, role: str = "img") -> str:
+    """Return a chart of a page; ``name`` is unique on it. A chart with links has the role ``group``."""
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="{name}-title" class="{name}">'
-        f'<title id="{name}-title">{escape(title)}</title>{body}</svg>'
+        f'<svg viewBox="0 0 {width} {height}" role="{role}" aria-labelledby="{name}-title" class="{name}">'
+        f'<title id="{name}-title">{escape(title)}</title>{"".join(body)}</svg>'
     )
 
 
-STYLE = """
-:root{color-scheme:light dark;--bg:#fbfbfa;--ink:#1c1d1f;--soft:#5b6068;--line:#d9dbde;--card:#fff;
---good:#0b6b3a;--bad:#a3211b;--maybe:#7a5300;--accent:#1f5fbf;
---states:#3b6fb6;--gathered:#c9822b;--activations:#3f8f6b;--passing:#8a63a8;--outside:#9aa0a8}
-@media (prefers-color-scheme:dark){:root{--bg:#15171a;--ink:#e7e8ea;--soft:#a2a8b1;--line:#343941;
---card:#1c1f23;--good:#58c58b;--bad:#ff8a80;--maybe:#e3b457;--accent:#82b1ff;
---states:#6f9fdf;--gathered:#e0a458;--activations:#63b98f;--passing:#b18fce;--outside:#767d87}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
-main{max-width:66rem;margin:0 auto;padding:1.5rem 1.25rem 4rem}
-h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .6rem;overflow-wrap:anywhere}
-h2{font-size:1.1rem;margin:2.2rem 0 .6rem}
-p{margin:.3rem 0;max-width:48rem}
-.soft,small{color:var(--soft)}
-.fits{color:var(--good)}.does_not_fit{color:var(--bad)}.unknown{color:var(--maybe)}
-.skip{position:absolute;left:-999px}.skip:focus{left:1rem;top:1rem;background:var(--card);padding:.5rem}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(10.5rem,1fr));gap:.75rem;margin:1.1rem 0}
-dl div{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem}
-dt{color:var(--soft);font-size:.82rem}dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}
-dd small{display:block;font-size:.8rem}
-svg{display:block;width:100%;height:auto;margin:.4rem 0;font:12px system-ui,sans-serif}
-svg text{fill:var(--soft)}svg text.strong{fill:var(--ink);font-weight:600}
-.g-states,.k-states{fill:var(--states);background:var(--states)}
-.g-gathered,.k-gathered{fill:var(--gathered);background:var(--gathered)}
-.g-activations,.k-activations{fill:var(--activations);background:var(--activations)}
-.g-passing,.k-passing{fill:var(--passing);background:var(--passing)}
-.g-outside,.k-outside{fill:var(--outside);background:var(--outside)}
-svg rect[class^=g-]{stroke:var(--bg);stroke-width:.6}
-.limit{stroke:var(--bad);stroke-width:1.6;stroke-dasharray:5 4}
-.grid{stroke:var(--line);stroke-width:1}
-.area{fill:var(--accent);opacity:.16}.stroke{fill:none;stroke:var(--accent);stroke-width:2}
-.front{fill:none;stroke:var(--accent);stroke-width:1.4;opacity:.7}
-.hover{fill:transparent}.hover:hover{fill:var(--accent);fill-opacity:.18}
-.peak{fill:var(--bad)}
-.p-off{fill:var(--outside);opacity:.55}.p-on{fill:var(--accent)}
-.p-chosen{fill:var(--good);stroke:var(--bg);stroke-width:2}
-.key{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.1rem;padding:0;margin:.2rem 0 .6rem;
-font-size:.88rem}
-.swatch{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em;vertical-align:-.05em}
-.scroll{overflow-x:auto;border:1px solid var(--line);border-radius:.5rem;background:var(--card)}
-.tall{max-height:34rem;overflow-y:auto}
-table{border-collapse:collapse;width:100%;font-size:.9rem}
-caption{position:absolute;left:-999px}
-th,td{padding:.38rem .7rem;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
-tbody tr:last-child td,tbody tr:last-child th{border-bottom:0}
-thead th{position:sticky;top:0;background:var(--card);font-weight:600;white-space:nowrap}
-tbody th{font-weight:400}
-.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-tr.chosen{background:color-mix(in srgb,var(--good) 12%,transparent)}
-.wide{min-width:14rem}.word{white-space:nowrap}
-details{margin:.5rem 0}summary{cursor:pointer;color:var(--accent)}
-:focus-visible{outline:3px solid var(--accent);outline-offset:2px}
-pre{overflow:auto;background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.8rem;
-font-size:.82rem;max-height:30rem}
-ul.notes{padding-left:1.1rem}ul.notes li{margin:.35rem 0;max-width:52rem}
-footer{margin-top:3rem;color:var(--soft);font-size:.85rem;overflow-wrap:anywhere}
-@media (max-width:40rem){main{padding:1rem .75rem 3rem}h1{font-size:1.25rem}svg{font-size:20px}
-svg.timeline,svg.scatter{min-width:38rem}.chart{overflow-x:auto}svg.timeline,svg.scatter{font-size:13px}}
-@media print{:root{--bg:#fff;--card:#fff;--ink:#000;--soft:#444;--line:#bbb}
-main{max-width:none;padding:0}.scroll,.tall{overflow:visible;max-height:none;border:0}
-thead th{position:static}section{break-inside:avoid-page}section.long{break-inside:auto}
-.screen{display:none}h2{break-after:avoid-page}
-tr{break-inside:avoid}body{font-size:11pt}.skip{display:none}}
-"""
+def plan_picture(document: Mapping[str, Any]) -> str:
+    """Return a plan as one SVG image: verdict, speed, one rank's memory at its peak and over a step."""
+    candidate = words.shown(document)
+    headline = words.headline(document)
+    lines = [words.need(candidate)]
+    if candidate["step_seconds"] is not None:
+        lines.append(
+            f"{words.duration(candidate['step_seconds'])} per step, {words.speed(candidate)} (estimate)"
+        )
+    lines.append(words.brief(candidate["settings"]))
+    y = 34
+    shapes = ['<rect width="100%" height="100%" fill="var(--bg)"/>']
+    shapes.append(f'<text class="strong" x="20" y="{y}" font-size="18">{escape(headline)}</text>')
+    for line in lines:
+        y += 20
+        shapes.append(f'<text x="20" y="{y}" font-size="13.5">{escape(line)}</text>')
+    y += 16
+    for part, height in ((memory_bar(candidate, BROAD - 40), 80), (timeline(candidate, BROAD - 40), 292)):
+        if part:
+            inner = part.replace("<svg ", f'<svg x="20" y="{y}" width="{BROAD - 40}" height="{height}" ', 1)
+            shapes.append(inner)
+            y += height + 14
+    x = 20.0
+    for group in legend(item["name"] for item in candidate["components"]):
+        shapes.append(f'<rect class="g-{group}" x="{x:.0f}" y="{y}" width="11" height="11"/>')
+        shapes.append(f'<text x="{x + 17:.0f}" y="{y + 10}" font-size="11">{escape(group.legend)}</text>')
+        x += 36 + len(group.legend) * 5.9
+    style = f"svg{{{LIGHT}}}@media (prefers-color-scheme:dark){{svg{{{DARK}}}}}{CHARTS}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {BROAD} {y + 28}" role="img"'
+        f' aria-labelledby="plan-title"><title id="plan-title">{escape(headline)}</title>'
+        f"<style>{style}</style>{''.join(shapes)}</svg>\n"
+    )

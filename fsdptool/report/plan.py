@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fsdptool.formatting import amount
+from fsdptool.records.trace import ColourGroup
 from fsdptool.report import plan_words as words
+from fsdptool.report.curve import curve
 from fsdptool.report.plan_lengths import print_lengths
 from fsdptool.report.plan_words import duration
-from fsdptool.report.tables import print_finding, print_line, print_rows, print_table
+from fsdptool.report.tables import (
+    print_command,
+    print_finding,
+    print_line,
+    print_rows,
+    print_table,
+    terminal_width,
+)
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STYLES = {"fits": "bold green", "does_not_fit": "bold red", "unknown": "bold yellow"}
@@ -36,6 +45,8 @@ def print_plan(
         mfu = f", MFU {candidate['mfu']:.0%}" if candidate["mfu"] is not None else ""
         step = duration(candidate["step_seconds"])
         print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates{words.time_range(candidate)})")
+    if run := words.duration_of_run(document):
+        print_line(run)
     if stored := words.dtypes(document):
         print_line(stored)
     requested = candidate["id"] in document["details"]["asked"]
@@ -51,7 +62,7 @@ def print_plan(
         _states(document)
         _peak(document, candidate)
         _phases(candidate)
-        _configuration(candidate)
+        _configuration(document, candidate)
         _seconds(candidate)
         _limit(document, candidate)
     print_lengths(document, explain=explain)
@@ -73,7 +84,7 @@ def _command(document: Mapping[str, Any], command: Sequence[str] | None) -> None
     if not flags:
         return
     if command is None:
-        print_line(f"flags: {shlex.join(flags)}")
+        print_command("flags", flags)
         return
     given = {part for part in command if part.startswith("--")}
     missing: list[str] = []
@@ -84,7 +95,7 @@ def _command(document: Mapping[str, Any], command: Sequence[str] | None) -> None
             decided = part == "--accumulation" and "--global-batch" in given
             keep = not decided and part not in given and part.replace("--no-", "--") not in given
         missing += [part] if keep else []
-    print_line(f"command: {shlex.join([*command, *missing, '--no-search'])}")
+    print_command("command", [*command, *missing, "--no-search"])
 
 
 def print_candidates(document: Mapping[str, Any], separator: Literal["tsv", "csv"]) -> None:
@@ -136,7 +147,9 @@ def _components(candidate: Mapping[str, Any], *, explain: bool) -> None:
         cells.append((f"{len(small)} others", amount(rest), _share(rest, total), "estimate"))
     if candidate["device_total_bytes"] is not None:
         cells.append(("total", amount(candidate["device_total_bytes"]), "", "estimate"))
-    print_table(("memory of one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2))
+    print_table(
+        ("memory of one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2), optional=(2,)
+    )
 
 
 def _share(size: int | None, total: int) -> str:
@@ -168,17 +181,31 @@ def _peak(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
     print_line(f"allocated at the peak: {alive}")
 
 
+_CURVE = 48
+"""Columns of the curve of a step, where the terminal has them."""
+
+
 def _timeline(candidate: Mapping[str, Any]) -> None:
-    """Print the step's curve: all of the allocated memory, then each group of components to one scale."""
-    rows, top = words.curve(candidate, 48)
+    """Print the step's curve: all of the allocated memory, then each group of components to one scale.
+
+    A narrow terminal has fewer columns of it; in the narrowest ones it is below its name.
+    """
+    terminal = terminal_width(sys.stdout)
+    widest = max(len(group.legend) for group in ColourGroup)
+    room = _CURVE if terminal is None else min(_CURVE, terminal - widest - len("      1002.0 MiB"))
+    above = room < _CURVE // 2
+    rows, top = curve(candidate, max(min(_CURVE, (terminal or _CURVE) - 4), 8) if above else room)
     if not rows:
         return
     print_line()
     print_line(f"allocated over one step, 0 to {amount(top)}:")
-    widest = max(len(name) for name, _ in rows)
     for name, levels in rows:
         marks = "".join(_spark(level, top) for level in levels)
-        print_line(f"  {name.ljust(widest)}  {marks}  {amount(max(levels))}")
+        if above:
+            print_line(f"  {name}, at most {amount(max(levels))}")
+            print_line(f"    {marks}")
+        else:
+            print_line(f"  {name.ljust(widest)}  {marks}  {amount(max(levels))}")
 
 
 def _spark(level: int, top: int) -> str:
@@ -193,7 +220,7 @@ def _phases(candidate: Mapping[str, Any]) -> None:
         return
     print_line()
     heads = ("phase of the run", "description", "device, allocated", "host, per rank", "basis")
-    print_table(heads, rows, numeric=(2,))
+    print_table(heads, rows, numeric=(2,), optional=(1, 4))
 
 
 def _host(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
@@ -221,12 +248,12 @@ def _batches(document: Mapping[str, Any]) -> None:
     if len(rows) > 1:
         print_line()
         heads = ("checkpointing", "reshard", "largest micro-batch x accumulation", "memory", "speed")
-        print_table(heads, rows, numeric=(2, 3, 4))
+        print_table(heads, rows, numeric=(2, 3, 4), optional=(3, 4))
 
 
-def _configuration(candidate: Mapping[str, Any]) -> None:
+def _configuration(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
     print_line()
-    print_table(("setting", "value"), words.configuration(candidate["settings"]))
+    print_table(("setting", "value"), words.configuration(document, candidate["settings"]))
 
 
 def _seconds(candidate: Mapping[str, Any]) -> None:
@@ -270,7 +297,8 @@ def _offers(document: Mapping[str, Any]) -> None:
     if len(document["details"]["clusters"]) > 1:
         heads, offers = words.offers(document)
         print_line()
-        print_table(heads, offers, numeric=tuple(range(2, len(heads))), optional=(1,))
+        least = [heads.index(name) for name in ("cluster", "memory", "run", "speed") if name in heads]
+        print_table(heads, offers, numeric=tuple(range(2, len(heads))), optional=least)
 
 
 def _others(document: Mapping[str, Any], *, explain: bool) -> None:
@@ -292,7 +320,7 @@ def _others(document: Mapping[str, Any], *, explain: bool) -> None:
         return
     title = "candidate" if explain else f"Pareto front of {len(candidates)} candidates"
     heads = (title, "memory", "per step", "speed", "settings", "verdict")
-    print_table(heads, rows, numeric=(1, 2, 3), optional=(2,))
+    print_table(heads, rows, numeric=(1, 2, 3), optional=(2, 3))
 
 
 def _row(document: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, ...]:

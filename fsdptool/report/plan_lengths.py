@@ -75,4 +75,4 @@ def _replay(item: Mapping[str, Any], steps: int) -> str:
             f"{text}none runs out of {amount(item['limit_bytes'])}, but {item['retried_orders']} of"
             f" {item['orders']} have to empty the cache, the earliest in step {item['first_retry_step']}"
         )
-    return f"{text}none fills the {amount(item['limit_bytes'])} left to the allocator"
+    return f"{text}none uses all of the {amount(item['limit_bytes'])} that the allocator can use"

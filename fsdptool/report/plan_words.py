@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdptool.formatting import amount
 from fsdptool.records.advice import ShortfallKind, SuggestionKind
 from fsdptool.records.plan import RejectionKind
-from fsdptool.records.trace import ColourGroup
 
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "unknown"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}
@@ -80,13 +78,13 @@ def mesh(settings: Mapping[str, Any]) -> str:
     return " x ".join(parts)
 
 
-def wrapping(settings: Mapping[str, Any]) -> str:
-    """Return the wrap choice in words."""
+def wrapping(settings: Mapping[str, Any], detected: Sequence[str] = ()) -> str:
+    """Return the wrap choice in words; ``detected`` are the classes where the settings name none."""
     if settings["wrap_policy"] == "none":
         return "root only"
     if settings["wrap_policy"] == "size":
         return "by size"
-    return ", ".join(settings["wrap_classes"]) or "detected classes"
+    return ", ".join(settings["wrap_classes"] or detected) or "detected classes"
 
 
 def resharding(value: bool | int) -> str:
@@ -133,13 +131,14 @@ def batch(settings: Mapping[str, Any]) -> str:
     return f"{settings['micro_batch']} x {settings['accumulation']} x {ranks} ranks = {whole}"
 
 
-def configuration(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+def configuration(document: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return a candidate's configuration as pairs for a table."""
+    detected = document["details"].get("wrap_classes", ())
     return [
         ("batch", batch(settings)),
         ("mesh", mesh(settings)),
         ("layout", settings["layout"]),
-        ("wrap", wrapping(settings)),
+        ("wrap", wrapping(settings, detected)),
         ("reshard after forward", resharding(settings["reshard_after_forward"])),
         ("activation checkpointing", settings["checkpointing"].replace("_", " ")),
         ("prefetch", _units(settings["prefetch"])),
@@ -240,25 +239,6 @@ def shortfall(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def curve(candidate: Mapping[str, Any], width: int) -> tuple[list[tuple[str, list[int]]], int]:
-    """Return the levels of each group of components over the step in ``width`` columns, and their top.
-
-    A column is the moment of its share of the events at which most is allocated.
-    """
-    timeline = candidate["timeline"]
-    if len(timeline) < 2:
-        return [], 0
-    edges = [index * len(timeline) // width for index in range(width + 1)] if len(timeline) > width else None
-    shares = [timeline[a:b] for a, b in pairwise(edges)] if edges else [[moment] for moment in timeline]
-    moments = [max(share, key=lambda moment: moment["allocated_bytes"]) for share in shares]
-    rows = [("all", [moment["allocated_bytes"] for moment in moments])]
-    for group in ColourGroup:
-        levels = [(moment.get("groups") or {}).get(group.value, 0) for moment in moments]
-        if any(levels):
-            rows.append((group.legend, levels))
-    return rows, max(rows[0][1])
-
-
 def money(value: float | None) -> str:
     """Return an amount of money without its currency, which nobody gives; None is unknown."""
     if value is None:
@@ -302,6 +282,17 @@ def offers(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
         )
     known = [index for index in range(len(heads)) if index < 4 or any(row[index] for row in rows)]
     return tuple(heads[i] for i in known), [tuple(row[i] for i in known) for row in rows]
+
+
+def duration_of_run(document: Mapping[str, Any]) -> str:
+    """Return the duration of the whole run, and its price where hours have one; empty where unknown."""
+    offers = document["details"].get("offers", ())
+    place = shown(document)["settings"]["cluster"]
+    if place >= len(offers) or offers[place]["run_seconds"] is None:
+        return ""
+    offer = offers[place]
+    price = f", price {money(offer['price_per_run'])}" if offer["price_per_run"] is not None else ""
+    return f"the whole run takes {duration(offer['run_seconds'])}{price} (estimate)"
 
 
 def spare_memory(document: Mapping[str, Any]) -> list[str]:

@@ -63,7 +63,7 @@ def print_sweep(document: Mapping[str, Any]) -> None:
         heads = (*heads[: first + 4], heads[-1])
         rows = [(*row[: first + 4], row[-1]) for row in rows]
     numeric = (*range(first), *range(first + 1, len(heads) - 1))
-    print_table(heads, rows, numeric=numeric, optional=(first + 2,))
+    print_table(heads, rows, numeric=numeric, optional=(first + 2, first + 3))
 
 
 def print_sweep_rows(document: Mapping[str, Any], separator: Literal["tsv", "csv"]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import re
+import shlex
 import shutil
 import sys
 import unicodedata
@@ -25,9 +28,9 @@ def print_table(
 ) -> None:
     """Print a table of aligned columns, in a terminal and in a pipe alike.
 
-    In a terminal the table is fitted to its width: text wraps between words, optional columns are left out,
-    and where that is not enough each row becomes a list of its cells. Words are never broken. A pipe has no
-    width.
+    In a terminal the table is fitted to its width: text wraps between words, optional columns are left out
+    and named below the table, and where that is not enough each row becomes a list of its cells. Words are
+    never broken. A pipe has no width.
 
     Args:
         headers: Column names.
@@ -37,25 +40,27 @@ def print_table(
         stream: Where to; standard output by default.
     """
     out = stream or sys.stdout
-    width = shutil.get_terminal_size().columns if out.isatty() else None
     cells = [tuple(map(printable, row)) for row in (headers, *rows)]
-    lines = layout_table(cells, numeric=numeric, optional=optional, width=width)
-    for number, line in enumerate(lines):
-        print_line(
-            line.text, style="bold" if line.header and (number == 0 or line.listed) else None, stream=out
-        )
+    for line in layout_table(cells, numeric=numeric, optional=optional, width=terminal_width(out)):
+        print_line(line.text, style={"header": "bold", "note": "dim"}.get(line.kind), stream=out)
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of the terminal that a stream writes to; None where it is not a terminal."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 @dataclass(frozen=True, slots=True)
 class TableLine:
-    """One printed line: ``header`` for the column names, ``listed`` where rows are lists of their cells."""
+    """One printed line: column names or a listed row's title, cells, or a note below the table."""
 
     text: str
-    header: bool = False
-    listed: bool = False
+    kind: Literal["header", "cells", "note"] = "cells"
 
 
 _GAP = "  "
+_READABLE = 16
+"""A column of text that is narrower than this reads as a list of words."""
 
 
 def layout_table(
@@ -69,18 +74,19 @@ def layout_table(
 
     Args:
         cells: The column names, then the rows.
-        numeric: Indices of right-aligned columns, which never wrap.
+        numeric: Indices of right-aligned columns, whose cells never wrap.
         optional: Indices of columns that may be left out, the least important first.
         width: Columns of the terminal; None: as many as the table needs.
     """
     columns = list(range(len(cells[0])))
-    droppable = list(optional)
+    droppable, dropped = list(optional), []
     while True:
         widths = _fit([[row[i] for i in columns] for row in cells], [i in numeric for i in columns], width)
         if widths is not None:
             break
         if not droppable:
             return _listed(cells, width or 0)
+        dropped.append(cells[0][droppable[0]])
         columns.remove(droppable.pop(0))
     lines = []
     for number, row in enumerate(cells):
@@ -91,24 +97,34 @@ def layout_table(
                 for i, size, part in zip(columns, widths, wrapped, strict=True)
                 for text in (part[level] if level < len(part) else "",)
             ]
-            lines.append(TableLine(_GAP.join(parts).rstrip(), header=number == 0))
+            lines.append(TableLine(_GAP.join(parts).rstrip(), "cells" if number else "header"))
+    if dropped:
+        lines.append(TableLine(f"not shown at this width: {', '.join(dropped)}", "note"))
     return lines
 
 
 def _fit(cells: Sequence[Sequence[str]], numeric: Sequence[bool], width: int | None) -> list[int] | None:
-    """Return column widths that fit, the widest text column narrowed first; None where words are too long."""
+    """Return column widths that fit, the widest column narrowed first; None where words are too long.
+
+    Figures never wrap; the name of their column does.
+    """
     whole = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     if width is None:
         return whole
     least = [
-        size if fixed else max(max(map(cell_len, cell.split()), default=0) for cell in column)
-        for size, fixed, column in zip(whole, numeric, zip(*cells, strict=True), strict=True)
+        max(
+            cell_len(cell) if fixed and number else max(map(cell_len, _BREAK.split(cell)), default=0)
+            for number, cell in enumerate(column)
+        )
+        for fixed, column in zip(numeric, zip(*cells, strict=True), strict=True)
     ]
     room = width - len(_GAP) * (len(whole) - 1)
     if sum(least) > room:
         return None
-    # A column of text that is narrower than this reads as a list of words.
-    readable = [max(low, min(size, 16)) for low, size in zip(least, whole, strict=True)]
+    readable = [
+        low if fixed else max(low, min(size, _READABLE))
+        for low, size, fixed in zip(least, whole, numeric, strict=True)
+    ]
     if sum(readable) > room:
         return None
     while sum(whole) > room:
@@ -124,10 +140,15 @@ def _listed(cells: Sequence[Sequence[str]], width: int) -> list[TableLine]:
     pad = max(map(cell_len, names[1:]), default=0) + 1
     lines = []
     for row in cells[1:]:
-        lines += [TableLine(text, header=True, listed=True) for text in _wrap(row[0], width)]
+        lines += [TableLine(text, "header") for text in _wrap(row[0], width)]
         for name, cell in zip(names[1:], row[1:], strict=True):
             if cell:
-                texts = _wrap(cell, max(width - pad - 4, 16))
+                room = max(width - pad - 2 * len(_GAP), _READABLE)
+                texts = _wrap(cell, room)
+                if max(map(cell_len, texts)) > room:
+                    # A path has a line of its own, from further left.
+                    lines += [TableLine(f"{_GAP}{name}"), *(TableLine(f"{_GAP * 2}{text}") for text in texts)]
+                    continue
                 lines += [
                     TableLine(f"{_GAP}{(name if not level else '').ljust(pad)}{_GAP}{text}".rstrip())
                     for level, text in enumerate(texts)
@@ -135,38 +156,109 @@ def _listed(cells: Sequence[Sequence[str]], width: int) -> list[TableLine]:
     return lines
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    """Return text in lines of at most ``width`` columns, broken between words only."""
-    lines, line = [], ""
-    for word in text.split(" "):
-        longer = f"{line} {word}" if line else word
-        if line and cell_len(longer) > width:
-            lines.append(line)
-            line = word
+def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
+    """Return text in lines of at most ``width`` columns, broken between words only.
+
+    A figure stays with its unit. Lines after the first are indented.
+    """
+    lead = len(text) - len(text.lstrip(" "))
+    lines, line = [], " " * lead
+    for word in _BREAK.split(text[lead:]):
+        longer = f"{line} {word}" if line.strip() else line + word
+        if line.strip() and cell_len(longer) > width:
+            lines.append(line.rstrip())
+            line = " " * indent + word
         else:
             line = longer
-    return [*lines, line]
+    return [*lines, line.rstrip()]
+
+
+_BREAK = re.compile(r" (?!(?:[KMGT]?i?B|s|ms|min|h|%)(?![\w]))")
+"""Where a line may end: at a space that does not precede a unit."""
 
 
 def cell_len(text: str) -> int:
-    """Return the columns a text takes in a terminal: two for wide characters, none for combining ones."""
+    """Return the columns a text takes in a terminal: two for wide characters, none for colours and marks."""
+    if text.isascii() and "\x1b" not in text:
+        return len(text)
+    text = _COLOUR.sub("", text)
     return sum(
         0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
         for letter in text
     )
 
 
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
+
+
 def print_line(text: str = "", *, style: str | None = None, stream: TextIO | None = None) -> None:
-    """Print one line, styled in a terminal only."""
+    """Print one line. In a terminal it may be styled, and what is too long continues on further lines.
+
+    A line of standard error comes after what was printed before it, in one log of both streams, too.
+    """
     out = stream or sys.stdout
-    text = printable(text)
-    if style is None or not out.isatty():
+    if out is sys.stderr:
+        # The status of a reader that went away is decided where the answer itself is written.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+    text, width = printable(text), terminal_width(out)
+    if width is not None:
+        text = "\n".join(wrap_line(text, width))
+    if style is None or width is None:
         out.write(text + "\n")
         return
     from rich.console import Console
     from rich.text import Text
 
     Console(file=out, soft_wrap=True).print(Text(text, style=style))
+
+
+_LABEL = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
+"""The indentation of a line, with the label that two or more spaces separate from the rest."""
+
+
+def wrap_line(text: str, width: int) -> list[str]:
+    """Return a line as lines of at most ``width`` columns, broken between words only.
+
+    Further lines begin below the text that follows a label, or are indented by two spaces more than the
+    first. A word that is longer than the width keeps a line of its own.
+    """
+    if cell_len(text) <= width:
+        return [text]
+    lead = len(text) - len(text.lstrip(" "))
+    label = _LABEL.match(text)
+    labelled = label is not None and lead < len(label[0]) <= width // 2
+    indent = len(label[0]) if label is not None and labelled else lead + 2
+    return _wrap(text, width, indent)
+
+
+def print_lines(text: str, *, stream: TextIO | None = None) -> None:
+    """Print a text of several lines, each as :func:`print_line` does."""
+    for line in text.removesuffix("\n").split("\n"):
+        print_line(line, stream=stream)
+
+
+def print_command(label: str, command: Sequence[str]) -> None:
+    """Print a command to copy. In a terminal that is too narrow for it, it continues after a backslash."""
+    width = terminal_width(sys.stdout)
+    if width is None:
+        print_line(f"{label}: {shlex.join(command)}")
+        return
+    # An option stays with its value.
+    groups: list[str] = []
+    for part in command:
+        follows = groups and not part.startswith("-") and groups[-1].startswith("-") and " " not in groups[-1]
+        if follows:
+            groups[-1] += f" {shlex.quote(part)}"
+        else:
+            groups.append(shlex.quote(part))
+    line = f"{label}:"
+    for group in groups:
+        if cell_len(f"{line} {group} \\") > width:
+            sys.stdout.write(f"{printable(line)} \\\n")
+            line = "   "
+        line = f"{line} {group}"
+    sys.stdout.write(f"{printable(line)}\n")
 
 
 def print_rows(

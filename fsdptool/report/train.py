@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from fsdptool.formatting import amount, printable, printable_lines
+from fsdptool.runs.work import Countdown, left_text
 
 
 class Progress:
@@ -18,7 +19,7 @@ class Progress:
         self._every = max(every, 1)
         self._stream = stream or sys.stderr
         self._began = time.monotonic()
-        self._shown = 0
+        self._countdown = Countdown(total)
         self._bar: Any = None
         self._task: Any = None
         if self._stream.isatty():
@@ -77,27 +78,38 @@ class Progress:
         if event.get("quantised"):
             self.say(str(event["quantised"]))
 
+    def _on_length(self, event: Mapping[str, Any]) -> None:
+        self._total = int(event["steps"])
+        self._countdown.total = self._total
+        if self._bar is not None:
+            self._bar.update(self._task, total=self._total)
+
     def _on_step(self, event: Mapping[str, Any]) -> None:
         step = int(event["step"])
+        moment = float(event.get("time") or time.time())
+        # The first step compiles and allocates, so the pace is counted from its end.
+        left = left_text(self._countdown.left(step, moment))
         figures = step_text(event)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description="training", figures=figures)
             return
         if step == 1 or step % self._every == 0 or step == self._total:
             of = f"/{self._total}" if self._total else ""
-            self.say(f"step {step}{of}  {figures}")
+            self.say(f"step {step}{of}  {figures}{left.replace(', ', '  ')}")
 
     def _on_evaluation(self, event: Mapping[str, Any]) -> None:
-        self.say(f"step {event['step']}  validation loss {_number(event.get('loss'))}")
+        self.say(f"step {event['step']}  validation loss {validation_text(event)}")
 
     def _on_checkpoint(self, event: Mapping[str, Any]) -> None:
         self.say(f"step {event['step']}  checkpoint written in {event['seconds']:.1f} s")
 
     def _on_checkpoint_damaged(self, event: Mapping[str, Any]) -> None:
-        self.say(f"warning: {event['path']} is damaged ({event['reason']}); using the one before")
+        self.say(f"warning: {event['path']} is damaged ({event['reason']}); using the previous one")
 
     def _on_checkpoint_superseded(self, event: Mapping[str, Any]) -> None:
-        self.say(f"the run goes on from step {event['step']}; what was saved after it is now {event['path']}")
+        self.say(
+            f"the run continues from step {event['step']}; what was saved after it is now {event['path']}"
+        )
 
     def _on_resumed(self, event: Mapping[str, Any]) -> None:
         self.say(f"continuing from step {event['step']} ({event['path']})")
@@ -107,7 +119,8 @@ class Progress:
 
     def _on_stop_requested(self, event: Mapping[str, Any]) -> None:
         self.say(
-            f"{event['signal']}: all ranks will finish their step, save and stop; again to leave at once"
+            f"{event['signal']}: all ranks will finish their step, save and stop;"
+            " a second signal ends the run at once"
         )
 
     def _on_restarted(self, event: Mapping[str, Any]) -> None:
@@ -132,6 +145,14 @@ def step_text(event: Mapping[str, Any]) -> str:
     if event.get("memory_allocated_peak_bytes") is not None:
         parts.append(f"peak {amount(event['memory_allocated_peak_bytes'])}")
     return "  ".join(parts)
+
+
+def validation_text(event: Mapping[str, Any]) -> str:
+    """Return a validation loss, and what of it is the load-balancing loss of the routers, if any is."""
+    loss, routers = event.get("loss"), (event.get("metrics") or {}).get("auxiliary_loss")
+    if loss is None or routers is None:
+        return _number(loss)
+    return f"{_number(loss)}, of which {_number(routers)} is the routers' load-balancing loss"
 
 
 def proof_text(proof: Mapping[str, Any]) -> str:
@@ -166,8 +187,8 @@ def closing_text(summary: Mapping[str, Any], folder: str, losses: list[float | N
     for rank, value in enumerate(summary["measured_peak_bytes"]):
         lines.append(f"               rank {rank} measured {amount(value)}")
     if summary["error_percent"] is not None:
-        lines.append(f"               error {summary['error_percent']:+.2f} %")
-    lines.append(f"               instrument: {summary['instrument']}")
+        lines.append(f"               error {round(summary['error_percent'], 2) + 0.0:+.2f} %")
+    lines.append(f"  instrument   {summary['instrument']}")
     rates = summary["throughput"]
     if rates.get("step_seconds_median") is not None:
         tokens = rates.get("tokens_per_second")

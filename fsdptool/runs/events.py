@@ -37,6 +37,10 @@ fallback_stream: TextIO = sys.stderr
 """Where marked events go; the guard points it at the parent when it redirects standard error."""
 
 
+_GROWTH = 1.01
+"""How much higher a peak is before it is reported again: some grow by a few bytes every step."""
+
+
 class WorkerPhase(StrEnum):
     """What the main thread of a worker is doing: ``phase`` events and the watchdog's message name it."""
 
@@ -132,12 +136,14 @@ class EventLog:
     """Events of one rank. ``emit`` never raises: without a disk it speaks on standard error."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
+        self.folder = folder
         self.rank = rank
         self.attempt = attempt
         self._file = LineFile(event_path(folder, rank))
         self._metrics = LineFile(folder / METRICS) if rank == 0 else None
         self._trackers: list[Tracker] = []
         self._log_every = 1
+        self._moments: dict[str, int] = {}
 
     def add_trackers(self, trackers: Iterable[Tracker], *, every: int = 1) -> None:
         """Send every ``every``-th step to ``trackers`` as well (rank 0)."""
@@ -151,6 +157,12 @@ class EventLog:
             self._file.append(record)
         except OSError:
             write_to_stderr(record)
+
+    def memory(self, moments: Mapping[str, int]) -> None:
+        """Report the measured peak of every moment in bytes, whenever one is new or clearly higher."""
+        if any(value > _GROWTH * self._moments.get(name, 0) for name, value in moments.items()):
+            self._moments = dict(moments)
+            self.emit("memory", moments=self._moments)
 
     def step(self, metrics: Metrics) -> None:
         """Record one optimizer step.

@@ -24,8 +24,6 @@ from typing import Any, TypeVar
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files import values
 from fsdptool.files.text import UnreadableError
-from fsdptool.modeling.methods import method_of
-from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import envelope, library_versions, tool_version
@@ -33,7 +31,6 @@ from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import Start
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
-from fsdptool.source.config_checks import check_consent, consented
 
 RUN = "run.json"
 LOCK = ".lock"
@@ -165,6 +162,8 @@ class RunInputs:
 
     def __post_init__(self) -> None:
         """Decide the recipe's ``dtype: auto``: a run records what it stores."""
+        from fsdptool.modeling.units import with_stored_dtypes
+
         object.__setattr__(self, "recipe", with_stored_dtypes(self.recipe, self.settings))
 
 
@@ -190,6 +189,10 @@ def read_inputs(folder: Path, *, trust_remote_code: bool = False) -> RunInputs:
         ConfigError: A file is not what it should be, distillation lacks its teacher, or the folder asks
             to run the model's own code and ``trust_remote_code`` is not set.
     """
+    # Here, because the commands that only look at runs start in a third of the time without them.
+    from fsdptool.modeling.methods import method_of
+    from fsdptool.source.config_checks import check_consent, consented
+
     records: dict[str, Any] = {}
     for name, record in _FILES.items():
         if name.startswith("teacher") and not (folder / f"{name}.json").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -242,6 +243,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
         return []
     folders = [path for path in folder.iterdir() if path.is_dir() and step_of(path) is not None]
     return sorted(folders, key=lambda path: path.name, reverse=True)
+
+
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint in ``folder`` with a valid manifest, or None."""
+    for path in list_checkpoints(folder):
+        with contextlib.suppress(ConfigError):
+            return read_manifest(path).step
+    return None
 
 
 def newest_good(folder: Path, *, deep: bool = True) -> tuple[Path, Manifest] | None:

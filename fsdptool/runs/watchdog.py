@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdptool.errors import ExitCode
+from fsdptool.records.run import RankProgress
 from fsdptool.runs.events import STARTUP, EventLog, WorkerPhase
+from fsdptool.runs.progress import ProgressFile, write_interval
 
 TIMEOUT = "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"
 """Environment variable with the seconds of ``fsdptool train --timeout``."""
@@ -46,6 +48,10 @@ _LEAST_SECONDS = {
 """Seconds that a phase may take without a sign of life however short the timeout is."""
 
 
+_COLLECTIVES = ("/torch/distributed/", "/fsdptool/distributed/")
+"""Sources whose innermost frame means that the main thread waits for other ranks."""
+
+
 def stall_limit(phase: WorkerPhase, timeout: float) -> float:
     """Return the seconds without progress in ``phase`` that count as a stall.
 
@@ -58,7 +64,7 @@ def stall_limit(phase: WorkerPhase, timeout: float) -> float:
 
 
 class Watchdog:
-    """Watches the main thread of this process.
+    """Watches the main thread of this process, and writes down what it does.
 
     Args:
         events: Gets the ``failure``.
@@ -69,14 +75,18 @@ class Watchdog:
         self._events = events
         self._timeout = timeout
         self._phase = WorkerPhase.STARTING
+        self._step: int | None = None
         self._since = time.monotonic()
         self._ended = threading.Event()
         self._watched = threading.main_thread().ident
+        self._file = ProgressFile(events.folder, events.rank)
+        self._interval = write_interval(int(os.environ.get("WORLD_SIZE", "1")))
 
-    def enter(self, phase: WorkerPhase) -> None:
-        """Begin another phase."""
+    def enter(self, phase: WorkerPhase, step: int | None) -> None:
+        """Begin another phase; without a step, that of the phase before."""
         self._since = time.monotonic()
         self._phase = phase
+        self._step = self._step if step is None else step
 
     def beat(self) -> None:
         """Report progress."""
@@ -84,14 +94,27 @@ class Watchdog:
 
     def watch(self) -> None:
         """Look every tenth of the timeout (at most a second apart) until :meth:`end` is called."""
+        written = float("-inf")
         while not self._ended.wait(min(self._timeout / 10.0, 1.0)):
             still = time.monotonic() - self._since
+            if time.monotonic() - written >= self._interval:
+                written = time.monotonic()
+                self._file.write(self._progress(still))
             if still > stall_limit(self._phase, self._timeout):
                 self._end_stalled(still)
 
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
+
+    def _progress(self, still: float) -> RankProgress:
+        now = time.time()
+        frame = sys._current_frames().get(self._watched) if self._watched is not None else None
+        # The innermost Python frame calls the collective, which torch waits for in C++.
+        waiting = frame is not None and any(part in frame.f_code.co_filename for part in _COLLECTIVES)
+        return RankProgress(
+            self._events.rank, self._phase, self._step, now, now - still, waiting, self._interval
+        )
 
     def _end_stalled(self, still: float) -> None:
         stack = traceback.extract_stack(sys._current_frames()[self._watched]) if self._watched else []
@@ -139,10 +162,10 @@ def watched(events: EventLog) -> Iterator[None]:
         _current = None
 
 
-def enter(phase: WorkerPhase) -> None:
-    """Begin a phase of the main thread; without a watchdog this does nothing."""
+def enter(phase: WorkerPhase, step: int | None = None) -> None:
+    """Begin a phase of the main thread, of the given optimizer step; without a watchdog do nothing."""
     if _current is not None:
-        _current.enter(phase)
+        _current.enter(phase, step)
 
 
 class PhaseReport(Protocol):

@@ -17,6 +17,7 @@ from fsdptool.errors import ReferenceError as BadReference
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.recipe import Recipe
+from fsdptool.source.imports import IMPORT_FLAG, is_import
 
 ZERO_LAYERS = "DET101"
 IGNORED_REMOTE_CODE = "DET102"
@@ -244,11 +245,15 @@ def check_consent(spec: ModelSpec | None, where: str | Path, *, trust_remote_cod
         ConfigError: As :func:`consented`.
     """
     if spec is not None and spec.trust_remote_code and not trust_remote_code:
-        raise _refusal(where, spec.folder or spec.reference.id)
+        folder = None if spec.reference.kind == "import" else spec.folder
+        raise _refusal(where, folder or spec.reference.id)
 
 
 def _refusal(where: str | Path, model: str) -> ConfigError:
+    named = is_import(model)
+    what = f"import {model}" if named else f"run the code that comes with the model {model}"
+    flag = IMPORT_FLAG if named else FLAG
     return ConfigError(
-        f"{where} asks to run the code that comes with the model {model}",
-        help=f"read that code, then give {FLAG} (in Python: trust_remote_code=True) to run it",
+        f"{where} asks to {what}",
+        help=f"read that code, then give {flag} (in Python: trust_remote_code=True) to run it",
     )

@@ -1,11 +1,14 @@
-"""Hugging Face ids: the local cache first, then JSON files over the network, never weights."""
+"""Hugging Face ids: the local cache first, then JSON files (and code that may run), never weights."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.families.registry import load_registry
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 _LONGEST = 96
@@ -123,3 +126,53 @@ class HubFiles:
 def _words(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
+
+
+def fetch_code(files: HubFiles, config: Mapping[str, Any]) -> None:
+    """Put the code that a configuration names (``auto_map``) beside it in the cache.
+
+    That is the named modules and what they import from beside them, at the configuration's commit, as
+    transformers looks for them (5.23, ``dynamic_module_utils.py``: ``get_relative_imports``). Nothing is run.
+
+    Args:
+        files: The repository, from which the configuration was read.
+        config: The raw configuration.
+
+    Raises:
+        ReferenceError: The repository is out of reach.
+    """
+    pinned = HubFiles(files.repo_id, files.commit or files.revision)
+    named = config.get("auto_map")
+    targets = named.values() if isinstance(named, Mapping) else ()
+    texts = [item for target in targets for item in (target if isinstance(target, list) else [target])]
+    # ``other/repository--module.Class`` is code of another repository.
+    waiting = [text.rpartition(".")[0] for text in texts if isinstance(text, str) and "--" not in text]
+    seen = set[str]()
+    while waiting:
+        module = waiting.pop()
+        if module in seen or not module.isidentifier():
+            continue
+        seen.add(module)
+        # Without network: a file that is missing is named by transformers, if it needs it.
+        path = pinned.cached(f"{module}.py") if pinned.offline() else pinned.fetch(f"{module}.py")
+        if path is not None:
+            waiting += _BESIDE.findall(path.read_text(encoding="utf-8", errors="replace"))
+
+
+_BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
+
+
+def hint_for(text: str) -> str | None:
+    """Return what ships under this Hub id or under a name like it, as a suggestion only."""
+    registry = load_registry()
+    for family in registry.all():
+        for flavour in family.flavours().values():
+            if flavour.hub_id and flavour.hub_id.casefold() == text.casefold():
+                return f"an architecture of the same size ships as {family.name}:{flavour.name}"
+    if "/" in text:
+        return None
+    try:
+        registry.get(text)
+    except ReferenceError as error:
+        return error.help if error.help and error.help.startswith("did you mean") else None
+    return None

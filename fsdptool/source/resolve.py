@@ -31,7 +31,9 @@ from fsdptool.source.files import (
     safetensors_in,
     short,
 )
-from fsdptool.source.hub import HubFiles, looks_like_id
+from fsdptool.source.hub import HubFiles, fetch_code, hint_for, looks_like_id
+from fsdptool.source.imports import import_spec, is_import
+from fsdptool.source.recipe_paths import locate
 
 _DEEPEST = 4
 """Adapters of adapters that are followed."""
@@ -76,11 +78,12 @@ def resolve(
     """Resolve a reference to everything needed to build the model.
 
     Args:
-        text: ``family:flavour``, a path (folder, ``config.json``, pipeline or adapter folder) or a
-            Hugging Face id. An existing path wins, then a registered family, then the Hub.
+        text: ``family:flavour``, a path (folder, ``config.json``, pipeline or adapter folder), a
+            Hugging Face id, or ``package.module:Class`` on the Python path. An existing path wins, then a
+            registered family, then a module, then the Hub.
         revision: Branch, tag or commit of a Hub id.
         component: Pipeline component to take instead of the denoiser.
-        trust_remote_code: Whether code from the reference may run when the model is built.
+        trust_remote_code: Whether code that the reference contains or names may run when the model is built.
         overrides: Configuration values that replace those read (nested mappings are merged).
 
     Raises:
@@ -115,8 +118,8 @@ def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec
 
     Args:
         choice: What the recipe, a plan or a saved run says of the model.
-        folder: Where a relative path counts from if the working directory does not have it, usually
-            the recipe's folder.
+        folder: Where a relative path is looked up first, usually the recipe's folder; see
+            :func:`~fsdptool.source.recipe_paths.locate`.
 
     Raises:
         ReferenceError: The reference cannot be resolved; the message says what and what next.
@@ -129,13 +132,6 @@ def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec
         trust_remote_code=choice.trust_remote_code,
         overrides=choice.overrides,
     )
-
-
-def locate(reference: str, folder: Path | None) -> str:
-    """Return ``reference`` as it resolves from ``folder``: a path there, unless it exists from here."""
-    if folder is None or exists(Path(reference)) or not exists(folder / reference):
-        return reference
-    return str(folder / reference)
 
 
 @dataclass(slots=True)
@@ -157,6 +153,13 @@ class _Options:
 def _from_flavour(text: str, options: _Options) -> ModelSpec:
     name, _, flavour_name = text.partition(":")
     registry = load_registry()
+    if name not in registry and is_import(text):
+        if options.revision is not None or options.component is not None:
+            raise ReferenceError(
+                f"{text} is code on the Python path",
+                help="--revision and --component apply to published models",
+            )
+        return import_spec(text, trust_remote_code=options.trust)
     if options.revision is not None:
         raise ReferenceError(
             f"{text} is a registered flavour and has no revisions",
@@ -215,25 +218,9 @@ def _from_hub(text: str, options: _Options) -> ModelSpec:
             f"{short(text)!r} is neither a path, a registered family:flavour nor a Hugging Face id",
             help="`fsdptool families` lists the shipped families",
         )
-    files = HubFiles(text, options.revision, _hint(text))
+    files = HubFiles(text, options.revision, hint_for(text))
     spec = _from_files(text, _Hub(files), None, options)
     return replace(spec, reference=replace(spec.reference, revision=files.commit or options.revision))
-
-
-def _hint(text: str) -> str | None:
-    """Return what ships under this Hub id or under a name like it, as a suggestion only."""
-    registry = load_registry()
-    for family in registry.all():
-        for flavour in family.flavours().values():
-            if flavour.hub_id and flavour.hub_id.casefold() == text.casefold():
-                return f"an architecture of the same size ships as {family.name}:{flavour.name}"
-    if "/" in text:
-        return None
-    try:
-        registry.get(text)
-    except ReferenceError as error:
-        return error.help if error.help and error.help.startswith("did you mean") else None
-    return None
 
 
 def _from_files(text: str, files: _Files, folder: Path | None, options: _Options) -> ModelSpec:
@@ -262,7 +249,10 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
     if options.component is not None:
         raise ReferenceError(f"{text} is one model, not a pipeline", help="omit --component")
     assert config is not None
-    return _plain(text, kind, options.read(config), config, folder, options)
+    values = options.read(config)
+    if options.trust and isinstance(files, _Hub):
+        fetch_code(files.files, values)
+    return _plain(text, kind, values, config, folder, options)
 
 
 def _beside(folder: Path | None) -> str:

@@ -129,9 +129,27 @@ def _write(dialect: Dialect, settings: FsdpSettings) -> str | ConfigError:
         return error
 
 
+def _variants(dialect: Dialect) -> Iterator[tuple[str, tuple[FsdpSettings, ...]]]:
+    """Yield what differs and the settings in which it does, from those that the dialect starts with."""
+    start = dialect.base or BASE
+    if "wrap_classes" in dialect.cannot:
+        start = replace(start, wrap_classes=())
+    yield "the defaults", (start,)
+    for name, variants in VARIANTS.items():
+        yield name, tuple(_moved(settings, start) for settings in variants)
+
+
+def _moved(settings: FsdpSettings, start: FsdpSettings) -> FsdpSettings:
+    """Return other settings with the differences that ``settings`` have from :data:`BASE`."""
+    names = [
+        name for name in FsdpSettings.__dataclass_fields__ if getattr(settings, name) != getattr(BASE, name)
+    ]
+    return replace(start, **{name: getattr(settings, name) for name in names})
+
+
 def _texts(dialect: Dialect) -> Iterator[str]:
     """Yield every variant that the dialect can express."""
-    for settings in (BASE, *(item for items in VARIANTS.values() for item in items)):
+    for settings in (item for _, variants in _variants(dialect) for item in variants):
         text = _write(dialect, settings)
         if isinstance(text, str):
             yield text
@@ -139,7 +157,7 @@ def _texts(dialect: Dialect) -> Iterator[str]:
 
 def _round_trips(dialect: Dialect) -> Iterator[str]:
     names = (*COMMON, "mesh")
-    for name, variants in {"the defaults": (BASE,), **VARIANTS}.items():
+    for name, variants in _variants(dialect):
         written = 0
         for settings in variants:
             text = _write(dialect, settings)

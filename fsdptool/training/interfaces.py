@@ -140,6 +140,10 @@ class Events(Protocol):
         """
         ...
 
+    def memory(self, moments: Mapping[str, int]) -> None:
+        """Report the measured peak of every moment in bytes, whenever one is new or clearly higher."""
+        ...
+
     def step(self, metrics: Metrics) -> None:
         """Record one optimizer step: rank 0 appends it to ``metrics.jsonl`` and to the trackers."""
         ...

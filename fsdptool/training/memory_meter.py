@@ -32,7 +32,7 @@ _SETTLE_SECONDS = 0.003
 class CudaMeter:
     """The caching allocator's own counters: exact, free, reset at every moment."""
 
-    instrument = "torch.cuda.max_memory_allocated and max_memory_reserved, reset every step and moment"
+    instrument = "torch.cuda.max_memory_allocated and max_memory_reserved of every step"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,10 +95,7 @@ class CpuMeter:
     Collectives are let settle, or releases by the backend's threads would be missed and add up.
     """
 
-    instrument = (
-        "torch.profiler CPU allocator events on top of live storages: first steps of the start, and the"
-        " one after the first save; every other moment once before and once after it"
-    )
+    instrument = "torch.profiler, CPU allocator events of the first steps and around the first save"
 
     def __init__(self) -> None:
         self._left = PROFILED_STEPS

@@ -326,6 +326,7 @@ class Trainer:
         # Every forward is a sign of life: of a long accumulation, an evaluation, a sample.
         self.assembled.model.register_forward_pre_hook(watchdog.beat)
         total = total_steps(self.recipe, self.batches, self.samples_per_step)
+        self.parts.events.emit("length", steps=total)
         # Not only what a signal while reading asks for: a run that ended inside the evaluation of its
         # checkpoint's step makes that evaluation now.
         if not self.stop.agree():
@@ -334,6 +335,7 @@ class Trainer:
             before = state.step
             self.stop.signal = self.step(total).stop
             checkpointer.poll()
+            self.parts.events.memory(self.parts.meter.moments())
             if self.stop.signal or state.step <= before:  # rolled back: what is due there was done before
                 continue
             if checkpointer.due(state.step) and state.step < total:
@@ -349,7 +351,7 @@ class Trainer:
     def step(self, total: int) -> Outcome:
         """Take one optimizer step of ``total``: data, forward and backward, update, average, report."""
         began, state = time.perf_counter(), self.state
-        watchdog.enter(WorkerPhase.LOADING_DATA)
+        watchdog.enter(WorkerPhase.LOADING_DATA, state.step + 1)
         micro_batches = next(self.batches)
         watchdog.enter(WorkerPhase.TRAINING)
         loaded = time.perf_counter()

@@ -6,6 +6,7 @@ happens. The training itself is ``training/trainer.py``, imported after the firs
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdptool.errors import ExitCode, FsdptoolError, StorageError
+from fsdptool.garbage import skip_last_collection, without_gc
 from fsdptool.runs import events as event_module
 from fsdptool.runs.events import SUPERVISOR, EventLog, WorkerPhase, open_events, rank_and_attempt
 from fsdptool.runs.folder import LOGS
@@ -58,6 +60,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: python -m fsdptool.training.worker RUN_FOLDER [--trust-remote-code]\n")
         return 2
     folder = Path(arguments[0])
+    skip_last_collection()
     return run_guarded(folder, lambda events, flag: work(folder, events, flag, trust_remote_code=trusted))
 
 
@@ -68,8 +71,11 @@ def work(
     with watched(events):
         # Before torch, whose import takes seconds.
         report_phase(events, WorkerPhase.IMPORTING)
-        from fsdptool.training.trainer import train
+        with without_gc():
+            from fsdptool.training.trainer import train
 
+            # Collections during the training do not walk torch's own objects.
+            gc.freeze()
         return train(folder, events, flag, trust_remote_code=trust_remote_code)
 
 

@@ -1,8 +1,9 @@
-"""The family of every configuration that no other family claims: transformers and diffusers themselves."""
+"""Families without flavours: any transformers or diffusers configuration, and modules of your own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.families.bases import DiffusersFamily, TransformersFamily
@@ -11,6 +12,7 @@ from fsdptool.families.protocol import Family, Flavour, LoraTargets, Match, Obje
 if TYPE_CHECKING:
     from torch import nn
 
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import Recipe
 
 _LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k", "to_v", "to_out.0")
@@ -39,8 +41,14 @@ class GenericFamily(Family):
     precedence = -1
 
     def __init__(self) -> None:
-        self._transformers = _AnyTransformers()
+        self._transformers: TransformersFamily = _AnyTransformers()
         self._diffusers = _AnyDiffusers()
+
+    def bind(self, spec: ModelSpec) -> Family:
+        """Return the family for one model: with its folder where the model's own code may run."""
+        bound = copy(self)
+        bound._transformers = self._transformers.bind(spec)
+        return bound
 
     def _for(self, config: Mapping[str, Any]) -> TransformersFamily | DiffusersFamily:
         return self._diffusers if isinstance(config.get("_class_name"), str) else self._transformers
@@ -113,4 +121,6 @@ class GenericFamily(Family):
 
 def families() -> Iterable[Family]:
     """Yield the families of this package."""
-    return (GenericFamily(),)
+    from fsdptool_generic.imported import ImportedFamily
+
+    return (GenericFamily(), ImportedFamily())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases import TransformersFamily
 from fsdptool.families.bases.batches import DEFAULT_LENGTH, pixels, vocabulary
-from fsdptool.families.objectives import CausalLM
+from fsdptool.families.objectives import CausalLM, ModuleLoss
 from fsdptool.families.objectives.common import inputs
 from fsdptool.families.protocol import Objective, TensorSpec
 
@@ -162,7 +162,7 @@ class Multimodal(TransformersFamily):
             ConfigError: The sequence is too short for the image.
         """
         configuration = self.config_object(config, self.model_class(config))
-        if getattr(configuration, "vision_config", None) is None:
+        if getattr(configuration, "vision_config", None) is None or "inputs" in recipe.objective.options:
             return super().batch_spec(config, recipe)
         image = _IMAGES[configuration.model_type](configuration, recipe)
         wanted = recipe.batch.sequence_length
@@ -197,8 +197,8 @@ class Multimodal(TransformersFamily):
         return tuple(prefix.format(last=vision.num_hidden_layers - 1) for prefix in prefixes)
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
-        """Return causal language modelling over images and text."""
-        return {CausalLM.name: partial(CausalLM, arguments=flat_patches)}
+        """Return causal language modelling over images and text, and the loss that the class computes."""
+        return {CausalLM.name: partial(CausalLM, arguments=flat_patches), ModuleLoss.name: ModuleLoss}
 
 
 def flat_patches(batch: Mapping[str, Tensor]) -> dict[str, Any]:

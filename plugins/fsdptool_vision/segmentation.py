@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.families.bases import TransformersFamily
 from fsdptool.families.bases.batches import pixels
+from fsdptool.families.objectives import ModuleLoss
 from fsdptool.families.objectives.common import accumulation_dtype, inputs, require
-from fsdptool.families.objectives.features import squared_error
+from fsdptool.families.objectives.features import SquaredDistance
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ class Sam(TransformersFamily):
 
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
         """Return images, a point each, and masks at a quarter of the image's size."""
+        if "inputs" in recipe.objective.options:
+            return super().batch_spec(config, recipe)
         configuration = self.config_object(config, self.model_class(config))
         batch = recipe.batch.micro_batch
         # The decoder upsamples the encoder's grid by 4.
@@ -33,11 +36,11 @@ class Sam(TransformersFamily):
         )
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
-        """Return segmentation."""
-        return {Segmentation.name: Segmentation}
+        """Return segmentation, and the loss that the class computes."""
+        return {Segmentation.name: Segmentation, ModuleLoss.name: ModuleLoss}
 
 
-class Segmentation(Objective):
+class Segmentation(SquaredDistance):
     """Binary cross-entropy plus dice loss of one mask per prompt (Kirillov et al. 2023, with
     cross-entropy in place of focal loss). Batch: the model's inputs, ``target`` [B, prompts, H, W]."""
 
@@ -67,13 +70,3 @@ class Segmentation(Objective):
         shares = logits.sigmoid()
         dice = 1 - (2 * (shares * target).sum(1) + 1) / (shares.sum(1) + target.sum(1) + 1)
         return (entropy + dice).sum()
-
-    def distance(
-        self,
-        student: Mapping[str, Tensor],
-        teacher: Mapping[str, Tensor],
-        batch: Mapping[str, Tensor],
-        temperature: float,
-    ) -> Tensor:
-        """Return the squared error of the masks' logits; the temperature does not apply."""
-        return squared_error(student["prediction"], teacher["prediction"].detach())

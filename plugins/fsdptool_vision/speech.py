@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases import TransformersFamily
 from fsdptool.families.bases.batches import length
-from fsdptool.families.objectives import Seq2Seq
+from fsdptool.families.objectives import ModuleLoss, Seq2Seq
 from fsdptool.families.objectives.common import inputs, require
-from fsdptool.families.objectives.features import squared_error
+from fsdptool.families.objectives.features import SquaredDistance
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Wav2Vec2(TransformersFamily):
         Raises:
             ConfigError: The audio is shorter than one masked frame.
         """
+        if "inputs" in recipe.objective.options:
+            return super().batch_spec(config, recipe)
         configuration = self.config_object(config, self.model_class(config))
         batch, count = recipe.batch.micro_batch, recipe.batch.sequence_length or SAMPLES
         frames = count
@@ -72,11 +74,11 @@ class Wav2Vec2(TransformersFamily):
         )
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
-        """Return the contrastive task."""
-        return {SpeechContrastive.name: SpeechContrastive}
+        """Return the contrastive task, and the loss that the class computes."""
+        return {SpeechContrastive.name: SpeechContrastive, ModuleLoss.name: ModuleLoss}
 
 
-class SpeechContrastive(Objective):
+class SpeechContrastive(SquaredDistance):
     """wav2vec 2.0's contrastive and diversity loss (Baevski et al. 2020, equations 2 to 4).
 
     Negatives index frames of the batch's first sample onwards, so ``sampled_negative_indices`` are
@@ -115,4 +117,4 @@ class SpeechContrastive(Objective):
     ) -> Tensor:
         """Return the squared error of the projected states; the temperature does not apply."""
         frames = batch["mask_time_indices"].shape[1]
-        return squared_error(student["prediction"], teacher["prediction"].detach()) * frames
+        return super().distance(student, teacher, batch, temperature) * frames

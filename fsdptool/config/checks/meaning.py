@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fsdptool import spelling
 from fsdptool.config.canonical import WRITTEN
 from fsdptool.config.checks.mesh import check_mesh, check_processes, launched_by_accelerate
 from fsdptool.config.context import LintContext
@@ -48,6 +49,7 @@ def check_meaning(
     _wrapping(lint)
     _checkpointing(lint)
     _loading(lint)
+    _compilation(lint)
     check_processes(lint)
     _defaults(lint)
     lint.withhold_dependent_fixes()
@@ -229,12 +231,64 @@ def _checkpointing(lint: LintContext) -> None:
 
 
 def _loading(lint: LintContext) -> None:
+    consumer = lint.consumer
+    if (
+        consumer.name == "accelerate"
+        and lint.get("fsdp_version") == 2
+        and lint.get("cpu_ram_efficient_loading")
+        and lint.get("cpu_offload")
+        and not consumer.before(1, 7)
+        and consumer.before(1, 13)
+    ):
+        # fsdp2_load_full_state_dict has its argument cpu_offload since accelerate 1.13.0; 1.12.0 leaves the
+        # shards on the GPU, and torch's FSDPParamGroup._validate_cpu_offload_params refuses them.
+        entry = lint.at("cpu_offload", "cpu_ram_efficient_loading")
+        lint.report(
+            "FSD358", f"{consumer} loads the shards to the GPU, where CPU offload refuses them", entry
+        )
     # Where no policy is written at all, FSD315 names the cause, and mending that mends this.
     if not lint.get("cpu_ram_efficient_loading") or lint.get("wrap_policy") != "none":
         return
     if lint.written("wrap_policy"):
         entry = lint.at("cpu_ram_efficient_loading") or lint.at("wrap_policy")
         lint.report("FSD319", "RAM-efficient loading without wrapped modules", entry)
+
+
+def _compilation(lint: LintContext) -> None:
+    """Judge ``dynamo_config`` as accelerate 1.15's ``Accelerator._prepare_fsdp2`` applies it."""
+    block = lint.root.get("dynamo_config")
+    if block is None or block.node.kind != "map" or lint.consumer.name != "accelerate":
+        return
+    # The launcher adds the prefix dynamo_ where it is missing (commands/launch.py).
+    entries = {f"dynamo_{str(item.key).removeprefix('dynamo_')}": item for item in block.node.entries}
+    backend, regional = entries.get("dynamo_backend"), entries.get("dynamo_use_regional_compilation")
+    if backend is None or str(backend.node.value).lower() in ("no", "none", "false"):
+        return
+    if lint.get("fsdp_version") != 2:
+        return
+    if regional is not None and spelling.boolean(regional.node.value):
+        if lint.consumer.before(1, 14):
+            lint.report(
+                "FSD357",
+                f"{lint.consumer} compiles the blocks so that FSDP2's hooks on them never run",
+                regional,
+                severity="error",
+                help="use accelerate 1.14 or newer, or write dynamo_use_regional_compilation: false",
+            )
+        return
+    key = "dynamo_use_regional_compilation"
+    edits = (
+        lint.editor.add(block.node, block, {key: True})
+        if regional is None
+        else lint.editor.replace(regional.node, True)
+    )
+    lint.report(
+        "FSD357",
+        "the whole model is compiled at once, not block by block",
+        backend,
+        edits=edits,
+        fix=f"write {key}: true",
+    )
 
 
 def _defaults(lint: LintContext) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.protocol import PROGRAMS
 
 
 def check_mesh(lint: LintContext) -> None:
@@ -60,7 +61,8 @@ def _combinations(lint: LintContext, sizes: dict[str, int], open_shard: bool) ->
         return True
     split = sizes["cp"] > 1 and lint.consumer.name != "fsdptool"
     beside = (sizes["tp"] > 1 or split) and sizes["dp_replicate"] > 1
-    if beside and sizes["dp_shard"] == 1 and not open_shard:
+    # A program that a dialect brings builds its own mesh, and not accelerate's.
+    if beside and lint.consumer.name in PROGRAMS and sizes["dp_shard"] == 1 and not open_shard:
         lint.report_value(
             "FSD313", "accelerate refuses tp or cp with dp_replicate above 1 and dp_shard 1", "dp_replicate"
         )

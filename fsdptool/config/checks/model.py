@@ -11,6 +11,7 @@ from fsdptool import spelling
 from fsdptool.config.canonical import settings_from
 from fsdptool.config.context import LintContext
 from fsdptool.errors import FsdptoolError
+from fsdptool.formatting import amount
 from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Gpu
@@ -267,8 +268,8 @@ def _offload(lint: LintContext, hardware: Hardware) -> None:
     if needed > hardware.host_memory:
         lint.report(
             "FSD502",
-            f"offload needs about {needed:,} bytes of host memory per machine, but only "
-            f"{hardware.host_memory:,} are available (AdamW, fp32 masters)",
+            f"offload needs about {amount(needed)} of host memory per machine, but only "
+            f"{amount(hardware.host_memory)} are available (AdamW, fp32 masters)",
             "cpu_offload",
         )
 
@@ -292,6 +293,7 @@ def _fit(lint: LintContext, hardware: Hardware, gpu: Gpu, fit: Fit) -> None:
     elif needed > usable:
         lint.report(
             "FSD503",
-            f"the run needs {needed:,} bytes on {gpu.name}, of which {usable:,} are usable, at micro-batch 1",
+            f"the run needs {amount(needed)} of the {amount(usable)} that are usable on {gpu.name}, at"
+            " micro-batch 1",
             lint.root.get("fsdp_config"),
         )

@@ -139,7 +139,7 @@ def load_registry() -> Registry:
     if not registry.names:
         raise ConfigError(
             f"no dialect is registered in the entry-point group {GROUP}",
-            help="install fsdptool again (`pip install -e .` in a checkout): its metadata are out of date",
+            help="install fsdptool again (`pip install -e .` in a checkout): its metadata is out of date",
         )
     return registry
 
@@ -209,7 +209,7 @@ def _foreign_format(root: Node) -> str | None:
     if section is not None and section.node.kind == "map":
         return "a training description whose section fsdp is its program's own (NeMo AutoModel writes it so)"
     if "model" in keys and any(_is_component(entry.node) for entry in root.entries):
-        return "a torchtune (or other _component_) configuration"
+        return "a configuration of _component_ entries that are not torchtune's"
     if "accelerate_launch_args" in keys:
         return "a job description (fms-hf-tuning); FSDP settings are nested under accelerate_launch_args"
     if {"job", "model"} <= keys and keys & {"parallelism", "activation_checkpoint", "profiling", "training"}:

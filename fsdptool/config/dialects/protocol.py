@@ -33,6 +33,7 @@ class Dialect(ABC):
         consumers: The programs that read such files, by name; the first unless somebody says otherwise.
         programs: Those of ``consumers`` that fsdptool does not know.
         cannot: Canonical settings (``canonical.COMMON``) that the dialect has no word for.
+        base: Settings that every file of the dialect can say, where those are not the defaults.
         in_place: Whether FSDP1 becomes FSDP2 by edits of the text (:meth:`migrate`); otherwise the file is
             written anew.
     """
@@ -42,6 +43,7 @@ class Dialect(ABC):
     consumers: tuple[str, ...]
     programs: tuple[Program, ...] = ()
     cannot: tuple[str, ...] = ()
+    base: FsdpSettings | None = None
     in_place: bool = True
 
     def sniff(self, text: str) -> bool:

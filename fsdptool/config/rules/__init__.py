@@ -42,7 +42,7 @@ PARSE = (
          "LLaMA-Factory or SimpleTuner.",
          "Name the dialect with --dialect, or give the file that holds the FSDP settings."),
     Rule("FSD110", "another program's format", "error",
-         "The file configures something else (XLA FSDP, oumi, torchtune, a job description, a file nested "
+         "The file configures something else (XLA FSDP, oumi, NeMo, a job description, a file nested "
          "under another key). fsdptool does not guess what its keys would mean as FSDP2.",
          "Extract the FSDP settings, or write them with `fsdptool emit-config`."),
     Rule("FSD111", "invalid value", "error",
@@ -73,7 +73,7 @@ PARSE = (
 SCHEMA = (
     Rule("FSD201", "unknown key; the consumer refuses the file", "error",
          "accelerate 1.15 checks top-level keys strictly: `ValueError: The config file at ... had unknown "
-         "keys`. The launch stops.",
+         "keys`. The launch stops. torchtitan 0.2 refuses unknown keys in the same way.",
          "Remove or rename the key. Where the nearest known key is clear, --unsafe-fixes "
          "renames it.", "unsafe"),
     Rule("FSD202", "unknown key, silently ignored", "warning",
@@ -87,10 +87,11 @@ SCHEMA = (
          "`dp_shard_size: 2` is dropped, all sizes stay 1, and the run continues as plain FSDP or stops "
          "with a mesh error.",
          "Add the prefix `parallelism_config_` (--unsafe-fixes: the mesh takes effect).", "unsafe"),
-    Rule("FSD204", "key without the fsdp_ prefix", "warning",
-         "accelerate 1.15 adds the prefix when it launches, but `accelerate to-fsdp2` does not. Of a key "
-         "that occurs with and without the prefix, the later one in the file wins.",
-         "Add the prefix (--fix: the run stays the same).", "safe"),
+    Rule("FSD204", "fsdp_ prefix missing, or not needed", "info",
+         "accelerate 1.15 adds a missing prefix when it launches, but `accelerate to-fsdp2` does not; "
+         "axolotl 0.19 strips the prefix. Of a key that occurs with and without the prefix, the later one "
+         "in the file wins.",
+         "No action is needed; --fix writes the key as the program calls it.", "safe"),
     Rule("FSD205", "wrong type", "error",
          "The consumer cannot use a value of this type (as PyYAML or json reads it).",
          "Write a value of the type that the message names."),
@@ -140,7 +141,8 @@ SCHEMA = (
     Rule("FSD216", "key of another program", "warning",
          "The consumer does not read this key, but another program reads it under this name: "
          "`offload_params` is accelerate's name for what TrainingArguments calls `cpu_offload`.",
-         "Use this consumer's name for it (--unsafe-fixes: the setting takes effect).", "unsafe"),
+         "Use this consumer's name for it (--unsafe-fixes: the setting takes effect), or remove it where "
+         "it asks for the default anyway (--fix: the run stays the same).", "unsafe"),
     Rule("FSD217", "value in a non-canonical spelling", "info",
          "The consumer understands the value; the message gives its canonical spelling.",
          "No action is needed; --fix writes the canonical spelling.", "safe"),

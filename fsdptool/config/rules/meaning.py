@@ -12,8 +12,9 @@ MEANING = (
          "including every default that differs.", "unsafe"),
     Rule("FSD302", "FSDP1 key without effect under version 2", "warning",
          "accelerate 1.15 ignores it under version 2 when it comes from a file. FSDP2 does by itself what "
-         "this value requests.",
-         "Remove it (--fix: the run stays the same).", "safe"),
+         "this value requests. All such keys of a file are one finding; where FSDP1 runs (FSD301) they are "
+         "a note, because migrating removes them.",
+         "Remove them (--fix: the run stays the same).", "safe"),
     Rule("FSD303", "FSDP1 setting lost under version 2", "error",
          "The key is ignored under version 2, and the run differs from what it requests: SHARD_GRAD_OP "
          "becomes full sharding, HYBRID_SHARD full sharding over all ranks, forward prefetch is off.",
@@ -138,8 +139,8 @@ MEANING = (
     Rule("FSD334", "hybrid sharding without a mesh", "error",
          "Under FSDP2 hybrid sharding is a mesh of dp_replicate x dp_shard, written in "
          "`parallelism_config`; the strategy name alone shards over all ranks.",
-         "--unsafe-fixes writes the mesh (replicate over machines, shard within) where num_processes and "
-         "num_machines are written; `fsdptool migrate` does the same for FSDP1.", "unsafe"),
+         "Write the mesh: replicate over machines, shard within. --unsafe-fixes writes it where "
+         "num_processes and num_machines are written, and `fsdptool migrate` does so for FSDP1.", "unsafe"),
     Rule("FSD335", "suspicious wrap class", "warning",
          "The class is a leaf layer, an embedding or a whole model: this gives far too many units, or one.",
          "Name the repeated block (`fsdptool detect REF` finds it)."),
@@ -156,10 +157,11 @@ MEANING = (
     Rule("FSD338", "FSDP version left to the installed transformers", "warning",
          "Without a version TrainingArguments ran FSDP1 before transformers 5.10 and runs FSDP2 since.",
          "Write `\"version\": 2` (--fix writes the version in effect).", "safe"),
-    Rule("FSD339", "legacy `fsdp` text or list", "warning",
+    Rule("FSD339", "legacy `fsdp` text or list", "info",
          "transformers 5.23 still understands `full_shard`, `shard_grad_op`, `offload` and `auto_wrap` in "
          "lower case separated by spaces, but has deprecated them; anything else raises an error.",
-         "Write `fsdp: true` and the options in `fsdp_config` (--fix).", "safe"),
+         "No action is needed before transformers removes them. The new form is `fsdp: true` with the "
+         "options in `fsdp_config` (--fix).", "safe"),
     Rule("FSD340", "save_only_model with a sharded state dict, or with the best model", "error",
          "transformers 5.23's Trainer refuses save_only_model with SHARDED_STATE_DICT, and under FSDP with "
          "load_best_model_at_end.",
@@ -230,6 +232,37 @@ MEANING = (
          "dimension repeat each other's work; for a model that transformers has made parallel it imports a "
          "class that transformers 5.23 no longer has (`cannot import name 'ReplicateParallel'`).",
          "Set tp_size to 1 and give the processes to dp_shard_size, or use an older transformers."),
+    Rule("FSD357", "compilation that is not regional", "info",
+         "With `dynamo_config`, accelerate 1.15 (`Accelerator._prepare_fsdp2`) compiles the whole model, "
+         "whose compile time grows with the number of layers. With `dynamo_use_regional_compilation` it "
+         "compiles one repeated block and reuses the result (`utils/other.py:compile_regions_fsdp2`). "
+         "Before 1.14 the regional form wrapped the blocks in modules that bypass the hooks of FSDP2, so "
+         "that parameters are not gathered per block: that is an error.",
+         "Write `dynamo_use_regional_compilation: true` (--unsafe-fixes: the run changes).", "unsafe"),
+    Rule("FSD358", "RAM-efficient loading with CPU offload in an older accelerate", "error",
+         "accelerate 1.7 to 1.12 (`fsdp2_load_full_state_dict`) leaves the loaded shards on the GPU. torch's "
+         "FSDP2 stops in the first forward: FSDP parameters should be materialized on CPU when enabling "
+         "CPU offloading. accelerate 1.13 moves them back to the CPU.",
+         "Use accelerate 1.13 or newer, or set fsdp_cpu_ram_efficient_loading to false."),
+    Rule("FSD359", "Liger kernel that the trainer refuses", "error",
+         "TRL 1.16's SFT, DPO, KTO and GRPO trainers replace the head of the model themselves and refuse "
+         "`fused_linear_cross_entropy: true` in `liger_kernel_config`. Before TRL 1.0 (seen in 0.24, "
+         "`trainer/dpo_trainer.py`) DPO computes with Liger only the losses sigmoid, apo_zero, apo_down, "
+         "sppo_hard and nca_pair.",
+         "Leave the option out; with an older TRL, use one of these losses, or no Liger kernel."),
+    Rule("FSD360", "batch that does not divide", "error",
+         "TRL 1.16 (`trainer/grpo_config.py`) refuses a `generation_batch_size` that is not a multiple of "
+         "per_device_train_batch_size x num_processes, and of num_generations. torchtitan 0.2 (`train.py`) "
+         "refuses a `global_batch_size` that is not a multiple of local_batch_size x data-parallel ranks.",
+         "Choose a multiple."),
+    Rule("FSD361", "dimension that fsdptool does not have", "info",
+         "torchtitan splits models over pipeline stages and experts over ranks; fsdptool plans and writes "
+         "neither. The file is explained, but its settings cannot be planned from or migrated.",
+         "Set the degree to 1 to plan the rest."),
+    Rule("FSD362", "sharding depends on the recipe that is run", "info",
+         "torchtune reads the same file for single-device and for distributed recipes, and only the latter "
+         "shard. The file has no key that only a distributed recipe reads.",
+         "No action is needed; `fsdp_reshard_after_forward: true` states the intention."),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from importlib import import_module
 from inspect import Parameter, signature
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ModelError
 from fsdptool.families.bases.catalogue import CatalogueFamily
 from fsdptool.families.bases.libraries import class_for, objective_for_class, one_line, quiet
+from fsdptool.families.bases.listed import listed_inputs
 from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import Recipe
 
 
@@ -125,6 +128,19 @@ class TransformersFamily(CatalogueFamily):
     quiet_dropouts = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
     """LayerDrop skips layers by a coin toss on the host: ranks would disagree on which units to
     gather, and fake tensors cannot decide. Built as 0."""
+    code_folder: str | None = None
+    """Folder of the model's own code, in a family that is bound to a model whose code may run."""
+
+    def bind(self, spec: ModelSpec) -> TransformersFamily:
+        """Return the family for one model: with its folder where the model's own code may run."""
+        if not (spec.trust_remote_code and spec.folder and isinstance(spec.config.get("auto_map"), Mapping)):
+            return self
+        return self._with_code(spec.folder)
+
+    def _with_code(self, folder: str | None) -> TransformersFamily:
+        bound = copy(self)
+        bound.code_folder = folder
+        return bound
 
     def model_class(self, config: Mapping[str, Any]) -> str:
         """Return the configuration's own architecture, else the class people train for its type.
@@ -158,17 +174,21 @@ class TransformersFamily(CatalogueFamily):
         Raises:
             ModelError: The class does not exist or refuses the values; one line.
         """
-        cls = load_class(self.library, model_class)
         raw = {
             key: _decoded(value)
             for key, value in config.items()
             if key not in ("architectures", "auto_map", "model_type", "transformers_version")
         }
+        own = own_config(self.code_folder) if self.code_folder is not None else None
+        config_class = type(own) if own is not None else load_class(self.library, model_class).config_class
         try:
             with quiet("transformers"):
-                configuration = cls.config_class(**raw)
+                configuration = config_class(**raw)
         except Exception as error:
-            raise ModelError(f"{cls.config_class.__name__}: {one_line(error)}") from error
+            raise ModelError(f"{config_class.__name__}: {one_line(error)}") from error
+        if own is not None:
+            # Where ``from_config`` looks for the code (transformers 5.23, ``models/auto/auto_factory.py``).
+            configuration.auto_map, configuration._name_or_path = own.auto_map, self.code_folder
         configuration.architectures = [model_class]
         for key in self.quiet_dropouts:
             if getattr(configuration, key, 0):
@@ -203,11 +223,12 @@ class TransformersFamily(CatalogueFamily):
         # wherever a part of the model has it, and eager attention elsewhere.
         if attention not in (None, "sdpa"):
             arguments["attn_implementation"] = attention
-        configuration = self.config_object(config, model_class) if remote is None else None
+        family = self if remote is None else self._with_code(folder)
+        configuration = family.config_object(config, model_class)
         try:
             with quiet("transformers"):
                 if remote is not None:
-                    model = remote(**arguments)
+                    model = remote(configuration, **arguments)
                 else:
                     model = load_class(self.library, model_class)._from_config(configuration, **arguments)
         except Exception as error:
@@ -216,9 +237,15 @@ class TransformersFamily(CatalogueFamily):
         return built
 
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
-        """Return the inputs of the recipe's objective for this configuration."""
+        """Return the tensors that the recipe lists, else the inputs of its objective.
+
+        Raises:
+            ConfigError: The list is not one of tensors, or the recipe's sizes do not suit the model.
+        """
         from fsdptool.families.bases.batches import batch_for
 
+        if (listed := recipe.objective.options.get("inputs")) is not None:
+            return listed_inputs(listed, recipe.batch.micro_batch)
         name = recipe.objective.name or self.objective_for(config)
         configuration = self.config_object(config, self.model_class(config))
         return batch_for(name, configuration, recipe)
@@ -314,13 +341,22 @@ def remote_class(
             f"auto_map does not contain class {model_class!r}",
             help=f"it has: {', '.join(sorted(_last(target) for target in auto_map.values()))}",
         )
-    factory = getattr(transformers, auto)
+    return partial(getattr(transformers, auto).from_config, trust_remote_code=True)
 
-    def construct(**arguments: Any) -> Any:
-        configuration = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        return factory.from_config(configuration, trust_remote_code=True, **arguments)
 
-    return construct
+def own_config(folder: str) -> Any:
+    """Return the configuration object of a folder, from the code in it that may run.
+
+    Raises:
+        ModelError: The code fails; one line.
+    """
+    import transformers
+
+    try:
+        with quiet("transformers"):
+            return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    except Exception as error:
+        raise ModelError(f"the code in {folder}: {one_line(error)}") from error
 
 
 def _last(target: Any) -> str:

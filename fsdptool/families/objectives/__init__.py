@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from fsdptool.families.objectives.diffusion import Epsilon, FlowMatching, VPrediction
 from fsdptool.families.objectives.features import Classification, Contrastive, Features
 from fsdptool.families.objectives.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
+from fsdptool.families.objectives.module import ModuleLoss
 from fsdptool.families.protocol import Objective
 
 TRANSFORMERS: Mapping[str, Callable[..., Objective]] = {
@@ -19,6 +20,7 @@ TRANSFORMERS: Mapping[str, Callable[..., Objective]] = {
         Classification,
         Contrastive,
         Features,
+        ModuleLoss,
     )
 }
 
@@ -31,6 +33,7 @@ __all__ = [
     "Features",
     "FlowMatching",
     "MaskedLM",
+    "ModuleLoss",
     "Seq2Seq",
     "TokenClassification",
     "VPrediction",

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.common import require
-from fsdptool.families.objectives.features import squared_error
-from fsdptool.families.protocol import Objective
+from fsdptool.families.objectives.features import SquaredDistance, squared_error
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,7 +26,7 @@ SAMPLING = frozenset(
 """Options read when a batch is assembled, not by the loss (families/bases/batches.py)."""
 
 
-class _Denoising(Objective):
+class _Denoising(SquaredDistance):
     """Squared error in latent space, averaged within a sample and summed over samples.
 
     Args:
@@ -56,16 +55,6 @@ class _Denoising(Objective):
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the squared error against this objective's target."""
         return squared_error(prediction["prediction"], self.target(batch))
-
-    def distance(
-        self,
-        student: Mapping[str, Tensor],
-        teacher: Mapping[str, Tensor],
-        batch: Mapping[str, Tensor],
-        temperature: float,
-    ) -> Tensor:
-        """Return the squared error against the teacher's prediction; the temperature does not apply."""
-        return squared_error(student["prediction"], teacher["prediction"].detach())
 
     @abstractmethod
     def target(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -64,7 +64,27 @@ class Classification(Objective):
 _OUTPUTS = ("text_embeds", "image_embeds", "last_hidden_state", "pooler_output", "logits")
 
 
-class Features(Objective):
+def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """Return the squared error averaged over all but the first dimension, summed over that one."""
+    wide = accumulation_dtype(prediction.dtype)
+    return (prediction.to(wide) - target.to(wide)).square().flatten(1).mean(1).sum()
+
+
+class SquaredDistance(Objective):
+    """An objective whose predictions are distilled by squared error."""
+
+    def distance(
+        self,
+        student: Mapping[str, Tensor],
+        teacher: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        temperature: float,
+    ) -> Tensor:
+        """Return the squared error against the teacher's prediction; the temperature does not apply."""
+        return squared_error(student["prediction"], teacher["prediction"].detach())
+
+
+class Features(SquaredDistance):
     """Regression of a model's features, for encoders that have no head of their own.
 
     Batch: the model's inputs, ``target`` of the shape the model returns. This is feature
@@ -95,22 +115,6 @@ class Features(Objective):
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the squared error, averaged within a sample and summed over samples."""
         return squared_error(prediction["prediction"], require(batch, "target", self.name))
-
-    def distance(
-        self,
-        student: Mapping[str, Tensor],
-        teacher: Mapping[str, Tensor],
-        batch: Mapping[str, Tensor],
-        temperature: float,
-    ) -> Tensor:
-        """Return the squared error against the teacher's features; the temperature does not apply."""
-        return squared_error(student["prediction"], teacher["prediction"].detach())
-
-
-def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the squared error averaged over all but the first dimension, summed over that one."""
-    wide = accumulation_dtype(prediction.dtype)
-    return (prediction.to(wide) - target.to(wide)).square().flatten(1).mean(1).sum()
 
 
 class Reconstruction(Features):

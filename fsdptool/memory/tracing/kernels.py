@@ -83,6 +83,24 @@ def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: b
     return torch.native_dropout(input, p, True)[0]
 
 
+def _batch_norm(original: Any) -> Any:
+    """Return torch's batch normalisation, refusing dtypes that the CPU's kernel refuses.
+
+    FSDP2's mixed precision casts the weight and leaves the running statistics, which are buffers, in fp32.
+    Fake tensors accept the pair (torch 2.13).
+    """
+
+    def normalise(
+        input: torch.Tensor, mean: Any, variance: Any, weight: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor) and isinstance(mean, torch.Tensor) and weight.dtype != mean.dtype:
+            raise RuntimeError(f"batch normalisation by {weight.dtype} weights with {mean.dtype} statistics")
+        out: torch.Tensor = original(input, mean, variance, weight, *args, **kwargs)
+        return out
+
+    return normalise
+
+
 def _grouped(profile: Profile) -> Any:
     """Return the shape rule of the grouped product, for every dtype.
 
@@ -226,8 +244,11 @@ def kernels_of(profile: Profile) -> Iterator[None]:
             for context in _real_masks(masking_utils):
                 stack.enter_context(context)
         stack.enter_context(replaced(_meta_registrations, "_meta_grouped_mm_common", _grouped(profile)))
-        if profile == "cuda":
-            functional = torch.nn.functional
+        functional = torch.nn.functional
+        if profile != "cuda":
+            # What CUDA's kernels make of the same pair has not been measured.
+            stack.enter_context(replaced(functional, "batch_norm", _batch_norm(functional.batch_norm)))
+        else:
             stack.enter_context(replaced(functional, "scaled_dot_product_attention", _attend))
             stack.enter_context(replaced(functional, "dropout", _drop))
             stack.enter_context(replaced(context_ring, "kernel_for", context_ring.cuda_kernel))

@@ -83,6 +83,12 @@ def _shorten_list(
         length += skipped
 
 
+def missing_periods(shortened: Sequence[Shortened]) -> int | None:
+    """Return the periods that were cut, or None if lists differ in their number."""
+    missing = {(item.total - item.traced) // item.period for item in shortened}
+    return missing.pop() if len(missing) == 1 else None
+
+
 def lengthened(
     trace: Trace, shortened: Sequence[Shortened], deeper: Sequence[Shortened] | None = None
 ) -> Trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,12 @@ from torch import nn
 
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.registry import family_of
-from fsdptool.inspection import inspect, without_gc
-from fsdptool.memory.tracing.compiled_blocks import BlockCompiler, UncompiledBlockError
+from fsdptool.garbage import without_gc
+from fsdptool.inspection import inspect
+from fsdptool.memory.tracing.compiled_blocks import BlockCompiler
 from fsdptool.memory.tracing.compiled_trace import trace_compiled
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
-from fsdptool.memory.tracing.layer_extrapolation import Shortened, lengthened, shorten, verified
-from fsdptool.memory.tracing.micro_batch import run_trace
+from fsdptool.memory.tracing.reduced_depth import trace_at_depth
 from fsdptool.modeling import build_model
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.context_parallel import check_context
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
     from fsdptool.families.protocol import TensorSpec
 
-
-_EXTRAPOLATES: set[tuple[Conditions, Values]] = set()
-"""Where a shallower trace predicted a deeper one."""
 
 _DRAWN = (
     "the model decides shapes by values that depend on its weights, for example by how many tokens each"
@@ -117,7 +114,7 @@ def make_trace(
     if recipe.sharding.compile:
 
         def trace_with(compiler: BlockCompiler) -> Trace:
-            return _trace_at_depth(partial(make, compiler), micro_loss, specs, conditions, values=Values.NONE)
+            return trace_at_depth(partial(make, compiler), micro_loss, specs, conditions, values=Values.NONE)
 
         traced = trace_compiled(traced, trace_with, reason=_uncompilable(plan, settings))
     evaluation, sampling = (
@@ -247,12 +244,6 @@ def _trace_teacher(
     return replace(traced, buffers=anatomy.buffers, model=spec.model_class)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    trace: Trace
-    shortened: tuple[Shortened, ...]
-
-
 def _trace_or_explain(
     make: Callable[[], nn.Module],
     micro_loss: MicroLoss,
@@ -282,67 +273,14 @@ def _trace(
 ) -> Trace:
     """Trace without values; if the model decides shapes by value, with as many values as that takes."""
     try:
-        return _trace_at_depth(make, micro_loss, specs, conditions, values=Values.NONE)
+        return trace_at_depth(make, micro_loss, specs, conditions, values=Values.NONE)
     except BY_VALUE:
         pass
     try:
-        return _trace_at_depth(make, micro_loss, specs, conditions, values=Values.FIXED)
+        return trace_at_depth(make, micro_loss, specs, conditions, values=Values.FIXED)
     except BY_VALUE:
-        drawn = _trace_at_depth(make, micro_loss, specs, conditions, values=Values.DRAWN)
+        drawn = trace_at_depth(make, micro_loss, specs, conditions, values=Values.DRAWN)
     return replace(drawn, notes=(*drawn.notes, _DRAWN))
-
-
-def _trace_at_depth(
-    make: Callable[[], nn.Module],
-    micro_loss: MicroLoss,
-    specs: Sequence[TensorSpec],
-    conditions: Conditions,
-    *,
-    values: Values,
-) -> Trace:
-    """Trace at two reduced depths; take the deeper one if the shallower predicts it exactly.
-
-    Whether it does so is a matter of the model's code, not of the micro-batch: what one micro-batch has
-    shown in this process holds for the others of the same recipe, which are traced at one depth.
-    """
-
-    def cut(periods: int | None) -> tuple[nn.Module, tuple[Shortened, ...]]:
-        model = make()
-        return model, shorten(model, periods) if periods is not None else ()
-
-    def attempt(
-        periods: int | None, start: tuple[nn.Module, tuple[Shortened, ...]] | None = None
-    ) -> _Attempt:
-        model, shortened = start or cut(periods)
-        try:
-            return _Attempt(run_trace(model, micro_loss, specs, conditions, values=values), shortened)
-        except RuntimeError as error:
-            if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
-                raise
-            # A module edits its input in place, which hooks inside blocks forbid.
-            model, shortened = cut(periods)
-            return _Attempt(
-                run_trace(model, micro_loss, specs, conditions, fine=False, values=values), shortened
-            )
-
-    built = cut(4)
-    if not built[1]:
-        return attempt(None, built).trace
-    known = (conditions, values)
-    try:
-        shallow = None if known in _EXTRAPOLATES else attempt(3)
-        deep = attempt(4, built)
-    except (*BY_VALUE, UncompiledBlockError):
-        raise
-    except Exception:
-        # The model counts on its depth (an index from the configuration, skips between blocks).
-        return attempt(None).trace
-    if shallow is not None:
-        if not verified(lengthened(shallow.trace, shallow.shortened, deep.shortened), deep.trace):
-            return attempt(None).trace
-        if conditions.recipe:
-            _EXTRAPOLATES.add(known)
-    return lengthened(deep.trace, deep.shortened)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -7,6 +7,7 @@ validation) and ``modeling/methods`` (the method's loss).
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,7 @@ def run_trace(
             gc.enable()
     traced = recorder.trace(
         profile=conditions.profile,
-        compute_dtype=str(conditions.compute or _widest(model)).removeprefix("torch."),
+        compute_dtype=str(conditions.compute or _prevailing(model)).removeprefix("torch."),
         input_bytes=tuple(tensor.untyped_storage().nbytes() for tensor in batch.values()),
         torch=torch.__version__.split("+")[0],
     )
@@ -210,6 +211,10 @@ def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
             parameter.register_post_accumulate_grad_hook(watch(fqn))  # type: ignore[no-untyped-call]
 
 
-def _widest(model: nn.Module) -> torch.dtype:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max(dtypes or {torch.float32}, key=lambda dtype: dtype.itemsize)
+def _prevailing(model: nn.Module) -> torch.dtype:
+    """Return the dtype of most elements: a frozen base's, not that of adapters in fp32."""
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            elements[parameter.dtype] += parameter.numel()
+    return elements.most_common(1)[0][0] if elements else torch.float32

@@ -30,12 +30,12 @@ _ATTENTION = frozenset(
 """Attention operators: query, key and value come first, in backward after the gradient of the output."""
 
 
-_FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Place of the first factor of each matrix product; the second one follows."""
+_FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
+"""Place of the first factor of each matrix product or convolution; the second one follows."""
 
 
 def check_factors(func: Any, args: Sequence[Any]) -> None:
-    """Refuse a matrix product of two dtypes, as every kernel does and fake tensors do not (torch 2.13).
+    """Refuse a product or convolution of two dtypes, as kernels do and fake tensors do not (torch 2.13).
 
     Raises:
         RuntimeError: The factors differ, as where a model computes in fp32 with weights in bfloat16.
@@ -45,7 +45,8 @@ def check_factors(func: Any, args: Sequence[Any]) -> None:
         return
     left, right = args[place], args[place + 1]
     if left.dtype != right.dtype:
-        raise RuntimeError(f"a matrix product of {left.dtype} and {right.dtype}")
+        what = "convolution" if func._overloadpacket.__name__ == "convolution" else "matrix product"
+        raise RuntimeError(f"a {what} of {left.dtype} and {right.dtype}")
 
 
 def launches(func: Any) -> bool:

@@ -16,6 +16,7 @@ from fsdptool.records.diagnostic import digest, library_versions, tool_version
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Profile, Trace
+from fsdptool.source.imports import own_code_digest
 
 KIND = "trace"
 
@@ -141,4 +142,5 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "revision": spec.reference.revision,
         "component": spec.component,
         "folder": spec.folder if spec.trust_remote_code else None,
+        "code": own_code_digest(spec),
     }

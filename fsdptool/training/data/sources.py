@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import UnreadableError, read_lines
 from fsdptool.files.values import load_json
-from fsdptool.records.recipe import Data, Recipe
+from fsdptool.records.recipe import Data
 
 Row = Mapping[str, Any]
 
@@ -31,11 +30,15 @@ class Source:
         located: Starts a new reading: each row with where it is, as messages name it (``file:line``). A row
             of text may carry ``continues: True``: its document goes on.
         place: What to call it in a message.
+        count: Estimates the number of rows, for progress; None where that takes reading all of them.
+        size: Bytes of all rows where they are text and nothing else, for progress by bytes; else None.
     """
 
     identity: str
     located: Callable[[], Iterator[tuple[str, Row]]]
     place: str
+    count: Callable[[], int | None] = lambda: None
+    size: int | None = None
 
     def rows(self) -> Iterator[Row]:
         """Start a new reading of the rows alone."""
@@ -64,6 +67,20 @@ def open_source(data: Data) -> Source:
         f"data.source {data.source} does not provide rows of text",
         help="use text, jsonl, parquet or dataset for language models",
     )
+
+
+def check_place(data: Data) -> None:
+    """Check that a recipe's data are there, without reading more than the first row.
+
+    Raises:
+        ConfigError: The place is missing, empty or unreadable.
+    """
+    if data.source in ("text", "jsonl", "parquet"):
+        source = open_source(data)
+        if next(source.rows(), None) is None:
+            raise ConfigError(f"data.path {source.place} has no rows", help="name another file or folder")
+    elif data.source in ("images", "latents") and not Path(path_of(data)).expanduser().exists():
+        raise ConfigError(f"data.path {data.path} does not exist", help="check the spelling")
 
 
 def path_of(data: Data) -> str:
@@ -106,7 +123,9 @@ def files_under(path: str, suffixes: tuple[str, ...]) -> list[Path]:
         return [place]
     if not place.exists():
         raise ConfigError(
-            f"data.path {path} does not exist", help=f"it is looked up from {Path.cwd()}; check the spelling"
+            f"data.path {path} does not exist",
+            help="check the spelling; a relative path is looked up in the recipe's folder, then in the"
+            " working directory",
         )
     files = sorted(file for file in place.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
     if not files:
@@ -139,7 +158,8 @@ def _text(data: Data) -> Source:
             except (OSError, UnicodeDecodeError) as error:
                 raise _unreadable(file, error) from error
 
-    return Source(places_of(files) + unit, located, path)
+    size = sum(file.stat().st_size for file in files)
+    return Source(places_of(files) + unit, located, path, size=size)
 
 
 def _python_version() -> str:
@@ -196,7 +216,21 @@ def _table(
             except (OSError, UnicodeDecodeError, UnreadableError, csv.Error) as error:
                 raise _unreadable(file, error) from error
 
-    return Source(places_of(files), located, path)
+    count = _parquet_count if suffixes == (".parquet",) else _line_count
+    return Source(places_of(files), located, path, lambda: count(files))
+
+
+def _line_count(files: list[Path]) -> int | None:
+    """Estimate the lines of all files from the first block of the first one."""
+    with files[0].open("rb") as stream:
+        block = stream.read(_BLOCK)
+    return sum(file.stat().st_size for file in files) * block.count(b"\n") // max(len(block), 1) or None
+
+
+def _parquet_count(files: list[Path]) -> int | None:
+    import pyarrow.parquet as pq
+
+    return sum(int(pq.read_metadata(file).num_rows) for file in files)
 
 
 def _read_table(file: Path) -> Iterator[tuple[str, Row]]:
@@ -261,34 +295,4 @@ def _dataset(data: Data) -> Source:
         for number, row in enumerate(table, 1):
             yield f"{path}, row {number}", row
 
-    return Source(str(table._fingerprint), located, path)
-
-
-def with_places(recipe: Recipe, recipe_path: Path) -> Recipe:
-    """Return the recipe with data paths that are found wherever a worker starts.
-
-    A relative path counts from the working directory, then from the recipe's folder, as the model's
-    does. Names that are not paths (``pydoc``, hub ids, ``bytes``) stay.
-    """
-    evaluation = recipe.evaluation
-    if evaluation.data is not None:
-        evaluation = dataclasses.replace(evaluation, data=_placed(evaluation.data, recipe_path.parent))
-    return dataclasses.replace(recipe, data=_placed(recipe.data, recipe_path.parent), evaluation=evaluation)
-
-
-def _placed(data: Data, folder: Path) -> Data:
-    options = dict(data.options)
-    for name in ("pipeline", "latents"):
-        if name in options:
-            options[name] = _place(options[name], folder)
-    path = data.path if data.source == "text" and data.path == "pydoc" else _place(data.path, folder)
-    return dataclasses.replace(data, path=path, tokenizer=_place(data.tokenizer, folder), options=options)
-
-
-def _place(text: Any, folder: Path) -> Any:
-    if not isinstance(text, str):
-        return text
-    for candidate in (Path(text).expanduser(), folder / text):
-        if candidate.exists():
-            return str(candidate.absolute())
-    return text
+    return Source(str(table._fingerprint), located, path, lambda: getattr(table, "num_rows", None))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import numpy as np
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Data
+from fsdptool.runs.work import LongWork
 from fsdptool.training.data.chats import ChatTemplate, problem_with
 from fsdptool.training.data.ragged import Ragged, RaggedWriter, made_once
 from fsdptool.training.data.sources import Row, Source, open_source
 from fsdptool.training.data.tokenizer import Encoder
 
-_GROUP = 512
+_GROUP, _GROUP_CHARACTERS = 512, 1 << 21
 _VERSION = 3
 """Raised when the tables' meaning changes, so that old ones are not used."""
 
@@ -73,6 +76,7 @@ def _make(kind: str, data: Data, encoder: Encoder, source: Source, folder: Path)
         "classification": _labelled,
     }[kind]
     facts: dict[str, Any] = {"kind": kind, "tokenizer": encoder.name, "source": source.place}
+    source = _with_progress(source)
     with RaggedWriter(folder, _columns(kind, encoder)) as writer:
         longest = -1
         for values in maker(data, encoder, source, facts):
@@ -90,6 +94,30 @@ def _make(kind: str, data: Data, encoder: Encoder, source: Source, folder: Path)
                 help="check the files' content and data.text_column",
             )
         writer.close(facts)
+
+
+def _with_progress(source: Source) -> Source:
+    """Return the same rows; reading them tells how far the work is."""
+
+    what = f"tokenising {source.place}"
+
+    def counted() -> Iterator[tuple[str, Row]]:
+        total: int | None = None
+        with contextlib.suppress(Exception):  # an estimate: what is unreadable is reported where it is read
+            total = source.count()
+        work = LongWork(what, total, "rows", about=True)
+        for number, row in enumerate(source.located(), 1):
+            yield row
+            work.advance(number)
+
+    def measured() -> Iterator[tuple[str, Row]]:
+        work, done = LongWork(what, source.size, None), 0
+        for place, row in source.located():
+            yield place, row
+            done += sum(len(text.encode()) for text in row.values() if isinstance(text, str))
+            work.advance(done)
+
+    return replace(source, located=counted if source.size is None else measured)
 
 
 def _columns(kind: str, encoder: Encoder) -> dict[str, str]:
@@ -136,7 +164,16 @@ def _text(row: Row, name: str, source: Source, setting: str) -> str:
 
 
 def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while group := list(itertools.islice(rows, _GROUP)):
+    """Yield rows that are tokenised together: enough for all cores, few enough for progress and Ctrl-C."""
+    group: list[Row] = []
+    characters = 0
+    for row in rows:
+        group.append(row)
+        characters += sum(len(text) for text in row.values() if isinstance(text, str))
+        if len(group) >= _GROUP or characters >= _GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
         yield group
 
 

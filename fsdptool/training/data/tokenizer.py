@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data
 
 BYTE_SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>", "<|im_start|>", "<|im_end|>")
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model"),
+)
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -150,12 +155,21 @@ def _pretrained(name: str, spec: ModelSpec) -> Encoder:
             place, trust_remote_code=spec.trust_remote_code, use_fast=True, **options
         )
     except Exception as error:  # transformers raises anything from OSError to KeyError here
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if Path(place).is_dir() and not holds_tokenizer(Path(place)):
+            reason = "the folder holds no tokenizer"
+        else:
+            # The first sentence, which may be wrapped; what follows suggests other causes.
+            reason = " ".join(str(error).split()).partition(". ")[0].removesuffix(".") or type(error).__name__
         raise ConfigError(
-            f"no tokenizer can be loaded from {place}: {line}",
+            f"no tokenizer can be loaded from {place}: {reason}",
             help="set data.tokenizer to a folder with tokenizer.json, or to bytes",
         ) from error
     return Encoder(tokenizer, name=str(place))
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Say whether a model's folder has files of a tokenizer, in itself or in ``tokenizer`` below it."""
+    return (folder / "tokenizer").is_dir() or any(os.path.lexists(folder / name) for name in _FILES)
 
 
 def _place_of(name: str, spec: ModelSpec) -> tuple[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.files.safetensors_writer import Entry, write_stream
 from fsdptool.modeling.methods import ADAPTER, adapter_config, base_name, is_adapter
 from fsdptool.runs.folder import write_json
+from fsdptool.runs.work import LongWork
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +46,11 @@ def write_shards(folder: Path, stem: str, entries: Sequence[Entry], *, limit: in
         f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
         for i in range(len(groups))
     ]
+    work, done = LongWork(f"writing {stem}", len(entries), "tensors"), 0
     for name, group in zip(names, groups, strict=True):
-        write_stream(folder / name, group, {"format": "pt"})
+        told = [replace(entry, value=_told(entry, work, done + n)) for n, entry in enumerate(group, 1)]
+        write_stream(folder / name, told, {"format": "pt"})
+        done += len(group)
     if len(groups) > 1:
         where = {entry.name: name for name, group in zip(names, groups, strict=True) for entry in group}
         total = sum(entry.bytes for entry in entries)
@@ -54,6 +59,14 @@ def write_shards(folder: Path, stem: str, entries: Sequence[Entry], *, limit: in
             {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))},
         )
     return names
+
+
+def _told(entry: Entry, work: LongWork, number: int) -> Callable[[], torch.Tensor | None]:
+    def value() -> torch.Tensor | None:
+        work.advance(number)
+        return entry.value()
+
+    return value
 
 
 def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

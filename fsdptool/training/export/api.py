@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fsdptool.runs.folder import RunInputs
 
 MARK = "fsdptool-export.json"
-"""Says where an export came from; ``--force`` replaces nothing without it."""
+"""Says where an export came from; ``force`` replaces nothing without it."""
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -89,10 +89,12 @@ def export_run(
     inputs = read_inputs(run, trust_remote_code=trust_remote_code)
     adapters = method_of(inputs.recipe).adds_parameters
     if merge and not adapters:
-        raise ConfigError("--merge is for LoRA runs, and this run trained the weights themselves")
+        raise ConfigError(
+            "merge applies to LoRA runs, and this run trained the weights themselves", help="leave merge out"
+        )
     saved, manifest, path = open_saved(run, checkpoint)
     if average and not any(True for _ in saved.names("ema/")):
-        raise ConfigError("the run did not keep a moving average of its weights", help="leave --ema out")
+        raise ConfigError("the run did not keep a moving average of its weights", help="leave ema out")
     # A name of nobody else's: what lies beside the target is not ours to remove.
     aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
@@ -112,7 +114,7 @@ def export_run(
     except OSError as error:
         raise StorageError(
             f"{target} cannot be written: {error.strerror or error}",
-            help="free space or choose another --output",
+            help="free space or choose another output folder",
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -131,15 +133,19 @@ def export_run(
 def _check_target(target: Path, *, force: bool) -> None:
     """Refuse to replace what is not ours to replace."""
     if target.is_symlink():
-        raise StorageError(f"{target} is a link", help="give the folder it names, or another --output")
+        raise StorageError(
+            f"{target} is a link", help="give the folder that it names, or another output folder"
+        )
     if not target.exists():
         return
     if not force:
-        raise StorageError(f"{target} already exists", help="give --force to replace it, or another --output")
+        raise StorageError(
+            f"{target} already exists", help="set force to replace it, or give another output folder"
+        )
     if not target.is_dir() or (any(target.iterdir()) and not (target / MARK).exists()):
         raise StorageError(
             f"{target} is not an fsdptool export ({MARK} is missing) and is not replaced",
-            help="give another --output, or remove it yourself",
+            help="give another output folder, or remove this one yourself",
         )
 
 
@@ -210,7 +216,7 @@ class _Export:
             return []
         return [
             f"the adapters were trained on random weights of {spec.reference.id}, which peft cannot load: "
-            "export the whole model with --merge"
+            "export the whole model instead (--merge, or merge=True in Python)"
         ]
 
     def fetch(self, name: str) -> torch.Tensor:

@@ -25,6 +25,7 @@ from fsdptool.files.text import private_folder
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.command_documents import BucketCount, PrecomputeReport
 from fsdptool.records.recipe import Recipe
+from fsdptool.runs.work import Countdown, left_text
 from fsdptool.training.data.build import for_micro_batch
 from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pictures, read_pixels
 from fsdptool.training.data.latents import (
@@ -234,13 +235,14 @@ def _make_text(work: Work, shards: Iterable[int], rank: int, device: str, tell: 
     if wants_none:
         nothing = encoding.encode_nothing()
         _save(text_file(work.folder, None), {f"0/{name}": tensor for name, tensor in nothing.items()})
+    countdown = Countdown(len(missing))
     for position, shard in enumerate(missing, 1):
         members = work.members(shard)
         encoded = encoding.encode([work.pictures[number].caption for number in members])
         pairs = zip(members, encoded, strict=True)
         tensors = {f"{number}/{name}": tensor for number, item in pairs for name, tensor in item.items()}
         _save(text_file(work.folder, shard), tensors)
-        tell(f"text: shard {position} of {len(missing)}")
+        tell(f"text: shard {position} of {len(missing)}{left_text(countdown.left(position))}")
     encoding.unload()
     return set(missing)
 
@@ -256,6 +258,7 @@ def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> 
             f"the VAE of {work.pipeline} does not take frames, batch.frames is {work.buckets[0].frames}",
             help="leave batch.frames out, or name a video pipeline",
         )
+    countdown = Countdown(len(missing))
     for position, shard in enumerate(missing, 1):
         tensors: dict[str, Tensor] = {}
         for number in work.members(shard):
@@ -266,7 +269,7 @@ def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> 
             )
             tensors |= {f"{number}/{name}": tensor for name, tensor in encoded.items()}
         _save(pixel_file(work.folder, shard), tensors)
-        tell(f"pixels: shard {position} of {len(missing)}")
+        tell(f"pixels: shard {position} of {len(missing)}{left_text(countdown.left(position))}")
     encoding.unload()
     return set(missing)
 

@@ -136,7 +136,7 @@ def _hybrid_under_2(
         help=None
         if counted
         else "write num_processes and num_machines: the mesh follows from them "
-        "(replicate over machines, shard within; --unsafe-fixes)",
+        "(replicate over machines, shard within)",
         edits=edits,
         safe=False,
         fix="write the mesh in parallelism_config",

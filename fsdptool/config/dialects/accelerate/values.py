@@ -35,8 +35,9 @@ def accept_truth(lint: LintContext, key: str, name: str, entry: Entry, value: An
     """Record what a value is read as; a value that is not a boolean itself is a note."""
     lint.set(name, truth, entry=entry)
     if not isinstance(value, bool):
+        kind = "text" if isinstance(value, str) else "number"
         lint.report_value(
-            "FSD207", f"{key} is {type(value).__name__} {value!r}, read as {str(truth).lower()}", entry, truth
+            "FSD207", f"{key} is the {kind} {value!r}, read as {str(truth).lower()}", entry, truth
         )
 
 

@@ -157,7 +157,7 @@ def refuse(lint: LintContext, block: Node | None, chosen: dict[str, Entry], vers
             "axolotl refuses cpu_ram_efficient_loading with load_in_4bit under FSDP2",
             ram,
             False,
-            help="write cpu_ram_efficient_loading: false (--unsafe-fixes)",
+            help="write cpu_ram_efficient_loading: false",
             safe=False,
             changes={"cpu_ram_efficient_loading": False},
         )
@@ -181,7 +181,7 @@ def _optimizer(lint: LintContext, version: int) -> None:
             entry,
             "adamw_torch_8bit",
             severity="error",
-            help="use adamw_torch_8bit (--unsafe-fixes)",
+            help="use adamw_torch_8bit",
             safe=False,
         )
     elif version == 1 and "8bit" in name and lint.get("cpu_offload"):

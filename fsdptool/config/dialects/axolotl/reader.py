@@ -120,7 +120,7 @@ def _version(lint: LintContext, block: Node | None) -> int:
             "fsdp_version is inside fsdp_config; axolotl moves it to the top level",
             inner,
             severity="info",
-            help="no action is needed; axolotl's documentation writes it at top level (--fix moves it)",
+            help="no action is needed; axolotl's documentation writes it at top level",
             edits=edits,
             safe=True,
             fix="move fsdp_version to the top level",
@@ -163,7 +163,7 @@ def _chosen(lint: LintContext, block: Node | None) -> dict[str, Entry]:
                     entry,
                     edits=lint.editor.rename(entry, bare),
                     fix=f"write {bare}",
-                    help="write it without fsdp_ (--fix: the run stays the same)",
+                    help="no action is needed; axolotl's documentation writes it without fsdp_",
                 )
         elif block is not None:
             _unknown(lint, block, entry, bare)
@@ -248,7 +248,7 @@ def _reshard_under_1(lint: LintContext, entry: Entry) -> None:
         "FSD206",
         f"reshard_after_forward belongs to FSDP2; version 1 fails on it: KeyError '{str(meant).upper()}'",
         entry,
-        help="write fsdp_version: 2 (--unsafe-fixes), or remove the key",
+        help="write fsdp_version: 2, or remove the key",
         edits=edits,
         safe=False,
         fix="write fsdp_version: 2",

@@ -44,6 +44,7 @@ FSDP1_KEYS = (
     "sync_module_states",
     "limit_all_gathers",
 )
+_COMMON_WORDS = frozenset({"version", "offload"})
 XLA_KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
 ELSEWHERE = {
     "offload_params": "cpu_offload",
@@ -63,13 +64,18 @@ ARGUMENTS = frozenset([
 CANNOT = (*ACCELERATE_ONLY, *MESH, "cp_comm_strategy", *LAUNCH)
 
 
-def mapping(settings: FsdpSettings, name: str = NAME) -> dict[str, Any]:
+def mapping(settings: FsdpSettings, name: str = NAME, cannot: tuple[str, ...] = CANNOT) -> dict[str, Any]:
     """Return ``fsdp``, precision and ``fsdp_config`` as TrainingArguments hold them.
 
+    Args:
+        settings: What is to be written.
+        name: Name of the dialect, for the message.
+        cannot: Canonical settings that the dialect has no word for.
+
     Raises:
-        ConfigError: TrainingArguments have no word for a setting.
+        ConfigError: The dialect has no word for a setting.
     """
-    check_expressible(settings, name, CANNOT)
+    check_expressible(settings, name, cannot)
     config = values_written(settings, KEYS)
     if settings.wrap_classes:
         config["transformer_layer_cls_to_wrap"] = list(settings.wrap_classes)
@@ -84,7 +90,7 @@ class Trainer(Dialect):
 
     name = "trainer"
     consumers: tuple[str, ...] = ("trainer", "llamafactory")
-    cannot = CANNOT
+    cannot: tuple[str, ...] = CANNOT
 
     def matches(self, root: Node) -> float:
         """Return how surely the mapping is TrainingArguments' or their ``fsdp_config``."""
@@ -97,9 +103,11 @@ class Trainer(Dialect):
             return 0.95 if alone or keys & ARGUMENTS else 0.5
         bare = {key.removeprefix("fsdp_") for key in keys}
         known = bare & (set(KEYS) | set(FSDP1_KEYS) | set(ELSEWHERE) | {"sharding_strategy"} | set(XLA_KEYS))
-        if known and len(known) * 2 >= len(bare - {"xla_fsdp_settings"}):
+        if not known - _COMMON_WORDS and known != bare:  # files of all kinds have a version
+            return 0.0
+        if len(known) * 2 >= len(bare - {"xla_fsdp_settings"}):
             return 0.85
-        return 0.3 if known and len(keys) < 12 else 0.0
+        return 0.3 if len(keys) < 12 else 0.0
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""

@@ -219,6 +219,7 @@ def _unread(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
             edits=edits,
             safe=same,
             fix=f"remove {key}" if same else f"write {meant}",
+            help="remove it: the run does this without it" if same else None,
             changes={} if same else {KEYS[meant]: truth if truth is not None else value},
         )
         return
@@ -246,6 +247,12 @@ def _unread(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
     )
 
 
+def _transformers(lint: LintContext) -> str:
+    if lint.consumer.name in ("trainer", "llamafactory"):
+        return f"transformers {lint.consumer.version}"
+    return f"the transformers of {lint.consumer}"
+
+
 def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
     # Older transformers read a missing version as 1; axolotl's source names 5.10 as the change.
     fallback = 1 if lint.consumer.name == "trainer" and lint.consumer.before(5, 10) else 2
@@ -258,7 +265,7 @@ def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
         if edits is not None or block is not None:
             lint.report(
                 "FSD338",
-                f"the version is not written: transformers {lint.consumer.version} runs FSDP{fallback}",
+                f"the version is not written: {_transformers(lint)} runs FSDP{fallback}",
                 holder or lint.root.get("fsdp") or 0,
                 edits=edits,
                 fix=f'write "version": {fallback}',

@@ -1,0 +1,240 @@
+"""``plan``, ``detect`` and ``compare`` for Python.
+
+Their records print in a few lines and show a page in a notebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from fsdptool.errors import FsdptoolError
+from fsdptool.planning.options import Options, as_arguments, options_text, signature
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.command_documents import Comparison
+from fsdptool.records.plan import Plan
+from fsdptool.spelling import suggest_keywords
+
+if TYPE_CHECKING:
+    from fsdptool.inspection.document import View
+    from fsdptool.records.recipe import Layout
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ShownPlan(Plan):
+    """A :class:`~fsdptool.records.plan.Plan` that shows itself."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document of ``plan -o plan.json``."""
+        from fsdptool.planning.plan import plan_document
+
+        return plan_document(self)
+
+    def html(self) -> str:
+        """Return the page of ``plan -o plan.html``."""
+        from fsdptool.report.html import plan_page
+
+        return plan_page(self.document())
+
+    def __repr__(self) -> str:
+        """Return the verdict, the shown configuration and what it needs, in a few lines."""
+        from fsdptool.report.shown_records import plan_lines
+
+        return "\n".join(plan_lines(self.document()))
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own."""
+        from fsdptool.report.html_page import frame
+
+        return frame("fsdptool plan", self.html())
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ShownAnatomy(Anatomy):
+    """An :class:`~fsdptool.records.anatomy.Anatomy` that shows itself."""
+
+    def document(
+        self, *, world_size: int | None = None, layout: Layout = "native", views: Iterable[View] = ()
+    ) -> dict[str, Any]:
+        """Return the JSON document of ``detect --format json``.
+
+        Args:
+            world_size: Ranks that share the parameters, to list those that shard unevenly.
+            layout: Whose FSDP units to list.
+            views: Further tables: ``leaves``, ``tree`` and ``where``.
+
+        Raises:
+            ConfigError: The layout does not support this model.
+        """
+        from fsdptool.inspection import Inspection
+        from fsdptool.inspection.document import detect_document
+
+        return detect_document(
+            Inspection(self, cached=False), world_size=world_size, layout=layout, views=views
+        )
+
+    def html(self, *, world_size: int | None = None, layout: Layout = "native") -> str:
+        """Return the page of ``detect -o detection.html``; arguments and errors as :meth:`document`."""
+        from fsdptool.report.html_detection import detection_page
+
+        return detection_page(self.document(world_size=world_size, layout=layout))
+
+    def __repr__(self) -> str:
+        """Return class, size and wrap classes, in a few lines."""
+        from fsdptool.report.shown_records import detection_lines
+
+        return "\n".join(detection_lines(self.document()))
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own."""
+        from fsdptool.report.html_page import frame
+
+        return frame("fsdptool detect", self.html())
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ShownComparison(Comparison):
+    """A :class:`~fsdptool.records.command_documents.Comparison` that shows itself."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document of ``compare --format json``."""
+        from fsdptool.records.diagnostic import envelope
+
+        return envelope("compare", [self.left, self.right], self)
+
+    def html(self) -> str:
+        """Return the page of ``compare -o comparison.html``."""
+        from fsdptool.report.shown_records import comparison_page
+
+        return comparison_page(self.document())
+
+    def __repr__(self) -> str:
+        """Return the figures that differ, in a few lines."""
+        from fsdptool.report.shown_records import comparison_lines
+
+        return "\n".join(comparison_lines(self.document()))
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own."""
+        from fsdptool.report.html_page import frame
+
+        return frame("fsdptool compare", self.html(), height=560)
+
+
+def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPlan:
+    """Return the memory of every rank, whether it fits, and which configuration to run.
+
+    Needs no GPU and no weights.
+
+    Args:
+        reference: The model: ``family:flavour``, a Hugging Face id, a folder or a ``config.json``.
+        **options: The options of ``fsdptool plan``, for example ``gpu="H100-80GB-SXM", gpus=8,
+            sequence_length=4096, micro_batch=1, search=True``.
+
+    Raises:
+        OptionError: An option is unknown; the help names the nearest one.
+        PlanError: The options contradict each other; the message names the pair.
+        ReferenceError: The model cannot be resolved.
+        ConfigError: A recipe or configuration cannot be used.
+    """
+    from fsdptool.planning.plan import make_plan
+    from fsdptool.planning.request import read_request
+
+    if reference is not None:
+        options["reference"] = reference
+    try:
+        return _shown(ShownPlan, make_plan(read_request(options)))
+    except FsdptoolError as error:
+        # Messages are written for the command line.
+        advice = as_arguments(error.help) if error.help is not None else None
+        raise type(error)(as_arguments(error.message), help=advice, others=error.others) from error.__cause__
+
+
+# What inspect, help() and notebooks show; editors and type checkers read Options itself.
+plan.__signature__ = signature("reference")  # type: ignore[attr-defined]
+plan.__doc__ = f"{plan.__doc__}\n    Options:\n{options_text()}\n"
+
+
+def read_plan(path: str | PathLike[str]) -> ShownPlan:
+    """Return the plan that ``plan -o plan.json`` wrote.
+
+    Raises:
+        ConfigError: The file cannot be read, or breaks the schema.
+        PlanError: The file is not a plan.
+    """
+    from fsdptool.planning.plan import read_plan as read
+
+    return _shown(ShownPlan, read(Path(path)))
+
+
+@suggest_keywords(no_cache="use_cache")
+def detect(
+    reference: str,
+    *,
+    wrap: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    revision: str | None = None,
+    component: str | None = None,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    use_cache: bool = True,
+    refresh: bool = False,
+) -> ShownAnatomy:
+    """Resolve a reference and inspect it: wrap classes, totals, ties, hazards, without weights.
+
+    Args:
+        reference: ``family:flavour``, a path or a Hugging Face id.
+        wrap: Classes to wrap instead of the detected ones; each must be in the model.
+        exclude: Classes never to wrap.
+        revision: Branch, tag or commit of a Hub id.
+        component: Pipeline component to take instead of the denoiser.
+        trust_remote_code: Whether code from the reference may run.
+        overrides: Configuration values to replace.
+        use_cache: Whether to read and keep cached answers.
+        refresh: Ignore and overwrite the cached result.
+
+    Raises:
+        OptionError: An argument is unknown; the help names the nearest one.
+        ReferenceError: The reference cannot be resolved.
+        ModelError: The model cannot be built, or a named class is not in it.
+    """
+    from fsdptool.inspection import inspect
+    from fsdptool.source import resolve
+
+    spec = resolve(
+        reference,
+        revision=revision,
+        component=component,
+        trust_remote_code=trust_remote_code,
+        overrides=overrides,
+    )
+    anatomy = inspect(spec, wrap=wrap, exclude=exclude, use_cache=use_cache, refresh=refresh)
+    return _shown(ShownAnatomy, anatomy)
+
+
+@suggest_keywords()
+def compare(left: str | PathLike[str] | Plan, right: str | PathLike[str] | Plan) -> ShownComparison:
+    """Compare two plans, or a plan with the measurements of a run.
+
+    Args:
+        left, right: A plan (the record or its file) or a run folder. A run folder that is given twice is
+            compared with its own prediction.
+
+    Raises:
+        PlanError: A side is neither a plan nor a run folder that has measured something.
+    """
+    from fsdptool.planning.compare import compare as compare_sides
+
+    sides = (side if isinstance(side, Plan) else Path(side) for side in (left, right))
+    return _shown(ShownComparison, compare_sides(*sides))
+
+
+_Record = TypeVar("_Record")
+
+
+def _shown(kind: type[_Record], record: Any) -> _Record:
+    """Return a record as its subclass that shows itself."""
+    return kind(**{field.name: getattr(record, field.name) for field in fields(record)})

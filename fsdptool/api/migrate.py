@@ -1,0 +1,64 @@
+"""``fsdptool.migrate``: files as FSDP2, or in another dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdptool.api.validate import expand
+from fsdptool.errors import StorageError
+from fsdptool.spelling import suggest_keywords
+
+if TYPE_CHECKING:
+    from fsdptool.config.migrate import Migrated
+
+
+@suggest_keywords(check="write", diff="write", output="write")
+def migrate(
+    files: str | PathLike[str] | Iterable[str | PathLike[str]],
+    *,
+    to: str | None = None,
+    dialect: str | None = None,
+    write: bool = False,
+) -> tuple[Migrated, ...]:
+    """Convert FSDP1 files to FSDP2, or to another dialect; nothing is written unless asked for.
+
+    Args:
+        files: A file or a folder, or several. Of a folder, files that are not configurations are left out.
+        to: Dialect to write (``accelerate``, ``trainer``, ...); None is FSDP2 in each file's own.
+        dialect: Force the dialect instead of detecting it from the content.
+        write: Replace the files that changed, comments kept. Not with another dialect.
+
+    Returns:
+        Per file, the text ``before`` and ``after``, whether it ``changed``, notes, and why one was refused.
+
+    Raises:
+        ConfigError: A dialect is not known, or a folder holds no configuration.
+        StorageError: A file cannot be written, or changed meanwhile.
+    """
+    from fsdptool.config.dialects import load_registry
+    from fsdptool.config.migrate import migrate_file
+    from fsdptool.files.text import replace_file
+
+    if to is not None:
+        load_registry().get(to)
+    paths = [files] if isinstance(files, str | PathLike) else list(files)
+    results = []
+    for path, named in expand(map(Path, paths)).items():
+        result = migrate_file(path, to=to, dialect=dialect)
+        if named or result.dialect is not None:
+            results.append(result)
+    if not write:
+        return tuple(results)
+    changed = [result for result in results if result.changed]
+    # Before the first file is written: a call that is refused changes nothing.
+    for result in changed:
+        if to is not None and to != result.dialect:
+            raise StorageError(
+                f"{result.path} is not replaced by another dialect", help="write its text `after` elsewhere"
+            )
+    for result in changed:
+        replace_file(result.path, result.encoded, before=result.original)
+    return tuple(results)

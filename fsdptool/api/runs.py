@@ -1,0 +1,213 @@
+"""``train``, ``export`` and ``precompute`` as functions; the commands call the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.spelling import suggest_keywords
+
+if TYPE_CHECKING:
+    from fsdptool.launch.start import OnEvent
+    from fsdptool.records.run import Summary
+    from fsdptool.training.export.api import Exported
+    from fsdptool.training.precompute import Done, Work
+
+
+def _ignore(what: object) -> None:
+    """Do nothing: the caller did not ask for progress."""
+
+
+@suggest_keywords(on_progress="on_event", no_predict="predict")
+def train(
+    recipe: str | PathLike[str],
+    config: str | PathLike[str],
+    *,
+    output: str | PathLike[str] | None = None,
+    resume: str | None = None,
+    force: bool = False,
+    processes: int | None = None,
+    cpu: bool = False,
+    launcher: Literal["torchrun", "accelerate"] = "torchrun",
+    max_restarts: int = 0,
+    timeout: float = 600.0,
+    grace: int = 600,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
+    launch_id: str | None = None,
+    predict: bool = True,
+    trust_remote_code: bool = False,
+    on_event: OnEvent | None = None,
+) -> Summary:
+    """Train a recipe with the processes, mesh and wrapping of a configuration, and wait for the end.
+
+    The workers are processes of their own, so this also works in a notebook. A stop signal (Ctrl-C) lets
+    them save a checkpoint first.
+
+    Args:
+        recipe: The recipe (YAML).
+        config: The accelerate YAML, or another dialect.
+        output: Run folder; None is ``runs/RECIPE``.
+        resume: ``auto`` (the newest valid checkpoint) or a checkpoint folder.
+        force: Replace an existing run in the folder.
+        processes: Total number of processes; must agree with the configuration.
+        cpu: Train on the CPU, whatever the configuration says.
+        launcher: ``torchrun`` or ``accelerate``.
+        max_restarts: Restarts from the newest valid checkpoint before giving up.
+        timeout: Timeout of a collective, in seconds.
+        grace: Time that workers have to save after a signal, in seconds.
+        node_rank: Rank of this node.
+        rendezvous: ``HOST:PORT`` of node 0, for several nodes.
+        launch_id: The same on all nodes, unique per launch.
+        predict: Predict memory before the run starts.
+        trust_remote_code: Whether the model's own code may run.
+        on_event: Called with every event of the workers, for example to show progress.
+
+    Returns:
+        The summary of the run, completed or stopped. Its folder holds everything else.
+
+    Raises:
+        FsdptoolError: A mistake in the inputs, in one line.
+        WorkerError: The run failed; the message names the rank. ``summary.json`` is written before.
+    """
+    from fsdptool.launch.start import StartOptions, open_run
+
+    options = StartOptions.of({**locals(), "output": Path(output) if output is not None else None})
+    with open_run(Path(recipe), Path(config), options) as ready:
+        outcome = ready.supervise(on_event or _ignore)
+        summary = ready.conclude(outcome).summary
+    if outcome.failure is not None:
+        raise WorkerError(outcome.failure.message, help=outcome.failure.help)
+    return summary
+
+
+@suggest_keywords()
+def export(
+    run: str | PathLike[str],
+    output: str | PathLike[str] | None = None,
+    *,
+    checkpoint: str | None = None,
+    merge: bool = False,
+    ema: bool = False,
+    dtype: str | None = None,
+    max_shard_size: str | int = "5GB",
+    force: bool = False,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write the trained model of a run for transformers, diffusers or peft.
+
+    Args:
+        run: The run folder.
+        output: Folder to write; None is ``RUN/export``.
+        checkpoint: Checkpoint folder; None takes the newest valid one.
+        merge: Merge LoRA adapters into the base.
+        ema: Export the moving average of the weights.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None keeps what was trained.
+        max_shard_size: Maximum size of a file: ``5GB``, ``500MB`` or bytes.
+        force: Replace an existing export.
+        trust_remote_code: Whether the model's own code may run.
+
+    Raises:
+        ConfigError: There is no usable checkpoint, or the options do not suit the run.
+        StorageError: The folder exists and may not be replaced, or it cannot be written.
+    """
+    from fsdptool.runs.folder import RUN
+    from fsdptool.training.export.api import export_run
+
+    folder = Path(run)
+    if not (folder / RUN).exists():
+        raise ConfigError(f"{folder} is not a run folder", help="give the folder that fsdptool train wrote")
+    if dtype not in (None, "float32", "bfloat16", "float16", "float64"):
+        raise ConfigError(
+            f"dtype {dtype!r} is not supported", help="choose float32, bfloat16, float16 or float64"
+        )
+    exported = export_run(
+        folder,
+        Path(output) if output is not None else None,
+        checkpoint=checkpoint,
+        merge=merge,
+        average=ema,
+        dtype=dtype,  # type: ignore[arg-type]  # one of the four above
+        shard_bytes=shard_size(max_shard_size),
+        force=force,
+        trust_remote_code=trust_remote_code,
+    )
+    _note_in_summary(folder, exported.folder)
+    return exported
+
+
+def shard_size(text: str | int) -> int:
+    """Return bytes from ``5GB``, ``500MB``, ``2GiB`` or a plain number.
+
+    Raises:
+        ConfigError: It is not a size.
+    """
+    import re
+
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(text), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"max_shard_size {text!r} is not a size", help="write it as 5GB or 500MB")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def _note_in_summary(run: Path, folder: Path) -> None:
+    """Name the export in the run's summary, if there is one."""
+    import contextlib
+
+    from fsdptool.runs.folder import SUMMARY, read_json, write_json
+
+    path = run / SUMMARY
+    if path.exists():
+        with contextlib.suppress(OSError):
+            inside = folder.is_relative_to(run)
+            write_json(path, read_json(path) | {"export": str(folder.relative_to(run) if inside else folder)})
+
+
+@suggest_keywords()
+def precompute(
+    recipe: str | PathLike[str],
+    *,
+    processes: int = 1,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    tell: Callable[[str], None] = _ignore,
+) -> Done:
+    """Encode the images and captions of a diffusion recipe with the pipeline's VAE and text encoders.
+
+    Continues where an earlier call stopped. Training finds the result automatically.
+
+    Args:
+        recipe: The recipe (YAML), with ``data.source: images``.
+        processes: Processes on this machine; those of torchrun and Slurm are detected.
+        device: ``cpu``, ``cuda`` or ``cuda:N``; None: one GPU per process, or the CPU without GPUs.
+        trust_remote_code: Whether the model's own code may run.
+        tell: Called with lines of progress.
+
+    Raises:
+        ConfigError: The recipe names no images, sizes or pipeline, or they do not fit together.
+        WorkerError: A process died; what it finished is kept.
+    """
+    from fsdptool.training.precompute.processes import run_processes
+
+    return run_processes(
+        prepare_precompute(Path(recipe), trust_remote_code=trust_remote_code),
+        processes=processes,
+        device=device,
+        tell=tell,
+    )
+
+
+def prepare_precompute(recipe: Path, *, trust_remote_code: bool = False) -> Work:
+    """Return what :func:`precompute` will do for a recipe; errors as there."""
+    from fsdptool.config.recipe import read_recipe
+    from fsdptool.source import consented, resolve_choice, with_places
+    from fsdptool.training.data import data_cache
+    from fsdptool.training.precompute import plan_work
+
+    read = with_places(read_recipe(recipe), recipe.parent)
+    read = consented(read, recipe, trust_remote_code=trust_remote_code)
+    return plan_work(read, resolve_choice(read.model, recipe.parent), data_cache())

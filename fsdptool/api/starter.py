@@ -1,0 +1,347 @@
+"""What ``init`` writes: a recipe and an accelerate YAML for a model, a method and data."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from fsdptool.errors import ConfigError
+from fsdptool.records.recipe import Data, Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fsdptool.planning.options import Options
+    from fsdptool.records.anatomy import ModelSpec
+    from fsdptool.records.command_documents import DataKind
+    from fsdptool.records.plan import Plan
+
+_ROWS, _FILES = 64, 5000
+"""Rows and files that are looked at."""
+_PROMPTS = (
+    *(("prompt", "completion"), ("prompt", "response"), ("instruction", "output")),
+    *(("instruction", "response"), ("question", "answer"), ("query", "response"), ("input", "output")),
+)
+_PAIRS = (("source", "target"), ("article", "highlights"), ("document", "summary"), ("text", "summary"))
+_LABELS = ("label", "labels", "class", "category", "sentiment")
+_TEXTS = ("text", "content", "body", "document")
+_CHARACTERS = 3
+"""Characters per token, on the low side: English has about four."""
+_DENOISING = ("flow_matching", "epsilon", "v_prediction")
+_LANGUAGE = ("causal_lm", "masked_lm", "seq2seq", "classification")
+_OFTEN_ADDED = """
+# Often added (docs/recipes.md):
+# checkpoints: {every_steps: 500}
+# evaluation: {every_steps: 100, holdout: 0.02}
+# tracking: {backends: [tensorboard]}
+"""
+_ASSISTANT_ONLY = """\
+# To learn only what the assistant says, add under data: assistant_only_loss: true (docs/data.md)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DataLook:
+    """What a file or folder turned out to hold.
+
+    Attributes:
+        data: The recipe's section.
+        kind: How its samples are read.
+        columns: Columns of its first row; empty without rows.
+        longest: Characters of the longest text among the rows that were read, or None.
+    """
+
+    data: Data
+    kind: DataKind
+    columns: tuple[str, ...] = ()
+    longest: int | None = None
+
+
+def look_at(path: str, objective: str) -> DataLook:
+    """Look at data: its files, the columns of its first rows, and whether they are chats, texts or images.
+
+    Args:
+        path: File or folder, or the Hugging Face id of a dataset (which is not looked at).
+        objective: Name of the objective that they are for.
+
+    Raises:
+        ConfigError: There is nothing, or nothing that the objective can be trained on.
+    """
+    from fsdptool.source.hub import looks_like_id
+    from fsdptool.training.data.images import STILLS
+    from fsdptool.training.data.sources import TEXT_SUFFIXES
+
+    if objective not in (*_DENOISING, *_LANGUAGE):
+        raise ConfigError(
+            f"--data {path}: objective {objective} is trained on generated samples only",
+            help="leave --data out, and choose another objective.name in the recipe (docs/objectives.md)",
+        )
+    place = Path(path).expanduser()
+    if not place.exists():
+        if looks_like_id(path) and not path.startswith("."):
+            return DataLook(Data(source="dataset", path=path), "unread")
+        raise ConfigError(f"--data {path} does not exist", help="check the spelling")
+    if any((place / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        return DataLook(Data(source="dataset", path=path), "unread")
+    tables = (".jsonl", ".json", ".ndjson", ".csv", ".tsv")
+    kinds = {
+        **dict.fromkeys(tables, "jsonl"),
+        ".parquet": "parquet",
+        **dict.fromkeys(TEXT_SUFFIXES, "text"),
+        **dict.fromkeys(STILLS, "images"),
+    }
+    files = [place] if place.is_file() else itertools.islice(place.rglob("*"), _FILES)
+    counted = Counter(kinds[file.suffix.lower()] for file in files if file.suffix.lower() in kinds)
+    if not counted:
+        raise ConfigError(
+            f"--data {path} contains no file of a known kind",
+            help=f"fsdptool reads {', '.join(sorted(kinds))} (docs/data.md)",
+        )
+    found = counted.most_common(1)[0][0]
+    # Pictures come with captions in text files beside them.
+    source = "images" if "images" in counted else found
+    if source == "images":
+        if objective not in (*_DENOISING, "classification"):
+            raise ConfigError(f"--data {path} holds images, and the model is trained on text")
+        return DataLook(Data(source="images", path=path), "images")
+    if objective in _DENOISING:
+        raise ConfigError(f"--data {path} holds text, and the model is trained on images")
+    return _rows(Data(source=source, path=path), objective)  # type: ignore[arg-type]
+
+
+def _rows(data: Data, objective: str) -> DataLook:
+    from fsdptool.training.data.sources import open_source
+
+    source = open_source(data)
+    rows = list(itertools.islice(source.rows(), _ROWS))
+    if not rows:
+        raise ConfigError(f"--data {data.path} has no rows", help="name another file or folder")
+    if data.source == "text":
+        return DataLook(data, "text", (), None)
+    columns = tuple(str(name) for name in rows[0])
+    if objective == "causal_lm":
+        for name in columns:
+            turns = rows[0][name]
+            if _is_chat(turns):
+                return _chat(data, name, columns, rows)
+        pair = _first_pair(_PROMPTS, columns)
+        if pair is not None:
+            data = replace(data, text_column=pair[1], options={"prompt_column": pair[0]})
+            return DataLook(data, "prompts", columns, _longest(rows, pair))
+    if objective == "seq2seq":
+        pair = _first_pair((*_PAIRS, *_PROMPTS), columns)
+        if pair is None:
+            raise ConfigError(
+                f"--data {data.path}: no pair of columns is known among {', '.join(columns)}",
+                help="name the columns source and target, or set them in the recipe (docs/data.md)",
+            )
+        options = {} if pair == _PAIRS[0] else {"source_column": pair[0], "target_column": pair[1]}
+        return DataLook(replace(data, options=options), "pairs", columns, _longest(rows, pair))
+    text = _text_column(rows, columns, data)
+    data = replace(data, text_column=text)
+    if objective != "classification":
+        return DataLook(data, "text", columns, None)
+    label = next((name for name in _LABELS if name in columns), None)
+    if label is None:
+        raise ConfigError(
+            f"--data {data.path}: no label among the columns {', '.join(columns)}",
+            help="name the column label, or set data.options.label_column in the recipe",
+        )
+    options = {} if label == "label" else {"label_column": label}
+    return DataLook(replace(data, options=options), "labels", columns, _longest(rows, (text,)))
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, Mapping) for turn in value)
+
+
+def _chat(data: Data, column: str, columns: tuple[str, ...], rows: Sequence[Mapping[str, Any]]) -> DataLook:
+    if not all("role" in turn for turn in rows[0][column]):
+        shown = ", ".join(sorted(map(str, rows[0][column][0])))
+        raise ConfigError(
+            f"--data {data.path}: the turns of {column} have the keys {shown}, not role and content",
+            help="rename them, for example with datasets.map",
+        )
+    options = {} if column == "messages" else {"messages_column": column}
+    longest = max(sum(len(str(t.get("content") or "")) for t in row.get(column) or ()) for row in rows)
+    # A column of this name would take precedence over the messages.
+    text_column = "text" if "text" not in columns else column
+    return DataLook(replace(data, text_column=text_column, options=options), "chat", columns, longest)
+
+
+def _first_pair(pairs: Sequence[tuple[str, str]], columns: Sequence[str]) -> tuple[str, str] | None:
+    return next((pair for pair in pairs if set(pair) <= set(columns)), None)
+
+
+def _longest(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> int:
+    return max(sum(len(str(row.get(name) or "")) for name in columns) for row in rows)
+
+
+def _text_column(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], data: Data) -> str:
+    """Return the usual name, or the column with the most text."""
+    lengths = {
+        name: sum(len(row[name]) for row in rows if isinstance(row.get(name), str)) for name in columns
+    }
+    for name in _TEXTS:
+        if lengths.get(name):
+            return name
+    most = max(columns, key=lambda name: lengths[name])
+    if not lengths[most]:
+        raise ConfigError(
+            f"--data {data.path}: none of the columns {', '.join(columns)} holds text",
+            help="set data.text_column in a recipe (docs/data.md)",
+        )
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """A recipe and a configuration that run together.
+
+    Attributes:
+        recipe, config: The two files' texts; None where nothing fits.
+        plan: What the configuration was chosen by.
+        look: What the data turned out to be, or None without data.
+        has_weights: Whether there are weights to start from.
+        hub_id: The Hugging Face id whose weights fit a flavour, or None.
+        on_cpu: Whether it was written for the CPU, for want of GPUs.
+        latents: Whether its images are encoded before training (``precompute``).
+    """
+
+    recipe: str | None
+    config: str | None
+    plan: Plan
+    look: DataLook | None
+    has_weights: bool
+    hub_id: str | None
+    on_cpu: bool
+    latents: bool
+
+
+def prepare_starter(
+    options: Mapping[str, Any],
+    *,
+    data: str | None,
+    folder: Path = Path(),
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Starter:
+    """Look at the model and the data, plan, and write both files' texts.
+
+    Args:
+        options: Options of ``plan``: reference, method, hardware and sizes; None where not given.
+        data: File, folder or dataset id; None leaves generated samples.
+        folder: Where the files will be: relative paths of the recipe are written for it.
+        trust_remote_code: Whether the model's own code may run.
+        progress: Called with a line as the search proceeds.
+
+    Raises:
+        FsdptoolError: The model or the data cannot be used; one line.
+    """
+    from fsdptool.api.emit_config import from_plan
+    from fsdptool.config.dialects.accelerate.schema import NAME
+    from fsdptool.config.recipe_writer import dump_recipe
+    from fsdptool.config.writer import schema_comment
+    from fsdptool.planning.plan import make_plan
+    from fsdptool.planning.request import read_request
+    from fsdptool.source import rebased, resolve
+
+    reference = str(options["reference"])
+    spec = resolve(reference, trust_remote_code=trust_remote_code)
+    objective = spec.objective or "causal_lm"
+    look = look_at(data, objective) if data is not None else None
+    given = {name: value for name, value in options.items() if value is not None}
+    on_cpu = _complete_hardware(given)
+    _complete_sizes(given, spec, objective, look)
+    if trust_remote_code:
+        given["trust_remote_code"] = True
+    plan = make_plan(read_request(cast("Options", given)), progress=progress)
+    has_weights = bool(spec.weights) or spec.reference.kind == "hub"
+    hub_id = _hub_id(spec)
+    if plan.chosen is None:
+        return Starter(None, None, plan, look, has_weights, hub_id, on_cpu, latents=False)
+    emission = from_plan(plan, trust_remote_code=trust_remote_code)
+    assert emission.recipe is not None
+    recipe = _with_data(emission.recipe, spec, look)
+    if recipe.method.name == "lora":
+        recipe = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=2e-4))
+    elif has_weights:
+        recipe = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=2e-5))
+    header = f"Written by fsdptool init. Check it: fsdptool train RECIPE --config CONFIG --dry-run\n{_MORE}"
+    if not has_weights:
+        header += f"\n{reference} has no weights: training starts at random."
+        header += f" {hub_id} has them: name it as reference." if hub_id else ""
+    latents = look is not None and look.kind == "images" and objective in _DENOISING
+    text = (
+        schema_comment("recipe", folder) + dump_recipe(rebased(recipe, folder), header=header) + _OFTEN_ADDED
+    )
+    text += _ASSISTANT_ONLY if look is not None and look.kind == "chat" else ""
+    config = schema_comment(NAME, folder) + emission.text()
+    return Starter(text, config, plan, look, has_weights, hub_id, on_cpu, latents)
+
+
+_MORE = "Every key: fsdptool schema recipe, and docs/recipes.md"
+
+
+def _complete_hardware(given: dict[str, Any]) -> bool:
+    """Take this machine's GPUs if none are named, else two processes on its CPU; say whether it is those."""
+    from fsdptool.launch.machine import count_gpus, gpu_name
+
+    if given.get("gpu") is None and given.get("profile") is None:
+        here = count_gpus()
+        name = gpu_name() if here else None
+        if name is None:
+            given.update(profile="cpu-gloo", gpus=given.get("gpus", 2), search=False)
+            return True
+        given.update(gpu=name, gpus=given.get("gpus", here))
+    given.setdefault("gpus", 1)
+    return False
+
+
+def _complete_sizes(given: dict[str, Any], spec: ModelSpec, objective: str, look: DataLook | None) -> None:
+    if objective in _DENOISING:
+        given.setdefault("height", given.get("width", 1024))
+        given.setdefault("width", given["height"])
+    elif "sequence_length" not in given and objective in _LANGUAGE and "image_size" not in spec.config:
+        tokens = 2048
+        if look is not None and look.longest is not None:
+            tokens = min(max(1 << (look.longest // _CHARACTERS).bit_length(), 256), 4096)
+        if given.get("profile") is not None:
+            tokens = min(tokens, 256)
+        limits = (_size(spec, name) for name in ("max_position_embeddings", "n_positions"))
+        given["sequence_length"] = min([tokens, *(limit for limit in limits if limit)])
+
+
+def _size(spec: ModelSpec, name: str) -> int | None:
+    inner = spec.config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else spec.config
+    value = config.get(name)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _with_data(recipe: Recipe, spec: ModelSpec, look: DataLook | None) -> Recipe:
+    if look is None:
+        return recipe
+    data = look.data
+    if look.kind != "images" and not _has_tokenizer(spec):
+        data = replace(data, tokenizer=_hub_id(spec) or "bytes")
+    return replace(recipe, data=data)
+
+
+def _has_tokenizer(spec: ModelSpec) -> bool:
+    from fsdptool.training.data.tokenizer import holds_tokenizer
+
+    if spec.folder is None:
+        return spec.reference.kind == "hub"
+    return holds_tokenizer(Path(spec.folder))
+
+
+def _hub_id(spec: ModelSpec) -> str | None:
+    """Return the Hugging Face id of a flavour's weights and tokenizer, or None."""
+    from fsdptool.families.registry import family_of
+
+    return family_of(spec).flavours()[spec.flavour].hub_id if spec.flavour is not None else None

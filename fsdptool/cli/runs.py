@@ -1,0 +1,165 @@
+"""``fsdptool runs``, ``watch`` and ``report``: what runs, how a run stands, and a page of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdptool.cli.options import Format, FormatOption, RowFormat, print_document, say, write_file
+from fsdptool.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from fsdptool.records.run import RunView
+
+RunArgument = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+
+_POLL_SECONDS = 0.5
+
+
+def command(
+    roots: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Folders to look in; default: runs/, the working directory and what runs on this machine.",
+            metavar="ROOT",
+        ),
+    ] = None,
+    format: Annotated[RowFormat, typer.Option("--format", help="Output format.")] = RowFormat.TEXT,
+) -> int:
+    """List the runs in folders and on this machine: what runs, on which GPUs, and what ended how."""
+    from fsdptool.api.run_lists import list_runs
+    from fsdptool.records.codec import to_json
+    from fsdptool.records.diagnostic import envelope
+    from fsdptool.report.run import print_run_rows, print_runs
+
+    found = list_runs(roots or ())
+    if format is RowFormat.JSON:
+        print_document(envelope("runs", [str(root) for root in roots or ()], found))
+    elif format is RowFormat.TEXT:
+        print_runs(to_json(found))
+    else:
+        print_run_rows(to_json(found), format.value)
+    return int(ExitCode.CLEAN)
+
+
+def watch(
+    run: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="Print how the run stands, and exit.")] = False,
+    format: FormatOption = Format.TEXT,
+) -> int:
+    """Show a run while it lasts: loss, throughput, memory against the plan, remaining time and ranks.
+
+    Ends when the run ends, with the exit status of the run. Ctrl-C leaves the run alone.
+    """
+    from fsdptool.api.run_lists import view_run
+    from fsdptool.records.codec import to_json
+    from fsdptool.records.diagnostic import envelope
+    from fsdptool.report.run import print_run
+
+    if once or format is Format.JSON:
+        view = view_run(run)
+        if format is Format.JSON:
+            print_document(envelope("watch", str(run), view))
+        else:
+            print_run(to_json(view))
+        return _status(view)
+    try:
+        view = _show_live(run) if sys.stdout.isatty() else _follow(run)
+    except KeyboardInterrupt:
+        say("stopped watching; the run continues")
+        return int(ExitCode.INTERRUPTED)
+    print_run(to_json(view))
+    return _status(view)
+
+
+def _status(view: RunView) -> int:
+    return int(ExitCode.CLEAN) if view.exit_code is None else view.exit_code
+
+
+def _show_live(run: Path) -> RunView:
+    """Redraw the run in place until it ends; return its last state."""
+    from rich.live import Live
+
+    from fsdptool.api.run_lists import view_run
+    from fsdptool.records.codec import to_json
+    from fsdptool.report.run import run_panel
+    from fsdptool.runs.folder import METRICS
+    from fsdptool.runs.view import tail_records
+
+    view = view_run(run)
+    with Live(auto_refresh=False, transient=True) as live:
+        while view.state == "running":
+            losses = [line.get("loss") for line in tail_records(run / METRICS)]
+            live.update(run_panel(to_json(view), losses, now=time.time()), refresh=True)
+            # Every rank's file is read each time.
+            time.sleep(max(_POLL_SECONDS, view.world_size / 128.0))
+            view = view_run(run)
+    return view
+
+
+def _follow(run: Path) -> RunView:
+    """Write a line for each event of the run until it ends; return its last state."""
+    from fsdptool.api.run_lists import view_run
+    from fsdptool.records.codec import to_json
+    from fsdptool.report.run import print_run
+    from fsdptool.report.train import Progress
+    from fsdptool.runs.events import Follower
+
+    follower = Follower(run)
+    view = view_run(run)
+    if view.state != "running":
+        return view
+    print_run(to_json(view))
+    sys.stdout.flush()
+    progress = Progress(view.total_steps, stream=sys.stdout)
+    running = True
+    while running:
+        time.sleep(max(_POLL_SECONDS, view.world_size / 128.0))
+        # The state first: what was written before the end is still shown.
+        view = view_run(run)
+        running = view.state == "running"
+        for event in follower.news():
+            progress(event)
+    return view
+
+
+def report(
+    source: Annotated[Path, typer.Argument(help="A run folder, or a saved plan.", metavar="RUN|PLAN.json")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page to write; of a plan also a picture, .svg.")
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> int:
+    """Write a page about a run or a saved plan; one file, nothing fetched.
+
+    The page of a run has its curves, its memory against the plan, and its events.
+    """
+    if source.is_file():
+        from fsdptool.planning.plan import plan_document, read_plan
+        from fsdptool.report.html import plan_file
+
+        write_file(output, plan_file(plan_document(read_plan(source)), output.suffix), force=force)
+        say(f"wrote {output}")
+        return int(ExitCode.CLEAN)
+    if not source.exists():
+        raise ConfigError(f"{source} does not exist", help="give a run folder, or a plan that plan -o wrote")
+    return _report_run(source, output, force=force)
+
+
+def _report_run(run: Path, output: Path, *, force: bool) -> int:
+    from fsdptool.api.run_lists import view_run
+    from fsdptool.records.diagnostic import envelope
+    from fsdptool.report.run_page import run_page
+    from fsdptool.runs.history import read_history
+
+    if output.suffix != ".html":
+        raise ConfigError(f"{output}: the page of a run is written as .html", help="choose this suffix")
+    view = view_run(run)
+    document: dict[str, Any] = envelope("watch", str(run), view)
+    write_file(output, run_page(document, read_history(run)), force=force)
+    say(f"wrote {output}")
+    return int(ExitCode.CLEAN)

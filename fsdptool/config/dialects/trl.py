@@ -1,0 +1,196 @@
+"""TRL's YAML: what ``TrlParser`` reads with ``trl sft --config FILE``, TrainingArguments among its own keys.
+
+Sources: TRL 1.16.0 ``trainer/base_config.py`` (defaults), ``scripts/utils.py:TrlParser``,
+``cli/commands/training.py`` (what no trainer knows goes to ``accelerate launch``), ``accelerate_configs/``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdptool import spelling
+from fsdptool.config.dialects.protocol import Program
+from fsdptool.config.dialects.trainer import CANNOT, KEYS, Trainer, mapping
+from fsdptool.files.tree import Entry, Node, to_python
+
+if TYPE_CHECKING:
+    from fsdptool.config.context import LintContext
+    from fsdptool.config.fsdp1 import Rewriter, Target
+    from fsdptool.records.sharding import FsdpSettings
+
+_LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+"""What ``trl`` hands on to ``accelerate launch``."""
+
+_OWN = frozenset([
+    "dataset_name", "datasets", "dataset_config", "dataset_train_split", "dataset_test_split",
+    "dataset_text_field", "dataset_num_proc", "max_length", "max_seq_length", "packing",
+    "assistant_only_loss", "completion_only_loss", "loss_type", "beta", "num_generations",
+    "max_completion_length", "use_vllm", "vllm_mode", "use_peft", "lora_target_modules", "lora_r",
+    "attn_implementation", "model_revision", "accelerate_config", "chat_template_path", "eos_token",
+])  # fmt: skip
+_OTHERS = frozenset({"stage", "finetuning_type", "base_model", "accelerate_launch_args"})
+"""Keys of LLaMA-Factory, axolotl and fms-hf-tuning, which share many of the others."""
+
+_DPO_WITHOUT_LIGER = frozenset([
+    "hinge", "ipo", "exo_pair", "robust", "bco_pair", "aot", "aot_pair", "aot_unpaired", "discopop", "sft",
+])  # fmt: skip
+"""Losses of DPO that are not among those TRL 0.24 computes with Liger (``trainer/dpo_trainer.py``)."""
+
+_SHIPPED: dict[str, dict[str, Any]] = {
+    "fsdp2": {"fsdp_version": 2, "reshard_after_forward": True},
+    "fsdp1": {
+        "fsdp_version": 1, "sharding_strategy": "full_shard", "backward_prefetch": "BACKWARD_PRE",
+        "forward_prefetch": True, "use_orig_params": True, "sync_module_states": True,
+    },
+}  # fmt: skip
+"""What TRL's own accelerate configurations say, besides what both say (:data:`_BOTH`)."""
+
+_BOTH: dict[str, Any] = {
+    "wrap_policy": "transformer", "wrap_classes": (), "state_dict_type": "full", "cpu_offload": False,
+    "cpu_ram_efficient_loading": True, "activation_checkpointing": False, "mixed_precision": "bf16",
+    "num_processes": 8,
+}  # fmt: skip
+
+
+class Trl(Trainer):
+    """TRL's YAML."""
+
+    name = "trl"
+    consumers = ("trl",)
+    programs = (Program("trl", "TRL's trainers", "trl", "1.16.0"),)
+    cannot = tuple(name for name in CANNOT if name not in _LAUNCH)
+
+    def matches(self, root: Node) -> float:
+        """Return how surely the mapping is TRL's: a model, and words that TrainingArguments lack."""
+        keys = {str(entry.key) for entry in root.entries}
+        if "model_name_or_path" not in keys or keys & _OTHERS:
+            return 0.0
+        return 0.97 if len(keys & _OWN) >= 2 else 0.0
+
+    def read(self, lint: LintContext) -> None:
+        """Read the keys into facts."""
+        from fsdptool.config.dialects.accelerate import launch
+        from fsdptool.config.dialects.trainer import reader
+
+        root = lint.root
+        lint.names = {canonical: key for key, canonical in KEYS.items()}
+        for key in _LAUNCH:
+            entry = root.get(key)
+            if entry is not None:
+                launch.read_top(lint, key, entry)
+        _judge_liger(lint)
+        _judge_batch(lint)
+        if root.get("fsdp") is None and root.get("fsdp_config") is None:
+            self._read_launch(lint, root.get("accelerate_config"))
+            return
+        block = reader.read_arguments(lint)
+        self._precision(lint)
+        if lint.configures_fsdp:
+            reader.read_config(lint, block)
+            self._checkpointing(lint)
+
+    def _read_launch(self, lint: LintContext, entry: Entry | None) -> None:
+        """FSDP comes from what the run is launched with; two such files are TRL's own."""
+        name = entry.node.value if entry is not None else None
+        own = _SHIPPED.get(name) if isinstance(name, str) else None
+        if own is None or entry is None:
+            lint.runs_fsdp = lint.configures_fsdp = False
+            where = f"{name} (check that file)" if name else "the accelerate file that it is launched with"
+            lint.report("FSD113", f"the file does not configure FSDP: that is up to {where}", entry)
+            return
+        for key, value in {**_BOTH, **own}.items():
+            if key not in lint.facts:
+                lint.set(key, value, origin=f"TRL's accelerate_configs/{name}.yaml")
+        lint.facts["fsdp_version"].entry = entry
+        lint.fsdp_entry = entry
+
+    def _precision(self, lint: LintContext) -> None:
+        """``bf16`` that is not written is true, unless ``fp16`` is (``_BaseConfig.__post_init__``)."""
+        entry = lint.root.get("bf16")
+        unwritten = entry is None or to_python(entry.node) is None
+        if unwritten and lint.get("mixed_precision") == "no":
+            lint.set("mixed_precision", "bf16")
+
+    def _checkpointing(self, lint: LintContext) -> None:
+        """``gradient_checkpointing`` is true where it is not written."""
+        keys = ("gradient_checkpointing", "activation_checkpointing")
+        if not lint.get("activation_checkpointing") or any(lint.root.get(key) is not None for key in keys):
+            return
+        lint.report(
+            "FSD317",
+            "gradient_checkpointing is true by default in TRL, on top of FSDP's activation checkpointing",
+            "activation_checkpointing",
+            edits=lint.editor.add(lint.root, None, {"gradient_checkpointing": False}),
+            safe=False,
+            fix="write gradient_checkpointing: false",
+        )
+
+    def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+        """Return the FSDP part of a file, in YAML.
+
+        Raises:
+            ConfigError: TRL has no word for a setting.
+        """
+        from fsdptool.config.edits import block_lines
+
+        arguments = mapping(settings, self.name, self.cannot)
+        values: dict[str, Any] = {"model_name_or_path": "MODEL", "dataset_name": "DATASET", "packing": False}
+        values |= arguments
+        if settings.activation_checkpointing:
+            values["gradient_checkpointing"] = False
+        for name in _LAUNCH:
+            value = getattr(settings, name)
+            if value != getattr(type(settings)(), name):
+                values[name] = value
+        return "\n".join([*(f"# {line}" if line else "#" for line in header), *block_lines(values)]) + "\n"
+
+    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any]:
+        """Turn FSDP1 settings into FSDP2, in place; TRL's own configuration has its FSDP2 form."""
+        if lint.root.get("fsdp") is None and lint.root.get("accelerate_config") is not None:
+            steps.put(None, "accelerate_config", "fsdp2")
+            return {}
+        return super().migrate(steps, lint, target)
+
+
+def _number(lint: LintContext, key: str, default: int | None = None) -> int | None:
+    entry = lint.root.get(key)
+    if entry is None or entry.node.value is None:
+        return default
+    value = spelling.integer(entry.node.value)
+    return value if value is not None and value > 0 else None
+
+
+def _judge_liger(lint: LintContext) -> None:
+    root = lint.root
+    switch = root.get("use_liger_kernel")
+    if switch is None or not spelling.boolean(switch.node.value):
+        return
+    config, loss = root.get("liger_kernel_config"), root.get("loss_type")
+    inner = config.node.get("fused_linear_cross_entropy") if config and config.node.kind == "map" else None
+    if inner is not None and inner.node.value is True and not lint.consumer.before(1, 16):
+        lint.report_value("FSD359", f"{lint.consumer} refuses fused_linear_cross_entropy", inner, False)
+        return
+    losses = to_python(loss.node) if loss is not None else None
+    named = [losses] if isinstance(losses, str) else losses if isinstance(losses, list) else []
+    refused = [name for name in named if name in _DPO_WITHOUT_LIGER]
+    if refused and loss is not None and lint.consumer.before(1, 0):
+        lint.report_value("FSD359", f"{lint.consumer} has no Liger kernel for the loss {refused[0]}", loss)
+
+
+def _judge_batch(lint: LintContext) -> None:
+    """What GRPO's configuration refuses (``trainer/grpo_config.py:GRPOConfig.__post_init__``)."""
+    entry = lint.root.get("generation_batch_size")
+    total = _number(lint, "generation_batch_size")
+    processes, each = lint.get("num_processes"), _number(lint, "per_device_train_batch_size", 8)
+    if entry is None or total is None or each is None:
+        return
+    if isinstance(processes, int) and total % (each * processes):
+        words = (
+            f"{total} is not a multiple of {each} x {processes} (per_device_train_batch_size x num_processes)"
+        )
+        lint.report_value("FSD360", f"generation_batch_size {words}", entry)
+    answers = _number(lint, "num_generations", 8)
+    if answers is not None and total % answers:
+        lint.report_value(
+            "FSD360", f"generation_batch_size {total} is not a multiple of num_generations {answers}", entry
+        )

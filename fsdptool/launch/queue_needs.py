@@ -1,0 +1,79 @@
+"""What a run in the queue needs on this machine, and how another start of it is requested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fsdptool.errors import ConfigError
+from fsdptool.launch.machine import gpu_set, requested_gpus
+from fsdptool.launch.prepare import choose_device, count_processes
+from fsdptool.records.queue import Needs
+from fsdptool.runs.folder import RUN
+
+
+def find_needs(config: Path, folder: Path, *, cpu: bool = False, visible: str | None = None) -> Needs:
+    """Return what a run needs on this machine.
+
+    Args:
+        config: The accelerate YAML, or another dialect.
+        folder: The run folder.
+        cpu: Whether it trains on the CPU whatever the configuration says.
+        visible: GPUs as ``CUDA_VISIBLE_DEVICES`` would name them, if the configuration does not.
+
+    Raises:
+        ConfigError: The configuration is invalid, is for several machines or for more GPUs than there are.
+    """
+    from fsdptool.config import read_settings
+
+    settings = read_settings(config, consumer="fsdptool").require()
+    if cpu:
+        settings = replace(settings, use_cpu=True)
+    if settings.num_machines > 1:
+        raise ConfigError(
+            f"{config} is for {settings.num_machines} machines; the queue starts runs on one",
+            help="start it with the lines that `fsdptool launch` prints",
+        )
+    device = choose_device(settings, config)
+    _, processes = count_processes(settings, device, None, config)
+    if device == "cpu":
+        return Needs(str(folder), slots=processes)
+    own = settings.gpu_ids if settings.gpu_ids != "all" else None
+    if visible is not None and own is not None and gpu_set(visible) != gpu_set(own):
+        raise ConfigError(
+            f"{config} sets gpu_ids to {own}, and GPUs {visible} were requested",
+            help="remove gpu_ids from the file, or request the same GPUs",
+        )
+    gpus = gpu_set(visible) if visible is not None else requested_gpus(settings)
+    if len(gpus) < processes:
+        raise ConfigError(
+            f"{config} is for {processes} processes; the requested GPUs are {', '.join(sorted(gpus))}",
+            help="request one GPU for each process",
+        )
+    return Needs(str(folder), gpus=gpus)
+
+
+def check_run_folder(folder: Path, options: Sequence[str]) -> None:
+    """Refuse a folder with a run that the options neither continue nor replace.
+
+    Raises:
+        ConfigError: It has one.
+    """
+    if (folder / RUN).exists() and not {"--resume", "--force"} & set(options):
+        raise ConfigError(
+            f"{folder} already contains a run",
+            help="continue it with --resume auto, replace it with --force, or choose another --output",
+        )
+
+
+def options_of_another_start(options: Sequence[str]) -> tuple[str, ...]:
+    """Return the options without those that say how the folder is begun."""
+    kept: list[str] = []
+    items = iter(options)
+    for item in items:
+        if item == "--resume":
+            next(items, None)
+        elif item != "--force" and not item.startswith("--resume="):
+            kept.append(item)
+    return tuple(kept)

@@ -1,0 +1,147 @@
+"""Traces a model of like blocks at a few reduced depths, where these predict its full depth exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from fsdptool.memory.tracing.compiled_blocks import UncompiledBlockError
+from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
+from fsdptool.memory.tracing.growth import GrowthRule
+from fsdptool.memory.tracing.layer_extrapolation import (
+    Shortened,
+    lengthened,
+    missing_periods,
+    shorten,
+    verified,
+)
+from fsdptool.memory.tracing.micro_batch import run_trace
+from fsdptool.modeling.objective import MicroLoss
+from fsdptool.records.trace import Trace
+
+if TYPE_CHECKING:
+    from fsdptool.families.protocol import TensorSpec
+
+
+_SHALLOW, _DEEP, _DEEPER = 3, 4, 6
+"""Periods that are traced; the deepest one only where something outside the blocks grows with depth."""
+
+_WORTH_A_RULE = 4
+"""Missing periods from which on it costs less to learn how a trace grows than to trace the full depth."""
+
+_extrapolates: dict[tuple[Conditions, Values], bool | GrowthRule] = {}
+"""Whether a shallower trace predicted a deeper one by repeating its blocks, or the rule by which it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    trace: Trace
+    shortened: tuple[Shortened, ...]
+
+
+class _Attempts:
+    """Traces one micro-batch at any depth. See :func:`trace_at_depth`."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        micro_loss: MicroLoss,
+        specs: Sequence[TensorSpec],
+        conditions: Conditions,
+        values: Values,
+    ) -> None:
+        self._make = make
+        self._micro_loss = micro_loss
+        self._specs = specs
+        self._conditions = conditions
+        self._values = values
+
+    def cut(self, periods: int | None) -> tuple[nn.Module, tuple[Shortened, ...]]:
+        """Build a model of so many periods; None is the full depth."""
+        model = self._make()
+        return model, shorten(model, periods) if periods is not None else ()
+
+    def at(
+        self, periods: int | None, start: tuple[nn.Module, tuple[Shortened, ...]] | None = None
+    ) -> _Attempt:
+        """Trace at a depth; ``start`` is what :meth:`cut` returned for it."""
+        model, shortened = start or self.cut(periods)
+        try:
+            return _Attempt(self._run(model, fine=True), shortened)
+        except RuntimeError as error:
+            if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
+                raise
+            # A module edits its input in place, which hooks inside blocks forbid.
+            model, shortened = self.cut(periods)
+            return _Attempt(self._run(model, fine=False), shortened)
+
+    def _run(self, model: nn.Module, *, fine: bool) -> Trace:
+        return run_trace(
+            model, self._micro_loss, self._specs, self._conditions, fine=fine, values=self._values
+        )
+
+
+def trace_at_depth(
+    make: Callable[[], nn.Module],
+    micro_loss: MicroLoss,
+    specs: Sequence[TensorSpec],
+    conditions: Conditions,
+    *,
+    values: Values,
+) -> Trace:
+    """Trace at reduced depths where these predict a greater one exactly, else at full depth.
+
+    Two depths suffice where only blocks repeat. Where something outside them grows with their number, a
+    third depth shows how (:class:`fsdptool.memory.tracing.growth.GrowthRule`). What holds for one
+    micro-batch is a matter of the model's code: other micro-batches of the same recipe are traced at one
+    depth, or at two, in the same process.
+
+    Args:
+        make: Builds the model as it will be trained.
+        micro_loss: The method's loss.
+        specs: The micro-batch.
+        conditions: How it is computed.
+        values: Which values to follow.
+    """
+    attempts = _Attempts(make, micro_loss, specs, conditions, values)
+    built = attempts.cut(_DEEP)
+    if not built[1]:
+        return attempts.at(None, built).trace
+    known = _extrapolates.get((conditions, values))
+    if known is False:
+        return attempts.at(None).trace
+    try:
+        shallow = attempts.at(_SHALLOW) if known is not True else None
+        deep = attempts.at(_DEEP, built)
+        if known is None and shallow is not None:
+            known = _learn(attempts, shallow, deep)
+    except (*BY_VALUE, UncompiledBlockError):
+        raise
+    except Exception:
+        # The model counts on its depth (an index from the configuration, skips between blocks).
+        return attempts.at(None).trace
+    if conditions.recipe and known is not None:
+        _extrapolates[conditions, values] = known
+    if known is True:
+        return lengthened(deep.trace, deep.shortened)
+    missing = missing_periods(deep.shortened)
+    if known and shallow is not None and missing is not None:
+        grown = known.apply(shallow.trace, deep.trace, _DEEP - _SHALLOW + missing)
+        if grown is not None:
+            return grown
+    return attempts.at(None).trace
+
+
+def _learn(attempts: _Attempts, shallow: _Attempt, deep: _Attempt) -> bool | GrowthRule:
+    """Return whether the blocks of the deeper trace repeat, or by which rule the trace grows; else False."""
+    if verified(lengthened(shallow.trace, shallow.shortened, deep.shortened), deep.trace):
+        return True
+    missing = missing_periods(deep.shortened)
+    if missing is None or missing < _WORTH_A_RULE:
+        return False
+    deeper = attempts.at(_DEEPER).trace
+    paths = [item.path for item in deep.shortened]
+    return GrowthRule.learn(shallow.trace, deep.trace, deeper, _DEEPER - _SHALLOW, paths) or False

@@ -1,0 +1,159 @@
+"""What is known of failures of distributed runs, and what was recognised in a log or a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from fsdptool.records.diagnostic import Rule
+from fsdptool.records.run import RunView
+from fsdptool.records.schema import Count, Positive
+
+
+class Cause(StrEnum):
+    """Why a run failed. Values are those of the JSON."""
+
+    GPU_MEMORY = "gpu_memory"
+    HOST_MEMORY = "host_memory"
+    SHARED_MEMORY = "shared_memory"
+    HOST_LIMITS = "host_limits"
+    STORAGE = "storage"
+    COLLECTIVE_TIMEOUT = "collective_timeout"
+    DIVERGED_RANKS = "diverged_ranks"
+    HANG = "hang"
+    PEER_ENDED = "peer_ended"
+    GPU_ASSIGNMENT = "gpu_assignment"
+    RENDEZVOUS = "rendezvous"
+    NETWORK = "network"
+    HARDWARE = "hardware"
+    SHAPES = "shapes"
+    DTYPES = "dtypes"
+    CHECKPOINTING = "checkpointing"
+    CHECKPOINT = "checkpoint"
+    LOADING = "loading"
+    CONFIGURATION = "configuration"
+    INSTALLATION = "installation"
+    DATA = "data"
+    NUMERICS = "numerics"
+    ACCESS = "access"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A known failure: how it is recognised, what it means and what to change.
+
+    Attributes:
+        code: Stable code (``fsdptool rule CODE``).
+        title: The failure in a few words.
+        cause: Kind of cause.
+        texts: A line that contains one of these is a candidate.
+        pattern: Regular expression that the line must contain as well, or None.
+        context: Regular expression that a line shortly before must contain, or None.
+        depth: 0 for a cause, 1 for what other ranks report of it, 2 for lost connections, 3 for summaries.
+        over: Codes that this one replaces on the same line.
+        why: What happens.
+        change: What to do.
+        source: Where the message comes from: library, version and file, or a public thread.
+    """
+
+    code: str
+    title: str
+    cause: Cause
+    texts: tuple[str, ...]
+    pattern: str | None
+    context: str | None
+    depth: int
+    over: tuple[str, ...]
+    why: str
+    change: str
+    source: str
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that ``fsdptool rule`` prints."""
+        return Rule(self.code, self.title, "error", f"{self.why} Source: {self.source}.", self.change)
+
+
+class FailurePhase(StrEnum):
+    """The phase in which memory ran out, as the traceback tells."""
+
+    LOAD = "load"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    EVALUATION = "evaluation"
+    SAVE = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class RecognisedFailure:
+    """A known failure in a log.
+
+    Attributes:
+        code: Of the rule.
+        title: The failure in a few words.
+        cause: Kind of cause.
+        consequence: Whether another failure in the same logs explains this one.
+        file: The log.
+        line: Line of the first occurrence; in the part that was read, if the log is large.
+        text: That line, shortened.
+        occurrences: How often it was seen; counting ends at 1000.
+        ranks: Ranks that reported it, as far as the lines name them.
+        phase: For a lack of memory: the phase, or null.
+        why: What happens.
+        change: What to do.
+        source: Where the message comes from.
+    """
+
+    code: str
+    title: str
+    cause: Cause
+    consequence: bool
+    file: str
+    line: Positive
+    text: str
+    occurrences: Positive
+    ranks: tuple[Count, ...]
+    phase: FailurePhase | None
+    why: str
+    change: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class LastException:
+    """The last exception of a log: what there is where nothing known matches."""
+
+    file: str
+    line: Positive
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailureDiagnosis:
+    """What `fsdptool diagnose --format json` prints.
+
+    Attributes:
+        target: The log or run folder.
+        failures: Known failures: causes first, then their consequences.
+        exception: The last exception, where no known failure is a cause; null without any.
+        failed: Whether anything failed: false for a run that completed or was stopped on request.
+        read_bytes: Bytes of logs that were read.
+        total_bytes: Bytes of all logs; of a large log the beginning and the end are read.
+        notes: Facts from the run folder, one sentence each.
+        run: The run as it stands, or null for a log.
+        memory: The rank's own account of a lack of memory (``logs/out-of-memory.json``), or null.
+    """
+
+    target: str
+    failures: tuple[RecognisedFailure, ...]
+    exception: LastException | None
+    failed: bool
+    read_bytes: Count
+    total_bytes: Count
+    notes: tuple[str, ...]
+    run: RunView | None
+    memory: Mapping[str, Any] | None

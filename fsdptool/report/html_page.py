@@ -1,0 +1,133 @@
+"""What every page is made of: one file without scripts or requests; keyboard, print, light and dark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from fsdptool.report.html_style import STYLE
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Nothing may be fetched and nothing may run, whatever a model's name contains."""
+
+
+def page(title: str, body: str) -> str:
+    """Return a page as HTML text.
+
+    Args:
+        title: Plain text.
+        body: The page's sections, as HTML.
+    """
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f'<a class="skip" href="#main">Skip to the results</a><main id="main">{body}</main></body></html>\n'
+    )
+
+
+def frame(title: str, html: str, *, height: int = 720) -> str:
+    """Return what a notebook shows: a page in a frame of its own, so that styles stay apart.
+
+    Args:
+        title: Plain text.
+        html: The page.
+        height: Of the frame, in CSS pixels.
+    """
+    source = escape(html, quote=True)
+    style = f"width:100%;height:{height}px;border:0"
+    return f'<iframe title="{escape(title)}" style="{style}" srcdoc="{source}"></iframe>'
+
+
+def html_table(
+    caption: str,
+    heads: Sequence[str],
+    rows: Iterable[str],
+    *,
+    numbers: Sequence[int] = (),
+    tall: bool = False,
+    cards: bool = False,
+) -> str:
+    """Return a table in a box that also scrolls by keyboard.
+
+    Args:
+        caption: What it shows.
+        heads: Names of its columns.
+        rows: HTML.
+        numbers: Indices of columns of figures.
+        tall: Whether the box scrolls vertically, too.
+        cards: Whether rows are cards on a narrow screen.
+    """
+    head = "".join(
+        f'<th scope="col"{" class=n" if index in numbers else ""}>{escape(text)}</th>'
+        for index, text in enumerate(heads)
+    )
+    body = "".join(_labelled(row, heads) if cards else row for row in rows)
+    box = "scroll tall" if tall else "scroll"
+    kind = "cards" if cards else "plain"
+    return (
+        f'<div class="{box}" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<table class="{kind}">'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        "</table></div>"
+    )
+
+
+def _labelled(row: str, heads: Sequence[str]) -> str:
+    """Return a row whose cells carry the names of their columns, for screens where each row is a card."""
+    names = iter(heads)
+    return _CELLS.sub(lambda cell: f'{cell[0]} data-head="{escape(next(names, ""))}"', row)
+
+
+_CELLS = re.compile("<t[hd](?=[ >])")
+
+
+def foot(document: Mapping[str, Any]) -> str:
+    """Return what a document was made with, as the end of its page."""
+    libraries = ", ".join(f"{name} {version}" for name, version in document["libraries"].items())
+    return (
+        f"<footer><p>fsdptool {escape(document['tool_version'])}; {escape(libraries)}.<br>"
+        f"{escape(document['inputs_digest'])}</p></footer>"
+    )
+
+
+def section(title: str, body: str, *, raw: bool = False) -> str:
+    """Return a section with its heading, or nothing where it would be empty; a raw title is HTML."""
+    return f"<section><h2>{title if raw else escape(title)}</h2>{body}</section>" if body else ""
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Return figures as cards: name, value and a note each, as text."""
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{breaking(value)}<small>{breaking(note)}</small></dd></div>"
+        for name, value, note in figures
+    )
+    return f"<dl>{items}</dl>"
+
+
+def notes(texts: Iterable[str]) -> str:
+    """Return texts as a list; empty where there are none."""
+    lines = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f'<ul class="notes">{lines}</ul>' if lines else ""
+
+
+def findings(diagnostics: Sequence[Mapping[str, Any]]) -> str:
+    """Return the section of findings, or nothing where there are none."""
+    lines = []
+    for item in diagnostics:
+        more = f"<br><small>{escape(item['help'])}</small>" if item.get("help") else ""
+        lines.append(
+            f"<li><b>{item['severity']}</b> {escape(item['code'])}: {escape(item['message'])}{more}</li>"
+        )
+    return section("Findings", f'<ul class="notes">{"".join(lines)}</ul>' if lines else "")
+
+
+def breaking(text: str) -> str:
+    """Return a name as HTML that may break after its dots, slashes and underscores, and within CamelCase."""
+    return _BREAKS.sub("<wbr>", escape(text))
+
+
+_BREAKS = re.compile(r"(?<=[._/])(?![\s\d])|(?<=[a-z0-9])(?=[A-Z][a-z])")

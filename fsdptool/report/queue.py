@@ -1,0 +1,62 @@
+"""The queue of runs on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdptool.formatting import elapsed, printable
+from fsdptool.report.tables import print_line, print_table
+
+
+def print_queue(document: Mapping[str, Any], *, now: float) -> None:
+    """Print the queue as ``fsdptool queue list --format json`` prints it.
+
+    Args:
+        document: A :class:`~fsdptool.records.queue.QueueReport` as a document.
+        now: Seconds since 1970.
+    """
+    entries = document["entries"]
+    if not entries:
+        print_line("the queue is empty")
+    else:
+        print_table(
+            ("entry", "state", "needs", "since", "run", "note"),
+            [
+                (
+                    str(entry["id"]),
+                    entry["state"],
+                    needs_text(entry),
+                    elapsed(max(now - (entry["ended"] or entry["started"] or entry["added"]), 0.0)),
+                    printable(entry["folder"]),
+                    printable(note_text(entry)),
+                )
+                for entry in entries
+            ],
+            numeric=(0,),
+            optional=(5,),
+        )
+    if document["scheduler"] is None and any(entry["state"] == "waiting" for entry in entries):
+        print_line("no program starts the entries: `fsdptool queue run` or `fsdptool ui` does")
+
+
+def needs_text(entry: Mapping[str, Any]) -> str:
+    """Return what an entry needs: ``GPU 0,1`` or ``2 slots``."""
+    if entry["gpus"]:
+        return f"GPU {printable(','.join(entry['gpus']))}"
+    return f"{entry['slots']} slot{'s' if entry['slots'] != 1 else ''}"
+
+
+def note_text(entry: Mapping[str, Any]) -> str:
+    """Return why an entry waits, or what went wrong; empty if there is nothing to say."""
+    wait = entry["wait"]
+    if wait is None:
+        return entry["message"] or ""
+    what = {
+        "gpus": f"GPU {','.join(wait['gpus'])} is in use",
+        "slots": "the process slots are in use",
+        "folder": "the run folder is in use",
+    }[wait["reason"]]
+    if wait["queued"]:
+        return f"starts after {wait['holder']}"
+    return f"{what}: {wait['holder']}"

@@ -1,0 +1,299 @@
+"""Background work: a bounded queue before one warm child process that has torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import IO, Any
+
+from fsdptool.errors import ExitCode, FsdptoolError
+from fsdptool.records.diagnostic import digest
+
+CHILD = (sys.executable, "-P", "-m", "fsdptool.web.worker")
+"""The command of the child process."""
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self not in (JobState.WAITING, JobState.RUNNING)
+
+
+class BusyError(FsdptoolError):
+    """The queue is full."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One piece of work. Its fields are changed by :class:`Jobs` only.
+
+    Attributes:
+        id: Digest of the task and its arguments: the same question is the same job.
+        task: ``module:function`` of ``fsdptool.web.tasks``.
+        arguments: Plain JSON data.
+        state: Where it stands.
+        progress: What it does, for people.
+        result: What the task returned, once ``done``.
+        error: Why it failed, once ``failed``.
+    """
+
+    id: str
+    task: str
+    arguments: Mapping[str, Any]
+    state: JobState = JobState.WAITING
+    progress: str = "waiting"
+    result: Any = None
+    error: FsdptoolError | None = None
+    _groups: set[str] = field(default_factory=set, repr=False)
+    _cancelling: bool = False
+    _ended: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end, and return whether it came; not for the event loop."""
+        return self._ended.wait(seconds)
+
+    _listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(
+        default_factory=list, repr=False
+    )
+
+    async def changes(self) -> AsyncGenerator[tuple[JobState, str], None]:
+        """Yield state and progress now and after every change, until the job has ended."""
+        event = asyncio.Event()
+        listener = (asyncio.get_running_loop(), event)
+        self._listeners.append(listener)
+        try:
+            while True:
+                event.clear()
+                state = self.state
+                yield state, self.progress
+                if state.ended:
+                    return
+                await event.wait()
+        finally:
+            self._listeners.remove(listener)
+
+    def _changed(self) -> None:
+        for loop, event in list(self._listeners):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+
+class Jobs:
+    """Runs tasks one after another in a child process, which is started with the first task.
+
+    Args:
+        waiting: The most jobs that wait; more are refused.
+        kept: The most ended jobs whose results are kept, the last used longest.
+        grace_seconds: Time in which a cancelled task must end before its process is killed.
+        child: The command of the child process.
+    """
+
+    def __init__(
+        self,
+        *,
+        waiting: int = 8,
+        kept: int = 48,
+        grace_seconds: float = 10.0,
+        child: Sequence[str] = CHILD,
+    ) -> None:
+        self._command = tuple(child)
+        self._limit, self._kept, self._grace = waiting, kept, grace_seconds
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._queue: list[Job] = []
+        self._running: Job | None = None
+        self._child: subprocess.Popen[str] | None = None
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def submit(self, task: str, arguments: Mapping[str, Any], *, group: str | None = None) -> Job:
+        """Return the job for a question, new or known.
+
+        Args:
+            task: ``module:function`` of ``fsdptool.web.tasks``.
+            arguments: Plain JSON data. What the answer depends on besides (the state of a file) belongs
+                in them too.
+            group: Whose question it is. A new question of a group overtakes the earlier one, which is
+                cancelled unless another group waits for it.
+
+        Raises:
+            BusyError: Too many jobs wait.
+        """
+        name = digest({"task": task, "arguments": dict(arguments)}).removeprefix("sha256:")[:32]
+        with self._lock:
+            job = self._jobs.get(name)
+            if group is not None:
+                self._overtake(group, job)
+            if job is None or job.state is JobState.CANCELLED:
+                if self._closed or len(self._queue) >= self._limit:
+                    raise BusyError("too many questions are waiting", help="try again in a moment")
+                job = self._jobs[name] = Job(name, task, dict(arguments))
+                self._queue.append(job)
+            self._jobs.move_to_end(name)
+            if group is not None:
+                job._groups.add(group)
+            self._trim()
+            self._start_next()
+        return job
+
+    def get(self, job_id: str) -> Job | None:
+        """Return a job by its id, or None."""
+        with self._lock:
+            return self._jobs.get(job_id)
+
+    def cancel(self, job: Job) -> None:
+        """Cancel a job that has not ended."""
+        with self._lock:
+            job._cancelling = True
+            if job.state is JobState.WAITING:
+                self._queue.remove(job)
+                self._end(job, JobState.CANCELLED)
+            elif job.state is JobState.RUNNING:
+                self._tell({"cancel": job.id})
+                child = self._child
+                timer = threading.Timer(self._grace, self._kill_if_running, (job, child))
+                timer.daemon = True
+                timer.start()
+
+    def abandon(self, job: Job) -> None:
+        """Cancel a job that nobody listens to any longer, unless a group waits for it."""
+        with self._lock:
+            if not job._groups and not job._listeners and not job.state.ended:
+                self.cancel(job)
+
+    def forget(self, job: Job) -> None:
+        """Forget the result of an ended job, so that the same question is worked out again."""
+        with self._lock:
+            if job.state.ended:
+                self._jobs.pop(job.id, None)
+
+    def close(self) -> None:
+        """Cancel everything and end the child process."""
+        with self._lock:
+            self._closed = True
+            for job in list(self._queue):
+                self.cancel(job)
+            child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for stream in (child.stdin, child.stdout):
+                if stream is not None:
+                    stream.close()
+
+    def _overtake(self, group: str, keep: Job | None) -> None:
+        for other in [job for job in self._jobs.values() if group in job._groups and job is not keep]:
+            other._groups.discard(group)
+            if not other._groups:
+                self.cancel(other)
+
+    def _trim(self) -> None:
+        ended = [name for name, job in self._jobs.items() if job.state.ended]
+        for name in ended[: max(len(ended) - self._kept, 0)]:
+            del self._jobs[name]
+
+    def _start_next(self) -> None:
+        if self._running is not None or not self._queue or self._closed:
+            return
+        job = self._running = self._queue.pop(0)
+        job.state, job.progress = JobState.RUNNING, "starting"
+        job._changed()
+        if self._child is None or self._child.poll() is not None:
+            self._child = _start(self._command)
+            threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
+        self._tell({"job": job.id, "task": job.task, "arguments": job.arguments})
+
+    def _tell(self, order: Mapping[str, Any]) -> None:
+        assert self._child is not None
+        stream: IO[str] | None = self._child.stdin
+        assert stream is not None
+        try:
+            stream.write(json.dumps(order) + "\n")
+            stream.flush()
+        except OSError:
+            pass  # The process has died; the thread that listens to it notices.
+
+    def _listen(self, child: subprocess.Popen[str]) -> None:
+        """Take the messages of a child until it ends; runs in a thread."""
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                self._take(json.loads(line))
+        except ValueError:
+            child.kill()  # The stream was closed, or what came was not a message.
+        status = child.wait()
+        with self._lock:
+            job = self._running
+            if self._child is not child or job is None:
+                return
+            self._running = self._child = None
+            if self._closed or job._cancelling:
+                self._end(job, JobState.CANCELLED)
+            else:
+                job.error = FsdptoolError(
+                    f"the process that works this out ended with status {status}",
+                    help="try again; if it is killed for memory, close other programs first",
+                )
+                job.error.exit_code = ExitCode.INTERNAL
+                self._end(job, JobState.FAILED)
+            self._start_next()
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            job = self._running
+            if job is None or message["job"] != job.id:
+                return
+            if "progress" in message:
+                job.progress = message["progress"]
+                job._changed()
+                return
+            self._running = None
+            if message["state"] == JobState.FAILED:
+                error = message["error"]
+                job.error = FsdptoolError(error["message"], help=error["help"])
+                job.error.exit_code = ExitCode(error["exit_code"])
+            job.result = message.get("result")
+            self._end(job, JobState(message["state"]))
+            self._start_next()
+
+    def _end(self, job: Job, state: JobState) -> None:
+        job.state, job.progress = state, state.value
+        job._ended.set()
+        if state is JobState.CANCELLED and self._jobs.get(job.id) is job:
+            del self._jobs[job.id]
+        job._changed()
+
+    def _kill_if_running(self, job: Job, child: subprocess.Popen[str] | None) -> None:
+        with self._lock:
+            if self._running is job and self._child is child and child is not None:
+                child.kill()
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    quiet = None if os.environ.get("FSDPTOOL_TRACEBACK") else subprocess.DEVNULL
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=quiet,
+        text=True,
+        encoding="utf-8",
+        # Ctrl-C in the terminal is for the server, which then ends this process.
+        start_new_session=True,
+    )

@@ -1,0 +1,1 @@
+"""The pages: each module has a list ``routes``, and ``page`` if it has a place in the menu."""

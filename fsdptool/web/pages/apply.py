@@ -1,0 +1,252 @@
+"""Write a plan's or preset's configuration: the difference and the findings first, then the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from fsdptool.api.emit_config import PRESETS
+from fsdptool.config.dialects import load_registry
+from fsdptool.config.migrate import write_across
+from fsdptool.config.reader import read_settings
+from fsdptool.config.result import Reading
+from fsdptool.config.writer import merge_into
+from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.files.text import SourceText, UnreadableError, decode
+from fsdptool.records.codec import from_json
+from fsdptool.records.sharding import FsdpSettings
+from fsdptool.web.changes import Change, content_of, target_of
+from fsdptool.web.emissions import QUICK_SECONDS, Source, read_source_of, submit
+from fsdptool.web.forms import Field
+from fsdptool.web.jobs import Job, JobState
+from fsdptool.web.page import Page, Services, render, services
+from fsdptool.web.pages.config_file import attachment
+from fsdptool.web.pages.configs import FILE
+from fsdptool.web.source_view import (
+    DiffLine,
+    SourceView,
+    address_of,
+    command_path,
+    diff_lines,
+    source_view,
+)
+
+page = Page("Apply", "/apply", "Write the configuration of a plan: see the difference and findings first.")
+DOWNLOAD = "/apply/download"
+MERGE, REPLACE = "merge", "replace"
+_OWN = ("target", "dialect", "mode")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What would be written.
+
+    Attributes:
+        text: The new text.
+        name: What the file is called.
+        reading: The text as its program reads it.
+        view: Its lines with findings.
+        changed_lines: The difference; empty without a target, or if nothing changes.
+        change: The file before and after; None without a target.
+        notes: What else to know.
+        commands: The commands that do the same.
+        config_page: Address of the target under Configs; empty for a new file.
+    """
+
+    text: str
+    name: str
+    reading: Reading
+    view: SourceView
+    changed_lines: tuple[DiffLine, ...]
+    change: Change | None
+    notes: tuple[str, ...]
+    commands: tuple[tuple[str, ...], ...]
+    config_page: str
+
+
+async def show(request: Request) -> Response:
+    """Return the page, or write the file that it shows."""
+    if request.method != "POST":
+        return await run_in_threadpool(_page, request, dict(request.query_params))
+    form = {key: value for key, value in (await request.form()).items() if isinstance(value, str)}
+    return await run_in_threadpool(_write, request, form)
+
+
+def _page(request: Request, query: Mapping[str, str], error: FsdptoolError | None = None) -> Response:
+    shared = services(request)
+    own = {name: query.get(name, "").strip() for name in _OWN}
+    status = 409 if error is not None else 200
+    outcome: Outcome | None = None
+    source: Source | None = None
+    job: Job | None = None
+    try:
+        source = read_source_of(shared, query)
+        job = submit(request, source) if source.given else None
+        if job is not None and job.state is JobState.DONE and job.task == "apply:emit":
+            outcome = _outcome(shared, source, job.result, own)
+    except FsdptoolError as problem:
+        error, status = error or problem, max(status, 400)
+    if job is not None and job.state is JobState.FAILED and error is None:
+        error, status = job.error, 400
+    if source is not None and any(field.error for field in source.fields):
+        status = 400
+    values = source.values if source is not None else {}
+    state = {**values, **own}
+    result: Mapping[str, Any] = job.result if outcome is not None and job is not None else {}
+    return render(
+        request,
+        "apply.html",
+        page=page,
+        status=status,
+        refresh=job is not None and not job.state.ended,
+        address=address_of(page.path, **state, written=query.get("written", "")),
+        source=source,
+        values={name: value for name, value in values.items() if value},
+        job=job,
+        error=error,
+        outcome=outcome,
+        result=result,
+        state={name: value for name, value in state.items() if value},
+        fields=_fields(shared, own),
+        dialect=own["dialect"] or "accelerate",
+        download=address_of(DOWNLOAD, **state),
+        recipe=address_of(DOWNLOAD, **state, part="recipe"),
+        written=query.get("written", ""),
+        presets=PRESETS,
+    )
+
+
+def _outcome(shared: Services, source: Source, result: Mapping[str, Any], own: Mapping[str, str]) -> Outcome:
+    """Return what an emission would write.
+
+    Raises:
+        ConfigError: The dialect cannot express the settings, or the target cannot be merged into.
+    """
+    document = result["document"]
+    settings = from_json(FsdpSettings, document["settings"])
+    dialect = own["dialect"] or "accelerate"
+    path = target_of(shared.roots, own["target"]) if own["target"] else None
+    before = content_of(path) if path is not None else None
+    text: str = document["text"]
+    notes: tuple[str, ...] = ()
+    if dialect != "accelerate":
+        load_registry().get(dialect)
+        title = f"Written by fsdptool for {document['reference']}." if document["reference"] else ""
+        text, notes = write_across(settings, dialect, header=(title or "Written by fsdptool.",))
+    name = shared.roots.name_of(path) if path is not None else _default_name(dialect)
+    old = _decoded(before, name)
+    encoded = text.encode()
+    if before is not None and own["mode"] != REPLACE:
+        if dialect != "accelerate":
+            raise ConfigError(
+                f"{name} exists, and only accelerate files are merged into",
+                help="choose a new file, or to replace the file",
+            )
+        text = merge_into(old, settings).after
+        encoded = old.encode(text)
+    reading = read_settings(SourceText(text, name), dialect=dialect if dialect != "accelerate" else None)
+    return Outcome(
+        text=text,
+        name=name,
+        reading=reading,
+        view=source_view(reading),
+        changed_lines=diff_lines(old, text, name) if path is not None else (),
+        change=Change(path, before, encoded) if path is not None else None,
+        notes=tuple(notes),
+        commands=_commands(source, dialect, path, before is not None, own["mode"] == REPLACE),
+        config_page=address_of(FILE, file=name) if before is not None else "",
+    )
+
+
+def _decoded(data: bytes | None, name: str) -> SourceText:
+    try:
+        return decode(data or b"", name)
+    except UnreadableError as error:
+        raise ConfigError(f"{name}: {error.message}", help="choose another file") from error
+
+
+def _default_name(dialect: str) -> str:
+    return "accelerate.yaml" if dialect == "accelerate" else f"{dialect}.yaml"
+
+
+def _commands(
+    source: Source, dialect: str, path: Path | None, exists: bool, replaces: bool
+) -> tuple[tuple[str, ...], ...]:
+    """Return the commands that write the same file."""
+    first, emit = source.commands[:-1], source.commands[-1]
+    target = (command_path(path),) if path is not None else ()
+    force = ("--force",) if exists and replaces else ()
+    if dialect == "accelerate":
+        if path is None:
+            return (*first, emit)
+        return (
+            *first,
+            (*emit, "--into", *target) if exists and not replaces else (*emit, "-o", *target, *force),
+        )
+    output = ("-o", *target, *force) if path is not None else ()
+    emitted = (*emit, "-o", "accelerate.yaml")
+    return (*first, emitted, ("fsdptool", "migrate", "accelerate.yaml", "--to", dialect, *output))
+
+
+def _write(request: Request, form: Mapping[str, str]) -> Response:
+    shared = services(request)
+    own = {name: form.get(name, "").strip() for name in _OWN}
+    try:
+        source = read_source_of(shared, form)
+        job = submit(request, source)
+        if job.task != "apply:emit" or job.state is not JobState.DONE:
+            # The answer was dropped meanwhile; the page works it out again.
+            return RedirectResponse(address_of(page.path, **source.values, **own), 303)
+        change = _outcome(shared, source, job.result, own).change
+        if change is None:
+            raise ConfigError("no file is chosen", help="choose the file to write")
+        change.write(form.get("shown", ""))
+    except FsdptoolError as error:
+        return _page(request, form, error)
+    return RedirectResponse(address_of(page.path, **source.values, **own, written=own["target"]), 303)
+
+
+def _fields(shared: Services, own: Mapping[str, str]) -> tuple[Field, ...]:
+    fields = (
+        Field("dialect", "Dialect", choices=load_registry().names, empty="(accelerate)"),
+        Field(
+            "target",
+            "File",
+            help="A new file, or an accelerate file to merge into.",
+            suggestions=tuple(shared.roots.files((".yaml", ".yml"), limit=200)),
+            placeholder=f"{next(iter(shared.roots.folders))}/accelerate.yaml",
+        ),
+        Field(
+            "mode",
+            "If the file exists",
+            help="Merging keeps comments, order and other keys.",
+            choices=(MERGE, REPLACE),
+            empty="(merge)",
+        ),
+    )
+    return tuple(replace(field, value=own[field.name]) for field in fields)
+
+
+def download(request: Request) -> Response:
+    """Return the text, or the recipe of the plan, as a file; before there is one, the page that makes it."""
+    shared, query = services(request), request.query_params
+    own = {name: query.get(name, "").strip() for name in _OWN}
+    source = read_source_of(shared, query)
+    job = submit(request, source)
+    job.wait(QUICK_SECONDS)
+    if job.task != "apply:emit" or job.state is not JobState.DONE:
+        return RedirectResponse(address_of(page.path, **source.values, **own), 303)
+    if query.get("part") == "recipe":
+        return attachment(job.result["recipe"] or "", "recipe.yaml")
+    outcome = _outcome(shared, source, job.result, own)
+    return attachment(outcome.text, outcome.name.rpartition("/")[2])
+
+
+routes = [Route(page.path, show, methods=["GET", "POST"]), Route(DOWNLOAD, download)]

@@ -1,0 +1,99 @@
+"""The configurations of a folder: their status and how many findings each has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fsdptool.formatting import printable
+from fsdptool.web.judging import MOST_FILES, JudgedFile, judge_folder
+from fsdptool.web.page import Page, render, services
+from fsdptool.web.source_view import address_of, command_path
+
+page = Page(
+    "Configs", "/configs", "Check every configuration of a folder, apply fixes one by one, and migrate files."
+)
+FILE = "/configs/file"
+"""Address of one file."""
+SHOWN = ("error", "fixable", "ok", "other")
+"""What a list of files can be narrowed to: a status, or the files of other programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """One file of the list. ``status`` is one of ``SHOWN``."""
+
+    name: str
+    address: str
+    status: str
+    dialect: str
+    consumer: str
+    version: int | None
+    errors: int
+    warnings: int
+    fixable: int
+
+
+def show(request: Request) -> Response:
+    """Return the list of a folder's files."""
+    roots = services(request).roots
+    folder = request.query_params.get("folder", "").strip()
+    only = request.query_params.get("show", "")
+    only = only if only in SHOWN else ""
+    if not folder and len(roots.folders) == 1:
+        folder = next(iter(roots.folders))
+    rows: list[FileRow] = []
+    command: tuple[str, ...] = ()
+    if folder:
+        path = roots.resolve(folder)
+        if path.is_file():
+            return Response(status_code=303, headers={"location": address_of(FILE, file=folder)})
+        rows = [_row(item, path) for item in judge_folder(roots, folder)]
+        command = ("fsdptool", "validate", command_path(path))
+    counts = Counter(row.status for row in rows)
+    return render(
+        request,
+        "configs.html",
+        page=page,
+        command=command,
+        folder=folder,
+        names=tuple(roots.folders),
+        only=only,
+        rows=[row for row in rows if row.status == only or not only],
+        filters=[
+            (
+                name or "all",
+                counts[name] if name else len(rows),
+                address_of(page.path, folder=folder, show=name),
+            )
+            for name in ("", *SHOWN)
+        ],
+        errors=sum(row.errors for row in rows),
+        warnings=sum(row.warnings for row in rows),
+        limited=len(rows) == MOST_FILES,
+    )
+
+
+def _row(item: JudgedFile, folder: Path) -> FileRow:
+    reading = item.reading
+    severities = Counter(finding.severity for finding in reading.diagnostics)
+    fixable = sum(f.fix is not None and f.severity != "info" for f in reading.diagnostics)
+    return FileRow(
+        name=printable(item.name.partition("/")[2]),
+        address=address_of(FILE, file=item.name),
+        status="other" if reading.passed_over else reading.status,
+        dialect=reading.dialect or "",
+        consumer=str(reading.consumer) if reading.dialect else "",
+        version=reading.version,
+        errors=severities["error"],
+        warnings=severities["warning"],
+        fixable=fixable,
+    )
+
+
+routes = [Route(page.path, show)]

@@ -1,0 +1,182 @@
+"""Why a run failed, from a pasted log, a file or a run folder; and findings in a pasted configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from fsdptool.config.fixes import repair
+from fsdptool.config.result import Reading
+from fsdptool.errors import ConfigError
+from fsdptool.records.codec import to_json
+from fsdptool.records.diagnosis import FailureDiagnosis
+from fsdptool.report.diagnosis import failure_place
+from fsdptool.report.train import memory_text
+from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs
+from fsdptool.web.judging import judge_text
+from fsdptool.web.page import Page, render, services
+from fsdptool.web.pages.config_file import attachment
+from fsdptool.web.pages.configs import FILE
+from fsdptool.web.source_view import address_of, command_path, diff_lines, effective_rows, source_view
+
+page = Page(
+    "Diagnose", "/diagnose", "Paste a log or a configuration: the cause of a failure, and what to change."
+)
+DOWNLOAD = "/diagnose/download"
+_CONFIGS = (".yaml", ".yml", ".json", ".toml")
+_PASTED = "pasted text"
+
+
+class PastedTexts:
+    """Texts that were pasted, by their digest, so that an address can name them. The oldest go first.
+
+    Args:
+        most_bytes: Size of all texts together.
+    """
+
+    def __init__(self, most_bytes: int = 64 << 20) -> None:
+        self._texts: OrderedDict[str, str] = OrderedDict()
+        self._most = most_bytes
+        self._lock = threading.Lock()
+
+    def keep(self, text: str) -> str:
+        """Keep a text and return its name."""
+        name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        with self._lock:
+            self._texts[name] = text
+            self._texts.move_to_end(name)
+            while len(self._texts) > 1 and sum(map(len, self._texts.values())) > self._most:
+                self._texts.popitem(last=False)
+        return name
+
+    def get(self, name: str) -> str:
+        """Return a text.
+
+        Raises:
+            ConfigError: It is not kept any longer.
+        """
+        with self._lock:
+            text = self._texts.get(name)
+        if text is None:
+            raise ConfigError("the pasted text is not kept any longer", help="paste it again")
+        return text
+
+
+_TEXTS = PastedTexts()
+
+
+async def show(request: Request) -> Response:
+    """Return the page, with the answer for what the address names; or keep what was pasted."""
+    if request.method == "POST":
+        return await _keep(request)
+    return await run_in_threadpool(_page, request)
+
+
+async def _keep(request: Request) -> Response:
+    form = await request.form()
+    text = form.get("text", "")
+    upload = form.get("log")
+    if isinstance(upload, UploadFile) and upload.size:
+        text = (await upload.read()).decode("utf-8", errors="replace")
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError("the text is empty", help="paste a log or a configuration, or choose a file")
+    # Browsers send the lines of a text area with CR LF.
+    return RedirectResponse(address_of(page.path, text=_TEXTS.keep(text.replace("\r\n", "\n"))), 303)
+
+
+def _page(request: Request) -> Response:
+    query = request.query_params
+    target, name = query.get("target", "").strip(), query.get("text", "")
+    if target:
+        return _of_path(request, target)
+    if not name:
+        return _render(request, target="")
+    text = _TEXTS.get(name)
+    reading = judge_text(text)
+    if reading.dialect is not None:
+        return _render(request, target="", text=text, **_configuration(reading, name, query.get("fix", "")))
+    size = len(text.encode("utf-8", "surrogatepass"))
+    answer = diagnose_logs(_PASTED, (LogText(_PASTED, text.replace("\r", "\n"), size, size),))
+    command = ("fsdptool", "diagnose", "train.log")
+    return _render(request, target="", text=text, command=command, **_failure(answer))
+
+
+def _of_path(request: Request, target: str) -> Response:
+    roots = services(request).roots
+    path = roots.resolve(target)
+    if path.is_dir():
+        roots.check_links(path)
+    elif path.suffix.lower() in _CONFIGS:
+        return RedirectResponse(address_of(FILE, file=roots.name_of(path)), 303)
+    answer = diagnose(path)
+    return _render(
+        request, target=target, command=("fsdptool", "diagnose", command_path(path)), **_failure(answer)
+    )
+
+
+def _failure(answer: FailureDiagnosis) -> dict[str, Any]:
+    """Return what the template shows of a diagnosis."""
+    document: Mapping[str, Any] = to_json(answer)
+    return {
+        "diagnosis": document,
+        "causes": [item for item in document["failures"] if not item["consequence"]],
+        "consequences": [item for item in document["failures"] if item["consequence"]],
+        "memory": memory_text(document["memory"]) if document["memory"] is not None else "",
+    }
+
+
+def _configuration(reading: Reading, name: str, fix: str) -> dict[str, Any]:
+    """Return what the template shows of a pasted configuration."""
+    fixed = _fixed(reading, fix) if fix in ("safe", "unsafe") else None
+    flag = {"safe": ("--fix",), "unsafe": ("--unsafe-fixes",)}.get(fix, ())
+    safe = [item.fix.safe for item in reading.diagnostics if item.fix is not None]
+    offers = (
+        ("safe", "Show all safe fixes", True in safe),
+        ("unsafe", "Show all fixes, also those that change the run", False in safe),
+    )
+    assert reading.source is not None
+    return {
+        "reading": reading,
+        "view": source_view(reading),
+        "settings": effective_rows(reading),
+        "fixes": [
+            (label, address_of(page.path, text=name, fix=kind) + "#change")
+            for kind, label, offered in offers
+            if offered
+        ],
+        "changed_lines": diff_lines(reading.source, fixed, _PASTED) if fixed is not None else (),
+        "fix": fix if fixed is not None else "",
+        "download": address_of(DOWNLOAD, text=name, fix=fix),
+        "command": ("fsdptool", "validate", *flag, "accelerate.yaml"),
+    }
+
+
+def _fixed(reading: Reading, fix: str) -> str:
+    return repair(reading, unsafe=fix == "unsafe").after.text
+
+
+def _render(request: Request, *, target: str, **values: Any) -> Response:
+    empty: dict[str, Any] = {"text": "", "diagnosis": None, "reading": None, "command": ()}
+    return render(
+        request, "diagnose.html", page=page, target=target, place=failure_place, **{**empty, **values}
+    )
+
+
+def download(request: Request) -> Response:
+    """Return a pasted configuration with its fixes as a file."""
+    reading = judge_text(_TEXTS.get(request.query_params.get("text", "")))
+    if reading.dialect is None:
+        raise ConfigError("the pasted text is not a configuration", help="paste a configuration")
+    return attachment(_fixed(reading, request.query_params.get("fix", "")), "fixed.yaml")
+
+
+routes = [Route(page.path, show, methods=["GET", "POST"]), Route(DOWNLOAD, download)]

@@ -1,0 +1,256 @@
+"""Runs: what runs, the queue, and a new run, which is checked before it joins the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlencode
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from fsdptool.api.run_lists import list_runs
+from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.launch.queue import Direction
+from fsdptool.records.codec import to_json
+from fsdptool.records.queue import RunRequest
+from fsdptool.report.queue import needs_text, note_text
+from fsdptool.runs.folder import RUN
+from fsdptool.web.events import stream
+from fsdptool.web.forms import Field, parse_record, record_fields, with_error
+from fsdptool.web.page import Page, group_of, render, render_part, services
+from fsdptool.web.roots import Roots
+from fsdptool.web.run_values import read_known_view
+from fsdptool.web.tables import moment_text
+
+page = Page("Runs", "/runs", "What runs, the queue, and a new run.")
+
+_LOOK_SECONDS = 1.0
+_FILES = (".yaml", ".yml", ".json", ".toml")
+
+
+def show(request: Request) -> Response:
+    """Return the queue, and the runs below the roots."""
+    roots = services(request).roots
+    command = ("fsdptool", "runs", *map(str, roots.folders.values()))
+    return render(request, "runs.html", page=page, command=command, refresh=True, **_values(request))
+
+
+def _values(request: Request) -> dict[str, Any]:
+    """Return what the tables of the page show."""
+    shared = services(request)
+    problem = shared.queue.problem
+    entries: list[dict[str, Any]] = []
+    scheduler: int | None = None
+    try:
+        report = to_json(shared.queue.queue.report())
+        scheduler, entries = report["scheduler"], report["entries"]
+    except FsdptoolError as error:
+        problem = error
+    for entry in entries:
+        show_names(shared.roots, entry)
+        entry["begun"] = (Path(entry["folder"]) / RUN).is_file()
+        entry["needs_text"], entry["note"] = needs_text(entry), note_text(entry)
+        entry["name"] = _name(shared.roots, entry["folder"])
+        entry["when"] = moment_text(entry["ended"] or entry["started"] or entry["added"])
+        entry["pending"] = entry["state"] in ("waiting", "held")
+        entry["active"] = entry["state"] in ("starting", "running")
+    listed = to_json(list_runs(tuple(shared.roots.folders.values()), read=read_known_view))
+    for run in listed["runs"]:
+        run["name"] = _name(shared.roots, run["folder"])
+        run["when"] = moment_text(run["started"])
+    return {
+        "problem_of_queue": problem,
+        "entries": entries,
+        "scheduler": scheduler,
+        "runs": listed["runs"],
+        "unreadable": listed["unreadable"],
+    }
+
+
+def show_names(roots: Roots, entry: dict[str, Any]) -> None:
+    """Name the run that an entry (a document) waits for as pages name it, where it is below a root."""
+    if (wait := entry["wait"]) is not None:
+        wait["holder"] = _name(roots, wait["holder"]) or wait["holder"]
+
+
+def _name(roots: Roots, folder: str) -> str | None:
+    """Return the name of a run folder; None if it is outside the roots, so that no page shows it."""
+    with contextlib.suppress(ConfigError):
+        return roots.name_of(Path(folder))
+    return None
+
+
+async def events(request: Request) -> Response:
+    """Stream the tables of the page whenever they change."""
+
+    async def source() -> AsyncIterator[tuple[str, str]]:
+        sent: dict[str, str] = {}
+        while True:
+            began = time.monotonic()
+            values = await run_in_threadpool(_values, request)
+            spent = time.monotonic() - began
+            for name in ("queue", "list"):
+                text = render_part(request, f"runs_{name}.html", **values)
+                if sent.get(name) != text:
+                    sent[name] = text
+                    yield name, text
+            # Many runs take long to read: a tenth of the time at most.
+            await asyncio.sleep(max(_LOOK_SECONDS, 9.0 * spent))
+
+    return stream(source())
+
+
+def new(request: Request) -> Response:
+    """Return the form of a new run, and the answer of its dry run once the form is complete."""
+    values = dict(request.query_params)
+    shared = services(request)
+    asked, fields = _read_form(request, values)
+    job, result, error = None, None, None
+    if asked is not None:
+        arguments = {
+            "recipe": asked.recipe,
+            "config": asked.config,
+            "output": asked.output,
+            "cpu": asked.cpu,
+            "version": [_version(Path(asked.recipe)), _version(Path(asked.config))],
+        }
+        job = shared.jobs.submit("runs:dry_run", arguments, group=group_of(request, "dry-run"))
+        result, error = job.result, job.error
+    return render(
+        request,
+        "run_new.html",
+        page=page,
+        command=asked.command() if asked is not None else (),
+        refresh=job is not None and not job.state.ended,
+        fields=fields,
+        values=values,
+        request_of_run=asked,
+        job=job,
+        result=result,
+        error=error,
+    )
+
+
+def _version(path: Path) -> list[float]:
+    with contextlib.suppress(OSError):
+        seen = path.stat()
+        return [seen.st_mtime, seen.st_size]
+    return []
+
+
+def _read_form(request: Request, values: Mapping[str, str]) -> tuple[RunRequest | None, tuple[Field, ...]]:
+    """Return the run that a form describes, with absolute paths, or None, and the form's fields."""
+    roots = services(request).roots
+    fields = record_fields(RunRequest, values)
+    files = tuple(roots.files(_FILES))
+    fields = tuple(
+        replace(field, suggestions=files) if field.name in ("recipe", "config") else field for field in fields
+    )
+    if not values.get("recipe") and not values.get("config"):
+        return None, fields
+    asked, fields = parse_record(RunRequest, fields)
+    if asked is None:
+        return None, fields
+    places: dict[str, Any] = {}
+    for name in ("recipe", "config", "output"):
+        try:
+            places[name] = _place(roots, asked, name)
+        except ConfigError as error:
+            fields = tuple(
+                replace(field, error=error.message) if field.name == name else field for field in fields
+            )
+    if len(places) < 3:
+        return None, fields
+    return replace(asked, **places), fields
+
+
+def _place(roots: Roots, asked: RunRequest, name: str) -> str:
+    if name != "output":
+        return str(roots.resolve(getattr(asked, name)))
+    if asked.output:
+        return str(roots.resolve(asked.output, exists=False, parents=False))
+    first = next(iter(roots.folders.values()))
+    return str(first / "runs" / Path(asked.recipe).stem)
+
+
+async def add(request: Request) -> Response:
+    """Append the run of a form to the queue."""
+    form = await request.form()
+    values = {name: str(value) for name, value in form.items()}
+    return await run_in_threadpool(_add, request, values)
+
+
+def _add(request: Request, values: Mapping[str, str]) -> Response:
+    asked, fields = _read_form(request, values)
+    error = None
+    if asked is not None:
+        try:
+            services(request).queue.queue.submit(asked)
+            return RedirectResponse("/runs", 303)
+        except FsdptoolError as problem:
+            fields, found = with_error(fields, problem)
+            error = None if found else problem
+    return render(
+        request,
+        "run_new.html",
+        page=page,
+        status=400,
+        command=asked.command() if asked is not None else (),
+        fields=fields,
+        values=values,
+        request_of_run=asked,
+        job=None,
+        result=None,
+        error=error,
+    )
+
+
+async def act(request: Request) -> Response:
+    """Change an entry of the queue, and return to the page that asked."""
+    form = await request.form()
+    entry, action = int(request.path_params["entry"]), str(form.get("act", ""))
+    await run_in_threadpool(_act, request, entry, action)
+    return RedirectResponse("/runs", 303)
+
+
+def _act(request: Request, entry: int, action: str) -> None:
+    queue = services(request).queue.queue
+    simple: Mapping[str, Callable[[int], object]] = {
+        "hold": queue.hold,
+        "release": queue.release,
+        "cancel": queue.cancel,
+        "remove": queue.remove,
+        "stop": queue.stop,
+        "kill": queue.kill,
+        "resume": queue.resume,
+    }
+    if action in simple:
+        simple[action](entry)
+    elif action in ("up", "down", "first", "last"):
+        queue.move(entry, cast(Direction, action))
+    elif action == "resume-first":
+        queue.resume(entry, first=True)
+    else:
+        raise ConfigError(f"{action!r} is not an action of the queue", help="use the buttons of the page")
+
+
+def new_address(**values: str) -> str:
+    """Return the address of the form of a new run with these values."""
+    return f"/runs/new?{urlencode(values)}"
+
+
+routes = [
+    Route("/runs", show),
+    Route("/runs/events", events),
+    Route("/runs/new", new),
+    Route("/runs/add", add, methods=["POST"]),
+    Route("/runs/entry/{entry:int}", act, methods=["POST"]),
+]

@@ -1,0 +1,245 @@
+"""The server: bound to loopback, opened by a one-time address, ended by Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import sys
+import webbrowser
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fsdptool.errors import ConfigError
+from fsdptool.web.app import build_app
+from fsdptool.web.jobs import Jobs
+from fsdptool.web.roots import Roots
+from fsdptool.web.scheduling import QueueRunner
+from fsdptool.web.security import OPEN_PATH, Limits, Policy
+from fsdptool.web.session import Session
+
+HEADER_SECONDS = 10.0
+"""Time in which a client must send the head of a request."""
+CONNECTIONS = 100
+"""Connections and requests that are served at once."""
+SHORTEST_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the interface listens.
+
+    Attributes:
+        host: An address of this machine.
+        port: 0 takes a free one.
+        token: Token that opens the interface repeatedly. Required where ``host`` is not loopback.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8400
+    token: str | None = None
+
+    def check(self) -> None:
+        """Refuse addresses that other machines can reach, unless there is a token.
+
+        Raises:
+            ConfigError: The address is not served; the message says why.
+        """
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            raise ConfigError(
+                f"--host {self.host!r} is not an address", help="leave it out, or give an IP address"
+            ) from None
+        if self.token is not None and len(self.token) < SHORTEST_TOKEN:
+            raise ConfigError(
+                f"--token has {len(self.token)} characters; at least {SHORTEST_TOKEN} are required",
+                help="python -c 'import secrets; print(secrets.token_urlsafe())' makes one",
+            )
+        if address.is_loopback:
+            return
+        if address.is_unspecified:
+            raise ConfigError(
+                f"--host {self.host} stands for every address of this machine",
+                help="give the address by which browsers reach it, so that other host names are refused",
+            )
+        if self.token is None:
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines",
+                help="leave --host out and use an SSH tunnel, or give --token as well",
+            )
+
+
+def listen(address: Address) -> socket.socket:
+    """Return a socket that listens on an address.
+
+    Raises:
+        ConfigError: The address is refused or in use.
+    """
+    address.check()
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address.host, address.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port {address.port} of {address.host} cannot be opened: {error.strerror}",
+            help="--port 0 takes a free port; another fsdptool ui may be running",
+        ) from error
+    listener.listen(128)
+    return listener
+
+
+class Interface:
+    """One server and its addresses.
+
+    Args:
+        roots: The folders that pages may read and write.
+        address: Where to listen.
+        announce: Is called with an address that opens the interface, at the start and whenever one was used.
+        limits: How much a client may take.
+        header_seconds: Time in which a client must send the head of a request.
+        queue: The queue of runs; that of this machine by default.
+
+    Attributes:
+        port: The port that is listened on.
+
+    Raises:
+        ConfigError: The address is refused or in use.
+    """
+
+    def __init__(
+        self,
+        roots: Roots,
+        address: Address,
+        *,
+        announce: Callable[[str], None],
+        limits: Limits | None = None,
+        header_seconds: float = HEADER_SECONDS,
+        queue: QueueRunner | None = None,
+    ) -> None:
+        self._socket = listen(address)
+        self.port: int = self._socket.getsockname()[1]
+        self._address, self._announce = address, announce
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        self._origin = f"{host}:{self.port}"
+        names = {self._origin, f"localhost:{self.port}"} if _is_loopback(address.host) else {self._origin}
+        self._session = _AnnouncingSession(self.port, address.token)
+        self._session.used = lambda: announce(self.new_address())
+        self.jobs = Jobs()
+        app = build_app(Policy(self._session, frozenset(names), limits or Limits()), roots, self.jobs, queue)
+        self.server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=_protocol(header_seconds),
+                ws="none",
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=CONNECTIONS,
+                timeout_keep_alive=15,
+                # Streams of events end with the server.
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    def new_address(self) -> str:
+        """Return an address that opens the interface: once, unless the token was given."""
+        token = self._address.token or self._session.new_token()
+        return f"http://{self._origin}{OPEN_PATH}?token={token}"
+
+    def run(self, *, browser: bool = False, warm: bool = True) -> None:
+        """Serve until Ctrl-C or SIGTERM.
+
+        Args:
+            browser: Whether to open a browser.
+            warm: Whether to load PyTorch in the background at once.
+        """
+        first = self.new_address()
+        self._announce(first)
+        if warm:
+            self.jobs.submit("warm:load", {})
+        try:
+            # uvicorn raises the signal that ended it again (0.54, Server.capture_signals).
+            with contextlib.suppress(KeyboardInterrupt):
+                asyncio.run(self._serve(first if browser else None))
+        finally:
+            self.jobs.close()
+
+    async def _serve(self, opened: str | None) -> None:
+        if opened is not None:
+            asyncio.get_running_loop().run_in_executor(None, _open_browser, opened)
+        await self.server.serve(sockets=[self._socket])
+
+
+class _AnnouncingSession(Session):
+    """A session that tells when a one-time address was used, so that there is another one."""
+
+    used: Callable[[], None]
+
+    def redeem(self, token: str) -> bool:
+        right = super().redeem(token)
+        if right and self.fixed_token is None:
+            self.used()
+        return right
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
+
+
+def _open_browser(address: str) -> None:
+    try:
+        webbrowser.open(address)
+    except webbrowser.Error as error:
+        sys.stderr.write(f"no browser could be opened: {error}\n")
+
+
+def _protocol(seconds: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with a time limit for the head of every request.
+
+    uvicorn 0.54 ends a connection that is idle after an answer, but waits without limit for a head that has
+    begun, or for the first one.
+    """
+
+    class HeadLimited(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _watch(self) -> None:
+            if self.conn.their_state is not h11.IDLE:
+                self._stop()
+            elif self._timer is None:
+                self._timer = self.loop.call_later(seconds, self._end)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _end(self) -> None:
+            self._timer = None
+            if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+                self.transport.close()
+
+    return HeadLimited

@@ -1,0 +1,127 @@
+"use strict";
+// The curves of a run: drawn by uPlot from columns that the server has thinned out, renewed by the stream.
+(function () {
+  const place = document.getElementById("curves");
+  if (!place || !window.uPlot) return;
+  const charts = {};
+  let shown = null;
+
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const figure = (value) => (value == null ? "" : Number(value.toPrecision(4)).toLocaleString("en"));
+  const bytes = (value) => {
+    if (value == null) return "";
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let power = 0;
+    while (value >= 1024 && power < units.length - 1) {
+      value /= 1024;
+      power += 1;
+    }
+    return `${Number(value.toPrecision(3))} ${units[power]}`;
+  };
+
+  function evaluations(data) {
+    const values = new Map(data.evaluations);
+    let next = 0;
+    const steps = [...values.keys()].sort((a, b) => a - b);
+    // A point stands for several steps: an evaluation belongs to the point that contains its step.
+    return data.step.map((step) => {
+      let value = null;
+      while (next < steps.length && steps[next] <= step) value = values.get(steps[next++]);
+      return value;
+    });
+  }
+
+  const KINDS = {
+    loss: {
+      title: "Loss",
+      columns: (data) => [data.step, data.highest, data.lowest, data.loss, evaluations(data)],
+      series: () => [
+        {label: "step"},
+        {label: "highest", stroke: "transparent", points: {show: false}},
+        {label: "lowest", stroke: "transparent", points: {show: false}},
+        {label: "loss", stroke: color("--accent"), width: 1.8, points: {show: false}},
+        {label: "validation", stroke: color("--gathered"), width: 0, points: {show: true, size: 8, fill: color("--gathered")}},
+      ],
+      bands: () => [{series: [1, 2], fill: `color-mix(in srgb, ${color("--accent")} 22%, transparent)`}],
+      format: figure,
+    },
+    rate: {
+      title: "Throughput",
+      columns: (data) => [data.step, data.rate.map((value, index) => (index ? value : null))],
+      series: (data) => [{label: "step"}, {label: `${data.unit}/s`, stroke: color("--accent"), width: 1.8, points: {show: false}}],
+      format: figure,
+      zero: true,
+    },
+    memory: {
+      title: "Memory of rank 0",
+      columns: (data) => [data.step, data.memory, data.step.map(() => data.planned)],
+      series: () => [
+        {label: "step"},
+        {label: "measured", stroke: color("--accent"), width: 1.8, spanGaps: true},
+        {label: "planned peak", stroke: color("--outside"), width: 1.6, dash: [6, 4], points: {show: false}},
+      ],
+      format: bytes,
+      increments: Array.from({length: 50}, (_, power) => 2 ** power),
+      zero: true,
+    },
+  };
+
+  function make(name, data, holder) {
+    const kind = KINDS[name];
+    const axis = {stroke: color("--soft"), grid: {stroke: color("--line"), width: 1}, ticks: {stroke: color("--line"), width: 1}};
+    const section = document.createElement("section");
+    const heading = document.createElement("h2");
+    heading.textContent = kind.title;
+    const box = document.createElement("div");
+    box.className = "curve-box";
+    box.setAttribute("role", "img");
+    section.append(heading, box);
+    holder.replaceChildren(section);
+    const chart = new uPlot(
+      {
+        width: Math.max(box.clientWidth, 200),
+        height: 230,
+        scales: {x: {time: false}, y: kind.zero ? {range: (_, low, high) => [0, (high || 1) * 1.05]} : {}},
+        series: kind.series(data).map((one, index) => (index ? {...one, value: (_, value) => kind.format(value)} : one)),
+        bands: kind.bands ? kind.bands() : [],
+        axes: [axis, {...axis, size: 84, ...(kind.increments ? {incrs: kind.increments} : {}), values: (_, ticks) => ticks.map(kind.format)}],
+        cursor: {drag: {x: true, y: false}},
+      },
+      kind.columns(data),
+      box,
+    );
+    new ResizeObserver(() => {
+      if (box.clientWidth && box.clientWidth !== chart.width) chart.setSize({width: box.clientWidth, height: 230});
+    }).observe(box);
+    return chart;
+  }
+
+  function draw(data) {
+    shown = data;
+    if (data.step.length < 2) return;
+    for (const name of Object.keys(KINDS)) {
+      if (name === "memory" && !data.memory.some((value) => value != null)) continue;
+      const holder = place.querySelector(`[data-chart="${name}"]`);
+      if (charts[name]) charts[name].setData(KINDS[name].columns(data));
+      else charts[name] = make(name, data, holder);
+      const known = KINDS[name].columns(data)[name === "loss" ? 3 : 1].filter((value) => value != null);
+      holder.querySelector(".curve-box").setAttribute(
+        "aria-label",
+        `${KINDS[name].title}, step ${data.step[0]} to ${data.step.at(-1)}: ${KINDS[name].format(known[0])} to ${KINDS[name].format(known.at(-1))}`,
+      );
+    }
+    place.dataset.points = data.step.length;
+  }
+
+  document.addEventListener("htmx:sseMessage", (event) => {
+    if (event.detail.type === "points") draw(JSON.parse(event.detail.data));
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const name of Object.keys(charts)) {
+      charts[name].destroy();
+      delete charts[name];
+    }
+    if (shown) draw(shown);
+  });
+  fetch(place.dataset.curve).then((answer) => (answer.ok ? answer.json().then(draw) : null));
+})();
