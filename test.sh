@@ -1,15 +1,26 @@
 #!/bin/sh
 # Check formatting, lint and types, then run the tests, in the same environment as run.sh.
-# --quick (the first argument) omits the tests that are marked distributed or slow and takes about four
+# --quick (the first argument) omits the tests that are marked distributed or slow and takes about five
 # minutes on two cores. Other arguments are passed to pytest.
 group=dev
 . "$(dirname -- "$0")/environment.sh"
 cd "$root"
+# The tests start hundreds of processes: without its bytecode each of them would compile the package again.
+unset PYTHONDONTWRITEBYTECODE
 if [ "${1:-}" = --quick ]; then
     shift
     set -- -m "not distributed and not slow" "$@"
 fi
 ruff format --check .
 ruff check .
-mypy
-exec python -m pytest -n 2 --dist loadgroup "$@"
+# mypy runs beside the first tests; its output is printed after theirs.
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+mypy >"$output" 2>&1 &
+types=$!
+status=0
+# Three workers: tests of several processes spend a third of their time waiting for one another.
+python -m pytest -n 3 --dist loadgroup "$@" || status=$?
+wait "$types" || status=$?
+cat "$output"
+exit "$status"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,17 @@ os.environ.update(
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(Path(_SCRATCH.name, "hf")),
         "XDG_CACHE_HOME": str(Path(_SCRATCH.name, "cache")),
+        "XDG_STATE_HOME": str(Path(_SCRATCH.name, "state")),
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
     }
 )
+# After them: importing the package must not import a library first.
+from fsdptool.garbage import collect_seldom  # noqa: E402
+
+collect_seldom()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,14 +37,21 @@ def scratch_folders() -> Iterator[None]:
     _SCRATCH.cleanup()
 
 
-SHARED = ("pool", "trained", "undisturbed", "qlora")
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Let Ctrl-C reach the tests also where a shell started them in its background and has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SHARED = ("pool", "seen", "watched_run", "watched_doctor", "undisturbed", "qlora")
 """Fixtures that start processes for several tests. Each worker that runs such a test makes its own."""
 
 
 # First, because xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that share an expensive fixture on one worker, and mark those with a pool of ranks.
+    """Keep the tests that share an expensive fixture on one worker, and mark them as distributed.
 
     Two pools would only take turns on two cores, and two workers would make the same runs twice.
     """
@@ -46,5 +59,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
         if shared is not None:
             item.add_marker(pytest.mark.xdist_group("ranks" if shared == "pool" else shared))
-        if shared == "pool":
             item.add_marker(pytest.mark.distributed)

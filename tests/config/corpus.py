@@ -64,6 +64,7 @@ def verdict(path: Path) -> dict[str, Any]:
         "fsdp_version": found.version,
         "errors": [f"{item.line or 0}:{item.code}" for item in counted if item.severity == "error"],
         "warnings": [f"{item.line or 0}:{item.code}" for item in counted if item.severity == "warning"],
+        "notes": [f"{item.line or 0}:{item.code}" for item in found.diagnostics if item.severity == "info"],
         "changes": sorted({item.fix.description for item in counted if item.fix is not None}),
         "why": next(
             (item.message for item in counted if item.severity == "error" and item.fix is None), None

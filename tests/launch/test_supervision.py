@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,9 +16,10 @@ import pytest
 
 from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.outcome import Outcome, is_running
+from fsdptool.launch.outcome import Outcome
 from fsdptool.launch.supervise import Supervisor
 from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.progress import is_running
 from fsdptool.runs.signals import handle_stop_signals
 
 PLAY = Path(__file__).with_name("play_workers.py")
@@ -91,6 +93,43 @@ def test_the_cause_is_named_before_its_symptoms(stage: Stage) -> None:
     assert outcome.failure.rank == 1, "a closed connection is what a death looks like from outside"
 
 
+def test_a_restart_that_follows_at_once_is_explained_by_its_cause(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor sees the next attempt before it has looked at the dead rank twice."""
+    monkeypatch.setattr(supervise, "POLL_SECONDS", 1.0)
+    assert stage.play("symptom", "die", "then", "finish", "finish").status == "completed"
+    (restart,) = [event for event in stage.told if event["kind"] == "restarted"]
+    assert restart["failure"].startswith("rank 1 (process "), restart
+
+
+@pytest.mark.parametrize(
+    ("survivor", "silent", "said"),
+    [
+        ("gives up", "freezes", r"no progress since training \(step 7\), \d+ s ago; its process is stopped"),
+        ("gives up", "sleeps", r"no progress since training \(step 7\), \d+ s ago; rank 0 gave up"),
+        ("aborts", "freezes", r"no progress since training \(step 7\), \d+ s ago; its process is stopped"),
+    ],
+)
+def test_a_hang_names_the_silent_rank_not_the_one_that_gave_up(
+    stage: Stage, survivor: str, silent: str, said: str
+) -> None:
+    outcome = stage.play(survivor, silent)
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 1
+    assert re.match(rf"rank 1: {said}", outcome.failure.message), outcome.failure.message
+    assert outcome.failure.help is not None
+    assert "rank-00001.log" in outcome.failure.help
+    assert outcome.failure.exit_code == 4
+    assert gone(stage, 2)
+
+
+def test_a_timeout_without_a_silent_rank_is_the_reporters(stage: Stage) -> None:
+    outcome = stage.play("gives up", "gives up")
+    assert outcome.failure is not None
+    assert re.match(r"rank [01]: Timed out waiting", outcome.failure.message)
+
+
 def test_an_error_of_the_persons_making_keeps_its_exit_code_and_help(stage: Stage) -> None:
     outcome = stage.play("deaf", "refuse")
     assert outcome.failure is not None
@@ -127,7 +166,8 @@ def test_a_signal_to_one_rank_is_seen_by_its_flag(stage: Stage, number: signal.S
 def test_a_second_signal_to_the_parent_ends_everything_at_once(stage: Stage) -> None:
     def twice(pids: dict[int, int]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
+        while not any(event["kind"] == "stop_requested" for event in stage.told):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
     stage.when_training(2, twice)
@@ -136,8 +176,8 @@ def test_a_second_signal_to_the_parent_ends_everything_at_once(stage: Stage) -> 
 
 
 def test_a_launcher_that_a_stop_ends_before_any_step_can_be_resumed(stage: Stage) -> None:
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
-    outcome = stage.supervise(sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(9)")
+    program = "import os, signal; os.kill(os.getppid(), signal.SIGUSR1); raise SystemExit(9)"
+    outcome = stage.supervise(sys.executable, "-c", program)
     assert outcome.status == "stopped"
 
 
@@ -168,12 +208,13 @@ def test_a_full_disk_is_said_by_a_rank_that_can_write_nothing(stage: Stage) -> N
 
 
 def test_a_second_signal_to_a_rank_ends_it(stage: Stage) -> None:
-    def twice(pids: dict[int, int]) -> None:
-        os.kill(pids[0], signal.SIGTERM)
-        time.sleep(5.5)
-        os.kill(pids[0], signal.SIGTERM)
+    def insist(pids: dict[int, int]) -> None:
+        # Those of the first five seconds count as echoes of the first one.
+        while is_running(pids[0]):
+            os.kill(pids[0], signal.SIGTERM)
+            time.sleep(1.0)
 
-    stage.when_training(1, twice)
+    stage.when_training(1, insist)
     outcome = stage.play("deaf")
     assert outcome.failure is not None
     assert outcome.failure.rank == 0

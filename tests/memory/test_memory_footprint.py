@@ -154,18 +154,17 @@ def test_an_unchecked_torch_is_unverified() -> None:
 @pytest.mark.slow
 def test_shortened_and_full_depth_agree() -> None:
     """Forty blocks from four are forty blocks traced, to the byte."""
-    from fsdptool.memory.tracing import layer_extrapolation as depth
-    from fsdptool.memory.tracing import make_trace as building
+    from fsdptool.memory.tracing import reduced_depth
 
     case = Case(overrides={**LLAMA, "num_hidden_layers": 40})
     short = case.trace()
     assert [(repeat.traced, repeat.total) for repeat in short.repeats] == [(4, 40)]
-    original = depth.shorten
-    building.shorten = lambda model, periods: ()  # type: ignore[assignment]
+    original = reduced_depth.shorten
+    reduced_depth.shorten = lambda model, periods: ()  # type: ignore[assignment]
     try:
         full = case.trace()
     finally:
-        building.shorten = original
+        reduced_depth.shorten = original
     assert not full.repeats
     assert case.simulate(short) == case.simulate(full)
 

@@ -88,9 +88,9 @@ CASES: dict[str, Case] = {
     "every second": Case(settings=RECOMPUTE, **EVERY_SECOND),
     "every second matmul": Case(settings=RECOMPUTE, **policy("selective:every-2-matmuls")),
     "three policies, shortened": Case(
-        overrides=LLAMA | {"num_hidden_layers": 19},
+        overrides=LLAMA | {"num_hidden_layers": 16},
         settings=RECOMPUTE,
-        **policy("6*full+7*selective:attention,matmul#5+6*none"),
+        **policy("5*full+6*selective:attention,matmul#5+5*none"),
     ),
     "kept after forward": Case(settings={"reshard_after_forward": False}),
     "a peak in forward": Case(

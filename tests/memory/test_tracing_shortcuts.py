@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdptool.memory.tracing import make_trace as tracing
+from fsdptool.memory.tracing import reduced_depth
 from fsdptool.memory.tracing.fake_mode import TracingMode
+from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import _pattern
 from fsdptool.memory.tracing.tracer import trace
-from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
-from fsdptool.records.trace import Trace
+from fsdptool.records.trace import Segment, Trace
 from fsdptool.source import resolve
 
 SETTINGS = FsdpSettings(mixed_precision="bf16", activation_checkpointing=True)
@@ -29,23 +31,23 @@ def traced(micro_batch: int) -> Trace:
 
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tracing, "_EXTRAPOLATES", set())
+    monkeypatch.setattr(reduced_depth, "_extrapolates", {})
     yield
 
 
 @pytest.mark.usefixtures("nothing_known")
 def test_a_further_micro_batch_is_traced_at_one_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    real = tracing.run_trace
+    real = reduced_depth.run_trace
 
     def counted(*args: Any, **kwargs: Any) -> Trace:
         runs.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(tracing, "run_trace", counted)
+    monkeypatch.setattr(reduced_depth, "run_trace", counted)
     alone = traced(2)
     both = len(runs)
-    tracing._EXTRAPOLATES.clear()
+    reduced_depth._extrapolates.clear()
     traced(1)
     runs.clear()
     assert traced(2) == alone
@@ -100,3 +102,82 @@ def test_patterns_are_those_of_a_comparison_of_all_blocks() -> None:
         seen += expected is not None
         assert (found and (found.prefix, found.period, found.length)) == expected
     assert seen > 100
+
+
+SMALL_EXPERTS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "num_experts_per_tok": 2,
+}
+MIXTURES: dict[str, tuple[str, dict[str, Any], bool, str]] = {
+    "qwen3-moe": ("qwen3-moe:30b-a3b", {"num_experts": 8}, True, "full"),
+    "mixtral": ("mixtral:8x7b", {}, False, "full"),
+    "granite": ("granitemoe:3.0-1b-a400m", {"num_local_experts": 8}, True, "full"),
+    "gpt-oss, LoRA": ("gpt-oss:20b", {"num_local_experts": 8}, True, "lora"),
+}
+
+
+def comparable(trace: Trace) -> Trace:
+    """Return a trace with its names in full: the order of the vocabulary does not matter."""
+    return replace(trace, vocabulary=(), names=tuple(trace.vocabulary[name] for name in trace.names))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_loss_over_all_layers_is_that_of_the_full_depth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, sizes, checkpointing, method = MIXTURES[name]
+    overrides = {**SMALL_EXPERTS, **sizes, "num_hidden_layers": 20}
+    settings = replace(SETTINGS, activation_checkpointing=checkpointing)
+    spec = resolve(reference, overrides=overrides)
+
+    def at(micro_batch: int) -> Trace:
+        recipe = Recipe(
+            ModelChoice(reference, overrides=overrides),
+            method=Method(method),
+            batch=Batch(micro_batch=micro_batch, sequence_length=64),
+        )
+        return trace(spec, recipe, settings, use_cache=False)
+
+    first, second = at(1), at(2)
+    assert any(isinstance(known, GrowthRule) for known in reduced_depth._extrapolates.values())
+    assert not first.repeats and not second.repeats
+    monkeypatch.setattr(reduced_depth, "_extrapolates", {})
+    monkeypatch.setattr(reduced_depth, "_learn", lambda *_: False)
+    assert comparable(at(1)) == comparable(first)
+    assert comparable(at(2)) == comparable(second)
+
+
+def stack(layers: int, size: Callable[[int], int]) -> Trace:
+    """Return a trace of layers that each keep a tensor, and of a stack of them that ``size`` measures."""
+    segments, sizes, events = [Segment("start", "")], [], []
+    for layer in range(layers):
+        sizes.append(64)
+        segments.append(Segment("enter", f"layers.{layer}", (len(sizes),)))
+        events.append(-len(sizes))
+    sizes.append(size(layers))
+    segments.append(Segment("end", "", (len(sizes), *events, -len(sizes)), bytes_moved=size(layers)))
+    return Trace(
+        profile="cuda",
+        compute_dtype="bfloat16",
+        segments=tuple(segments),
+        sizes=tuple(sizes),
+        kinds=(0,) * len(sizes),
+        names=(0,) * len(sizes),
+        vocabulary=("stack",),
+    )
+
+
+def test_what_grows_linearly_is_predicted_and_nothing_else() -> None:
+    linear, quadratic = [
+        [stack(layers, size) for layers in (3, 4, 6, 40)] for size in (lambda n: 64 * n, lambda n: 64 * n * n)
+    ]
+    rule = GrowthRule.learn(*linear[:3], 3, ["layers"])
+    assert rule is not None
+    assert rule.apply(*linear[:2], 37) == linear[3]
+    assert GrowthRule.learn(*quadratic[:3], 3, ["layers"]) is None
+    assert rule.apply(linear[0], replace(linear[1], segments=linear[1].segments[:-1]), 37) is None

@@ -24,6 +24,8 @@ from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 from fsdptool.testing.families import small_batch, small_model
 
+pytestmark = pytest.mark.slow
+
 SPECS = (
     TensorSpec("mask", (2, 6), "int64", "constant", values=(1, 1, 1, 1)),
     TensorSpec("states", (2, 6, 8), "float32", "normal"),

@@ -13,6 +13,8 @@ from fsdptool.families.objectives import CausalLM, MaskedLM, Seq2Seq
 from fsdptool.families.protocol import Objective
 from fsdptool.families.registry import load_registry
 from fsdptool.families.synthetic import shrink
+from fsdptool.modeling.objective import add_validation_loss
+from fsdptool.report.train import validation_text
 
 
 def _small(
@@ -119,6 +121,16 @@ def test_load_balance_is_transformers(family: str) -> None:
     assert metrics["expert_load"].sum().item() == 32 * layers * top
     assert not metrics["expert_load"].requires_grad
     assert plain.metrics(plain.predict(model, batch), batch) == {}
+    validation = torch.zeros(2, dtype=torch.float64)
+    sums: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        add_validation_loss(model, objective, batch, validation, sums)
+    items = validation[1].item()
+    loss, part = validation[0].item() / items, sums["auxiliary_loss"].item() / items
+    said = validation_text({"loss": loss, "metrics": {"auxiliary_loss": part}})
+    assert said.startswith(f"{loss:.4f}, of which {0.5 * outputs.aux_loss.item():.4f} is the routers'")
+    assert loss - part == pytest.approx(without.item() / items, rel=1e-4)
+    assert validation_text({"loss": loss, "metrics": {}}) == f"{loss:.4f}"
 
 
 def test_routers_learn_from_the_load_balance() -> None:

@@ -118,6 +118,20 @@ def test_a_bad_cluster_file_is_one_line(tmp_path: Path, text: str, message: str)
     assert "\n" not in caught.value.message
 
 
+def test_all_mistakes_of_a_cluster_file_are_reported_with_the_nearest_keys(tmp_path: Path) -> None:
+    path = tmp_path / "offer.yaml"
+    path.write_text("gpu: L4-24GB\ngpu_per_node: 2\nprice: 3\n")
+    with pytest.raises(ConfigError) as refused:
+        read_cluster(path)
+    mistakes = [refused.value, *refused.value.others]
+    assert {item.message.removeprefix(f"{path}: ") for item in mistakes} == {
+        "gpus_per_node is missing",
+        "unknown key 'gpu_per_node'",
+        "unknown key 'price'",
+    }
+    assert "did you mean gpus_per_node?" in [item.help for item in mistakes]
+
+
 def test_the_cluster_schema_repeats_the_gpu_schema() -> None:
     assert load_schema("cluster")["$defs"]["GpuEntry"] == load_schema("gpus")["$defs"]["GpuEntry"]
 

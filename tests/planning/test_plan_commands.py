@@ -53,7 +53,7 @@ def test_a_plan_is_a_valid_document_and_says_what_it_knows(
     plan = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "128", "--no-search"])
     jsonschema.validate(plan, load_schema("plan"))
     assert plan["verdict"] == "fits"
-    assert plan["chosen"] == "asked"
+    assert plan["chosen"] == "requested"
     asked = plan["candidates"][0]
     known = {item["name"]: item for item in asked["components"]}
     assert known["parameters"]["basis"] == "exact"
@@ -183,11 +183,11 @@ def test_offers_are_compared_by_price(model: str, tmp_path: Path, capsys: pytest
         (tmp_path / f"{name}.yaml").write_text(text)
     clusters = ["--cluster", str(tmp_path / "fast.yaml"), "--cluster", str(tmp_path / "cheap.yaml")]
     arguments = ["plan", model, *clusters, "--seq-len", "64", "--no-search"]
-    assert document(capsys, [*arguments, "--prefer", "price"])["chosen"] == "asked1"
+    assert document(capsys, [*arguments, "--prefer", "price"])["chosen"] == "requested1"
     plan = document(capsys, [*arguments, "--prefer", "speed", "--steps", "1000"])
     offers = plan["details"]["offers"]
     assert [offer["name"] for offer in offers] == ["fast", "cheap"]
-    assert [offer["candidate"] for offer in offers] == ["asked0", "asked1"]
+    assert [offer["candidate"] for offer in offers] == ["requested0", "requested1"]
     assert [offer["price_per_hour"] for offer in offers] == [180.0, 0.4]
     for offer, item in zip(offers, plan["candidates"], strict=True):
         assert offer["run_seconds"] == pytest.approx(1000 * item["step_seconds"])
@@ -218,7 +218,7 @@ def test_a_saved_plan_checks_and_says_what_changed(
     assert run(["plan", "--check", str(path)]) == 1
     told = capsys.readouterr().out
     assert re.search(r"^libraries.torch +1\.0 ", told, re.MULTILINE)
-    assert "asked allocated_peak_bytes" in told
+    assert "requested allocated_peak_bytes" in told
 
 
 def test_a_check_notices_a_changed_model(
@@ -504,7 +504,7 @@ def test_sequences_that_cannot_be_split_are_no_candidates(
         ([*HARDWARE, "--lora-rank", "0"], "--lora-rank must be at least 1"),
         ([*HARDWARE, "--lora-rank", "100000000"], "larger than the width of any layer"),
         ([*HARDWARE, "--method", "distillation"], "needs a teacher"),
-        ([*HARDWARE, "-o", "plan.pdf"], "written as .json or .html"),
+        ([*HARDWARE, "-o", "plan.pdf"], "written as .json, .html or .svg"),
         ([*HARDWARE, "--override", "hidden_size"], "is not KEY=VALUE"),
         ([*HARDWARE, "--cluster", "x.yaml"], "both --cluster and --gpu"),
         (["--profile", "cpu-gloo", "--gpu", "h100"], "has no GPU"),

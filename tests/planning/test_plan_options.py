@@ -139,7 +139,15 @@ def test_options_reach_the_records_they_set() -> None:
     assert inputs.fixed == ("checkpointing", "cpu_offload", "mesh", "reshard_after_forward", "wrap")
 
 
-def test_an_unknown_option_is_refused_with_the_list() -> None:
-    with pytest.raises(PlanError, match="plan has no option 'gpuz'") as refused:
-        fsdptool.plan("gpt2:small", gpuz=4)  # type: ignore[call-arg]
-    assert "gpus" in (refused.value.help or "")
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("gpuz", "did you mean gpu?"),
+        ("seq_len", "did you mean sequence_length?"),
+        ("no_offload", "did you mean offload?"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest(word: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"plan has no option '{word}'") as refused:
+        fsdptool.plan("gpt2:small", **{word: 4})
+    assert refused.value.__notes__ == [f"help: {advice}"]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_family"
 DIALECT = Path(__file__).parents[2] / "examples" / "third_party_dialect"
 

@@ -23,9 +23,10 @@ from fsdptool.records.plan import (
     SearchPoint,
 )
 from fsdptool.records.trace import ColourGroup, Component
+from fsdptool.report.curve import curve
 from fsdptool.report.html import plan_page
+from fsdptool.report.html_charts import plan_picture
 from fsdptool.report.plan import print_plan
-from fsdptool.report.plan_words import curve
 
 NASTY = '<script>alert("x")</script>'
 GIB = 2**30
@@ -209,6 +210,54 @@ def test_the_curve_of_the_page_is_stacked_by_group(document: dict[str, Any]) -> 
     assert lower[: len(timeline)] == upper[: len(timeline) - 1 : -1]
 
 
+def test_the_peak_is_on_the_curve(document: dict[str, Any]) -> None:
+    shown = document["candidates"][0]
+    shown["allocated_peak_bytes"] = 44 * GIB
+    page = plan_page(document)
+    assert page.count('class="peak"') == 2, "for a wide screen and for a narrow one"
+    for chart in re.findall(r'<svg [^>]*class="timeline-.*?</svg>', page):
+        outline = re.findall(r'polyline class="stroke" points="([^"]*)"', chart)[0]
+        points = [point.split(",") for point in outline.split()]
+        ((x, y),) = re.findall(r'class="peak" cx="([^"]*)" cy="([^"]*)"', chart)
+        assert [x, y] in points
+        assert float(y) == min(float(point[1]) for point in points)
+        assert "44.0 GiB</text>" in chart
+
+
+def test_candidates_that_do_not_fit_have_a_strip_of_their_own(document: dict[str, Any]) -> None:
+    document["candidates"][1]["device_total_bytes"] = 600 * GIB
+    for chart in re.findall(r'<svg [^>]*class="scatter-.*?</svg>', plan_page(document)):
+        assert "1 does not fit: 600.0 GiB" in chart
+        ticks = [float(text) for text in re.findall(r">(\d+) GiB</text>", chart)]
+        assert ticks == [0, 20, 40, 60, 80][1:]
+        heights = [float(y) for y in re.findall(r'class="p-(?:on|chosen)" cx="[^"]*" cy="([^"]*)"', chart)]
+        (over,) = re.findall(r'class="p-over" cx="[^"]*" cy="([^"]*)"', chart)
+        assert float(over) < min(heights)
+        assert max(heights) - min(heights) > 25
+        assert "tokens per second (estimate)" in chart
+
+
+def test_the_page_names_the_classes_that_are_wrapped(
+    document: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    document["details"]["wrap_classes"] = ["LlamaDecoderLayer"]
+    document["candidates"][0]["settings"]["wrap_classes"] = []
+    assert "<td>LlamaDecoderLayer</td>" in plan_page(document)
+    print_plan(document, explain=True)
+    assert "LlamaDecoderLayer" in capsys.readouterr().out
+
+
+def test_a_picture_is_one_image_and_names_never_become_markup(document: dict[str, Any]) -> None:
+    from xml.etree import ElementTree
+
+    picture = plan_picture(document)
+    root = ElementTree.fromstring(picture)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    tags = {element.tag.rsplit("}", 1)[1] for element in root.iter()}
+    assert tags <= {"svg", "title", "style", "rect", "text", "line", "polygon", "polyline", "circle"}
+    assert "<script" not in picture
+
+
 def test_a_plan_is_one_screen_and_the_rest_is_explained(
     document: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,7 +276,7 @@ def test_a_plan_is_one_screen_and_the_rest_is_explained(
 
 
 def test_every_component_has_a_colour_that_the_page_defines(document: dict[str, Any]) -> None:
-    from fsdptool.report.html_charts import STYLE
+    from fsdptool.report.html_page import STYLE
 
     assert {component.group for component in Component} == set(ColourGroup)
     assert all(f".k-{group}" in STYLE and group.legend for group in ColourGroup)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 
+from fsdptool.report import tables
 from fsdptool.report.tables import cell_len, layout_table, print_rows, print_table
 
 CELLS = [
@@ -32,7 +34,7 @@ def test_a_pipe_gets_aligned_text() -> None:
 def test_words_are_never_broken_and_lines_fit(width: int) -> None:
     lines = layout_table(CELLS, numeric=(1, 2), optional=(1,), width=width)
     words = {word for row in CELLS for cell in row for word in cell.split()}
-    shown = {word for line in lines for word in line.text.split()}
+    shown = {word for line in lines if line.kind != "note" for word in line.text.split()}
     assert shown <= words
     optional = {"class"} | {word for row in CELLS for word in row[1].split()}
     assert words - shown <= optional
@@ -59,3 +61,18 @@ def test_rows_for_programs_are_quoted_and_unknown_figures_are_empty() -> None:
         texts[separator] = stream.getvalue()
     assert texts["csv"] == 'name,figure,known\n"a, b",1.5,\n"say ""x""",2,True\n'
     assert texts["tsv"].splitlines()[1] == "a, b\t1.5\t"
+
+
+def test_one_log_of_both_streams_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(log, encoding="utf-8"))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(log, encoding="utf-8", write_through=True))
+    tables.print_line("the answer")
+    tables.print_line("wrote plan.json", stream=sys.stderr)
+    assert log.getvalue() == b"the answer\nwrote plan.json\n"
+
+
+def test_a_path_that_is_too_long_has_a_line_of_its_own() -> None:
+    path = "site-packages/transformers/models/llama/modeling_llama.py:410"
+    lines = layout_table([("class", "defined in"), ("LlamaForCausalLM", path)], width=66)
+    assert [line.text for line in lines] == ["LlamaForCausalLM", "  defined in", f"    {path}"]

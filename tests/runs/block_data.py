@@ -1,7 +1,7 @@
 """Loaded as ``sitecustomize`` by the workers of some tests: data loading waits for a file that never comes.
 
 The ranks in ``BLOCK_RANKS`` open a FIFO nobody writes to, as a file server that went away would leave
-them, when they load step ``BLOCK_STEP``; only in the first start.
+them, when they load step ``BLOCK_STEP``, in the starts that ``BLOCK_ATTEMPTS`` numbers.
 """
 
 import importlib.abc
@@ -26,8 +26,8 @@ class Blocker(importlib.abc.MetaPathFinder):
 
         def wait_for_file(loader: Any) -> Any:
             taken["steps"] += 1
-            first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-            if first and taken["steps"] == int(os.environ["BLOCK_STEP"]):
+            here = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") in os.environ["BLOCK_ATTEMPTS"].split(",")
+            if here and taken["steps"] == int(os.environ["BLOCK_STEP"]):
                 Path(os.environ["BLOCK_FILE"]).read_bytes()
             return plain(loader)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -139,3 +140,36 @@ def digests(folder: Path) -> dict[str, str]:
     """Return the digests of the newest checkpoint: weights, optimizer states and generators."""
     newest = list_checkpoints(folder / "checkpoints")[0]
     return {name: entry.sha256 for name, entry in read_manifest(newest).files.items()}
+
+
+def blocked(folder: Path, ranks: str, step: int = 6, attempts: str = "0") -> dict[str, str]:
+    """Return the environment in which ``ranks`` wait for data before the ``step``-th step they take.
+
+    Args:
+        folder: Place of what makes them wait.
+        ranks: Rank numbers, separated by commas.
+        step: Counted from the start of the process.
+        attempts: Numbers of the starts by torchrun in which they wait, separated by commas.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(Path(__file__).with_name("block_data.py").read_text())
+    os.mkfifo(folder / "never")
+    return {
+        "PYTHONPATH": str(folder),
+        "BLOCK_STEP": str(step),
+        "BLOCK_FILE": str(folder / "never"),
+        "BLOCK_RANKS": ranks,
+        "BLOCK_ATTEMPTS": attempts,
+    }
+
+
+def release(process: subprocess.Popen[Any], block: Mapping[str, str]) -> None:
+    """Let the one rank that :func:`blocked` blocks go on, as soon as it waits.
+
+    A run that what disturbed it has ended already does not need that.
+    """
+    while process.poll() is None:
+        with contextlib.suppress(OSError):  # nobody reads yet
+            os.close(os.open(block["BLOCK_FILE"], os.O_WRONLY | os.O_NONBLOCK))
+            return
+        time.sleep(0.01)

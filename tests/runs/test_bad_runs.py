@@ -70,6 +70,21 @@ def test_a_config_for_gpus_where_there_are_none(place: Work, capsys: pytest.Capt
     assert "is for 2 GPUs but this machine has none" in complain(place, capsys)
 
 
+def test_a_dry_run_on_a_login_node(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    """What needs the GPUs is left out and named; every other mistake is found."""
+    recipe(place)
+    config = place.folder / "accelerate.yaml"
+    config.write_text(CONFIG.replace("use_cpu: true\n", ""))
+    assert run([*place.arguments("run"), "--dry-run", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["unchecked"] == ["gpus", "memory", "data"]
+    assert "CUDA_VISIBLE_DEVICES" not in document["nodes"][0]["environment"]
+    config.write_text(config.read_text().replace("num_processes: 2\n", ""))
+    assert "does not set num_processes" in complain(place, capsys, "--dry-run")
+    (place.folder / "text.txt").write_text("")
+    assert "text.txt has no rows" in complain(place, capsys, "--dry-run", "--processes", "2")
+
+
 def test_a_config_for_another_number_of_processes(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(place)
     assert "is for 2 processes and the launch has 4" in complain(place, capsys, "--processes", "4")
@@ -163,7 +178,7 @@ def test_a_run_that_came_and_went_meanwhile_is_not_overwritten(
         made.write_text("{}")
         return prepared
 
-    monkeypatch.setattr("fsdptool.launch.prepare.prepare", slowly)
+    monkeypatch.setattr("fsdptool.launch.start.prepare", slowly)
     assert run(place.arguments("run")) == 2
     assert "already contains a run" in capsys.readouterr().err
     assert made.read_text() == "{}"
@@ -182,6 +197,7 @@ def test_a_stop_while_the_memory_is_predicted(
             raise ConfigError("nothing is known") from error
 
     recipe(place)
+    before = signal.getsignal(number)
     # By its module: the package has a function of that name.
     monkeypatch.setattr(import_module("fsdptool.planning.estimator"), "predict", predicts)
     arguments = [item for item in place.arguments("run") if item != "--no-predict"]
@@ -189,7 +205,7 @@ def test_a_stop_while_the_memory_is_predicted(
     if number != signal.SIGINT:
         assert f"{number.name} was received before the run was started" in capsys.readouterr().err
     assert not (place.folder / "run").exists()
-    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    assert signal.getsignal(number) == before
 
 
 def test_a_run_folder_that_cannot_be_made(place: Work, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from jsonschema import Draft202012Validator
 from real_runs import STEPS, Run, Work, digests, losses
+from sockets import LOOPBACK, listening
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+import fsdptool as fsdp
 from fsdptool.cli.app import run as fsdptool
+from fsdptool.errors import StorageError
 from fsdptool.files.values import load_schema
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.folder import read_json
@@ -90,16 +95,20 @@ def test_the_export_is_the_checkpoint_and_loads(
     assert fsdptool(arguments) == 2
     assert "already exists" in capsys.readouterr().err
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
-    with monkeypatch.context() as during:
-        plain = adapters.write_shards
+    plain = adapters.write_shards
+    for number, status, said in (
+        (signal.SIGTERM, 75, "SIGTERM was received before the export was complete"),
+        (signal.SIGINT, 130, ""),
+    ):
 
-        def stopped(*given: Any, **options: Any) -> None:
+        def stopped(*given: Any, number: signal.Signals = number, **options: Any) -> None:
             plain(*given, **options)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
-        during.setattr(adapters, "write_shards", stopped)
-        assert fsdptool([*arguments, "--force"]) == 75
-        assert "SIGTERM was received before the export was complete" in capsys.readouterr().err
+        with monkeypatch.context() as during:
+            during.setattr(adapters, "write_shards", stopped)
+            assert fsdptool([*arguments, "--force"]) == status
+        assert said in capsys.readouterr().err
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
     assert list(tmp_path.iterdir()) == [target], "nothing half-written stays"
     assert fsdptool([*arguments, "--force"]) == 0, "an export may be replaced"
@@ -118,6 +127,28 @@ def test_dry_run_prints_what_would_run_and_writes_nothing(
     assert not (work.folder / "dry").exists()
 
 
+def test_a_real_run_is_watched_listed_and_reported(
+    undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fsdptool(["watch", str(undisturbed.folder), "--format", "json"]) == 0
+    view = json.loads(capsys.readouterr().out)
+    Draft202012Validator(load_schema("watch")).validate(view)
+    assert (view["state"], view["step"], view["total_steps"]) == ("completed", STEPS, STEPS)
+    known = {
+        phase["name"] for phase in view["memory"] if phase["predicted_bytes"] and phase["measured_bytes"]
+    }
+    assert known >= {"load", "forward", "backward", "optimizer", "save"}
+    assert [rank["rank"] for rank in view["ranks"]] == [0, 1]
+    assert f"step {STEPS}/{STEPS}" in undisturbed.said()
+    assert "s left" in undisturbed.said()
+    assert fsdptool(["report", str(undisturbed.folder), "-o", str(tmp_path / "run.html")]) == 0
+    page = (tmp_path / "run.html").read_text()
+    assert page.count("<polyline") == 2
+    assert "checkpoint written in" in page
+    assert fsdptool(["diagnose", str(undisturbed.folder)]) == 0
+    assert "the run has not failed" in capsys.readouterr().out
+
+
 def test_a_doctor_shards_for_real(capsys: pytest.CaptureFixture[str]) -> None:
     assert fsdptool(["doctor", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -129,9 +160,55 @@ def test_a_doctor_shards_for_real(capsys: pytest.CaptureFixture[str]) -> None:
     assert {plugin["family"] for plugin in document["plugins"]} >= {"generic"}
 
 
-def test_accelerates_launcher_gives_the_same_run(work: Work, undisturbed: Run) -> None:
-    run = work.start("by-accelerate", "--launcher", "accelerate")
-    assert run.end() == 0, run.said()
-    assert run.summary()["world_size"] == 2
-    assert losses(run.folder) == losses(undisturbed.folder)
-    assert digests(run.folder) == digests(undisturbed.folder)
+def test_python_and_a_notebook(work: Work, undisturbed: Run, tmp_path: Path) -> None:
+    """From a model to an export without a command line; accelerate's launcher listens on loopback alone."""
+    files = (work.folder / "recipe.yaml", work.folder / "accelerate.yaml")
+    detection = fsdp.detect(str(work.folder / "model"))
+    assert detection.wrap.classes == ("LlamaDecoderLayer",)
+    plan = fsdp.plan(recipe=files[0], config=files[1], search=False)
+    assert plan.verdict == "fits"
+    (tmp_path / "plan.json").write_text(json.dumps(plan.document()))
+    assert fsdp.read_plan(tmp_path / "plan.json") == plan
+    emitted = tmp_path / "fsdp.yaml"
+    emitted.write_text(fsdp.emit_config(plan=plan))
+    assert "no findings" in repr(fsdp.validate(emitted))
+
+    places: set[tuple[str, int]] = set()
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.15):
+            places.update(listening(psutil.Process()))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    events: list[str] = []
+    folder = tmp_path / "run"
+    try:
+        summary = fsdp.train(
+            files[0],
+            emitted,
+            output=folder,
+            launcher="accelerate",
+            predict=False,
+            on_event=lambda event: events.append(str(event["kind"])),
+        )
+    finally:
+        ended.set()
+        looking.join()
+    assert places, "gloo's ranks listen for one another"
+    assert not [place for place in places if not place[0].startswith(LOOPBACK)]
+    assert (summary.status, summary.world_size, events.count("step")) == ("completed", 2, STEPS)
+    assert losses(folder) == losses(undisturbed.folder)
+    assert digests(folder) == digests(undisturbed.folder)
+
+    compared = fsdp.compare(plan, folder)
+    assert "allocated peak" in repr(compared)
+    exported = fsdp.export(folder, tmp_path / "export")
+    assert exported.notes == ()
+    with pytest.raises(StorageError) as refused:
+        fsdp.export(folder, tmp_path / "export")
+    assert refused.value.__notes__ == ["help: set force to replace it, or give another output folder"]
+    for shown in (detection, plan, compared):
+        assert len(repr(shown)) < 1500
+        assert shown._repr_html_().startswith("<iframe")

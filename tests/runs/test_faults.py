@@ -7,11 +7,14 @@ import os
 import re
 import resource
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from real_runs import STEPS, Run, Work, digests, losses
+from real_runs import STEPS, Run, Work, blocked, digests, losses, release
 
+from fsdptool.cli.app import run as fsdptool
 from fsdptool.runs.manifest import list_checkpoints, step_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -48,9 +51,11 @@ def test_a_full_disk_a_bad_value_a_signal_to_one_rank_and_damage(
     assert run.summary()["last_good_step"] == 4
     flag.unlink()
 
-    run = work.start("unlucky", "--resume", "auto", environment=poison)
-    run.wait_for_step(7)  # which no start before this one took
+    block = blocked(tmp_path / "block", ranks="0", step=5)
+    run = work.start("unlucky", "--resume", "auto", environment=block)
+    run.wait_for_step(8)  # which no start before this one took; before the next step rank 0 is blocked
     os.kill(run.pid(1), signal.SIGTERM)
+    release(run.process, block)
     assert run.end() == 75, run.said()
     assert "continuing from step 4" in run.said()
     summary = run.summary()
@@ -68,16 +73,18 @@ def test_a_full_disk_a_bad_value_a_signal_to_one_rank_and_damage(
     same_end(run, undisturbed)
 
 
-def test_a_data_worker_that_dies(work: Work, undisturbed: Run) -> None:
+def test_a_data_worker_that_dies(work: Work, undisturbed: Run, tmp_path: Path) -> None:
     recipe = work.folder / "workers.yaml"
     recipe.write_text((work.folder / "recipe.yaml").read_text().replace("workers: 0", "workers: 1"))
-    run = work.start("workers", recipe="workers.yaml")
+    block = blocked(tmp_path, ranks="0")
+    run = work.start("workers", recipe="workers.yaml", environment=block)
     run.wait_for_step(5)
     parent = run.pid(0)
     children = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     assert children, "the rank has a loading process"
     for child in children:
         os.kill(child, signal.SIGKILL)
+    release(run.process, block)
     status = run.end()
     if status != 0:
         assert status == 4, run.said()
@@ -87,29 +94,19 @@ def test_a_data_worker_that_dies(work: Work, undisturbed: Run) -> None:
     same_end(run, undisturbed)
 
 
-def blocked(tmp_path: Path, ranks: str) -> dict[str, str]:
-    (tmp_path / "sitecustomize.py").write_text(Path(__file__).with_name("block_data.py").read_text())
-    os.mkfifo(tmp_path / "never")
-    return {
-        "PYTHONPATH": str(tmp_path),
-        "BLOCK_STEP": "6",
-        "BLOCK_FILE": str(tmp_path / "never"),
-        "BLOCK_RANKS": ranks,
-    }
-
-
 def test_a_rank_that_waits_for_ever_a_killed_one_and_all_killed(
     work: Work, undisturbed: Run, tmp_path: Path
 ) -> None:
     """Three restarts: a rank never reaches a collective, one is killed, all are inside a checkpoint."""
     run = work.start(
-        "killed", "--timeout", "10", "--max-restarts", "3", environment=blocked(tmp_path, ranks="1")
+        "killed", "--timeout", "15", "--max-restarts", "3", environment=blocked(tmp_path, ranks="1")
     )
     run.wait_for_step(6)  # in which the first start is blocked
     stacks = [path.read_text() for path in sorted((run.folder / "logs").glob("rank-*.stacks"))]
     os.kill(run.pid(1), signal.SIGKILL)
     while not any((run.folder / "checkpoints").glob(".step-00000012.part")):
         assert run.process.poll() is None, run.said()
+        time.sleep(0.002)
     for rank in (0, 1):
         os.kill(run.pid(rank), signal.SIGKILL)
     assert run.end() == 0, run.said()
@@ -134,14 +131,37 @@ def test_ranks_that_all_wait_for_a_file_end_within_the_bound(work: Work, tmp_pat
     assert all("in wait_for_file" in text for text in stacks)
 
 
-def test_a_rank_that_hangs_leaves_the_stacks_of_all(work: Work) -> None:
-    run = work.start("hung", "--timeout", "3")
-    run.wait_for_step(3)
+def test_a_run_that_hangs(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole path of a person whose run stands still: see it, wait, find the cause, tell others."""
+
+    def ask(*arguments: str, status: int = 0) -> dict[str, Any]:
+        assert fsdptool([*arguments, "--format", "json"]) == status
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
+
+    # Long enough for a busy machine to start two ranks at different speeds; the wait costs no computing.
+    run = work.start("hung", "--timeout", "12", environment=blocked(tmp_path, ranks="1"))
+    run.wait_for_step(5)  # so that rank 1 does not end meanwhile
     os.kill(run.pid(1), signal.SIGSTOP)
+    (listed,) = ask("runs", str(run.folder))["runs"]
+    assert (listed["state"], [rank["rank"] for rank in listed["ranks"]]) == ("running", [0, 1])
     assert run.end() == 4, run.said()
-    assert "imed out" in run.said()
+    failure = json.loads((run.folder / "summary.json").read_text())["failure"]
+    assert failure["rank"] == 1, failure
+    silence = r"rank 1: no progress since [a-z ]+ \(step \d+\), \d+ s ago; its process is stopped"
+    assert re.match(silence, failure["message"]), failure
     stacks = [path.read_text() for path in sorted((run.folder / "logs").glob("rank-*.stacks"))]
     events = (run.folder / "events" / "rank-00000.jsonl").read_text()
     assert "trainer.py" in events, "the rank that gave up says where it was"
     assert len(stacks) == 2
-    assert json.loads((run.folder / "summary.json").read_text())["failure"]["rank"] == 0
+    folder = str(run.folder)
+    view = ask("watch", folder, status=4)
+    assert (view["state"], view["failure"]["rank"]) == ("failed", 1)
+    cause, consequence = ask("diagnose", folder)["failures"]
+    assert (cause["code"], cause["ranks"], cause["consequence"]) == ("RUN053", [1], False)
+    assert (consequence["code"], consequence["ranks"], consequence["consequence"]) == ("RUN010", [0], True)
+    assert fsdptool(["diagnose", folder]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"cause: .*\n  change: .*--resume auto\.", text), text
+    assert fsdptool(["report", folder, "-o", str(tmp_path / "run.html")]) == 0
+    assert re.search(r"no progress since (training|loading data)", (tmp_path / "run.html").read_text())

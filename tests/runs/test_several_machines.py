@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from real_runs import CONFIG, STEPS, Run, Work, digests, losses
+from real_runs import CONFIG, STEPS, Run, Work, blocked, digests, losses, release
 
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.runs.events import event_path, read_lines
@@ -163,11 +163,13 @@ def test_slurm_stops_the_job_in_time_and_requeues_it(
     )
     slurm["PATH"] = f"{tools}:{slurm['PATH']}"
     before = steps(folder)
-    job = start(str(script), tmp_path / "job.log", slurm)
-    wait_until(lambda: before < steps(folder) < STEPS or job.poll() is not None)
+    block = blocked(tmp_path / "block", ranks="0", step=3)
+    job = start(str(script), tmp_path / "job.log", {**slurm, **block})
+    wait_until(lambda: steps(folder) > before, job)
     for task in tasks.read_text().split():
         for process in under(int(task)):
             process.send_signal(signal.SIGUSR1)
+    release(job, block)
     status = job.wait(timeout=200.0)
     assert status == 75, (tmp_path / "job.log").read_text()
     assert requeued.read_text().split() == ["requeue", slurm["SLURM_JOB_ID"]]

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
+from sockets import listening
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="utf-8")
@@ -18,6 +25,7 @@ optimizer: {name: adamw}
 steps: 4
 checkpoints: {every_steps: 2}
 """
+TEXT_DATA = "source: text, path: text.txt, tokenizer: bytes, workers: 1"
 MODEL: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -53,10 +61,62 @@ class Answer:
 Cli = Callable[..., Answer]
 
 
-def write_job(folder: Path, recipe: str = RECIPE) -> tuple[Path, Path]:
+TRAPS = (
+    "torch.py",
+    "accelerate.py",
+    "typer.py",
+    "yaml.py",
+    "json.py",
+    "numpy.py",
+    "multiprocessing.py",
+    "pickle.py",
+)
+"""Modules that every process of a command imports."""
+
+
+def set_traps(folder: Path) -> Path:
+    """Write modules that leave the mark ``pwned`` when somebody imports them; return the folder."""
+    for name in TRAPS:
+        text = f"open({str(folder / 'pwned')!r}, 'a').write({name!r})\nraise SystemExit('a trap')\n"
+        (folder / name).write_text(text)
+    return folder
+
+
+@dataclass(frozen=True)
+class Watched(Answer):
+    """What a command said, and the addresses that it and its descendants listened on meanwhile."""
+
+    folder: Path
+    listened: frozenset[tuple[str, int]]
+
+
+def installed_script(*arguments: str | Path) -> list[str]:
+    """Return the command line of an installed console script: its own folder is first on Python's path."""
+    script = "import sys; from fsdptool.cli.app import main; sys.argv[0] = 'fsdptool'; main()"
+    return [sys.executable, "-P", "-c", script, *map(str, arguments)]
+
+
+def watch(folder: Path, *arguments: str | Path, **environment: str) -> Watched:
+    """Run the console script in a folder and look at its sockets until it ends."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    listened: set[tuple[str, int]] = set()
+    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
+        process = subprocess.Popen(
+            installed_script(*arguments), cwd=folder, stdout=out, stderr=err, env=variables | environment
+        )
+        deadline = time.monotonic() + PATIENCE
+        while process.poll() is None:
+            assert time.monotonic() < deadline, "it hangs"
+            listened |= listening(psutil.Process(process.pid))
+            time.sleep(0.15)
+    said = [(folder / name).read_text() for name in ("stdout", "stderr")]
+    return Watched(process.returncode, *said, folder, frozenset(listened))
+
+
+def write_job(folder: Path, recipe: str = RECIPE, vocabulary: int = 64) -> tuple[Path, Path]:
     """Write a model, a recipe and a configuration for two CPU processes; return the last two."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    (folder / "model" / "config.json").write_text(json.dumps({**MODEL, "vocab_size": vocabulary}))
     (folder / "recipe.yaml").write_text(recipe)
     (folder / "accelerate.yaml").write_text(CONFIG)
     return folder / "recipe.yaml", folder / "accelerate.yaml"

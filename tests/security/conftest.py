@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacks import PATIENCE, Answer, Cli, write_job
+from attacks import PATIENCE, RECIPE, TEXT_DATA, Answer, Cli, Watched, set_traps, watch, write_job
 
 
 @pytest.fixture
@@ -63,21 +63,35 @@ def patience() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with two checkpoints of two ranks; attacks are made on copies of it."""
+def watched_run(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """A run of two ranks amid traps, open permissions and secrets; its sockets are looked at all the time."""
     folder = tmp_path_factory.mktemp("trained")
-    recipe, config = write_job(folder)
-    argv = [sys.executable, "-P", "-m", "fsdptool", "train", str(recipe), "--config", str(config)]
-    done = subprocess.run(
-        [*argv, "-o", str(folder / "run"), "--no-predict"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+    recipe, config = write_job(folder, RECIPE.replace("source: synthetic", TEXT_DATA), vocabulary=262)
+    (folder / "text.txt").write_text("many words " * 400)
+    set_traps(folder)
+    before = os.umask(0o022)
+    try:
+        return watch(
+            folder,
+            *("train", recipe, "--config", config, "-o", folder / "run", "--no-predict"),
+            FSDPTOOL_CACHE=str(folder / "cache"),
+            GLOO_TOKEN="a secret",
+        )
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture(scope="session")
+def watched_doctor(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """``fsdptool doctor`` amid traps."""
+    return watch(set_traps(tmp_path_factory.mktemp("doctor")), "doctor")
+
+
+@pytest.fixture(scope="session")
+def trained(watched_run: Watched) -> Path:
+    """A run folder with two checkpoints of two ranks; attacks are made on copies of it."""
+    assert watched_run.code == 0, watched_run
+    return watched_run.folder / "run"
 
 
 @pytest.fixture

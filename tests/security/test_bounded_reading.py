@@ -103,9 +103,7 @@ ROWS = {
 @pytest.mark.parametrize("row", sorted(ROWS))
 def test_rows_of_text(here: Cli, tmp_path: Path, row: str) -> None:
     data = "data: {source: jsonl, path: rows.jsonl, tokenizer: bytes}"
-    recipe, config = write_job(tmp_path, RECIPE.replace("data: {source: synthetic}", data))
-    model = tmp_path / "model" / "config.json"
-    model.write_text(model.read_text().replace('"vocab_size": 64', '"vocab_size": 262'))
+    recipe, config = write_job(tmp_path, RECIPE.replace("data: {source: synthetic}", data), vocabulary=262)
     (tmp_path / "rows.jsonl").write_text('{"text": "fine"}\n' + ROWS[row] + "\n")
     answer = here("train", recipe, "--config", config, "--no-predict", "-o", tmp_path / "run")
     refused(answer)

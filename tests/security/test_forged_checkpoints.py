@@ -172,15 +172,14 @@ def test_a_tensor_of_another_name_or_shape(here: Cli, newest: Path) -> None:
     assert tree_of(newest.parents[1]) == before
 
 
-def test_training_goes_on_from_the_older_checkpoint(cli: Cli, run_copy: Path) -> None:
+def test_training_goes_on_from_the_older_checkpoint(cli: Cli, trained: Path, run_copy: Path) -> None:
     """The trainer's own reader passes over a forged checkpoint, and says why."""
     newest = run_copy / "checkpoints" / STEP
     shutil.copy(newest / "shard-00000.safetensors", newest / "zzz.safetensors")
     recipe = run_copy / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("steps: 4", "steps: 5"))
-    shutil.copytree(
-        next(run_copy.parents[1].glob("**/model"), run_copy), run_copy / "model", dirs_exist_ok=True
-    )
+    shutil.copytree(trained.parent / "model", run_copy / "model")
+    shutil.copy(trained.parent / "text.txt", run_copy)
     arguments = ("train", recipe, "--config", run_copy / "accelerate.yaml", "-o", run_copy, "--no-predict")
     answer = cli(*arguments, "--resume", "auto")
     assert answer.code == 0, answer

@@ -8,34 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from attacks import PATIENCE, write_job
+from attacks import PATIENCE, TRAPS, Watched, installed_script, set_traps, write_job
 
-TRAPS = (
-    "torch.py",
-    "accelerate.py",
-    "typer.py",
-    "yaml.py",
-    "json.py",
-    "numpy.py",
-    "multiprocessing.py",
-    "pickle.py",
-)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def trapped(tmp_path: Path) -> Path:
     """A folder whose modules leave a mark when somebody imports them."""
-    for name in TRAPS:
-        text = f"open({str(tmp_path / 'pwned')!r}, 'a').write({name!r})\nraise SystemExit('a trap')\n"
-        (tmp_path / name).write_text(text)
-    return tmp_path
+    return set_traps(tmp_path)
 
 
 def call(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the console script as an installation has it: its own folder is first on Python's path."""
-    script = "import sys; from fsdptool.cli.app import main; sys.argv[0] = 'fsdptool'; main()"
+    """Run the console script as an installation has it."""
     return subprocess.run(
-        [sys.executable, "-P", "-c", script, *map(str, arguments)],
+        installed_script(*arguments),
         cwd=folder,
         env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
         capture_output=True,
@@ -45,24 +32,14 @@ def call(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[st
     )
 
 
-def test_doctor_and_its_probe(trapped: Path) -> None:
-    done = call(trapped, "doctor")
-    assert not (trapped / "pwned").exists(), (trapped / "pwned").read_text()
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_doctor_and_its_probe(watched_doctor: Watched) -> None:
+    assert not (watched_doctor.folder / "pwned").exists(), (watched_doctor.folder / "pwned").read_text()
+    assert watched_doctor.code == 0, watched_doctor
 
 
-def test_train_with_loading_processes(trapped: Path) -> None:
-    recipe, config = write_job(trapped)
-    (trapped / "text.txt").write_text("many words " * 400)
-    text = recipe.read_text().replace(
-        "data: {source: synthetic}", "data: {source: text, path: text.txt, tokenizer: bytes, workers: 1}"
-    )
-    recipe.write_text(text)
-    config_file = trapped / "model" / "config.json"
-    config_file.write_text(config_file.read_text().replace('"vocab_size": 64', '"vocab_size": 262'))
-    done = call(trapped, "train", recipe, "--config", config, "--no-predict")
-    assert not (trapped / "pwned").exists(), (trapped / "pwned").read_text()
-    assert done.returncode == 0, done.stderr
+def test_train_with_loading_processes(watched_run: Watched) -> None:
+    assert not (watched_run.folder / "pwned").exists(), (watched_run.folder / "pwned").read_text()
+    assert watched_run.code == 0, watched_run
 
 
 def test_as_a_module_the_working_directory_is_not_on_the_path(trapped: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from attacks import Cli
 
+pytestmark = pytest.mark.slow
+
 
 def install(folder: Path, code: str, group: str = "fsdptool.families") -> str:
     """Put a plugin on the path as an installer would; return the path."""

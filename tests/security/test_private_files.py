@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from pathlib import Path
 
 import pytest
-from attacks import Cli, write_job
+from attacks import Cli, Watched
 
 from fsdptool.cache import Store
 from fsdptool.files.text import private_folder
@@ -36,23 +35,10 @@ def test_only_listed_variables_are_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     assert recorded["variables"]["NCCL_DEBUG"] == "INFO"
 
 
-def test_a_run_folder_and_the_caches_are_private(cli: Cli, tmp_path: Path) -> None:
-    recipe, config = write_job(tmp_path)
-    text = recipe.read_text().replace("source: synthetic", "source: text, path: text.txt, tokenizer: bytes")
-    recipe.write_text(text)
-    model = tmp_path / "model" / "config.json"
-    model.write_text(model.read_text().replace('"vocab_size": 64', '"vocab_size": 262'))
-    (tmp_path / "text.txt").write_text("many words " * 200)
-    caches = {"FSDPTOOL_CACHE": str(tmp_path / "cache"), "GLOO_TOKEN": "a secret"}
-    before = os.umask(0o022)
-    try:
-        arguments = ("train", recipe, "--config", config, "-o", tmp_path / "runs" / "one", "--no-predict")
-        answer = cli(*arguments, **caches)
-    finally:
-        os.umask(before)
-    assert answer.code == 0, answer
-    run = tmp_path / "runs" / "one"
-    for folder in (run, tmp_path / "cache", tmp_path / "cache" / "data"):
+def test_a_run_folder_and_the_caches_are_private(watched_run: Watched) -> None:
+    assert watched_run.code == 0, watched_run
+    run, cache = watched_run.folder / "run", watched_run.folder / "cache"
+    for folder in (run, cache, cache / "data"):
         assert mode(folder) == 0o700, folder
     for file in (run / "events" / "rank-00000.jsonl", run / "logs" / "rank-00000.log"):
         assert mode(file) == 0o600, file

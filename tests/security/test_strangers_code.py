@@ -10,6 +10,8 @@ from attacks import RECIPE, Answer, Cli, strange_model, write_job
 
 from fsdptool.errors import FsdptoolError
 
+pytestmark = pytest.mark.slow
+
 FLAG = "--trust-remote-code"
 ASKS = RECIPE.replace("{reference: model,", "{reference: strange, trust_remote_code: true,")
 PLAN = ("--profile", "cpu-gloo", "--gpus", "2", "--no-search")

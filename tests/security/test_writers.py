@@ -15,6 +15,8 @@ from attacks import CONFIG, PATIENCE, Cli, tree_of, write_job
 from fsdptool.cache import Store
 from fsdptool.runs.events import read_lines
 
+pytestmark = pytest.mark.slow
+
 KILLED = """\
 import json, os, signal, sys
 from pathlib import Path
@@ -24,8 +26,8 @@ import fsdptool.cli.app as app
 target, arguments = Path(sys.argv[1]), sys.argv[2:]
 before = target.read_bytes() if target.exists() else None
 command_imports = {"plan": "fsdptool.memory.tracing.make_trace", "export": "fsdptool.training.export"}
-if arguments[0] in command_imports:
-    __import__(command_imports[arguments[0]])
+if "--plan" in arguments or arguments[0] in command_imports:
+    __import__(command_imports.get(arguments[0], command_imports["plan"]))
 
 def die_at(count, real):
     def call(*arguments, **options):

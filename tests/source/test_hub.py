@@ -26,6 +26,21 @@ FILES: dict[str, Any] = {
         },
         "transformer/config.json": {"_class_name": "FluxTransformer2DModel", "num_layers": 1},
     },
+    "someone/own": {
+        "config.json": {
+            "model_type": "tally",
+            "architectures": ["TallyForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "settings.TallyConfig",
+                "AutoModelForCausalLM": ["model.TallyForCausalLM", None],
+                "AutoTokenizer": "someone/llama--words.Words",
+                "AutoProcessor": "../outside.Processor",
+            },
+        },
+        "settings.py": "import transformers\n",
+        "model.py": "if True:\n    from .layers import Layer\nfrom .settings import TallyConfig\n",
+        "layers.py": "from .absent import Absent\n",
+    },
     "someone/adapter": {
         "adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "someone/llama"}
     },
@@ -56,7 +71,8 @@ class Hub(BaseHTTPRequestHandler):
             return self.refuse(404, "RevisionNotFound")
         if name not in FILES[repository]:
             return self.refuse(404, "EntryNotFound")
-        content = json.dumps(FILES[repository][name]).encode()
+        value = FILES[repository][name]
+        content = value.encode() if name.endswith(".py") else json.dumps(value).encode()
         self.send_response(200)
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
@@ -94,7 +110,7 @@ from fsdptool.source import resolve
 results = []
 for reference, revision in json.loads(sys.argv[1]):
     try:
-        spec = resolve(reference, revision=revision)
+        spec = resolve(reference, revision=revision, trust_remote_code=reference == "someone/own")
         results.append([spec.reference.kind, spec.reference.revision, spec.model_class, spec.family])
     except FsdptoolError as error:
         results.append(["error", error.message])
@@ -119,6 +135,18 @@ def ask(
     )
     document: list[list[str]] = json.loads(shown.stdout)
     return document
+
+
+def test_code_that_may_run_is_fetched_with_what_it_imports(
+    hub: tuple[str, list[tuple[str, str]]], tmp_path: Path
+) -> None:
+    endpoint, requested = hub
+    assert ask(endpoint, tmp_path, ("someone/own", None)) == [["hub", COMMIT, "TallyForCausalLM", "generic"]]
+    code = {path.rpartition("/")[2] for _, path in requested if path.endswith(".py")}
+    assert code == {"settings.py", "model.py", "layers.py", "absent.py"}
+    requested.clear()
+    assert ask(endpoint, tmp_path, ("someone/own", None), offline=True)[0][0] == "hub"
+    assert requested == []
 
 
 def test_only_json_is_downloaded_and_the_cache_answers_afterwards(

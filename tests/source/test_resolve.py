@@ -389,11 +389,16 @@ def test_no_network_is_found_out_at_once(tmp_path: Path) -> None:
     assert len(shown.stderr.splitlines()) == 2
 
 
-def test_a_choice_counts_from_here_and_then_from_its_recipe(
+def test_a_choice_counts_from_its_recipe_and_then_from_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, recipes = tmp_path / "here", tmp_path / "recipes"
-    for folder, layers in ((here / "both", 1), (recipes / "both", 2), (recipes / "near", 3)):
+    for folder, layers in (
+        (here / "both", 1),
+        (here / "far", 4),
+        (recipes / "both", 2),
+        (recipes / "near", 3),
+    ):
         folder.mkdir(parents=True)
         config = {"model_type": "llama", "num_hidden_layers": layers}
         (folder / "config.json").write_text(json.dumps(config))
@@ -402,7 +407,8 @@ def test_a_choice_counts_from_here_and_then_from_its_recipe(
     def layers_of(reference: str, folder: Path | None, **fields: Any) -> Any:
         return resolve_choice(ModelChoice(reference, **fields), folder).config["num_hidden_layers"]
 
-    assert layers_of("both", recipes) == 1
+    assert layers_of("both", recipes) == 2
+    assert layers_of("far", recipes) == 4
     assert layers_of("near", recipes) == 3
     assert layers_of(str(recipes / "both"), None) == 2
     assert layers_of("near", recipes, overrides={"num_hidden_layers": 5}) == 5

@@ -33,19 +33,22 @@ def _serve(connection: Connection, rank: int) -> None:
     gc.freeze()  # what the libraries made stays: collecting after each case then costs next to nothing
     while True:
         try:
-            function, world, store, args = connection.recv()
+            case = connection.recv()
         except EOFError:
             return
+        if case is None:
+            _forget_groups()
+            connection.send(None)
+            continue
+        function, world, store, args = case
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         try:
             dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
             result = function(*args)
             if dist.is_initialized():  # a whole run leaves its group by itself
                 dist.barrier()
-                dist.destroy_process_group()
             connection.send((True, result))
             del result
-            _forget_groups()
         except BaseException:
             connection.send((False, traceback.format_exc()))
             return
@@ -57,8 +60,11 @@ def _forget_groups() -> None:
     Until they are collected, gloo's threads poll those sockets (torch 2.13). What the case made refers to
     itself; DTensor's caches keep every mesh by which they first saw a shape, and a mesh its groups.
     """
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    if dist.is_initialized():
+        dist.destroy_process_group()
     for thing in gc.get_objects():
         if type(thing) is DeviceMesh:
             thing._pg_registry.clear()
@@ -100,6 +106,11 @@ class Pool:
                     self.close()
                     raise AssertionError("\n".join([f"rank {rank}: {value}", *others]))
                 results[rank] = value
+        # One after the other: gloo's thread of a rank crashes now and then if a connection is closed by its
+        # peer while the rank itself takes it down.
+        for _, connection in ranks:
+            connection.send(None)
+            connection.recv()
         return results
 
     def _failures(self, pending: dict[Any, int]) -> list[str]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from fsdptool.distributed.proof import prove
 from fsdptool.distributed.recording import BLOCK, fill_slice
 from fsdptool.distributed.session import open_session
+from fsdptool.distributed.shard import sharded_modules
 from fsdptool.errors import ModelError, WorkerError
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.recipe import Recipe
@@ -240,6 +241,15 @@ def broken(folder: Path, recipe: Recipe, fault: str) -> str:
         wrong = dataclasses.replace(first, parameters=(*first.parameters, second.parameters[0]))
         short = dataclasses.replace(second, parameters=second.parameters[1:])
         plan = dataclasses.replace(inputs.units, units=(wrong, short, *rest))
+    elif fault in ("kept", "dtype"):
+        plan = inputs.units
+        for module in sharded_modules(assembled.model):
+            if fault == "kept":
+                module.set_reshard_after_forward(False)
+            else:
+                group = module._get_fsdp_state()._fsdp_param_group
+                if group is not None:
+                    group.mp_policy = dataclasses.replace(group.mp_policy, param_dtype=torch.float16)
     else:
         plan = inputs.units
         if session.rank == 1:
@@ -251,10 +261,16 @@ def broken(folder: Path, recipe: Recipe, fault: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("fault", "words"), [("moved", "is not in unit"), ("drifted", "replicas of shard")])
-def test_the_proof_finds_a_wrong_unit_and_a_drifted_replica(
-    pool: Pool, tmp_path: Path, fault: str, words: str
-) -> None:
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("moved", "in a unit of their own, found them"),
+        ("drifted", "replicas of shard"),
+        ("kept", "planned freed after forward, found kept after forward"),
+        ("dtype", "found compute in float16"),
+    ],
+)
+def test_the_proof_finds_what_is_not_as_planned(pool: Pool, tmp_path: Path, fault: str, words: str) -> None:
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
     for message in pool.run(broken, 2, folder, recipe, fault):
         assert words in message

@@ -19,9 +19,8 @@ from fsdptool.records.sharding import ParallelDims
 pytestmark = pytest.mark.distributed
 
 METHODS = ("full", "lora", "distillation")
-WITH_EVERY_METHOD = ("causal", "seq2seq", "flow", "epsilon", "moe")
-"""Cases whose models differ in what adapters and a teacher meet: a decoder, two stacks, a denoiser,
-convolutions, fused experts."""
+WITH_EVERY_METHOD = ("causal", "flow", "moe")
+"""Cases whose models differ in what adapters and a teacher meet: a decoder, a denoiser, fused experts."""
 MATRIX = [
     (name, method, 4 if index % 2 else 2)
     for index, (name, method) in enumerate(
@@ -52,9 +51,11 @@ def hold(
 
 @pytest.mark.parametrize(("name", "method", "world"), MATRIX)
 def test_steps_equal_a_plain_loop(pool: Pool, tmp_path: Path, name: str, method: str, world: int) -> None:
-    """Fifty steps, and fifteen with adapters, in distillation, and where units are many (convolutions)."""
+    """Fifty steps of a decoder, twenty of the others, eight where units are many (convolutions)."""
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
-    steps = STEPS if method == "full" and CASES[name].config is not UNET else 15
+    steps = 8 if CASES[name].config is UNET else STEPS if (name, method) == ("causal", "full") else 20
+    if method != "full":
+        steps = min(steps, 12)
     results = pool.run(train, world, name, folder, recipe, None, steps)
     losses, weights, _ = hold(results, name, recipe, steps=steps)
     assert losses <= 1e-5

@@ -85,3 +85,28 @@ def test_a_parameter_may_be_scaled_from_itself_and_a_buffer_may_have_its_shape()
     )
     assert 0.24 < float(whole.max()) <= 0.25
     assert torch.equal(part, whole[10:20])
+
+
+class Listed(nn.Module):
+    """Starts from a list of values made on the device of its parameters, as RWKV does, or keeps ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.empty(1, 1, 100))
+        self.scale = nn.Parameter(torch.full((300,), 3.0))
+        ramp = torch.tensor([i / 100 for i in range(100)], dtype=self.mix.dtype, device=self.mix.device)
+        self.mix.copy_(torch.pow(ramp[None, None, :], 0.5))
+
+
+def test_values_may_come_from_a_list_and_never_share_one_element() -> None:
+    """A fused optimizer writes through the pointer: an expanded start would be overrun."""
+    blueprint = draw_blueprint(Listed, seed=0, library="transformers")
+
+    def start(name: str, *shape: int) -> torch.Tensor:
+        size = torch.Size(shape)
+        return replay(blueprint, name, size, (0, size[0]), dtype=torch.float32, seed=0, key=name)
+
+    torch.testing.assert_close(start("mix", 1, 1, 100).flatten(), (torch.arange(100) / 100).sqrt())
+    scale = start("scale", 300)
+    assert torch.equal(scale, torch.full((300,), 3.0))
+    assert scale.untyped_storage().nbytes() == 300 * 4

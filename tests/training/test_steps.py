@@ -107,6 +107,9 @@ class Log:
     def emit(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
 
+    def memory(self, moments: dict[str, int]) -> None:
+        """Nothing is measured here."""
+
     def step(self, metrics: Any) -> None:
         self.steps.append(metrics)
 
@@ -126,6 +129,9 @@ class Unmeasured:
 
     def last(self) -> tuple[None, None]:
         return None, None
+
+    def moments(self) -> dict[str, int]:
+        return {}
 
 
 def opened(folder: Path, recipe: Recipe, **settings: Any) -> tuple[Assembled, Session]:

@@ -1,0 +1,218 @@
+"""The functions of ``import fsdptool``: signatures, unknown keywords, short texts and notebook pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import pickle
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import fsdptool
+from fsdptool.cli.app import build_app, run
+from fsdptool.errors import ConfigError, PlanError, StorageError
+from fsdptool.launch.start import StartOptions
+from fsdptool.planning.options import Options
+
+ROOT = Path(__file__).parents[2]
+FSDP1 = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_sharding_strategy: FULL_SHARD  # as before
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+num_processes: 4
+"""
+
+RENAMED = {
+    "override": "overrides",
+    "no_cache": "use_cache",
+    "cluster": "clusters",
+    "lora_target": "lora_targets",
+}
+ELSEWHERE = {
+    "format", "output", "force", "strict", "check", "sweep", "explain",
+    "dry_run", "tolerance", "leaves", "tree", "where", "world_size", "layout", "help", "recipe_output",
+    "into", "list_presets",
+}  # fmt: skip
+"""What a function leaves to its caller (files, exit status) or to a method of the record it returns."""
+
+
+def command_options(name: str) -> set[str]:
+    """Return the names of a command's parameters."""
+    commands = typer.main.get_command(build_app(name)).commands  # type: ignore[attr-defined]
+    return {parameter.name for parameter in commands[name].params}
+
+
+@pytest.mark.parametrize(
+    "name", ["plan", "detect", "emit-config", "train", "export", "precompute", "compare"]
+)
+def test_a_function_has_the_options_of_its_command(name: str) -> None:
+    function = getattr(fsdptool, name.replace("-", "_"))
+    taken = set(inspect.signature(function).parameters)
+    wanted = {RENAMED.get(option, option) for option in command_options(name) - ELSEWHERE}
+    assert wanted <= taken, wanted - taken
+    assert all(option in (function.__doc__ or "") for option in wanted), "help() documents each"
+
+
+def test_train_has_the_defaults_of_its_command() -> None:
+    """Three places list its options: the command, the function, and the record that both fill."""
+    commands = typer.main.get_command(build_app("train")).commands  # type: ignore[attr-defined]
+    declared = {parameter.name: parameter.default for parameter in commands["train"].params}
+    function = inspect.signature(fsdptool.train).parameters
+    for field in dataclasses.fields(StartOptions):
+        assert function[field.name].default == declared[field.name] == field.default, field.name
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "advice"),
+    [
+        ("plan", "seq_len", "did you mean sequence_length?"),
+        ("detect", "override", "did you mean overrides?"),
+        ("detect", "no_cache", "did you mean use_cache?"),
+        ("validate", "gpuss", "did you mean gpus?"),
+        ("emit_config", "process", "did you mean processes?"),
+        ("migrate", "too", "did you mean to?"),
+        ("train", "max_restart", "did you mean max_restarts?"),
+        ("export", "max_shard", "did you mean max_shard_size?"),
+        ("precompute", "devices", "did you mean device?"),
+    ],
+)
+def test_an_unknown_keyword_names_the_nearest(name: str, word: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} has no option '{word}'") as refused:
+        getattr(fsdptool, name)("x", **{word: 1})
+    assert refused.value.__notes__ == [f"help: {advice}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "advice"),
+    [
+        ({}, "no GPU is given", "give gpu=H100-80GB-SXM gpus=8, or clusters=FILE; on CPU: profile cpu-gloo"),
+        ({"gpu": "L4", "gpus": 0}, "0 GPUs per node: at least 1 is required", "give gpus=1 or more"),
+        ({"gpu": "L4", "method": "x"}, "method='x' is not supported", "choose one of: full, lora, qlora"),
+        ({"gpu": "L4", "sequence_length": "512"}, "sequence_length must be a number, not the text '512'", ""),
+    ],
+)
+def test_messages_of_plan_name_arguments(options: dict[str, object], message: str, advice: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        fsdptool.plan("gpt2:small", **options)  # type: ignore[arg-type]
+    assert refused.value.message == message
+    assert (refused.value.help or "").startswith(advice)
+
+
+def test_type_checkers_read_the_same_declaration() -> None:
+    """With ``Unpack`` of it, mypy refuses ``plan("x", seq_len=1)``, and editors complete the names."""
+    assert fsdptool.plan.__annotations__["options"] == "Unpack[Options]"
+    parameters = inspect.signature(fsdptool.plan).parameters
+    assert list(parameters) == list(Options.__annotations__)
+    assert all(option in (fsdptool.plan.__doc__ or "") for option in parameters)
+
+
+def test_the_import_is_light_and_has_a_version() -> None:
+    loaded = "sorted({'torch', 'rich', 'typer'} & set(sys.modules))"
+    script = f"import sys, fsdptool; print(fsdptool.__version__, {loaded})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [fsdptool.__version__, "[]"]
+    assert "__version__" in dir(fsdptool)
+
+
+def test_records_print_in_a_few_lines_and_show_a_page(tmp_path: Path) -> None:
+    detection = fsdptool.detect("gpt2:small")
+    assert repr(detection).splitlines()[:2] == [
+        "gpt2:small: GPT2LMHeadModel, 124,439,808 parameters (exact)",
+        "wrap: GPT2Block",
+    ]
+    options = {"gpu": "L4-24GB", "gpus": 4, "search": False}
+    plans = [fsdptool.plan("gpt2:small", sequence_length=n, **options) for n in (128, 256)]
+    assert repr(plans[0]).splitlines()[0] == "gpt2:small on 4 L4-24GB: fits"
+    compared = fsdptool.compare(*plans)
+    assert "gpt2:small (requested) and gpt2:small (requested)" in repr(compared)
+    (tmp_path / "a.yaml").write_text(FSDP1)
+    verdict = fsdptool.validate(tmp_path / "a.yaml")
+    assert "FSD301" in repr(verdict)
+    for record in (detection, plans[0], compared, verdict):
+        assert len(repr(record).splitlines()) < 12, "a few lines"
+        assert len(repr(record)) < 1500
+        shown = record._repr_html_()
+        assert shown.startswith("<iframe")
+        assert "<script" not in shown
+    assert len(repr(plans[0].candidates[0])) < 4000
+    assert pickle.loads(pickle.dumps(detection)) == detection
+    (tmp_path / "plan.json").write_text(json.dumps(plans[0].document()))
+    assert fsdptool.read_plan(tmp_path / "plan.json") == plans[0]
+
+
+def test_detect_and_compare_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "detection.html"
+    assert run(["detect", "gpt2:small", "--world-size", "7", "-o", str(page)]) == 0
+    text = page.read_text()
+    assert "GPT2Block" in text
+    assert "do not divide evenly over 7 ranks" in text
+    assert run(["detect", "gpt2:small", "-o", str(page)]) == 2, "an existing file needs --force"
+    assert run(["detect", "gpt2:small", "-o", str(tmp_path / "x.txt")]) == 2
+    for length in ("128", "256"):
+        words = ["plan", "gpt2:small", "--gpu", "L4-24GB", "--seq-len", length, "--no-search"]
+        assert run([*words, "-o", str(tmp_path / f"{length}.json")]) == 0
+    sides = [str(tmp_path / "128.json"), str(tmp_path / "256.json")]
+    assert run(["compare", *sides, "-o", str(tmp_path / "both.html")]) == 0
+    assert "allocated peak" in (tmp_path / "both.html").read_text()
+    assert run(["compare", *sides, "-o", str(tmp_path / "both.json"), "--format", "json"]) == 0
+    capsys.readouterr()
+
+
+def test_names_of_strangers_stay_text_on_a_page() -> None:
+    from fsdptool.report.html_detection import detection_page
+
+    document = fsdptool.detect("gpt2:small").document()
+    document["classes"][0]["name"] = "<script>alert(1)</script>"
+    document["units"][0]["id"] = '"><img src=x>'
+    text = detection_page(document)
+    assert "<script" not in text
+    assert "<img" not in text
+
+
+def test_migrate_returns_the_text_and_writes_when_asked(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(FSDP1)
+    (result,) = fsdptool.migrate(file)
+    assert result.changed
+    assert "fsdp_version: 2" in (result.after or "")
+    assert len(repr(result)) < 300
+    assert file.read_text() == FSDP1
+    fsdptool.migrate([file], write=True)
+    assert file.read_text() == result.after
+    (other,) = fsdptool.migrate(file, to="env")
+    assert "FSDP_" in (other.after or "")
+    with pytest.raises(StorageError, match="not replaced by another dialect"):
+        fsdptool.migrate(file, to="env", write=True)
+
+
+def test_train_and_export_refuse_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        fsdptool.train(tmp_path / "recipe.yaml", tmp_path / "fsdp.yaml", output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        fsdptool.export(tmp_path)
+    with pytest.raises(ConfigError):
+        fsdptool.precompute(tmp_path / "recipe.yaml")
+
+
+def test_the_page_of_python_says_what_a_session_answers() -> None:
+    """The answers that need no model are compared; the others are captured by the same script."""
+    page = (ROOT / "docs" / "python.md").read_text()
+    script = runpy.run_path(str(ROOT / "benchmarks" / "python" / "capture.py"))
+    blocks = {match["name"]: match["body"] for match in script["BLOCK"].finditer(page)}
+    assert set(blocks) == {"errors", "records", "files", "proof", "refusal"}
+    assert script["replay"](blocks["errors"], {}) == blocks["errors"]
+    listed = set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE))
+    assert listed | {"ProofCallback", "ProofTracker"} == set(fsdptool.__all__) - {
+        "read_recipe",
+        "read_settings",
+        "write_settings",
+    }

@@ -1,0 +1,155 @@
+"""What people do from first to last, in one process: from a model and data to a run that could start."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdptool.api.starter import look_at
+from fsdptool.cli.app import run
+from fsdptool.config.recipe import read_recipe
+from fsdptool.errors import ConfigError
+
+GPUS = ("--gpu", "RTX-4090-24GB", "--gpus", "2")
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x" * 700}]}
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "vocab_size": 264},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+}
+MODULE = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.ReLU())
+
+
+class Net(nn.Sequential):
+    def __init__(self, depth=3):
+        super().__init__(*(Block() for _ in range(depth)), nn.Linear(8, 4))
+
+
+def example_inputs(micro_batch):
+    return {"input": torch.randn(micro_batch, 8), "labels": torch.randint(0, 4, (micro_batch,))}
+"""
+
+
+def rows(path: Path, row: dict[str, object]) -> Path:
+    path.write_text(f"{json.dumps(row)}\n" * 3)
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must succeed, and return its answer."""
+    assert run(list(arguments)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_lora_on_two_gpus_of_24_gb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path / "chat.jsonl", CHAT)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(LLAMA))
+    text = said(capsys, "init", "./small", "--data", "chat.jsonl", "--method", "lora", *GPUS)
+    assert "conversations" in text
+    recipe = read_recipe("recipe.yaml")
+    assert (recipe.data.source, recipe.data.tokenizer) == ("jsonl", "bytes")
+    # 702 characters at three per token.
+    assert (recipe.method.name, recipe.batch.sequence_length) == ("lora", 256)
+    assert "null" not in Path("recipe.yaml").read_text()
+    files = ("recipe.yaml", "--config", "accelerate.yaml")
+    said(capsys, "plan", "--recipe", *files, *GPUS, "--no-search", "-o", "plan.json")
+    said(capsys, "emit-config", "--plan", "plan.json", "-o", "fsdp.yaml", "--recipe-output", "again.yaml")
+    assert read_recipe("again.yaml") == recipe
+    said(capsys, "validate", "--strict", "accelerate.yaml", "fsdp.yaml")
+    assert "--nproc-per-node 2" in said(capsys, "train", *files, "--dry-run")
+    assert run(["init", "llama3:tiny"]) == 2, "files are not replaced unasked"
+
+
+def test_a_recipe_in_another_folder_finds_its_files_from_anywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "small", "jobs", "elsewhere"):
+        (tmp_path / name).mkdir()
+    rows(tmp_path / "data" / "chat.jsonl", CHAT)
+    (tmp_path / "small" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "jobs" / "recipe.schema.json").write_text("{}")
+    said(capsys, "init", "./small", "--data", "data/chat.jsonl", "-o", "jobs")
+    text = Path("jobs/recipe.yaml").read_text()
+    assert "reference: ../small" in text
+    assert "path: ../data/chat.jsonl" in text
+    assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n"), (
+        "it lies beside the recipe"
+    )
+    assert "$schema" not in Path("jobs/accelerate.yaml").read_text(), "no schema of its own lies there"
+    for start, folder in ((".", "jobs"), ("jobs", "."), ("elsewhere", "../jobs")):
+        monkeypatch.chdir(tmp_path / start)
+        said(capsys, "train", f"{folder}/recipe.yaml", "--config", f"{folder}/accelerate.yaml", "--dry-run")
+    files = ("../jobs/recipe.yaml", "--config", "../jobs/accelerate.yaml")
+    said(capsys, "plan", "--recipe", *files, "-o", "plan.json")
+    said(capsys, "emit-config", "--plan", "plan.json", "--recipe-output", "../jobs/again.yaml")
+    assert read_recipe("../jobs/again.yaml") == read_recipe("../jobs/recipe.yaml")
+
+
+def test_a_model_of_your_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "rolenet.py").write_text(MODULE)
+    own = ("rolenet:Net", "--allow-import")
+    assert "wrap: Block" in said(capsys, "detect", *own)
+    assert "allow-import" in said(capsys, "init", *own)
+    said(
+        capsys, "plan", *own, "--profile", "cpu-gloo", "--gpus", "2", "--micro-batch", "4", "-o", "plan.json"
+    )
+    emitted = ("-o", "fsdp.yaml", "--recipe-output", "planned.yaml")
+    said(capsys, "emit-config", "--plan", "plan.json", "--allow-import", *emitted)
+    said(capsys, "validate", "accelerate.yaml", "fsdp.yaml")
+    for name, config in (("recipe", "accelerate"), ("planned", "fsdp")):
+        files = (f"{name}.yaml", "--config", f"{config}.yaml")
+        said(capsys, "train", *files, "--allow-import", "--dry-run")
+    monkeypatch.delitem(sys.modules, "rolenet")
+
+
+@pytest.mark.parametrize(
+    ("row", "objective", "kind", "column", "options"),
+    [
+        ({"talk": CHAT["messages"]}, "causal_lm", "chat", "text", {"messages_column": "talk"}),
+        ({"question": "a", "answer": "b"}, "causal_lm", "prompts", "answer", {"prompt_column": "question"}),
+        ({"id": "7", "story": "long text"}, "causal_lm", "text", "story", {}),
+        ({"body": "good", "class": "1"}, "classification", "labels", "body", {"label_column": "class"}),
+        ({"source": "a", "target": "b"}, "seq2seq", "pairs", "text", {}),
+    ],
+)
+def test_columns_are_recognised(
+    tmp_path: Path, row: dict[str, object], objective: str, kind: str, column: str, options: dict[str, str]
+) -> None:
+    look = look_at(str(rows(tmp_path / "rows.jsonl", row)), objective)
+    assert (look.kind, look.data.text_column, dict(look.data.options)) == (kind, column, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "objective", "words"),
+    [
+        ("a.jsonl", {"talk": [{"from": "human", "value": "hi"}]}, "causal_lm", "keys from, value"),
+        ("a.jsonl", {"n": 1}, "causal_lm", "none of the columns n holds text"),
+        ("a.jsonl", {"text": "x"}, "classification", "no label among the columns text"),
+        ("a.jsonl", {"text": "x"}, "flow_matching", "is trained on images"),
+        ("a.png", {}, "causal_lm", "is trained on text"),
+        ("a.bin", {}, "causal_lm", "no file of a known kind"),
+    ],
+)
+def test_data_that_do_not_suit(
+    tmp_path: Path, name: str, row: dict[str, object], objective: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        look_at(str(rows(tmp_path / name, row)), objective)

@@ -1,0 +1,39 @@
+"""The child process of the web interface with tasks of its own: quick, endless, failing, dying."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fsdptool.errors import PlanError
+from fsdptool.web import worker
+
+
+def play(progress: Callable[[str], None], *, act: str, **arguments: Any) -> Any:
+    """Do what is asked; ``wait`` ends only when it is cancelled, ``deaf`` not even then."""
+    progress(f"{act} begins")
+    print("a library prints this")
+    if act == "wait":
+        # Not signal.pause(): a signal just before it would be handled only after another one.
+        while True:
+            time.sleep(0.02)
+    if act == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while True:
+            signal.pause()
+    if act == "fail":
+        raise PlanError("no such GPU", help="choose another")
+    if act == "crash":
+        raise RuntimeError("unexpected\nlines")
+    if act == "die":
+        os._exit(9)
+    return {"pid": os.getpid(), "torch": "torch" in sys.modules, **arguments}
+
+
+if __name__ == "__main__":
+    worker.load_task = lambda name: play
+    worker.main()

@@ -1,0 +1,148 @@
+"""Background work: one child process, a bounded queue, cancelled where it is overtaken."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sites import await_in_thread
+
+from fsdptool.errors import ExitCode
+from fsdptool.web.jobs import BusyError, Job, Jobs, JobState
+
+CHILD = (sys.executable, str(Path(__file__).with_name("play_tasks.py")))
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    """A queue of two whose child process plays the tasks of ``play_tasks``."""
+    jobs = Jobs(waiting=2, kept=3, grace_seconds=120, child=CHILD)
+    yield jobs
+    jobs.close()
+
+
+def ended(job: Job) -> list[tuple[JobState, str]]:
+    """Return every change of a job until its end."""
+
+    async def collect() -> list[tuple[JobState, str]]:
+        async with asyncio.timeout(120):
+            return [change async for change in job.changes()]
+
+    return await_in_thread(collect())
+
+
+def running(job: Job) -> None:
+    """Wait until the task of a job has begun."""
+
+    async def wait() -> None:
+        async with asyncio.timeout(120):
+            async for _, progress in job.changes():
+                if progress.endswith("begins"):
+                    return
+        raise AssertionError(job.state)
+
+    await_in_thread(wait())
+
+
+def play(jobs: Jobs, act: str, group: str | None = None, **arguments: Any) -> Job:
+    """Submit one of the played tasks."""
+    return jobs.submit("play:play", {"act": act, **arguments}, group=group)
+
+
+def test_one_child_answers_and_answers_are_kept(jobs: Jobs) -> None:
+    first = play(jobs, "add", number=1)
+    assert ended(first)[-1][0] is JobState.DONE
+    assert first.result["number"] == 1
+    second = play(jobs, "add", number=2)
+    ended(second)
+    assert second.result["pid"] == first.result["pid"]
+    assert play(jobs, "add", number=1) is first
+    jobs.forget(first)
+    assert play(jobs, "add", number=1) is not first
+
+
+def test_a_new_question_overtakes_the_earlier_one_of_its_group(jobs: Jobs) -> None:
+    slow = play(jobs, "wait", group="a")
+    running(slow)
+    other = play(jobs, "add", group="b")
+    waiting = play(jobs, "wait", group="a", number=1)
+    last = play(jobs, "add", group="a", number=2)
+    for job in (slow, waiting):
+        assert ended(job)[-1][0] is JobState.CANCELLED
+    for job in (other, last):
+        assert ended(job)[-1][0] is JobState.DONE
+    assert other.result["pid"] == last.result["pid"]
+
+
+def test_work_that_another_group_waits_for_goes_on(jobs: Jobs) -> None:
+    slow = play(jobs, "wait", group="a")
+    assert play(jobs, "wait", group="b") is slow
+    running(slow)
+    play(jobs, "add", group="a")
+    assert slow.state is JobState.RUNNING
+    play(jobs, "add", group="b")
+    assert ended(slow)[-1][0] is JobState.CANCELLED
+
+
+def test_work_that_nobody_listens_to_is_cancelled(jobs: Jobs) -> None:
+    watched, grouped = play(jobs, "wait", number=1), play(jobs, "wait", group="a")
+
+    async def listen() -> None:
+        async with asyncio.timeout(120):
+            changes = watched.changes()
+            await anext(changes)
+            jobs.abandon(watched)
+            assert not watched._cancelling
+            await changes.aclose()
+            jobs.abandon(watched)
+
+    await_in_thread(listen())
+    assert ended(watched)[-1][0] is JobState.CANCELLED
+    running(grouped)
+    jobs.abandon(grouped)
+    assert grouped.state is JobState.RUNNING
+
+
+def test_a_full_queue_refuses(jobs: Jobs) -> None:
+    running(play(jobs, "wait"))
+    play(jobs, "add", number=1)
+    play(jobs, "add", number=2)
+    with pytest.raises(BusyError):
+        play(jobs, "add", number=3)
+
+
+def test_failures_are_one_line_and_the_child_goes_on(jobs: Jobs) -> None:
+    failed, crashed = play(jobs, "fail"), play(jobs, "crash")
+    assert ended(failed)[-1][0] is JobState.FAILED
+    assert failed.error is not None
+    assert (failed.error.message, failed.error.help) == ("no such GPU", "choose another")
+    assert ended(crashed)[-1][0] is JobState.FAILED
+    assert crashed.error is not None
+    assert crashed.error.exit_code is ExitCode.INTERNAL
+    assert "\n" not in crashed.error.message
+
+
+def test_a_child_that_dies_or_does_not_listen_is_replaced(jobs: Jobs) -> None:
+    jobs._grace = 0.2
+    died = play(jobs, "die")
+    assert ended(died)[-1][0] is JobState.FAILED
+    assert died.error is not None
+    assert "status 9" in died.error.message
+    deaf = play(jobs, "deaf", group="a")
+    running(deaf)
+    last = play(jobs, "add", group="a")
+    assert ended(deaf)[-1][0] is JobState.CANCELLED
+    assert ended(last)[-1][0] is JobState.DONE
+
+
+def test_the_child_ends_with_its_server(jobs: Jobs) -> None:
+    job = play(jobs, "add")
+    ended(job)
+    child = psutil.Process(job.result["pid"])
+    jobs.close()
+    assert not child.is_running()
