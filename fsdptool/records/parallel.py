@@ -2,9 +2,9 @@
 
 Tensor parallelism divides single layers (Megatron-LM, arXiv:1909.08053): a *column* layer holds a part of its
 output features, the *row* layer behind it the same part of its input features, and the sum over the group of
-what the row layers return is the whole layer's output. Between them lie a *region*: a module whose input is
+what the row layers return is the whole layer's output. Between them lies a *region*: a module whose input is
 equal on all ranks of the group and whose inside is divided. Gradients that leave a region through its input,
-and gradients of parameters that stay whole inside it (the norms of queries and keys), are sums over the group.
+and gradients of parameters that stay whole inside it (norms of queries and keys), are summed over the group.
 """
 
 from __future__ import annotations
