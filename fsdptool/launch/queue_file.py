@@ -183,7 +183,7 @@ class QueueFile:
                 f"{self.path} was written by a newer version of fsdptool",
                 help="use that version, or set FSDPTOOL_QUEUE to another folder",
             )
-        connection.execute("PRAGMA journal_mode=WAL")
+        # The journal stays the one that is undone: unlike a write-ahead log it can be read on a full disk.
         connection.execute("BEGIN IMMEDIATE")
         # Another program may have made them meanwhile.
         if connection.execute("PRAGMA user_version").fetchone()[0] == 0:

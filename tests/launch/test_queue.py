@@ -10,30 +10,27 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from desk import PLAY, Desk
 
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.launch import queue_file, queue_state, scheduler
 from fsdptool.launch.processes import ProcessIdentity, identify, is_alive, start_gated, stop_run
-from fsdptool.launch.queue import Queue
 from fsdptool.launch.queue_file import update
 from fsdptool.launch.queue_needs import find_needs
 from fsdptool.launch.queue_order import find_waits
-from fsdptool.launch.scheduler import Scheduler
-from fsdptool.records.queue import EntryState, Needs, QueueEntry, Wait
+from fsdptool.records.queue import EntryState, Needs, Wait
 from fsdptool.records.schema import generate
 from fsdptool.runs.events import event_path, read_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-PLAY = (sys.executable, str(Path(__file__).with_name("play_run.py")))
 
 SERVER = """\
 import sys, threading
@@ -41,57 +38,6 @@ from fsdptool.launch.queue import Queue
 from fsdptool.launch.scheduler import Scheduler
 Scheduler(Queue(), command=sys.argv[1:]).run(threading.Event())
 """
-
-
-class Desk:
-    """A queue, and a person who adds runs and looks at it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.queue = Queue()
-        self.scheduler = Scheduler(self.queue, command=PLAY)
-        self.config = folder / "fsdp.yaml"
-        self.config.write_text("{}")
-
-    def add(self, name: str, act: str = "finish", *, gpus: str = "", slots: int = 0, **options: bool) -> int:
-        place = self.folder / name
-        place.mkdir()
-        recipe = place / "recipe.yaml"
-        recipe.write_text(act)
-        needs = Needs(str(place / "run"), frozenset(gpus.split(",")) - {""}, slots)
-        return self.queue.add(
-            recipe, self.config, output=place / "run", needs=needs, visible=gpus or None, **options
-        )
-
-    def go(self, name: str) -> None:
-        (self.folder / name / "go").touch()
-
-    def entry(self, number: int) -> QueueEntry:
-        return next(entry for entry in self.queue.report().entries if entry.id == number)
-
-    def until(self, number: int, *states: EntryState, tick: bool = True) -> QueueEntry:
-        """Look at the queue until an entry is in one of ``states``."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if tick:
-                self.scheduler.tick()
-            if (entry := self.entry(number)).state in states:
-                return entry
-            time.sleep(0.05)
-        raise TimeoutError(f"{self.entry(number)} is not in {states}")
-
-
-@pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    monkeypatch.setenv("FSDPTOOL_LOCKS", str(tmp_path / "locks"))
-    monkeypatch.setenv("FSDPTOOL_QUEUE", str(tmp_path / "queue"))
-    seated = Desk(tmp_path)
-    yield seated
-    for row in seated.queue.rows():
-        if row.stage == "started":
-            scheduler._kill_processes(row)
-    for child in seated.scheduler._children:
-        child.wait()
 
 
 def needs(name: str, gpus: str = "", slots: int = 0) -> Needs:
