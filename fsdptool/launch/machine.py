@@ -17,6 +17,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from fsdptool.errors import ConfigError
+from fsdptool.launch.processes import ProcessIdentity, identify, is_alive
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.sharding import FsdpSettings
@@ -98,6 +99,9 @@ def _write_claim(claim: Path, requested: frozenset[str], folder: Path) -> None:
 
     registry = claim.parent
     registry.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = identify(os.getpid())
+    if own is None:
+        return  # Systems without /proc do not tell processes with one id apart.
     with FileLock(registry / ".lock"):
         for other in sorted(registry.glob("*.json")):
             taken = _read_claim(other)
@@ -109,7 +113,8 @@ def _write_claim(claim: Path, requested: frozenset[str], folder: Path) -> None:
                     f"GPU {', '.join(shared)} is in use by the run in {taken[1]} (process {other.stem})",
                     help="choose other gpu_ids, or wait for that run",
                 )
-        claim.write_text(json.dumps({"gpus": sorted(requested), "run": str(folder)}), encoding="utf-8")
+        document = {"gpus": sorted(requested), "run": str(folder), "start": own.start, "boot": own.boot}
+        claim.write_text(json.dumps(document), encoding="utf-8")
 
 
 def live_claims() -> list[tuple[frozenset[str], str]]:
@@ -122,12 +127,10 @@ def live_claims() -> list[tuple[frozenset[str], str]]:
 def _read_claim(path: Path) -> tuple[frozenset[str], str] | None:
     """Return the claim in a file, or None if its process has ended."""
     try:
-        os.kill(int(path.stem), 0)
         data = json.loads(path.read_text(encoding="utf-8"))
-        return frozenset(data["gpus"]), str(data["run"])
-    except PermissionError:
-        return None
-    except (OSError, ValueError, KeyError):
+        process = ProcessIdentity(int(path.stem), int(data["start"]), str(data["boot"]))
+        return (frozenset(data["gpus"]), str(data["run"])) if is_alive(process) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -15,8 +16,9 @@ from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
 from fsdptool.launch.command import Nodes, build_command, interface_towards, reachable_name
-from fsdptool.launch.machine import gpu_set, register_claim, requested_gpus
+from fsdptool.launch.machine import gpu_set, live_claims, register_claim, requested_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
+from fsdptool.launch.processes import identify
 from fsdptool.launch.slurm import Job, node_lines, slurm_script
 from fsdptool.records.sharding import FsdpSettings
 
@@ -254,8 +256,23 @@ def test_gpu_sets_overlap_as_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_claim_dies_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPTOOL_LOCKS", str(tmp_path))
-    ended = subprocess.run(["true"], check=True) and subprocess.Popen(["true"])
-    ended.wait()
-    (tmp_path / f"{ended.pid}.json").write_text('{"gpus": ["0"], "run": "old"}')
+    ended = subprocess.Popen(["true"])
+    ended.wait(timeout=60)
+    (tmp_path / f"{ended.pid}.json").write_text('{"gpus": ["0"], "run": "old", "start": 1, "boot": ""}')
     with register_claim(gpu_set("0"), tmp_path):
         assert not (tmp_path / f"{ended.pid}.json").exists()
+
+
+def test_a_claim_is_not_that_of_a_later_process_with_the_same_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDPTOOL_LOCKS", str(tmp_path))
+    live = tmp_path / f"{os.getppid()}.json"
+    parent = identify(os.getppid())
+    assert parent is not None
+    own = {"start": parent.start, "boot": parent.boot}
+    for changed, alive in (({}, True), ({"start": parent.start - 1}, False), ({"boot": "earlier"}, False)):
+        live.write_text(json.dumps({"gpus": ["0"], "run": "old", **own, **changed}))
+        assert live_claims() == ([(gpu_set("0"), "old")] if alive else [])
+    with register_claim(gpu_set("0"), tmp_path):
+        assert not live.exists()
