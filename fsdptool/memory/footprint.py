@@ -211,11 +211,16 @@ def _states_only(ledger: Ledger, trace: Trace, host: int, phases: tuple[Phase, .
 
 
 def _moment(name: str, total: int, live: Sequence[int]) -> Moment:
+    components = dict(_lines(live))
     groups = dict.fromkeys(ColourGroup, 0)
-    for index, size in enumerate(live):
-        if index != OFFLOADED:
-            groups[_BY_INDEX[index].group] += size
-    return Moment(name, total, groups={group.value: size for group, size in groups.items() if size})
+    for component, size in components.items():
+        groups[component.group] += size
+    return Moment(
+        name,
+        total,
+        groups={group.value: size for group, size in groups.items() if size},
+        components={component.value: size for component, size in components.items()},
+    )
 
 
 def _components(live: list[int]) -> tuple[ComponentBytes, ...]:

@@ -100,13 +100,15 @@ class Moment:
     """One point of the timeline: allocated and reserved bytes after an event.
 
     ``groups`` divides the allocated bytes by group of components (``states``, ``gathered``, ``activations``,
-    ``passing``, ``outside``); groups without any are left out, and plans of earlier versions have none.
+    ``passing``, ``outside``), and ``components`` by component. What is 0 is left out; plans of earlier
+    versions lack ``components``, or both.
     """
 
     name: str
     allocated_bytes: int
     reserved_bytes: int | None = None
     groups: Mapping[str, int] = field(default_factory=dict)
+    components: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ def moments(candidate: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         for holding in peak["live"]:
             group = Component(holding["name"]).group.value
             groups[group] = groups.get(group, 0) + holding["bytes"]
-    moment = {"name": peak["moment"], "allocated_bytes": value, "groups": groups, "peak": True}
+    live = {holding["name"]: holding["bytes"] for holding in peak["live"]}
+    moment = {"name": peak["moment"], "allocated_bytes": value, "groups": groups, "components": live}
     return [*timeline[:place], moment, *timeline[place:]]
 
 

@@ -97,16 +97,14 @@ def timeline(candidate: Mapping[str, Any], width: int) -> str:
 def cursor(candidate: Mapping[str, Any]) -> str:
     """Return what a script needs to list what is alive at each moment of the timeline, with its slider.
 
-    At the peak that is every component; elsewhere the groups of components.
+    Plans of earlier versions tell the groups of components only.
     """
     steps = moments(candidate)
-    live = (candidate.get("peak") or {}).get("live") or ()
     data = []
     for moment in steps:
-        if moment.get("peak"):
-            holdings = [
-                (group_of(item["name"]).value, item["name"].replace("_", " "), item["bytes"]) for item in live
-            ]
+        if sizes := moment.get("components"):
+            largest = sorted(sizes.items(), key=lambda item: -item[1])
+            holdings = [(group_of(name).value, name.replace("_", " "), size) for name, size in largest]
         else:
             sizes = moment.get("groups") or {}
             holdings = [(g.value, g.legend, sizes[g.value]) for g in ColourGroup if sizes.get(g.value)]

@@ -64,6 +64,8 @@ def test_the_peak_is_the_sum_of_its_components() -> None:
     assert made.peak is not None
     assert made.allocated_peak_bytes == sum(holding.bytes for holding in made.peak.live)
     assert max(moment.allocated_bytes for moment in made.timeline) <= made.allocated_peak_bytes
+    for moment in made.timeline:
+        assert sum(moment.components.values()) == sum(moment.groups.values()) == moment.allocated_bytes
     assert made.confidence == "verified"
 
 

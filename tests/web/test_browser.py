@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from sites import TINY, Server
 
+from fsdptool.formatting import amount
+from fsdptool.report.curve import moments
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
 
@@ -107,6 +110,11 @@ def answered(page: Any) -> None:
     page.locator(".working").wait_for(state="detached", timeout=120_000)
 
 
+def download(page: Any) -> str:
+    """Return the address of the document of the plan that a page shows."""
+    return str(page.get_by_text("Download plan.json").get_attribute("href"))
+
+
 def test_a_position_is_traced_and_points_move_the_controls(
     visit: Any, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +131,17 @@ def test_a_position_is_traced_and_points_move_the_controls(
     assert alive.text_content() != at_peak
     page.locator("svg.timeline-960 rect.hover").nth(3).hover()
     assert page.locator(".moment input").input_value() == "3"
+    # Every component with its bytes, wherever the cursor is, as the plan's document has them.
+    document = json.loads(
+        page.evaluate("href => fetch(href).then((answer) => answer.text())", download(page))
+    )
+    shown = next(one for one in document["candidates"] if one["id"] == document["chosen"])
+    for index, moment in list(enumerate(moments(shown)))[::5]:
+        page.locator("svg.timeline-960 rect.hover").nth(index).hover()
+        assert alive.locator("p").text_content() == f"{moment['name']}: {amount(moment['allocated_bytes'])}"
+        largest = sorted(moment["components"].items(), key=lambda item: -item[1])
+        lines = [f"{name.replace('_', ' ')} {amount(size)}" for name, size in largest]
+        assert alive.locator("li").all_text_contents() == lines
     # A point of the front moves the controls; the front stays.
     point = page.locator(".broad svg.scatter-960 a:has(circle.p-on)").first
     candidates = page.locator("h2", has_text="candidates").text_content()

@@ -124,7 +124,12 @@
       slider.addEventListener("input", () => show(Number(slider.value)));
       slider.addEventListener("change", (event) => event.stopPropagation());
       columns.forEach((rects) => rects.forEach((rect, index) => rect.addEventListener("pointerenter", () => show(index))));
-      show(Number(slider.value));
+      // What is below stays where it is: the list has the height of the longest one from the start.
+      const lengths = moments.map(([, , holdings]) => holdings.length);
+      const start = Number(slider.value);
+      show(lengths.indexOf(Math.max(...lengths)));
+      panel.style.minHeight = `${panel.offsetHeight}px`;
+      show(start);
     }
   }
   function enhance() {
