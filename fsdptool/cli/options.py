@@ -51,7 +51,11 @@ TrustOption = Annotated[
 ]
 DialectOption = Annotated[str | None, typer.Option(help="Dialect of the input, instead of detecting it.")]
 TargetOption = Annotated[
-    str | None, typer.Option(help="Version of the consuming program to check against: accelerate==1.15.")
+    str | None,
+    typer.Option(
+        help="Version of the consuming program to check against, accelerate==1.15; behind a comma that of a"
+        " package beside it, accelerate==1.12,transformers==5.0."
+    ),
 ]
 SelectOption = Annotated[
     list[str] | None, typer.Option("--select", help="Codes or their beginnings to report: FSD3,FSD201.")

@@ -28,6 +28,9 @@ from fsdptool.source import resolve
 TRAINER = "output_dir: o\nfsdp: true\nfsdp_config:\n  version: 2\n"
 TRL = "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\n"
 SIMPLETUNER = '{"model_family": "flux",\n "fsdp_enable": true,\n "num_processes": 2,\n %s}'
+TENSOR = GOOD + (
+    "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n"
+)
 
 # The smallest file for what no other test file has a case for: text and options of the reading.
 SMALLEST: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,11 +73,9 @@ SMALLEST: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "FSD352": (change(("mixed_precision: bf16\n", "")), {}),
     "FSD354": (GOOD, {"target": "accelerate==1.14"}),
-    "FSD356": (
-        GOOD
-        + "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n",
-        {},
-    ),
+    "FSD356": (TENSOR, {}),
+    "FSD363": (TENSOR, {"target": "accelerate==1.14,transformers==5.12"}),
+    "FSD364": (TENSOR, {"target": "accelerate==1.12,transformers==5.0.0"}),
     "FSD355": ('{"fsdp": true,\n "fsdp_config": {"version": 2}}', {}),
 }  # fmt: skip
 

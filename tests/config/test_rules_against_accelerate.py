@@ -454,6 +454,21 @@ def test_tensor_parallelism_does_not_start_with_this_transformers(monkeypatch: p
         dist.destroy_process_group()
 
 
+def test_tensor_parallelism_depends_on_accelerate_and_transformers() -> None:
+    text = GOOD + (
+        "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n"
+    )
+
+    def found(accelerate: str, transformers: str) -> list[tuple[str, str]]:
+        reading = read_settings(text, target=f"accelerate=={accelerate},transformers=={transformers}")
+        return [(item.code, item.severity) for item in reading.diagnostics if item.code != "FSD354"]
+
+    assert found("1.12", "5.1.0") == found("1.10.1", "5.23") == [("FSD356", "error")]
+    assert found("1.15", "5.16.0") == found("1.13", "5.23.0") == [("FSD356", "warning")]
+    assert found("1.13", "5.1.0") == found("1.15", "5.15.1") == [("FSD363", "warning")]
+    assert found("1.10", "5.0.0") == found("1.15", "4.57.6") == [("FSD364", "info")]
+
+
 def test_a_hybrid_strategy_without_counts_says_what_is_missing() -> None:
     text = change(("num_processes: 8\n", ""), ("num_machines: 1\n", ""), add="  fsdp_sharding_strategy: 4\n")
     found = {item.code: item for item in read_settings(text).errors}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.protocol import PROGRAMS
+from fsdptool.config.dialects.protocol import PROGRAMS, is_before
 
 
 def check_mesh(lint: LintContext) -> None:
@@ -33,9 +33,28 @@ def check_mesh(lint: LintContext) -> None:
     before = len(lint.findings)
     _products(lint, sizes, open_shard, processes, block)
     if sizes["tp"] > 1 and lint.consumer.name == "accelerate" and len(lint.findings) == before:
-        lint.report_value(
-            "FSD356", f"tp {sizes['tp']}: accelerate 1.15 cannot prepare it with transformers 5.23", "tp"
-        )
+        _tensor_parallel(lint, sizes["tp"])
+
+
+def _tensor_parallel(lint: LintContext, size: int) -> None:
+    """Report what becomes of tensor parallelism with this accelerate and this transformers.
+
+    Read in the sources of accelerate 1.10 to 1.15 (``Accelerator._prepare_tp``) and transformers 5.0 to 5.23
+    (``integrations/tensor_parallel.py``, ``distributed/tensor_parallel.py``): the class that accelerate
+    imports is in no transformers from 5.1 on; parameters of models that transformers divides are DTensors up
+    to 5.0 and from 5.16 on; accelerate leaves models without DTensors alone from 1.13 on.
+    """
+    consumer, version = lint.consumer, lint.consumer.version_of("transformers")
+    pair = f"tp {size}: {consumer} with transformers {version}"
+    old = is_before(version, 5, 1)
+    if not old and consumer.before(1, 13):
+        lint.report_value("FSD356", f"{pair} cannot prepare any model", "tp", severity="error")
+    elif not old and not is_before(version, 5, 16):
+        lint.report_value("FSD356", f"{pair} cannot prepare a divided model", "tp")
+    elif not old:
+        lint.report_value("FSD363", f"{pair} takes one rank's part for the whole model", "tp")
+    else:
+        lint.report("FSD364", f"{pair} divides only a model that was loaded with tp_plan", "tp")
 
 
 def refuse_context_size(lint: LintContext, size: int, processes: Any) -> bool:

@@ -136,23 +136,39 @@ PROGRAMS = {
 class Consumer:
     """The program that will read the file, at a version.
 
-    ``checked`` is False when the version is not one the rules were checked against by running it.
+    Attributes:
+        name: The program.
+        version: Its version.
+        checked: False when the version is not one the rules were checked against by running it.
+        beside: Versions of other packages that ``--target`` names behind the program's.
     """
 
     name: str
     version: str
     checked: bool = True
+    beside: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
 
     def before(self, *parts: int) -> bool:
         """Whether the version is older than ``parts``."""
-        numbers = []
-        for piece in self.version.split(".")[: len(parts)]:
-            digits = "".join(character for character in piece if character.isdecimal())
-            numbers.append(int(digits[:9] or 0))
-        return tuple(numbers) < parts
+        return is_before(self.version, *parts)
+
+    def version_of(self, package: str) -> str:
+        """Return the version of a package beside the program: as given, as installed here, or as checked."""
+        program = _of_package(package)
+        checked = program.checked if program is not None else None
+        return dict(self.beside).get(package) or _installed(package) or checked or "0"
+
+
+def is_before(version: str, *parts: int) -> bool:
+    """Whether a version is older than ``parts``."""
+    numbers = []
+    for piece in version.split(".")[: len(parts)]:
+        digits = "".join(character for character in piece if character.isdecimal())
+        numbers.append(int(digits[:9] or 0))
+    return tuple(numbers) < parts
 
 
 def known_programs() -> dict[str, Program]:
@@ -175,7 +191,8 @@ def resolve_consumer(
 
     Args:
         name: ``--consumer``, or None.
-        target: ``--target``, ``accelerate==1.15`` or a bare version.
+        target: ``--target``, ``accelerate==1.15`` or a bare version; behind commas, the versions of packages
+            that run beside it (``accelerate==1.12,transformers==5.0``).
         natural: The consumer of the file's dialect, which counts where nobody says otherwise.
         noted: What a ``# fsdptool: consumer=NAME`` comment in the file says; a target of another
             program is then not about this file.
@@ -192,7 +209,9 @@ def resolve_consumer(
         raise ConfigError(
             f"unknown consumer {chosen!r}", help=f"choose one of: {', '.join(known_programs())}"
         )
-    package, version = _target(target)
+    first, *others = target.split(",") if target is not None else [None]
+    package, version = _target(first)
+    beside = tuple((found[0] or "", found[1] or "") for found in map(_target, others))
     if package is not None and package != program.package:
         if name is not None:
             raise ConfigError(
@@ -205,7 +224,8 @@ def resolve_consumer(
             program = _of_package(package) or program
     if version is None:
         version = program.assumed or _installed(program.package) or program.checked or "0"
-    return Consumer(program.name, version, program.checked is None or _same_minor(version, program.checked))
+    checked = program.checked is None or _same_minor(version, program.checked)
+    return Consumer(program.name, version, checked, beside)
 
 
 def _target(target: str | None) -> tuple[str | None, str | None]:

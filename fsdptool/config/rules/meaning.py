@@ -228,10 +228,13 @@ MEANING = (
          "none and runs on defaults. (ms-swift unwraps the shape itself.)",
          "For --fsdp_config, keep what is inside `fsdp_config` and pass --fsdp on the command line."),
     Rule("FSD356", "tensor parallelism fails to start", "warning",
-         "accelerate 1.15 skips the preparation of a model without DTensors, so that the ranks of the tp "
-         "dimension repeat each other's work; for a model that transformers has made parallel it imports a "
-         "class that transformers 5.23 no longer has (`cannot import name 'ReplicateParallel'`).",
-         "Set tp_size to 1 and give the processes to dp_shard_size, or use an older transformers."),
+         "accelerate 1.10 to 1.15 (`Accelerator._prepare_tp`) imports a class that transformers has not had "
+         "since 5.1: `cannot import name 'ReplicateParallel'`. Up to accelerate 1.12 that stops every model "
+         "(an error). From 1.13 on it stops models whose parameters are DTensors, as those that transformers "
+         "5.16 and newer divides; preparation skips any other model, and the ranks of the tp dimension "
+         "repeat each other's work.",
+         "Set tp_size to 1 and give the processes to dp_shard_size, train with `fsdptool train`, or use "
+         "accelerate 1.13 or newer with transformers 5.0."),
     Rule("FSD357", "compilation that is not regional", "info",
          "With `dynamo_config`, accelerate 1.15 (`Accelerator._prepare_fsdp2`) compiles the whole model, "
          "whose compile time grows with the number of layers. With `dynamo_use_regional_compilation` it "
@@ -263,6 +266,18 @@ MEANING = (
          "torchtune reads the same file for single-device and for distributed recipes, and only the latter "
          "shard. The file has no key that only a distributed recipe reads.",
          "No action is needed; `fsdp_reshard_after_forward: true` states the intention."),
+    Rule("FSD363", "tensor parallelism that accelerate does not see", "warning",
+         "transformers 5.1 to 5.15 divides the layers of a model loaded with `tp_plan` as plain tensors. "
+         "accelerate 1.13 to 1.15 then skips its preparation (`The model parameters are not sharded by "
+         "DTensor`), and FSDP2 takes one rank's part for the whole parameter: gradient norms, clipping and "
+         "the full state dicts that it gathers lack the other ranks of the tp dimension. Without `tp_plan` "
+         "those ranks repeat each other's work.",
+         "Set tp_size to 1 and give the processes to dp_shard_size, or train with `fsdptool train`."),
+    Rule("FSD364", "tensor parallelism needs a model loaded for it", "info",
+         "accelerate builds the mesh and divides no layer. Unless the script loads the model with "
+         "`tp_plan` and the `tp` dimension of the mesh, the ranks of that dimension repeat each other's "
+         "work.",
+         "Load the model with `from_pretrained(..., tp_plan=\"auto\", device_mesh=mesh[\"tp\"])`."),
 )  # fmt: skip
 
 
