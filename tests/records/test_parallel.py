@@ -1,0 +1,26 @@
+"""Placements on a tensor-parallel group: what each rank holds of a parameter that is cut in sections."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdptool.records.parallel import Placement
+
+
+@pytest.mark.parametrize(("sections", "size"), [((12,), 3), ((8, 2, 2), 2), ((8, 4, 4), 4)])
+def test_the_pieces_of_all_ranks_are_the_whole_once(sections: tuple[int, ...], size: int) -> None:
+    placement = Placement("qkv.weight", (sum(sections), 5), 0, sections)
+    covered: list[int] = []
+    for rank in range(size):
+        pieces = list(placement.pieces(size, rank))
+        # A rank holds its pieces one behind the other, one of each section.
+        assert [inside for inside, _, _ in pieces] == [
+            sum(s // size for s in sections[:n]) for n in range(len(sections))
+        ]
+        assert sum(length for _, _, length in pieces) == placement.local_shape(size)[0]
+        covered += [place for _, whole, length in pieces for place in range(whole, whole + length)]
+    assert sorted(covered) == list(range(sum(sections)))
+
+
+def test_a_whole_parameter_keeps_its_shape() -> None:
+    assert Placement("norm.weight", (16,), reason="norm").local_shape(4) == (16,)
