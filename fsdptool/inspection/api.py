@@ -125,6 +125,8 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
         class_modules=walked.class_modules,
         weights_read=walked.weights_read,
         hookless=walked.hookless,
+        tensor_plan=walked.tensor_plan,
+        expert_plan=walked.expert_plan,
     )
     findings = (*check_keys(spec, model), *model_hazards(anatomy), *choice_hazards(anatomy, census))
     return with_concern(replace(anatomy, diagnostics=findings), census)
@@ -186,11 +188,12 @@ def encode(anatomy: Anatomy) -> dict[str, Any]:
     kinds: dict[tuple[Any, ...], int] = {}
     modules = []
     for module in anatomy.modules:
-        kind = (module.class_name, module.bases, module.listed, module.embedding, module.forwards)
+        flags = (module.listed, module.embedding, module.forwards)
+        kind = (module.class_name, module.bases, *flags, module.sizes, module.arguments)
         modules.append([module.path, kinds.setdefault(kind, len(kinds)), list(module.aliases)])
     rest = {f.name: to_json(getattr(anatomy, f.name)) for f in fields(Anatomy) if f.name not in _TABLES}
     return {
-        "kinds": [[name, list(bases), *flags] for name, bases, *flags in kinds],
+        "kinds": [to_json(kind) for kind in kinds],
         "modules": modules,
         "parameters": [
             [p.fqn, list(p.shape), p.dtype, p.trainable, list(p.aliases)] for p in anatomy.parameters
@@ -206,7 +209,10 @@ def decode(data: Mapping[str, Any], spec: ModelSpec) -> Anatomy:
     Raises:
         ConfigError, KeyError, TypeError, ValueError: ``data`` has another shape.
     """
-    kinds: list[Any] = [(name, tuple(bases), *flags) for name, bases, *flags in data["kinds"]]
+    kinds: list[Any] = [
+        (name, tuple(bases), *flags, tuple((what, count) for what, count in sizes), tuple(arguments))
+        for name, bases, *flags, sizes, arguments in data["kinds"]
+    ]
     empty: dict[str, list[Any]] = {name: [] for name in _TABLES[1:]}
     anatomy = from_json(Anatomy, {**data["rest"], **empty, "spec": to_json(_NOBODY)})
     return replace(
@@ -224,5 +230,5 @@ def decode(data: Mapping[str, Any], spec: ModelSpec) -> Anatomy:
 
 
 def _module(path: str, kind: tuple[Any, ...], aliases: list[str]) -> Module:
-    name, bases, listed, embedding, forwards = kind
-    return Module(path, name, bases, listed, embedding, forwards, tuple(aliases))
+    name, bases, listed, embedding, forwards, sizes, arguments = kind
+    return Module(path, name, bases, listed, embedding, forwards, tuple(aliases), sizes, arguments)

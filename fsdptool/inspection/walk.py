@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.inspection.parallel_facts import arguments_of, library_plan, sizes_of
 from fsdptool.inspection.source_reads import hookless, reads_own_weight, weights_read
 from fsdptool.records.anatomy import Buffer, Module, Parameter
 from fsdptool.records.diagnostic import Diagnostic
@@ -32,6 +33,8 @@ class WalkResult:
     class_modules: dict[str, str]
     weights_read: tuple[str, ...]
     hookless: tuple[str, ...]
+    tensor_plan: dict[str, str]
+    expert_plan: dict[str, str]
     diagnostics: tuple[Diagnostic, ...]
 
 
@@ -53,11 +56,14 @@ def walk(model: nn.Module) -> WalkResult:
     classes: dict[type, tuple[str, tuple[str, ...], bool, bool]] = {}
     modules = []
     for module, names, listed in seen.modules.values():
-        kind = type(module)
+        kind: Any = type(module)
         if kind not in classes:
             classes[kind] = _describe(kind)
         name, bases, embedding, forwards = classes[kind]
-        modules.append(Module(names[0], name, bases, listed, embedding, forwards, tuple(sorted(names[1:]))))
+        aliases = tuple(sorted(names[1:]))
+        sizes = sizes_of(module)
+        arguments = arguments_of(kind) if sizes else ()
+        modules.append(Module(names[0], name, bases, listed, embedding, forwards, aliases, sizes, arguments))
     return WalkResult(
         parameters=tuple(
             Parameter(
@@ -83,6 +89,8 @@ def walk(model: nn.Module) -> WalkResult:
         class_modules={kind.__name__: kind.__module__ for kind in reversed(classes)},
         weights_read=_weights_read(modules, seen, classes),
         hookless=hookless(model, paths),
+        tensor_plan=library_plan(model, "tp_plan"),
+        expert_plan=library_plan(model, "ep_plan"),
         diagnostics=tuple(
             Diagnostic(
                 code=CYCLE,

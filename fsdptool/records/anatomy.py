@@ -101,6 +101,9 @@ class Module:
         embedding: Whether it is an ``nn.Embedding`` (or subclass).
         forwards: Whether its class defines ``forward`` (``fully_shard`` refuses containers).
         aliases: Further paths of the same module object.
+        sizes: Integers that the module computes with, by name: its own attributes, and as ``config.x`` those
+            of its configuration that its methods read. Layers of torch itself have none.
+        arguments: Names of the arguments of its ``forward``; of modules with ``sizes`` only.
     """
 
     path: str
@@ -110,6 +113,8 @@ class Module:
     embedding: bool = False
     forwards: bool = True
     aliases: tuple[str, ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +189,9 @@ class Anatomy:
         weights_read: Paths of embeddings whose weight the model's code reads without calling them:
             they cannot be units of their own.
         hookless: Paths of modules that run where FSDP2's hooks do not: they cannot be units either.
+        tensor_plan: The library's own tensor-parallel plan: style by pattern of module paths. A packed style
+            of diffusers carries its proportions, ``packed_colwise:1:1``.
+        expert_plan: The library's own expert-parallel plan, alike.
         diagnostics: Findings of the inspection.
     """
 
@@ -201,6 +209,8 @@ class Anatomy:
     class_modules: Mapping[str, str] = field(default_factory=dict, repr=False)
     weights_read: tuple[str, ...] = ()
     hookless: tuple[str, ...] = ()
+    tensor_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
+    expert_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     diagnostics: tuple[Diagnostic, ...] = field(default=(), repr=False)
 
     @property

@@ -31,6 +31,8 @@ WholeReason = Literal[
     "embedding",  # a table that is not divided (positions, types, or a vocabulary that does not divide)
     "head",  # an output layer that is not divided
     "state",  # a recurrence or convolution along the sequence: its channels are mixed
+    "spanned",  # a layer whose output goes through a norm over the divided width
+    "stream",  # between the regions: patches, conditions and modulations that act on the whole residual
     "unknown",  # neither the library nor the structure tells how to divide it
     "overridden",  # the family keeps it whole
 ]
@@ -43,8 +45,13 @@ PlanOrigin = Literal["library", "structure", "family"]
 class SplitModule:
     """One module whose parameters are split.
 
+    The dimension of outputs is the first of a matrix and the second of a stack of matrices ([experts, out,
+    in]), that of inputs the last; ``transposed`` exchanges the two. A vector, and a parameter whose name ends
+    in ``bias``, is divided along its last dimension under ``column`` and stays whole under ``row``.
+
     Attributes:
-        path: Module path in the published model.
+        path: Module path in the published model, or the full name of a parameter that no layer of its own
+            holds (fused experts, attention sinks).
         style: How it is split.
         sections: Sizes of the parts of the divided dimension that are cut separately, in global elements: a
             fused query, key and value projection has three. They add up to the dimension; empty means one.
@@ -122,8 +129,17 @@ class TensorPlan:
         regions: Paths of modules whose input is whole and whose inside is divided. No region lies in another.
             A column layer outside all regions is a region by itself.
         modules: Every split module.
-        heads: Numbers of heads that attributes of attention modules name, in global terms, by path of the
-            region: they are divided with the layers.
+        heads: Heads of queries, and of keys and values, in global terms, by path of the attention module.
+        attributes: Integer attributes by module path, with their global values: each is divided by ``size``
+            in the local model, because the module's code computes with it. ``config.x`` is attribute ``x`` of
+            the module's configuration, of which the module needs a copy of its own.
+        sums: Paths of modules whose output is summed over the group: row layers, and modules that own the
+            parameters of a row split themselves (fused experts).
+        shared: Names of whole parameters that every rank adds before the sum (the biases of experts' second
+            product): each rank computes with the value divided by ``size``, and its gradient is partial.
+        divided_arguments: Names of a region's arguments that arrive divided already: their gradients are not
+            summed (T5's ``position_bias``, which the first layer makes for all).
+        whole: Why parameters of the published model stay whole, by every name of theirs.
         indivisible: What the group does not divide; empty where the model can be split.
         notes: Findings about the library's own plan: entries that match nothing, or contradict the modules.
     """
@@ -132,5 +148,10 @@ class TensorPlan:
     regions: tuple[str, ...] = ()
     modules: tuple[SplitModule, ...] = ()
     heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sums: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    divided_arguments: tuple[str, ...] = ()
+    whole: Mapping[str, WholeReason] = field(default_factory=dict)
     indivisible: tuple[Indivisible, ...] = ()
     notes: tuple[str, ...] = ()

@@ -1,0 +1,124 @@
+"""Where every parameter lies on a tensor-parallel group: the published model's, and adapters'. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fsdptool.errors import ConfigError
+from fsdptool.records.anatomy import Parameter
+from fsdptool.records.parallel import Placement, SplitModule, TensorPlan
+
+_ADAPTERS = ("lora_A", "lora_B")
+
+
+def placements(parameters: Sequence[Parameter], plan: TensorPlan) -> tuple[Placement, ...]:
+    """Return the placement of each parameter, in their order.
+
+    Args:
+        parameters: Of the published model, or of the model as it is trained: PEFT's names are understood
+            (``X.base_layer.weight``, ``X.lora_A.default.weight``, ``X.lora_B.default.weight``).
+        plan: Of the published model.
+
+    Raises:
+        ConfigError: A split module has an adapter or a format that cannot be divided, or a parameter's shape
+            does not fit its module's sections.
+    """
+    split = {module.path: module for module in plan.modules}
+    regions = frozenset(plan.regions)
+    shared = frozenset(plan.shared)
+    return tuple(_place(parameter, split, regions, shared, plan) for parameter in parameters)
+
+
+def _place(
+    parameter: Parameter,
+    split: Mapping[str, SplitModule],
+    regions: frozenset[str],
+    shared: frozenset[str],
+    plan: TensorPlan,
+) -> Placement:
+    names = [published(name) for name in parameter.names]
+    for name, adapter in names:
+        owner = name.rpartition(".")[0]
+        module = split.get(name) or split.get(owner)
+        if module is not None:
+            return _split(parameter, name, adapter, module, plan)
+    reason = next((plan.whole[name] for name, _ in names if name in plan.whole), None)
+    name, adapter = names[0]
+    if adapter is not None and any(
+        path == module or path.startswith(f"{module}.") for path in (name,) for module in split
+    ):
+        raise _refusal(parameter, "an adapter of fused parameters")
+    if adapter is not None:
+        reason = "latent"
+    inside = name in shared or _inside(name, regions)
+    return Placement(parameter.fqn, parameter.shape, None, (), inside, reason or "unknown")
+
+
+def published(name: str) -> tuple[str, str | None]:
+    """Return a parameter's name in the published model, and which adapter matrix it is, if one."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if part in _ADAPTERS:
+            return ".".join([*parts[:at], parts[-1]]), part
+        if part.startswith("lora_"):
+            return ".".join([*parts[:at], parts[-1]]), part
+    return ".".join(part for part in parts if part != "base_layer"), None
+
+
+def _inside(name: str, regions: frozenset[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:at]) in regions for at in range(1, len(parts)))
+
+
+def _split(
+    parameter: Parameter, name: str, adapter: str | None, module: SplitModule, plan: TensorPlan
+) -> Placement:
+    bias = name.endswith("bias")
+    if adapter is None and parameter.dtype in ("uint8", "int8"):
+        raise _refusal(parameter, "a quantised base")
+    if adapter is not None:
+        return _adapter(parameter, adapter, module, plan)
+    rank = len(parameter.shape)
+    if module.style == "row" and (bias or rank == 1):
+        return Placement(parameter.fqn, parameter.shape, reason="after_sum")
+    if module.style in ("vocabulary", "experts"):
+        dim = 0
+    elif bias or rank == 1:
+        dim = rank - 1
+    else:
+        outputs, inputs = rank - 2, rank - 1
+        if rank == 3 and parameter.shape[1:] == (1, 1):
+            outputs = 0  # a scale per head
+        column = module.style == "column"
+        dim = outputs if column != module.transposed else inputs
+    return _along(parameter, dim, module, plan)
+
+
+def _adapter(parameter: Parameter, adapter: str, module: SplitModule, plan: TensorPlan) -> Placement:
+    """Place a low-rank matrix: ``lora_A`` is (rank, in), ``lora_B`` (out, rank), whatever the base stores."""
+    if adapter not in _ADAPTERS or len(parameter.shape) != 2 or module.style not in ("column", "row"):
+        raise _refusal(parameter, f"{adapter} on a layer split by {module.style}")
+    if (module.style, adapter) == ("column", "lora_B"):
+        return _along(parameter, 0, module, plan)
+    if (module.style, adapter) == ("row", "lora_A"):
+        return _along(parameter, 1, module, plan)
+    # A column layer's lora_A feeds a divided lora_B; a row layer's lora_B receives the sum over the group.
+    return Placement(parameter.fqn, parameter.shape, None, (), module.style == "column", "latent")
+
+
+def _along(parameter: Parameter, dim: int, module: SplitModule, plan: TensorPlan) -> Placement:
+    length = parameter.shape[dim]
+    sections = module.sections or (length,)
+    if sum(sections) != length:
+        raise ConfigError(
+            f"{parameter.fqn}: {length} elements along dimension {dim}, but sections of {sum(sections)}",
+            help="the tensor-parallel plan belongs to another configuration of the model",
+        )
+    return Placement(parameter.fqn, parameter.shape, dim, sections)
+
+
+def _refusal(parameter: Parameter, what: str) -> ConfigError:
+    return ConfigError(
+        f"{parameter.fqn}: {what} cannot be divided over a tensor-parallel group",
+        help="use LoRA on linear layers with an unquantised base, or leave tensor_parallel out",
+    )

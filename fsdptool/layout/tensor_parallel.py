@@ -1,0 +1,216 @@
+"""Decides how a model is split over a tensor-parallel or an expert-parallel group. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from fsdptool.layout.expert_sites import experts, fused
+from fsdptool.layout.placements import placements
+from fsdptool.layout.projections import LATENT, Layers, is_norm, is_router
+from fsdptool.layout.sites import Left, Site, attention, feed_forward
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.parallel import Indivisible, SplitModule, TensorPlan, WholeReason
+
+_STATE = frozenset({"A_log", "conv1d", "x_proj", "dt_proj"})
+"""Names of children or parameters by which a recurrence is known (Mamba, gated delta rules)."""
+
+
+@dataclass(slots=True)
+class _Found:
+    sites: list[Site] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+
+
+def plan_tensor_parallel(anatomy: Anatomy, size: int, *, vocabulary: bool = True) -> TensorPlan:
+    """Return how a model is split over ``size`` ranks.
+
+    Args:
+        anatomy: The published model (before adapters are added).
+        size: Ranks of the group.
+        vocabulary: Whether the vocabulary's embedding and head are divided where they can be.
+    """
+    layers = Layers(anatomy)
+    found = _search(layers)
+    modules = [module for site in found.sites for module in site.modules]
+    notes = [f"{left.path} stays whole: {left.words}" for left in _first_of_each(found.left)]
+    if vocabulary:
+        split, note = _vocabulary(anatomy, layers, size)
+        modules += split
+        notes += note
+    plan = TensorPlan(
+        size=size,
+        regions=tuple(site.path for site in found.sites if site.region),
+        modules=tuple(modules),
+        heads={site.path: site.heads for site in found.sites if site.heads},
+        attributes={path: sizes for site in found.sites for path, sizes in site.attributes.items()},
+        sums=tuple(path for site in found.sites for path in site.sums),
+        shared=tuple(name for site in found.sites for name in site.shared),
+        divided_arguments=tuple(
+            dict.fromkeys(name for site in found.sites for name in site.divided_arguments)
+        ),
+        indivisible=tuple(_indivisible(found.sites, size)),
+        notes=tuple(notes),
+    )
+    return replace(plan, whole=_whole(anatomy, layers, found, plan))
+
+
+def plan_expert_parallel(anatomy: Anatomy, size: int) -> TensorPlan:
+    """Return how the fused experts of a model are shared out over ``size`` ranks: whole experts each.
+
+    Args:
+        anatomy: The published model.
+        size: Ranks of the expert-parallel group.
+    """
+    layers = Layers(anatomy)
+    paths = [path for path in layers.modules if fused(layers, path)]
+    counts = {path: next(iter(fused(layers, path).values()))[1].shape[0] for path in paths}
+    indivisible = [
+        Indivisible("experts", path, count, valid_sizes([count], size))
+        for path, count in _first_paths(counts)
+        if count % size
+    ]
+    if not paths:
+        indivisible = [Indivisible("fused expert tensors", "", 0, (1,))]
+    return TensorPlan(
+        size=size,
+        regions=tuple(paths),
+        modules=tuple(SplitModule(path, "experts") for path in paths),
+        indivisible=tuple(indivisible),
+    )
+
+
+def localise(anatomy: Anatomy, plan: TensorPlan) -> Anatomy:
+    """Return the anatomy of one rank's local model: parameters of local shape, everything else equal."""
+    placed = placements(anatomy.parameters, plan)
+    parameters = tuple(
+        replace(parameter, shape=placement.local_shape(plan.size))
+        for parameter, placement in zip(anatomy.parameters, placed, strict=True)
+    )
+    return replace(anatomy, parameters=parameters)
+
+
+def valid_sizes(counts: Iterable[int], size: int) -> tuple[int, ...]:
+    """Return the group sizes nearest to ``size`` that divide every count: the next below and above."""
+    least = min(counts)
+    fits = [n for n in range(1, least + 1) if all(not count % n for count in counts)]
+    below = [n for n in fits if n < size][-1:]
+    above = [n for n in fits if n > size][:1]
+    return (*below, *above)
+
+
+def _search(layers: Layers) -> _Found:
+    """Find the sites, outermost first; nothing inside a region or a recurrence is searched."""
+    found = _Found()
+    stack = [""]
+    while stack:
+        path = stack.pop()
+        children = layers.children.get(path, [])
+        if _is_recurrence(layers, path):
+            found.left.append(Left(path, "state", "its channels are mixed along the sequence"))
+            continue
+        site = attention(layers, path) or experts(layers, path)
+        if isinstance(site, Left):
+            found.left.append(site)
+            continue
+        if site is not None:
+            found.sites.append(site)
+            continue
+        inner = list(feed_forward(layers, path))
+        found.sites += inner
+        if not any(site.region for site in inner):
+            stack.extend(reversed(children))
+    return found
+
+
+def _is_recurrence(layers: Layers, path: str) -> bool:
+    names = {child.rpartition(".")[2] for child in layers.children.get(path, ())}
+    names |= {name.rpartition(".")[2] for name, _ in layers.held.get(path, ())}
+    return len(names & _STATE) >= 2
+
+
+def _first_of_each(left: Iterable[Left]) -> Iterator[Left]:
+    """Yield the first of the modules that stay whole for the same reason."""
+    seen: set[str] = set()
+    for item in left:
+        if item.reason != "state" and item.words not in seen:
+            seen.add(item.words)
+            yield item
+
+
+def _first_paths(counts: dict[str, int]) -> Iterator[tuple[str, int]]:
+    seen: set[int] = set()
+    for path, count in counts.items():
+        if count not in seen:
+            seen.add(count)
+            yield path, count
+
+
+def _indivisible(sites: Iterable[Site], size: int) -> Iterator[Indivisible]:
+    """Yield what the size does not divide, the first of several alike."""
+    seen: set[tuple[str, int]] = set()
+    for site in sites:
+        for what, count in site.counts.items():
+            if count % size and (what, count) not in seen:
+                seen.add((what, count))
+                yield Indivisible(what, site.path, count, valid_sizes([count], size))
+
+
+def _vocabulary(anatomy: Anatomy, layers: Layers, size: int) -> tuple[list[SplitModule], list[str]]:
+    """Return the input embedding and the head as split modules, or why they stay whole."""
+    modules: dict[str, SplitModule] = {}
+    notes: dict[str, None] = {}
+    for path in (anatomy.input_embedding, anatomy.output_embedding):
+        held = layers.held.get(path, ()) if path is not None else ()
+        weight = next(
+            (item for name, item in held if name == f"{path}.weight" and len(item.shape) == 2), None
+        )
+        # A tied table is divided everywhere or nowhere: T5's encoder and decoder have their own modules.
+        owners = layers.tree.owners(weight) if weight is not None else ()
+        fits = all(layers.modules[owner].embedding or owner in layers.linear for owner in owners)
+        if weight is None or not fits or set(owners) & set(anatomy.weights_read):
+            continue
+        if weight.shape[0] % size:
+            near = " or ".join(str(n) for n in valid_sizes([weight.shape[0]], size))
+            notes[
+                f"{owners[0]} stays whole: {size} does not divide its {weight.shape[0]} rows ({near} does)"
+            ] = None
+        else:
+            modules.update((owner, SplitModule(owner, "vocabulary")) for owner in owners)
+    return list(modules.values()), list(notes)
+
+
+def _whole(anatomy: Anatomy, layers: Layers, found: _Found, plan: TensorPlan) -> dict[str, WholeReason]:
+    reasons: dict[str, WholeReason] = {}
+    for left in found.left:
+        reasons.update((name, left.reason) for name, _ in layers.within(left.path))
+    for site in found.sites:
+        reasons.update(site.whole)
+    split = {module.path: module.style for module in plan.modules}
+    for parameter in anatomy.parameters:
+        for name in parameter.names:
+            owner = name.rpartition(".")[0]
+            style = split.get(name) or split.get(owner)
+            if style == "row" and name.endswith("bias"):
+                reasons[name] = "after_sum"
+            elif style is not None:
+                reasons.pop(name, None)
+            elif name not in reasons:
+                reasons[name] = _reason(anatomy, layers, name, owner)
+    return reasons
+
+
+def _reason(anatomy: Anatomy, layers: Layers, name: str, owner: str) -> WholeReason:
+    module = layers.modules.get(owner)
+    last = owner.rpartition(".")[2]
+    if owner == anatomy.output_embedding or last in ("lm_head", "classifier", "score"):
+        return "head"
+    if module is None:
+        return "unknown"
+    if module.embedding or owner == anatomy.input_embedding:
+        return "embedding"
+    if is_router(module) or (last == "gate" and owner not in layers.linear):
+        return "router"
+    if is_norm(module):
+        return "norm"
+    return "latent" if last in LATENT else "stream"
