@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ class Emission:
         plan_digest: Digest of the plan it came from, or None.
         recipe: The recipe of the plan, or None.
         anatomy: The inspected model, or None.
+        environment: Variables of the workers that the plan supposes; no configuration file can set them.
     """
 
     settings: FsdpSettings
@@ -41,6 +42,7 @@ class Emission:
     plan_digest: str | None = None
     recipe: Recipe | None = None
     anatomy: Anatomy | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def differences(self) -> tuple[str, ...]:
         """Return what a plain accelerate script will do differently from what was planned."""
@@ -53,14 +55,21 @@ class Emission:
 
     def text(self) -> str:
         """Return the file."""
-        note = "Wrap classes depend on the model (fsdptool detect): fsdp_transformer_layer_cls_to_wrap."
+        notes = [
+            f"The plan supposes {name}={value} in the environment of the launch: export it first."
+            for name, value in self.environment.items()
+        ]
+        if self.reference is None:
+            notes.append(
+                "Wrap classes depend on the model (fsdptool detect): fsdp_transformer_layer_cls_to_wrap."
+            )
         return emit_yaml(
             self.settings,
             layout=self.layout,
             reference=self.reference,
             plan_digest=self.plan_digest,
             differences=self.differences(),
-            notes=() if self.reference is not None else (note,),
+            notes=notes,
         )
 
     def document(self, text: str, path: Path | None) -> dict[str, Any]:
@@ -73,6 +82,7 @@ class Emission:
             settings=self.settings,
             differences=self.differences(),
             text=text,
+            environment=self.environment,
         )
         return envelope("emit-config", self.settings, report)
 
@@ -181,7 +191,7 @@ def from_plan(
             help=f"name one with --candidate ({', '.join(ids[:4])}), or follow the plan's suggestions",
         )
     plan = replace(plan, chosen=candidate or plan.chosen)
-    recipe, settings, _ = chosen_run(plan)
+    recipe, settings, cluster = chosen_run(plan)
     consented(recipe, where, trust_remote_code=trust_remote_code)
     if recipe.steps is None and recipe.epochs is None:
         # A plan needs no end; a run does.
@@ -202,6 +212,7 @@ def from_plan(
         digest({"inputs": plan.inputs, "candidate": chosen.id}),
         recipe,
         anatomy,
+        cluster.environment,
     )
 
 

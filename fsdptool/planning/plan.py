@@ -273,7 +273,7 @@ def _conclude(
             candidates=tuple(full if c.id == chosen.id else c for c in result.candidates),
         )
         chosen = full
-    shortfall = None
+    shortfall, start = None, chosen or first
     if verdict == "does_not_fit":
         shortfall = find_shortfall(estimator, inputs, result.candidates)
         # Of those that keep everything on the GPUs: CPU offload is one of the changes.
@@ -305,6 +305,7 @@ def _conclude(
         "wrap_classes": list(estimator.anatomy.wrap.classes),
         "headroom": HEADROOM,
         "searched": len(result.candidates),
+        "changes_from": start.id,
         **extra,
     }
     return Plan(

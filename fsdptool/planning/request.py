@@ -15,7 +15,7 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
-from fsdptool.planning.hardware import find_gpu, machine_for
+from fsdptool.planning.hardware import EXPANDABLE, find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
@@ -50,7 +50,7 @@ def read_request(options: Options) -> Request:
     settings, diagnostics = _settings(options, options.get("profile"))
     profile = cast("DeviceProfile", options.get("profile") or _own_profile(options, settings))
     offers = _offers(options, settings, profile)
-    clusters = tuple(offer.cluster for offer in offers)
+    clusters = tuple(_with_segments(offer.cluster, options) for offer in offers)
     diagnostics += tuple(diagnostic for offer in offers for diagnostic in offer.diagnostics)
     table = _path(options.get("machine"))
     machines = tuple(machine_for(cluster.gpu, table=table) for cluster in clusters)
@@ -208,6 +208,15 @@ def _offers(options: Options, settings: FsdpSettings, profile: str) -> tuple[Off
         price_per_gpu_hour=options.get("price"),
     )
     return (Offer(cluster, (match.diagnostic,) if match.diagnostic else ()),)
+
+
+def _with_segments(cluster: Cluster, options: Options) -> Cluster:
+    """Return the cluster with the variable of expandable segments, if they are requested."""
+    if not options.get("expandable_segments"):
+        return cluster
+    if cluster.gpu is None:
+        raise PlanError("--expandable-segments is for GPUs", help="leave it out: this plan is for the CPU")
+    return replace(cluster, environment={**cluster.environment, **EXPANDABLE})
 
 
 def _path(value: str | Path | None) -> Path | None:

@@ -6,8 +6,8 @@ would make CPU offload unnecessary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
@@ -46,12 +46,13 @@ COSTS = {
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One change to try: what it is, and the configuration and hardware with it."""
+    """One change to try: what it is, the configuration and hardware with it, and variables that it sets."""
 
     kind: SuggestionKind
     text: str
     point: SearchPoint
     cluster: Cluster
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def suggest(
@@ -80,7 +81,10 @@ def suggest(
             combined_cluster = change.cluster
     suggestions += _fewer_bits(estimator, inputs, point, cluster, requested)
     if len(suggestions) > 1 and not any(item.fits for item in suggestions):
-        change = _Change(SuggestionKind.COMBINED, "all of the changes above", combined, combined_cluster)
+        added = _added(cluster, combined_cluster)
+        change = _Change(
+            SuggestionKind.COMBINED, "all of the changes above", combined, combined_cluster, added
+        )
         candidate = _evaluate(estimator, change, inputs, replay=True)
         if candidate is not None:
             suggestions.append(_suggestion(change, point, candidate, requested))
@@ -136,8 +140,13 @@ def _changes(point: SearchPoint, cluster: Cluster) -> Iterator[_Change]:
 def _expandable(point: SearchPoint, cluster: Cluster) -> _Change:
     """Return the change to segments that grow, whose reserved memory hardly depends on fragmentation."""
     text = "expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True)"
-    environment = {**cluster.environment, **EXPANDABLE}
-    return _Change(SuggestionKind.EXPANDABLE_SEGMENTS, text, point, replace(cluster, environment=environment))
+    changed = replace(cluster, environment={**cluster.environment, **EXPANDABLE})
+    return _Change(SuggestionKind.EXPANDABLE_SEGMENTS, text, point, changed, _added(cluster, changed))
+
+
+def _added(before: Cluster, after: Cluster) -> Mapping[str, str]:
+    """Return the variables that one cluster sets and the other does not."""
+    return dict(after.environment.items() - before.environment.items())
 
 
 def _smaller_batches(size: int) -> list[int]:
@@ -250,7 +259,7 @@ def _suggestion(
         costs=costs,
         samples_per_second=candidate.samples_per_second,
         tokens_per_second=candidate.tokens_per_second,
-        environment=EXPANDABLE if change.kind is SuggestionKind.EXPANDABLE_SEGMENTS else {},
+        environment=change.environment,
         hardware=_options(change.cluster) if change.kind in _OTHER_HARDWARE else {},
     )
 
@@ -342,7 +351,8 @@ def _hardware(
     """
     if cluster.gpu is None:
         return []
-    changed = best != start or cluster != inputs.clusters[start.cluster]
+    added = _added(inputs.clusters[start.cluster], cluster)
+    changed = best != start or bool(added)
     suffix = ", with all changes above" if changed else ", without CPU offload" if offloaded else ""
     larger = [replace(cluster, nodes=cluster.nodes * factor) for factor in (2, 4, 8)]
     more = [
@@ -351,6 +361,7 @@ def _hardware(
             f"{item.world_size} GPUs in {item.nodes} nodes{suffix}",
             replace(best, dp_shard=best.dp_shard * (item.nodes // cluster.nodes)),
             item,
+            added,
         )
         for item in larger
     ]
@@ -360,6 +371,7 @@ def _hardware(
             f"{cluster.gpus_per_node} x {gpu.name}{suffix}",
             best,
             replace(cluster, gpu=gpu),
+            added,
         )
         for gpu in _larger(cluster.gpu)
     ]

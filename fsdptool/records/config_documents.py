@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fsdptool.records.diagnostic import EffectiveSetting, Fix, IgnoredKey, RuleFamily, Safety, Severity
@@ -140,6 +141,8 @@ class EmittedConfig:
     settings: FsdpSettings
     differences: tuple[str, ...]
     text: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the workers that the plan supposes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def plan_parts(document: Mapping[str, Any], links: Links = Links()) -> dict[str,
         "memory": _memory(candidate, links),
         "time": _time(candidate),
         "offers": _offers(document),
-        "changes": _steps(document, links),
+        "changes": changes_section(document, links),
         "settings": _settings(document, candidate),
     }
 
@@ -210,7 +210,8 @@ def _offers(document: Mapping[str, Any]) -> str:
     return f"<section><h2>Offers</h2>{table}</section>"
 
 
-def _steps(document: Mapping[str, Any], links: Links) -> str:
+def changes_section(document: Mapping[str, Any], links: Links) -> str:
+    """Return the section of the suggested changes; empty without any."""
     if not document["next_steps"]:
         return ""
     classes = {True: "fits", False: "does_not_fit", None: "unknown"}

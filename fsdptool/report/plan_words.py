@@ -68,6 +68,11 @@ def shown(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return find(document, document["chosen"]) or first
 
 
+def start_of_changes(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the candidate that the suggestions change; plans of earlier versions do not tell it."""
+    return find(document, document["details"].get("changes_from")) or shown(document)
+
+
 def mesh(settings: Mapping[str, Any]) -> str:
     """Return the mesh in words."""
     parts = [f"shard {settings['dp_shard']}"]

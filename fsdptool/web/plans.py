@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from fsdptool.errors import FsdptoolError
+from fsdptool.planning.hardware import EXPANDABLE
 from fsdptool.planning.options import declared
 from fsdptool.planning.search_point import point_flags
 from fsdptool.records.codec import from_json
@@ -171,7 +172,10 @@ def changed_values(base: Mapping[str, Any], suggestion: Mapping[str, Any]) -> di
     """
     changes = {**suggestion["settings"], **(suggestion.get("hardware") or {})}
     options = {name: str(value) for name, value in changes.items() if name not in base}
-    if not changes or suggestion["environment"] or not set(options) <= set(declared()):
+    variables = dict(suggestion["environment"])
+    if variables == EXPANDABLE:
+        variables, options["expandable_segments"] = {}, "yes"
+    if not (changes or options) or variables or not set(options) <= set(declared()):
         return None
     point = {**base, **{name: value for name, value in changes.items() if name in base}}
     return {**point_values(point), **options}

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
+from fsdptool.api.emit_config import emit_config
 from fsdptool.cli.app import run
 from fsdptool.errors import PlanError
 from fsdptool.files.values import load_schema
@@ -222,6 +223,11 @@ def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path:
     assert first.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert (first.device_total_bytes or 0) <= roomy.device_total_bytes
     assert first.fits
+    growing = planned(tmp_path, LLAMA, memory, **fixed, expandable_segments=True)
+    assert growing.candidates[0].device_total_bytes == first.device_total_bytes
+    assert growing.candidates[0].reserved_range_bytes is None
+    assert not growing.next_steps
+    assert "export it first" in emit_config(plan=growing)
     document = plan_document(tight)
     jsonschema.validate(document, load_schema("plan"))
     assert plan_words.reserved_range(document, document["candidates"][0]).endswith("by 3 published runs)")

@@ -185,9 +185,32 @@ def test_the_slider_sets_its_field(visit: Any, tiny: str) -> None:
 def test_a_suggestion_is_a_button(visit: Any, server: Server) -> None:
     page = visit()
     batch = "sequence_length=1024&micro_batch=64"
-    page.goto(f"{server.origin}/plan?reference=gpt2:small&gpu=RTX-3090-24GB&gpus=1&{batch}&search=no")
+    question = f"?reference=gpt2:small&gpu=RTX-3090-24GB&gpus=1&{batch}&search=no"
+    page.goto(f"{server.origin}/plan{question}")
     answered(page)
     assert "does not fit" in page.locator("h1").text_content()
+    assert page.get_by_text("cannot be applied").count() == 1
+    assert page.get_by_text("Apply this configuration").count() == 0
+    # The page that writes files says why it does not, and leads to what it can write.
+    address = page.url
+    page.goto(f"{server.origin}/apply{question}")
+    page.get_by_text("No configuration of this plan fits").wait_for(timeout=120_000)
+    assert "activations" in page.locator("#unfit").text_content()
+    assert serious(page) == []
+    page.locator("tr", has_text="expandable segments").get_by_text("Apply").click()
+    page.wait_for_url("**expandable_segments=yes**")
+    page.get_by_text("No configuration of this plan fits").wait_for(timeout=120_000)
+    page.locator("tr", has_text="full activation checkpointing").get_by_text("Apply").click()
+    page.locator("text=The file, as").wait_for(timeout=300_000)
+    assert "fsdp_activation_checkpointing: true" in page.locator(".source").first.text_content()
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in page.locator(".notes").text_content()
+    page.goto(address)
+    answered(page)
+    row = page.locator("tr", has_text="expandable segments").first
+    row.locator("text=Apply").click()
+    page.wait_for_url("**expandable_segments=yes**")
+    answered(page)
+    assert "--expandable-segments" in page.locator(".command code").text_content()
     row = page.locator("tr", has_text="full activation checkpointing")
     row.locator("text=Apply").click()
     answered(page)

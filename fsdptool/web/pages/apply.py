@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -22,6 +23,8 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, decode
 from fsdptool.records.codec import from_json
 from fsdptool.records.sharding import FsdpSettings
+from fsdptool.report import plan_words as words
+from fsdptool.report.html import Links, changes_section
 from fsdptool.web.changes import Change, content_of, target_of
 from fsdptool.web.emissions import QUICK_SECONDS, Source, read_source_of, submit
 from fsdptool.web.forms import Field
@@ -29,6 +32,7 @@ from fsdptool.web.jobs import Job, JobState
 from fsdptool.web.page import Page, Services, render, services
 from fsdptool.web.pages.config_file import attachment
 from fsdptool.web.pages.configs import FILE
+from fsdptool.web.plans import changed_values
 from fsdptool.web.source_view import (
     DiffLine,
     SourceView,
@@ -71,6 +75,23 @@ class Outcome:
     config_page: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A plan in which nothing fits.
+
+    Attributes:
+        headline: Its verdict.
+        reasons: Why nothing fits, one line each.
+        changes: The suggestions, as HTML; those that controls can express lead to this page with the change.
+        anyway: Address that writes the requested configuration nevertheless.
+    """
+
+    headline: str
+    reasons: tuple[str, ...]
+    changes: Markup
+    anyway: str
+
+
 async def show(request: Request) -> Response:
     """Return the page, or write the file that it shows."""
     if request.method != "POST":
@@ -86,11 +107,14 @@ def _page(request: Request, query: Mapping[str, str], error: FsdptoolError | Non
     outcome: Outcome | None = None
     source: Source | None = None
     job: Job | None = None
+    unfit: Unfit | None = None
     try:
         source = read_source_of(shared, query)
         job = submit(request, source) if source.given else None
-        if job is not None and job.state is JobState.DONE and job.task == "apply:emit":
-            outcome = _outcome(shared, source, job.result, own)
+        if job is not None and _is_ready(job):
+            unfit = _unfit(source, job.result.get("unfit"))
+            if unfit is None:
+                outcome = _outcome(shared, source, job.result, own)
     except FsdptoolError as problem:
         error, status = error or problem, max(status, 400)
     if job is not None and job.state is JobState.FAILED and error is None:
@@ -112,6 +136,7 @@ def _page(request: Request, query: Mapping[str, str], error: FsdptoolError | Non
         job=job,
         error=error,
         outcome=outcome,
+        unfit=unfit,
         result=result,
         state={name: value for name, value in state.items() if value},
         fields=_fields(shared, own),
@@ -120,6 +145,29 @@ def _page(request: Request, query: Mapping[str, str], error: FsdptoolError | Non
         recipe=address_of(DOWNLOAD, **state, part="recipe"),
         written=query.get("written", ""),
         presets=PRESETS,
+    )
+
+
+def _is_ready(job: Job) -> bool:
+    """Return whether the settings are known; before them comes the plan."""
+    return job.task == "apply:emit" and job.state is JobState.DONE
+
+
+def _unfit(source: Source, document: Mapping[str, Any] | None) -> Unfit | None:
+    """Return what to say about a plan without a chosen configuration; None for any other."""
+    if document is None:
+        return None
+    start = words.start_of_changes(document)["settings"]
+
+    def change(suggestion: Mapping[str, Any]) -> str | None:
+        values = changed_values(start, suggestion) if source.question is not None else None
+        return address_of(page.path, **{**source.values, **values, "search": "no"}) if values else None
+
+    return Unfit(
+        words.headline(document),
+        tuple(words.shortfall(document)),
+        Markup(changes_section(document, Links(change=change))),
+        address_of(page.path, **{**source.values, "candidate": words.shown(document)["id"]}),
     )
 
 
@@ -201,7 +249,7 @@ def _write(request: Request, form: Mapping[str, str]) -> Response:
     try:
         source = read_source_of(shared, form)
         job = submit(request, source)
-        if job.task != "apply:emit" or job.state is not JobState.DONE:
+        if not _is_ready(job) or "unfit" in job.result:
             # The answer was dropped meanwhile; the page works it out again.
             return RedirectResponse(address_of(page.path, **source.values, **own), 303)
         change = _outcome(shared, source, job.result, own).change
@@ -241,7 +289,7 @@ def download(request: Request) -> Response:
     source = read_source_of(shared, query)
     job = submit(request, source)
     job.wait(QUICK_SECONDS)
-    if job.task != "apply:emit" or job.state is not JobState.DONE:
+    if not _is_ready(job) or "unfit" in job.result:
         return RedirectResponse(address_of(page.path, **source.values, **own), 303)
     if query.get("part") == "recipe":
         return attachment(job.result["recipe"] or "", "recipe.yaml")

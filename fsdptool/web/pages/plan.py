@@ -95,7 +95,7 @@ def _answer(
         return plans.address(values, front=front.query)
 
     def change(suggestion: Mapping[str, Any]) -> str | None:
-        values = plans.changed_values(shown["settings"], suggestion)
+        values = plans.changed_values(words.start_of_changes(document)["settings"], suggestion)
         if values is None:
             return None
         return plans.address({**_without(question.query), **values, "search": "no"}, front=front.query)
@@ -111,7 +111,7 @@ def _answer(
         request,
         "plan.html",
         parts=parts,
-        verdict=document["verdict"],
+        applicable=document["chosen"] is not None,
         headline=words.headline(document),
         shortfall=words.shortfall(document),
         candidates=Markup(candidates),

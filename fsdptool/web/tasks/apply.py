@@ -18,6 +18,8 @@ def emit(
 ) -> dict[str, Any]:
     """Return the document of ``emit-config``, and the recipe of a plan as text.
 
+    Where nothing fits, ``unfit`` is the plan instead: nobody has chosen what to write.
+
     Args:
         progress: Takes texts of progress.
         plan: Document of a plan.
@@ -29,14 +31,19 @@ def emit(
     from fsdptool.api.emit_config import prepare_emission
     from fsdptool.config.recipe_writer import dump_recipe
     from fsdptool.planning.plan import plan_from, read_plan
+    from fsdptool.records.codec import to_json
 
     progress("choosing the wrap classes")
+    planned = None
     if plan_file is not None:
-        emission = prepare_emission(plan=read_plan(Path(plan_file)), candidate=candidate)
+        planned = read_plan(Path(plan_file))
     elif plan is not None:
-        emission = prepare_emission(plan=plan_from(plan, where="the plan"), candidate=candidate)
-    else:
+        planned = plan_from(plan, where="the plan")
+    if planned is None:
         emission = prepare_emission(**(options or {}))
-    planned = plan is not None or plan_file is not None
-    recipe = dump_recipe(emission.recipe) if planned and emission.recipe is not None else None
+    elif planned.chosen is None and candidate is None:
+        return {"unfit": to_json(planned)}
+    else:
+        emission = prepare_emission(plan=planned, candidate=candidate)
+    recipe = dump_recipe(emission.recipe) if planned is not None and emission.recipe is not None else None
     return {"document": emission.document(emission.text(), None), "recipe": recipe}
