@@ -203,9 +203,12 @@ def rounds_of(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return [order[start : start + ranks] for start in range(0, len(order), ranks)]
 
 
-def expert_chunk(shape: tuple[int, ...]) -> int:
-    """Return how many experts of a rank are orthogonalised at once."""
-    return max(_EXPERT_ELEMENTS // (shape[1] * shape[2]), 1)
+def expert_chunk(shape: tuple[int, ...], cuda: bool) -> int:
+    """Return how many experts of a rank are orthogonalised at once.
+
+    On a CPU one, as torch's Muon does: there, batches save nothing and can be rounded otherwise.
+    """
+    return max(_EXPERT_ELEMENTS // (shape[1] * shape[2]), 1) if cuda else 1
 
 
 def _by_muon(trained: Trained) -> list[TrainedTensor]:
@@ -220,10 +223,10 @@ def _muon_rounds(trained: Trained) -> list[list[TrainedTensor]]:
     return [[cut[p] for p in places] for places in rounds_of([prod(t.shape) for t in cut], cut[0].ranks)]
 
 
-def _muon_whole(trained: Trained) -> list[tuple[TrainedTensor, int]]:
+def _muon_whole(trained: Trained, cuda: bool) -> list[tuple[TrainedTensor, int]]:
     """Return what a rank orthogonalises without an exchange, and how many matrices of it at once."""
     own = [t for t in _by_muon(trained) if (len(t.shape) == 3 or t.ranks == 1) and t.numel]
-    return [(t, min(expert_chunk(t.rows), t.rows[0]) if len(t.shape) == 3 else 1) for t in own]
+    return [(t, min(expert_chunk(t.rows, cuda), t.rows[0]) if len(t.shape) == 3 else 1) for t in own]
 
 
 def _muon_states(optimizer: Optimizer, tensor: TrainedTensor, kernel: str, cuda: bool) -> list[int]:
@@ -244,7 +247,7 @@ def _muon_temporaries(optimizer: Optimizer, trained: Trained, kernel: str, cuda:
         largest = places[0]
         worst.append([send, max(tensor.bytes for tensor in places)])
         worst.append([send, *_newton_schulz_bytes(largest.shape, 1, cuda)])
-    for tensor, count in _muon_whole(trained):
+    for tensor, count in _muon_whole(trained, cuda):
         worst.append([count * prod(tensor.shape[-2:]) * tensor.width, 2 * count * prod(tensor.shape[-2:])])
         worst.append(_newton_schulz_bytes(tensor.shape[-2:], count, cuda))
     return max(worst, key=sum)
@@ -264,7 +267,7 @@ def _muon_work(optimizer: Optimizer, trained: Trained) -> UpdateWork:
         small, large = sorted(shape)
         return steps * (4.0 * small * small * large + 2.0 * small**3)
 
-    rounds, whole = _muon_rounds(trained), _muon_whole(trained)
+    rounds, whole = _muon_rounds(trained), _muon_whole(trained, cuda=True)
     total = sum(flops(places[0].shape) for places in rounds)
     batches = 0
     for tensor, count in whole:

@@ -129,14 +129,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def _step_whole(self, parameter: nn.Parameter, rate: float, decay: float) -> None:
         """Step a matrix, or experts a few at a time: dimension 0 is cut, so each rank has whole experts."""
-        if parameter.dim() == 2:
-            self._apply(parameter, self._orthogonalise(self._update(parameter)), rate, decay)
-            return
-        chunk = expert_chunk(tuple(parameter.shape))
-        for first in range(0, len(parameter), chunk):
-            experts = slice(first, first + chunk)
-            update = self._orthogonalise(self._update(parameter, experts))
-            self._apply(parameter, update, rate, decay, experts)
+        parts: Sequence[int | slice] = [slice(None)]
+        if parameter.dim() == 3:
+            chunk = expert_chunk(tuple(parameter.shape), parameter.is_cuda)
+            starts = range(0, len(parameter), chunk)
+            parts = starts if chunk == 1 else [slice(start, start + chunk) for start in starts]
+        for part in parts:
+            self._apply(parameter, self._orthogonalise(self._update(parameter, part)), rate, decay, part)
 
     def _step_round(self, parameters: Sequence[nn.Parameter], rate: float, decay: float) -> None:
         """Step one matrix per rank: rows to the rank that owns the update, its result back as rows."""
@@ -166,7 +165,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def _update(
         self,
         parameter: nn.Parameter,
-        part: slice = slice(None),
+        part: int | slice = slice(None),
         dtype: torch.dtype | None = torch.bfloat16,
     ) -> Tensor:
         """Take in the gradient and return the momentum to orthogonalise, rows as they lie on this rank."""
@@ -184,7 +183,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         """Return the nearest semi-orthogonal matrix of each [rows, columns]; ``update`` is overwritten.
 
         Five products per iteration in buffers made once: two of the matrix's size and two of the smaller
-        side's square.
+        side's square. A single matrix is multiplied as ``torch.optim.Muon`` does it, strides included, so
+        that each product is equal to the bit: a bfloat16 product into a transposed result is rounded
+        otherwise on many CPUs.
         """
         a, b, c = self._options.newton_schulz_coefficients
         tall = update.shape[-2] > update.shape[-1]
@@ -195,19 +196,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
             norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
             x.div_(norms.clamp(min=self._options.epsilon))
         product, fused = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
-        other = x.new_empty(x.shape)
+        # The momentum's own memory is a row-major buffer, too, as soon as the first product has read it.
+        result, spare = x.new_empty(x.shape), update.view(x.shape)
         gram = x.new_empty((*x.shape[:-1], x.shape[-2]))
         polynomial = torch.empty_like(gram)
         for _ in range(self._options.newton_schulz_steps):
             product(x, x.mT, out=gram)
             fused(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-            fused(x, polynomial, x, beta=a, out=other)
-            x, other = other, x
-        if not tall:
-            return x
-        # Transposed into the buffer that does not hold the result.
-        spare = update if x.data_ptr() != update.data_ptr() else other.view(update.shape)
-        return spare.copy_(x.mT)
+            fused(x, polynomial, x, beta=a, out=result)
+            x, result, spare = result, spare, result
+        return result.view(update.shape).copy_(x.mT) if tall else x
 
     def _apply(
         self,
@@ -215,7 +213,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         update: Tensor,
         rate: float,
         decay: float,
-        part: slice = slice(None),
+        part: int | slice = slice(None),
     ) -> None:
         rows, columns = self._matrices[parameter].shape[-2:]
         if self._options.adjust_learning_rate == "original":
