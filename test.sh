@@ -20,7 +20,8 @@ mypy >"$output" 2>&1 &
 types=$!
 status=0
 # Three workers: tests of several processes spend a third of their time waiting for one another.
-python -m pytest -n 3 --dist loadgroup "$@" || status=$?
+# A test that hangs fails by its name, with the stacks of its threads; the slowest takes three minutes beside others.
+python -m pytest -n 3 --dist loadgroup --timeout 600 --timeout-method signal "$@" || status=$?
 wait "$types" || status=$?
 cat "$output"
 exit "$status"
