@@ -32,9 +32,10 @@ _STACK_DUMP_SECONDS = 2.0
 meanwhile, which they could not give once our end had broken their connections."""
 
 
-_TIMEOUT_SHARE = 1.1
-"""How long a phase may go without a sign of life, in collective timeouts: most phases may be waiting for a
-collective, whose own timeout must come first."""
+_TIMEOUT_SHARE, _TIMEOUT_SLACK_SECONDS = 1.1, 30.0
+"""How long a phase may go without a sign of life, in collective timeouts, and at least this much longer than
+one: most phases may be waiting for a collective, whose own timeout must come first. It starts only with the
+collective, which a busy machine reaches seconds after the last sign of life, however short the timeout is."""
 
 _LOADING_SHARE = 0.9
 """The same while data is loaded. That needs no other rank, so a rank that stalls there is the cause, and must
@@ -59,8 +60,10 @@ def stall_limit(phase: WorkerPhase, timeout: float) -> float:
         phase: What the main thread does.
         timeout: Seconds a collective may take.
     """
-    share = _LOADING_SHARE if phase is WorkerPhase.LOADING_DATA else _TIMEOUT_SHARE
-    return max(share * timeout, _LEAST_SECONDS.get(phase, 0.0))
+    if phase is WorkerPhase.LOADING_DATA:
+        return _LOADING_SHARE * timeout
+    usual = max(_TIMEOUT_SHARE * timeout, timeout + _TIMEOUT_SLACK_SECONDS)
+    return max(usual, _LEAST_SECONDS.get(phase, 0.0))
 
 
 class Watchdog:
