@@ -62,7 +62,7 @@ def walk(model: nn.Module) -> WalkResult:
         name, bases, embedding, forwards = classes[kind]
         aliases = tuple(sorted(names[1:]))
         sizes = sizes_of(module)
-        arguments = arguments_of(kind) if sizes else ()
+        arguments = () if kind.__module__.startswith("torch.") else arguments_of(kind)
         modules.append(Module(names[0], name, bases, listed, embedding, forwards, aliases, sizes, arguments))
     return WalkResult(
         parameters=tuple(

@@ -10,19 +10,33 @@ from fsdptool.layout.tree import ModuleTree
 from fsdptool.records.anatomy import Anatomy, Module, Parameter
 
 QUERIES = frozenset(
-    {"q_proj", "to_q", "query", "q", "q_lin", "query_proj", "wq", "q_b_proj", "q_attn", "linear_q"}
+    {
+        "q_proj",
+        "to_q",
+        "query",
+        "q",
+        "q_lin",
+        "query_proj",
+        "wq",
+        "q_b_proj",
+        "q_attn",
+        "linear_q",
+        "to_query",
+    }
 )
 KEYS = frozenset(
     {"k_proj", "v_proj", "to_k", "to_v", "key", "value", "k", "v", "k_lin", "v_lin", "key_proj", "value_proj"}
-    | {"wk", "wv", "linear_k", "linear_v"}
+    | {"wk", "wv", "linear_k", "linear_v", "to_key", "to_value"}
 )
 ADDED = frozenset({"add_q_proj", "add_k_proj", "add_v_proj", "kv_b_proj", "pos_key_proj", "pos_query_proj"})
 """Further projections by heads: of a second stream (diffusers), of compressed keys and values (DeepSeek), of
 relative positions (DeBERTa)."""
-GATES = frozenset({"gate_proj", "g_proj", "to_gate_logits"})
+GATES = frozenset({"gate_proj", "g_proj", "to_gate", "to_gate_logits"})
 """Projections of an attention module that gate its heads' outputs."""
 FUSED = frozenset({"c_attn", "qkv_proj", "qkv", "Wqkv", "to_qkv"})
 """Queries, keys and values one after the other."""
+PARALLEL = "to_qkv_mlp_proj"
+"""Queries, keys, values and feed-forward features in one projection (FLUX.2)."""
 INTERLEAVED = frozenset({"query_key_value"})
 """Queries, keys and values of one head, or of one group of heads, side by side."""
 ATTENTION_ROWS = (
@@ -37,6 +51,7 @@ ATTENTION_ROWS = (
     "wo",
     "Wo",
     "proj",
+    "out_layer",
 )
 SECOND_ROWS = ("to_add_out",)
 OUTER_ROWS = ("output.dense",)
@@ -62,8 +77,21 @@ FEED_FORWARDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("intermediate_dense",), "output_dense"),
     (("intermediate.dense",), "output.dense"),
     (("net.0.proj",), "net.2"),
+    (("gate", "up"), "down"),
+    (("in_layer",), "out_layer"),
 )
 """Names of the first and the second layers of feed-forward modules, relative to the module."""
+
+
+WHOLE_CLASSES = {
+    "BloomAttention": "its positions (alibi) are an input for all heads",
+    "CodeGenAttention": "its fused projection is laid out for eight shards",
+    "MochiAttention": "its rotations are an input for all heads",
+    "MptAttention": "its positions (alibi) are an input for all heads",
+}
+"""Attention modules that cannot be divided despite their shapes (transformers 5.23, diffusers 0.42)."""
+JOINED = ("proj_mlp", "proj_out")
+"""Layers of a block whose last one takes attention and feed-forward features side by side (FLUX.1)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,14 @@ from fsdptool.layout.projections import (
     FUSED,
     GATES,
     INTERLEAVED,
+    JOINED,
     KEYS,
     LATENT,
     OUTER_ROWS,
+    PARALLEL,
     QUERIES,
     SECOND_ROWS,
+    WHOLE_CLASSES,
     Layer,
     Layers,
     is_norm,
@@ -44,6 +47,7 @@ WIDTHS = (
     "all_head_size",
     "embed_dim",
     "hidden_size",
+    "out_dim",
 )
 """Attributes that name a divided width; modules whose code reads them before their row layer."""
 FEED_FORWARD_WIDTHS = ("intermediate_size", "intermediate_dim", "mlp_hidden_dim", "expert_dim")
@@ -93,8 +97,12 @@ def attention(layers: Layers, path: str) -> Site | Left | None:
     fused = [name for name in names if name in FUSED | INTERLEAVED and names[name] in layers.linear]
     queries = [name for name in names if name in QUERIES and names[name] in layers.linear]
     keys = [name for name in names if name in KEYS and names[name] in layers.linear]
+    if PARALLEL in names:
+        return _parallel(layers, path)
     if not fused and not (queries and keys) and not (queries and "kv_b_proj" in names):
         return None
+    if words := WHOLE_CLASSES.get(layers.modules[path].class_name):
+        return Left(path, "unknown", words)
     rows = layers.at(path, *ATTENTION_ROWS)[:1] or layers.at(path.rpartition(".")[0], *OUTER_ROWS)[:1]
     rows += layers.at(path, *SECOND_ROWS)
     sizes = dict(layers.modules[path].sizes)
@@ -124,18 +132,48 @@ def attention(layers: Layers, path: str) -> Site | Left | None:
         site.modules.append(_split(layer, "row"))
         widths.add(layer.inputs)
         site.sums.append(layer.path)
-    if "alibi" in layers.modules[path].arguments and not _rotary(layers):
-        return Left(path, "unknown", "its positions (alibi) are an input for all heads")
+    if not rows and not _join(layers, site):
+        return Left(path, "unknown", "no layer takes what it returns")
     if left := _others(layers, site, widths):
         return left
-    site.attributes = _attributes(layers, path, heads, key_heads, widths)
+    site.attributes |= _attributes(layers, path, heads, key_heads, widths) | _stated(layers, site)
     if "position_bias" in layers.modules[path].arguments:
         site.divided_arguments = ("position_bias",)
     return site
 
 
-def _rotary(layers: Layers) -> bool:
-    return any("Rotary" in module.class_name for module in layers.modules.values())
+def _join(layers: Layers, site: Site) -> bool:
+    """Add the block's layer that takes attention and feed-forward features side by side, if it has one."""
+    block = site.path.rpartition(".")[0]
+    first, last = (layers.linear.get(f"{block}.{name}") for name in JOINED)
+    inner = next((layers.linear[m.path].outputs for m in site.modules if m.path in layers.linear), 0)
+    width = last.inputs - inner if last is not None else 0
+    if first is None or last is None or first.outputs not in (width, 2 * width):
+        return False
+    gated = (width, width) if first.outputs == 2 * width else ()
+    site.modules += [_split(first, "column", gated), _split(last, "row", (inner, width))]
+    site.counts["intermediate features"] = width
+    site.sums.append(last.path)
+    if dict(layers.modules[block].sizes).get("mlp_hidden_dim") == width:
+        site.attributes[block] = {"mlp_hidden_dim": width}
+    return True
+
+
+def _parallel(layers: Layers, path: str) -> Site | Left | None:
+    """Return the site of FLUX.2's single blocks, whose attention modules hold feed-forward layers, too."""
+    both, last = layers.linear.get(f"{path}.{PARALLEL}"), layers.linear.get(f"{path}.to_out")
+    sizes = dict(layers.modules[path].sizes)
+    heads, inner, width = (sizes.get(name, 0) for name in ("heads", "inner_dim", "mlp_hidden_dim"))
+    if both is None or last is None or not heads:
+        return None
+    gates = (width,) * sizes.get("mlp_mult_factor", 1)
+    if both.outputs != 3 * inner + sum(gates) or last.inputs != inner + width:
+        return Left(path, "unknown", f"{PARALLEL} has {both.outputs} outputs")
+    site = Site(path, heads=(heads, heads), counts={"attention heads": heads, "intermediate features": width})
+    site.modules = [_split(both, "column", (inner,) * 3 + gates), _split(last, "row", (inner, width))]
+    site.sums = [last.path]
+    site.attributes = {path: {"heads": heads, "inner_dim": inner, "mlp_hidden_dim": width}}
+    return _others(layers, site, {inner}) or site
 
 
 def _heads(
@@ -181,6 +219,7 @@ def _fused(
 def _others(layers: Layers, site: Site, widths: set[int]) -> Left | None:
     """Place every parameter of an attention module that no projection holds, or say what forbids it."""
     heads, key_heads = site.heads
+    head_size = max(widths) // heads
     split = {module.path for module in site.modules}
     for name, parameter in layers.within(site.path):
         owner = name.rpartition(".")[0]
@@ -191,7 +230,7 @@ def _others(layers: Layers, site: Site, widths: set[int]) -> Left | None:
             if len(parameter.shape) == 2 and parameter.shape[0] in (heads, key_heads):
                 site.modules.append(SplitModule(owner, "column"))  # Cohere: a weight per head
                 split.add(owner)
-            elif parameter.numel in widths and "_a_" not in owner.rpartition(".")[2]:
+            elif parameter.numel in widths - {head_size} and "_a_" not in owner.rpartition(".")[2]:
                 return Left(site.path, "spanned", f"{owner.rpartition('.')[2]} normalises over all heads")
             else:
                 site.whole[name] = "norm"
@@ -220,6 +259,20 @@ def _attributes(
     return {path: divided} if divided else {}
 
 
+def _stated(layers: Layers, site: Site) -> dict[str, dict[str, int]]:
+    """Return what split layers say of their own outputs and compute with: ``nf`` of GPT-2's ``Conv1D``."""
+    sizes = {
+        module.path: dict(layers.modules[module.path].sizes)
+        for module in site.modules
+        if module.path in layers.linear
+    }
+    return {
+        path: {"nf": stated["nf"]}
+        for path, stated in sizes.items()
+        if "nf" in stated and path not in site.sums
+    }
+
+
 def feed_forward(layers: Layers, path: str) -> Iterator[Site]:
     """Yield the feed-forward sites that a module holds directly (BART: beside attention)."""
     taken: set[str] = set()
@@ -245,7 +298,11 @@ def _feed_forward(
     site = Site(path, counts={"intermediate features": second.inputs}, sums=[second.path])
     site.modules = [*(_split(layer, "column", sections) for layer in firsts), _split(second, "row")]
     split = {module.path for module in site.modules}
-    site.region = all(name.rpartition(".")[0] in split for name, _ in layers.within(path))
+    site.attributes.update(_stated(layers, site))
+    # BLOOM adds the residual inside the module: it is an argument whose gradient is whole already.
+    site.region = "residual" not in layers.modules[path].arguments and all(
+        name.rpartition(".")[0] in split for name, _ in layers.within(path)
+    )
     if site.region and (
         widths := {
             name: value

@@ -63,7 +63,9 @@ def plan_expert_parallel(anatomy: Anatomy, size: int) -> TensorPlan:
         size: Ranks of the expert-parallel group.
     """
     layers = Layers(anatomy)
-    paths = [path for path in layers.modules if fused(layers, path)]
+    stacked = [path for path in layers.modules if fused(layers, path)]
+    # Llama 4's experts take every token, weighted already: there is nothing to send to other ranks.
+    paths = [path for path in stacked if len(layers.modules[path].arguments) >= 3]
     counts = {path: next(iter(fused(layers, path).values()))[1].shape[0] for path in paths}
     indivisible = [
         Indivisible("experts", path, count, valid_sizes([count], size))
@@ -71,11 +73,16 @@ def plan_expert_parallel(anatomy: Anatomy, size: int) -> TensorPlan:
         if count % size
     ]
     if not paths:
-        indivisible = [Indivisible("fused expert tensors", "", 0, (1,))]
+        indivisible = [Indivisible("fused experts that take routed tokens", "", 0, (1,))]
     return TensorPlan(
         size=size,
         regions=tuple(paths),
         modules=tuple(SplitModule(path, "experts") for path in paths),
+        attributes={
+            path: {"num_experts": counts[path]}
+            for path in paths
+            if ("num_experts", counts[path]) in layers.modules[path].sizes
+        },
         indivisible=tuple(indivisible),
     )
 

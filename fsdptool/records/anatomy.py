@@ -103,7 +103,7 @@ class Module:
         aliases: Further paths of the same module object.
         sizes: Integers that the module computes with, by name: its own attributes, and as ``config.x`` those
             of its configuration that its methods read. Layers of torch itself have none.
-        arguments: Names of the arguments of its ``forward``; of modules with ``sizes`` only.
+        arguments: Names of the arguments of its ``forward``; layers of torch itself have none.
     """
 
     path: str

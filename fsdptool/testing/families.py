@@ -8,8 +8,9 @@ In a plugin's tests::
         assert_conforms(MyFamily())
 
 Every flavour is built at its true size on the meta device; its exact total, wrap choice, batch
-spec and LoRA targets are checked; a shrunk copy is then trained for one step on the CPU, and its merged
-adapters are compared with the adapters beside it. torch is imported on use.
+spec and LoRA targets are checked; a shrunk copy is then trained for one step on the CPU, its merged
+adapters are compared with the adapters beside it, and a copy split over two ranks (tensor parallelism, and
+expert parallelism where experts are fused) is compared with the whole one. torch is imported on use.
 """
 
 from __future__ import annotations
@@ -281,7 +282,43 @@ def _training(family: Family, flavour: Flavour) -> list[str]:
     ]
     if broken:
         problems.append(f"{len(broken)} gradients are not finite ({broken[0]}, ...)")
-    return problems + list(_merging(family, small_model(family, flavour)))
+    problems += _merging(family, small_model(family, flavour))
+    return problems + list(_splitting(small_model(family, flavour)))
+
+
+def _splitting(small: SmallModel) -> Iterator[str]:
+    """Compare the gradients of a shrunk copy with those of the same copy split over two ranks.
+
+    What two ranks cannot divide is not compared: a shrunk copy may have a single head.
+    """
+    import torch
+
+    from fsdptool.inspection.api import describe
+    from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
+    from fsdptool.testing.splitting import compare
+
+    def loss_of(model: nn.Module) -> Tensor:
+        torch.manual_seed(0)
+        return small.objective.loss(small.objective.predict(model, small.batch), small.batch)
+
+    model = small.model.eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases and last layers that start at zero, and norms at one, would hide what is lost of them.
+            if parameter.dim() <= 1 or not parameter.any():
+                noise = torch.randn(parameter.shape, generator=generator) * 0.05
+                parameter.add_(noise.to(parameter.dtype))
+    anatomy = describe(model, small.spec)
+    plans = {
+        "tensor": plan_tensor_parallel(anatomy, 2, vocabulary=False),
+        "expert": plan_expert_parallel(anatomy, 2),
+    }
+    for name, plan in plans.items():
+        if plan.modules and not plan.indivisible:
+            model.zero_grad(set_to_none=True)
+            for problem in compare(model, anatomy.parameters, plan, loss_of):
+                yield f"{name} parallelism over two ranks: {problem}"
 
 
 def _merging(family: Family, small: SmallModel) -> Iterator[str]:
