@@ -4,7 +4,7 @@
 
 Every figure is the user and system time of one process, imports included. Machines differ and are seldom
 idle, so each figure is also a ratio to a bare import in the same run: a plan with an empty cache to
-``import torch, transformers``, a cached plan to ``import fsdptool.planning``. The caches are made in an
+``import torch, transformers``, a cached plan to ``import fsdptool.planning.plan``. The caches are made in an
 empty folder. A plan without a search suggests changes that need traces of their own, so it runs twice, too.
 """
 
@@ -52,9 +52,9 @@ def main() -> None:
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        light = seconds(["-c", "import fsdptool.planning"], folder)
+        light = seconds(["-c", "import fsdptool.planning.plan"], folder)
         heavy = seconds(["-c", "import torch, transformers"], folder)
-        imports = {"fsdptool.planning": round(light, 2), "torch, transformers": round(heavy, 2)}
+        imports = {"fsdptool.planning.plan": round(light, 2), "torch, transformers": round(heavy, 2)}
         print(imports, flush=True)
         for name in arguments.case or CASES:
             plan = ["-m", "fsdptool", "plan", *CASES[name]]

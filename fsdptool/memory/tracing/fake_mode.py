@@ -12,6 +12,8 @@ _PLAIN = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 
+_UNSAFE_VIEW, _VIEW = torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default
+
 
 class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that finds torch's cached answers by keys that cost less.
@@ -36,6 +38,9 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         """Run one operator on fake tensors."""
+        if func is _UNSAFE_VIEW:
+            # What it returns shares the memory, as a view does; torch 2.13 keeps the answers of views alone.
+            func = _VIEW
         return self.dispatch(func, types, args, kwargs or {})
 
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:

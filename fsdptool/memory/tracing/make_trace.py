@@ -16,6 +16,7 @@ from fsdptool.garbage import without_gc
 from fsdptool.inspection import inspect
 from fsdptool.memory.tracing.compiled_blocks import BlockCompiler
 from fsdptool.memory.tracing.compiled_trace import trace_compiled
+from fsdptool.memory.tracing.early_cut import Cut, Described, Make, recomputed
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
 from fsdptool.memory.tracing.reduced_depth import trace_at_depth
 from fsdptool.modeling import build_model
@@ -25,7 +26,7 @@ from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import MicroLoss, Task, objective_for
-from fsdptool.modeling.units import compiled_modules, plan_teacher, plan_units
+from fsdptool.modeling.units import as_trained, compiled_modules, plan_teacher, plan_units, with_stored_dtypes
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.recipe import Recipe
@@ -34,7 +35,7 @@ from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Profile, Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from fsdptool.families.protocol import TensorSpec
 
@@ -74,7 +75,8 @@ def make_trace(
     method.check(recipe, settings)
     check_context(spec, recipe, settings)
     anatomy = inspect(spec)
-    plan = plan_units(anatomy, recipe, settings)
+    trained = as_trained(anatomy, with_stored_dtypes(recipe, settings))
+    plan = plan_units(trained, recipe, settings)
     objective = objective_for(recipe, spec)
     specs = family_of(spec).batch_spec(spec.config, recipe)
     teacher_trace = (
@@ -84,9 +86,15 @@ def make_trace(
     )
 
     base_notes: list[str | None] = []
+    whole = None
+    if method.adds_parameters and method.unquantised(recipe) is recipe:
+        base_notes.append(None)
+        whole = {p.fqn: (p.shape, p.dtype, p.trainable) for p in trained.anatomy.parameters}
 
-    def make(compiler: BlockCompiler | None = None) -> nn.Module:
-        model = trained_model(spec, recipe, settings, plan)
+    def make(cut: Cut | None = None, compiler: BlockCompiler | None = None) -> nn.Module:
+        # What is said of the base and what is compiled refers to the full depth.
+        early = cut if base_notes and compiler is None else None
+        model = trained_model(spec, recipe, settings, plan, early)
         if not base_notes:
             base_notes.append(describe_base(model))
         if compiler is not None:
@@ -108,13 +116,15 @@ def make_trace(
         recipe=alike,
     )
     micro_loss = method.micro_loss(recipe, objective)
-    traced = _trace_or_explain(make, micro_loss, specs, conditions, anatomy, recipe)
+    traced = _trace_or_explain(make, micro_loss, specs, conditions, anatomy, recipe, whole=whole)
     if not traced.known:
         return traced
     if recipe.sharding.compile:
 
         def trace_with(compiler: BlockCompiler) -> Trace:
-            return trace_at_depth(partial(make, compiler), micro_loss, specs, conditions, values=Values.NONE)
+            return trace_at_depth(
+                partial(make, compiler=compiler), micro_loss, specs, conditions, values=Values.NONE
+            )
 
         traced = trace_compiled(traced, trace_with, reason=_uncompilable(plan, settings))
     evaluation, sampling = (
@@ -155,7 +165,7 @@ def _trace_off_step(
     spec: ModelSpec,
     recipe: Recipe,
     conditions: Conditions,
-    make: Callable[[], nn.Module],
+    make: Make,
     anatomy: Anatomy,
 ) -> Trace | None:
     """Return a forward of validation or of sampling, or None if the recipe wants none."""
@@ -165,7 +175,13 @@ def _trace_off_step(
     specs = family_of(spec).batch_spec(spec.config, own)
     loss = Task(objective_for(recipe, spec))
     return _trace_or_explain(
-        lambda: make().eval(), loss, specs, replace(conditions, off_step=phase), anatomy, own, what=phase
+        lambda cut: make(cut).eval(),
+        loss,
+        specs,
+        replace(conditions, off_step=phase),
+        anatomy,
+        own,
+        what=phase,
     )
 
 
@@ -196,13 +212,27 @@ def _explain(error: Exception, spec: ModelSpec) -> str:
     return f"{spec.model_class} cannot be traced on fake tensors ({type(error).__name__}: {text})"
 
 
-def trained_model(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan) -> nn.Module:
-    """Return a model on meta as the trainer has it before it is sharded: method and checkpointing applied."""
-    model = build_model(spec, recipe.model, cp=settings.mesh.cp, initialise=False)
-    method_of(recipe).prepare(model, recipe, family_of(spec), spec.config)
-    model.train()
+def trained_model(
+    spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan, cut: Cut | None = None
+) -> nn.Module:
+    """Return a model on meta as the trainer has it before it is sharded: method and checkpointing applied.
+
+    ``cut`` changes the checkpointed model before the method does, if the method changes models.
+    """
+    method = method_of(recipe)
+    model = build_model(spec, recipe.model, cp=settings.mesh.cp, initialise=False).train()
+    if cut is None or not method.adds_parameters:
+        method.prepare(model, recipe, family_of(spec), spec.config)
+        model.train()
+        checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
+        return model
     checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
-    return model
+    cut(model)
+    before = list(recomputed(model))
+    method.prepare(model, recipe, family_of(spec), spec.config)
+    model.train()
+    # A checkpointed module that the method wrapped: it has to be wrapped first.
+    return model if before == list(recomputed(model)) else trained_model(spec, recipe, settings, plan)
 
 
 def _trace_teacher(
@@ -221,7 +251,7 @@ def _trace_teacher(
     plan = plan_teacher(anatomy, recipe, settings)
     objective = objective_for(recipe, spec)
 
-    def make() -> nn.Module:
+    def make(cut: Cut | None = None) -> nn.Module:
         model = build_model(spec, choice, cp=settings.mesh.cp, initialise=False)
         model.requires_grad_(False)
         return model.eval()
@@ -245,7 +275,7 @@ def _trace_teacher(
 
 
 def _trace_or_explain(
-    make: Callable[[], nn.Module],
+    make: Make,
     micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
     conditions: Conditions,
@@ -253,10 +283,11 @@ def _trace_or_explain(
     recipe: Recipe,
     *,
     what: str = "activations",
+    whole: Mapping[str, Described] | None = None,
 ) -> Trace:
     """Trace; if a model's code fails on fake tensors, states stay exact and the rest is unknown."""
     try:
-        return _trace(make, micro_loss, specs, conditions)
+        return _trace(partial(trace_at_depth, make, micro_loss, specs, conditions, whole=whole))
     except FsdptoolError:
         raise
     except Exception as error:
@@ -265,21 +296,16 @@ def _trace_or_explain(
         )
 
 
-def _trace(
-    make: Callable[[], nn.Module],
-    micro_loss: MicroLoss,
-    specs: Sequence[TensorSpec],
-    conditions: Conditions,
-) -> Trace:
+def _trace(trace: Callable[..., Trace]) -> Trace:
     """Trace without values; if the model decides shapes by value, with as many values as that takes."""
     try:
-        return trace_at_depth(make, micro_loss, specs, conditions, values=Values.NONE)
+        return trace(values=Values.NONE)
     except BY_VALUE:
         pass
     try:
-        return trace_at_depth(make, micro_loss, specs, conditions, values=Values.FIXED)
+        return trace(values=Values.FIXED)
     except BY_VALUE:
-        drawn = trace_at_depth(make, micro_loss, specs, conditions, values=Values.DRAWN)
+        drawn = trace(values=Values.DRAWN)
     return replace(drawn, notes=(*drawn.notes, _DRAWN))
 
 

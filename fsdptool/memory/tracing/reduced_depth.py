@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fsdptool.memory.tracing.compiled_blocks import UncompiledBlockError
+from fsdptool.memory.tracing.early_cut import Described, Make, described, make_cut
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import (
@@ -47,13 +48,15 @@ class _Attempts:
 
     def __init__(
         self,
-        make: Callable[[], nn.Module],
+        make: Make,
         micro_loss: MicroLoss,
         specs: Sequence[TensorSpec],
         conditions: Conditions,
         values: Values,
+        whole: Mapping[str, Described] | None,
     ) -> None:
         self._make = make
+        self._whole = whole
         self._micro_loss = micro_loss
         self._specs = specs
         self._conditions = conditions
@@ -61,7 +64,10 @@ class _Attempts:
 
     def cut(self, periods: int | None) -> tuple[nn.Module, tuple[Shortened, ...]]:
         """Build a model of so many periods; None is the full depth."""
-        model = self._make()
+        if periods is not None and self._whole is not None:
+            return make_cut(self._make, periods, self._whole)
+        model = self._make(None)
+        self._whole = described(model)
         return model, shorten(model, periods) if periods is not None else ()
 
     def at(
@@ -85,12 +91,13 @@ class _Attempts:
 
 
 def trace_at_depth(
-    make: Callable[[], nn.Module],
+    make: Make,
     micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
     conditions: Conditions,
     *,
     values: Values,
+    whole: Mapping[str, Described] | None = None,
 ) -> Trace:
     """Trace at reduced depths where these predict a greater one exactly, else at full depth.
 
@@ -105,8 +112,9 @@ def trace_at_depth(
         specs: The micro-batch.
         conditions: How it is computed.
         values: Which values to follow.
+        whole: The parameters at full depth, if they are known; else the first model that is made is cut last.
     """
-    attempts = _Attempts(make, micro_loss, specs, conditions, values)
+    attempts = _Attempts(make, micro_loss, specs, conditions, values, whole)
     built = attempts.cut(_DEEP)
     if not built[1]:
         return attempts.at(None, built).trace

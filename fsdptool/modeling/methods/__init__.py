@@ -247,6 +247,8 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
     from peft import inject_adapter_in_model
 
     settings = adapter_config(recipe, family, config)
+    # Nothing has values yet; :meth:`LoraMethod.initialisation` draws them where a run holds them.
+    settings.init_lora_weights = False
     model.requires_grad_(False)
     try:
         with torch.device("meta"):
