@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.memory.tracing.fake_tensors import fake_batch
+from fsdptool.memory.tracing.gradient_sums import GradientSums
 from fsdptool.memory.tracing.kernels import kernels_of
 from fsdptool.modeling.objective import GradientSync, Task, gradient_syncs, run_micro_batch
 from fsdptool.records.recipe import Recipe
@@ -48,6 +49,8 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.level = 0
         self.peak = 0
+        self._sums = GradientSums()
+        self._summed: tuple[int, int] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,7 +59,12 @@ class LiveBytes(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             # The local tensors' operators come by again, one by one.
             return NotImplemented
+        before = self._sums.reusable(func, args)
+        self._settle()
         out = func(*args, **(kwargs or {}))
+        if before is not None:
+            # What a real backward adds into has to end first; until it does, the sum is not counted.
+            self._summed = (before.untyped_storage()._cdata, out.untyped_storage().nbytes())
         self.count(leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor))
         return out
 
@@ -70,11 +78,14 @@ class LiveBytes(TorchDispatchMode):
             key = storage._cdata
             if key not in self._known:
                 self._known[key] = (weakref.ref(storage, self._gone(key)), storage.nbytes())
-                self._change(storage.nbytes())
+                self._sums.made(storage)
+                if self._summed is None:
+                    self._change(storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Follow ``resize_``, with which FSDP2 frees and fills unsharded parameters."""
         key = storage._cdata
+        self._settle()
         if key in self._known:
             reference, before = self._known[key]
             self._known[key] = (reference, storage.nbytes())
@@ -83,9 +94,20 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
             _, size = self._known.pop(key, (None, 0))
+            if self._summed is not None and self._summed[0] == key:
+                size -= self._summed[1]
+                self._summed = None
+            self._settle()
             self._change(-size)
 
         return gone
+
+    def _settle(self) -> None:
+        """Count a sum in full: what it was added to is still alive."""
+        if self._summed is not None:
+            _, size = self._summed
+            self._summed = None
+            self._change(size)
 
     def _change(self, size: int) -> None:
         self.level += size

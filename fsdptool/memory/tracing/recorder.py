@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdptool.memory.tracing.gradient_sums import GradientSums
 from fsdptool.memory.tracing.operators import check_factors, launches, operation_of, traffic
 from fsdptool.records.checkpointing import selector_name
 from fsdptool.records.trace import KINDS, Marker, Operation, RecomputedCall, Segment, Trace
@@ -49,6 +50,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = "temporary"
         self.gradients: dict[str, int] = {}
         self._held: set[int] = set()
+        self._sums = GradientSums()
+        self._summed: tuple[int, int] | None = None
         for tensor in known:
             storage = tensor.untyped_storage()
             self._seen[storage._cdata] = weakref.ref(storage, self._forget(storage._cdata))
@@ -113,6 +116,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             # More than half of all calls, from C++; what follows would find nothing to note.
             return args[0].fake_device
+        before = self._sums.reusable(func, args)
+        self._summed = None
         out = func(*args, **(kwargs or {}))
         if type(out) is torch.Tensor or isinstance(out, torch.Tensor):
             outputs: list[torch.Tensor] = [out]
@@ -138,6 +143,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if selector and fresh:
                 kept = sum(tensor.untyped_storage().nbytes() for tensor in outputs)
                 self._calls[-1].append(RecomputedCall(selector, kept, size, number))
+        if before is not None:
+            self._summed = (before.untyped_storage()._cdata, out.untyped_storage()._cdata)
         return out
 
     def _compute(self, operation: Operation) -> int:
@@ -173,8 +180,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes.append(storage.nbytes())
         self.kinds.append(_KIND[kind])
         self.names.append(self._word(name))
-        self._seen[key] = weakref.ref(storage, self._farewell(key, number))
+        self._seen[key] = weakref.ref(storage, self._farewell(key))
         self._numbers[key] = number
+        self._sums.made(storage)
         self._events[-1].append(number + 1)
 
     def _fleeting(self, size: int, name: str) -> None:
@@ -185,11 +193,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names.append(self._word(name))
         self._events[-1] += [number + 1, -(number + 1)]
 
-    def _farewell(self, key: int, number: int) -> Callable[[Any], None]:
+    def _farewell(self, key: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
             self._seen.pop(key, None)
-            self._numbers.pop(key, None)
-            if number in self._held:
+            number = self._numbers.pop(key)
+            if number in self._held or self._reused(key, number):
                 return
             self._events[-1].append(-(number + 1))
             # What forward frees again was never kept for backward.
@@ -197,6 +205,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.kinds[number] = _KIND["temporary"]
 
         return gone
+
+    def _reused(self, key: int, number: int) -> bool:
+        """Take back the allocation of a sum if it ends what it was added to: it was added in place."""
+        if self._summed is None or self._summed[0] != key:
+            return False
+        sum_key = self._summed[1]
+        last = len(self.sizes) - 1
+        if self._numbers.get(sum_key) != last or self._events[-1][-1:] != [last + 1]:
+            return False
+        self._events[-1].pop()
+        for column in (self.sizes, self.kinds, self.names):
+            column.pop()
+        self._numbers[sum_key] = number
+        return True
 
     def _forget(self, key: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
