@@ -15,7 +15,7 @@ from fsdptool.distributed.rendezvous import join
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
 from fsdptool.records.sharding import TRAINED, FsdpSettings, ParallelDims
-from fsdptool.runs.watchdog import TIMEOUT
+from fsdptool.runs.watchdog import collective_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,7 +129,7 @@ def open_session(settings: FsdpSettings) -> Session:
 
 
 def _join(device: torch.device) -> None:
-    timeout = timedelta(seconds=float(os.environ.get(TIMEOUT, "600")))
+    timeout = timedelta(seconds=collective_timeout())
     # Gloo beside NCCL: asynchronous checkpoints and offloaded shards talk between CPUs.
     join("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
 

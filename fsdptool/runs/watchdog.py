@@ -53,6 +53,11 @@ _COLLECTIVES = ("/torch/distributed/", "/fsdptool/distributed/")
 """Sources whose innermost frame means that the main thread waits for other ranks."""
 
 
+def collective_timeout() -> float:
+    """Return the seconds a collective of this run may take."""
+    return float(os.environ.get(TIMEOUT, "600"))
+
+
 def stall_limit(phase: WorkerPhase, timeout: float) -> float:
     """Return the seconds without progress in ``phase`` that count as a stall.
 
@@ -155,7 +160,7 @@ _current: Watchdog | None = None
 def watched(events: EventLog) -> Iterator[None]:
     """Watch this process while the block runs."""
     global _current
-    watchdog = Watchdog(events, float(os.environ.get(TIMEOUT, "600")))
+    watchdog = Watchdog(events, collective_timeout())
     _current = watchdog
     threading.Thread(target=watchdog.watch, name="watchdog", daemon=True).start()
     try:

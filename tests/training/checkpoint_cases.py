@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdptool.errors import FsdptoolError
 from fsdptool.records.recipe import Checkpoints
 from fsdptool.runs.events import EventLog
+from fsdptool.runs.watchdog import TIMEOUT
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.worker import describe
 
@@ -103,6 +105,22 @@ def save_steps(folder: str, steps: list[int], policy: dict[str, Any], replicate:
             tensor.mul_(0)
         saver.poll()
     saver.close()
+
+
+def ask_alone(folder: str) -> str | None:
+    """Let only rank 0 ask how a save is doing; returns what it is told."""
+    with mock.patch.dict(os.environ, {TIMEOUT: "3"}):
+        saver = checkpointer(folder)
+    saver.save(State(3))
+    said = None
+    if dist.get_rank() == 0:
+        try:
+            saver.poll()
+        except RuntimeError as error:
+            said = str(error)
+    dist.barrier()
+    saver.close()
+    return said
 
 
 def load_newest(

@@ -46,6 +46,15 @@ def test_a_checkpoint_of_cpu_ranks_is_read_on_gpus(pool: Pool, tmp_path: Path) -
     assert all(item["right"] for item in found) and [item["own"] for item in found] == [[3, 0], [3, 1]]
 
 
+def test_a_rank_that_hangs_while_a_checkpoint_is_written_is_noticed_as_at_any_time(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """After ``--timeout``, not after the half hour that writing may take."""
+    said, _ = pool.run(cases.ask_alone, 2, str(tmp_path))
+    assert said is not None
+    assert "Timed out waiting 3000ms" in said
+
+
 def test_replicas_are_saved_once_and_read_everywhere(pool: Pool, tmp_path: Path) -> None:
     pool.run(cases.save_steps, 4, str(tmp_path), [2], {}, 2)
     files = checkpoint(tmp_path, 2).glob("shard-*.safetensors")

@@ -31,6 +31,7 @@ from fsdptool.runs.manifest import (
     sweep,
     write_manifest,
 )
+from fsdptool.runs.watchdog import collective_timeout
 from fsdptool.training.checkpoint.storage import Staged, choose, load_into, save_full, save_sharded, share
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class RunCheckpointer:
         origin: What ``auto`` falls back to while this run has no checkpoint of its own (a relaunch of a
             run that began from another run's checkpoint).
         mesh: Mesh sizes, for the manifest.
-        timeout: Seconds a checkpoint's own collectives may take.
+        timeout: Seconds the collectives of saving and loading may take.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class RunCheckpointer:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             # A group of its own: saves run beside training's collectives, on the CPU.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            # And one to ask how they are doing, while the saving thread keeps the first one busy.
-            self._polling = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            # And one to ask how they are doing, while the saving thread keeps the first one busy: training
+            # waits for the answer, so it times out as training's collectives do.
+            self._polling = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
 
     def due(self, step: int) -> bool:
         """Say whether the recipe wants a checkpoint after ``step``."""
