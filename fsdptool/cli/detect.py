@@ -37,6 +37,12 @@ def command(
     layout: Annotated[
         str, typer.Option("--layout", help="List the FSDP units of this layout: native or accelerate.")
     ] = "native",
+    tp: Annotated[
+        int | None, typer.Option("--tp", min=1, help="Show how N tensor-parallel ranks divide the model.")
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option("--ep", min=1, help="Show how N expert-parallel ranks divide the experts.")
+    ] = None,
     leaves: Annotated[bool, typer.Option("--leaves", help="List leaf layers instead of blocks.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Show the module tree.")] = False,
     where: Annotated[bool, typer.Option("--where", help="Show where the classes are defined.")] = False,
@@ -84,6 +90,8 @@ def command(
         world_size=world_size,
         layout="accelerate" if layout == "accelerate" else "native",
         views=[name for name, requested in views if requested],
+        tensor_parallel=tp,
+        expert_parallel=ep,
         diagnostics=load_registry().diagnostics,
     )
     if format is Format.JSON:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fsdptool.inspection.api import Inspection, cache_parts
 from fsdptool.inspection.census import CONTAINERS, Census, item_bytes, uneven, unit_plan
 from fsdptool.inspection.hazards import fused_experts, holds_embedding
+from fsdptool.inspection.splitting import expert_summary, tensor_summary, violations
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.detection import (
     Branch,
@@ -42,6 +43,8 @@ def detect_document(
     world_size: int | None = None,
     layout: Literal["native", "accelerate"] = "native",
     views: Iterable[View] = (),
+    tensor_parallel: int | None = None,
+    expert_parallel: int | None = None,
     diagnostics: Iterable[Diagnostic] = (),
 ) -> dict[str, Any]:
     """Return the document of an inspection.
@@ -51,6 +54,8 @@ def detect_document(
         world_size: Ranks that share the parameters, for the uneven ones; None leaves them unknown.
         layout: Whose units to list.
         views: Further looks to include.
+        tensor_parallel: Ranks of a tensor-parallel group to show the division for.
+        expert_parallel: Ranks of an expert-parallel group to show the division for.
         diagnostics: Findings from outside (plugins that failed to load).
 
     Raises:
@@ -60,6 +65,12 @@ def detect_document(
     census = Census(anatomy.modules, anatomy.parameters)
     units = unit_plan(anatomy, layout=layout)
     wanted = set(views)
+    tensors = tensor_summary(anatomy, tensor_parallel) if tensor_parallel else None
+    experts = expert_summary(anatomy, expert_parallel) if expert_parallel else None
+    findings = [
+        *(violations(tensors, "--tp") if tensors else ()),
+        *(violations(experts, "--ep") if experts else ()),
+    ]
     detection = Detection(
         reference=anatomy.spec.reference,
         model=_model(anatomy),
@@ -92,6 +103,8 @@ def detect_document(
         leaves=leaves(census) if "leaves" in wanted else None,
         tree=tree(anatomy, census) if "tree" in wanted else None,
         where=places(anatomy, _shown(anatomy)) if "where" in wanted else None,
+        tensor_parallel=tensors,
+        expert_parallel=experts,
     )
     spec = anatomy.spec
     inputs = {
@@ -99,12 +112,14 @@ def detect_document(
         "wrap": anatomy.wrap.classes,
         "world_size": world_size,
         "layout": layout,
+        "tensor_parallel": tensor_parallel,
+        "expert_parallel": expert_parallel,
     }
     return envelope(
         "detect",
         inputs,
         detection,
-        diagnostics=(*diagnostics, *spec.diagnostics, *anatomy.diagnostics, *inspection.store),
+        diagnostics=(*diagnostics, *spec.diagnostics, *anatomy.diagnostics, *inspection.store, *findings),
         unknowns=() if world_size else ("parameters that shard unevenly (use --world-size)",),
     )
 

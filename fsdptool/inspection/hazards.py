@@ -314,6 +314,10 @@ RULES = (
     Rule("DET130", "module tree with a cycle", "error",
          "A module contains itself. Units need a tree, and most walks over modules do not end on a cycle.",
          "Keep the back reference in a list or a weakref, outside nn.Module's registration."),
+    Rule("DET140", "model that a group of ranks does not divide", "error",
+         "Tensor parallelism gives every rank the same number of heads and features, expert parallelism the "
+         "same number of experts. Keys and values are not repeated over ranks.",
+         "Use a group size that divides what the message counts."),
     Rule("DET201", "persistent buffers", "warning",
          "accelerate 1.15 crashes on persistent buffers while `fsdp_cpu_ram_efficient_loading` is on, "
          "which is its launcher's default: `AttributeError: 'Tensor' object has no attribute "

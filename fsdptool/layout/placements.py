@@ -73,25 +73,27 @@ def _inside(name: str, regions: frozenset[str]) -> bool:
 def _split(
     parameter: Parameter, name: str, adapter: str | None, module: SplitModule, plan: TensorPlan
 ) -> Placement:
-    bias = name.endswith("bias")
     if adapter is None and parameter.dtype in ("uint8", "int8"):
         raise _refusal(parameter, "a quantised base")
     if adapter is not None:
         return _adapter(parameter, adapter, module, plan)
-    rank = len(parameter.shape)
-    if module.style == "row" and (bias or rank == 1):
+    dim = split_dim(parameter, name, module)
+    if dim is None:
         return Placement(parameter.fqn, parameter.shape, reason="after_sum")
-    if module.style in ("vocabulary", "experts"):
-        dim = 0
-    elif bias or rank == 1:
-        dim = rank - 1
-    else:
-        outputs, inputs = rank - 2, rank - 1
-        if rank == 3 and parameter.shape[1:] == (1, 1):
-            outputs = 0  # a scale per head
-        column = module.style == "column"
-        dim = outputs if column != module.transposed else inputs
     return _along(parameter, dim, module, plan)
+
+
+def split_dim(parameter: Parameter, name: str, module: SplitModule) -> int | None:
+    """Return the dimension along which a parameter of a split module is divided; None for a row's bias."""
+    rank, bias = len(parameter.shape), name.endswith("bias")
+    if module.style in ("vocabulary", "experts"):
+        return 0
+    if bias or rank == 1:
+        return None if module.style == "row" else rank - 1
+    outputs, inputs = rank - 2, rank - 1
+    if rank == 3 and parameter.shape[1:] == (1, 1):
+        outputs = 0  # a scale per head
+    return outputs if (module.style == "column") != module.transposed else inputs
 
 
 def _adapter(parameter: Parameter, adapter: str, module: SplitModule, plan: TensorPlan) -> Placement:

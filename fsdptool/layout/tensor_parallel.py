@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from fsdptool.layout.expert_sites import experts, fused
+from fsdptool.layout.library_plans import compare
 from fsdptool.layout.placements import placements
 from fsdptool.layout.projections import LATENT, Layers, is_norm, is_router
 from fsdptool.layout.sites import Left, Site, attention, feed_forward
@@ -38,10 +39,12 @@ def plan_tensor_parallel(anatomy: Anatomy, size: int, *, vocabulary: bool = True
         split, note = _vocabulary(anatomy, layers, size)
         modules += split
         notes += note
+    named, findings = compare(anatomy.tensor_plan, layers, modules)
+    notes += findings
     plan = TensorPlan(
         size=size,
         regions=tuple(site.path for site in found.sites if site.region),
-        modules=tuple(modules),
+        modules=named,
         heads={site.path: site.heads for site in found.sites if site.heads},
         attributes={path: sizes for site in found.sites for path, sizes in site.attributes.items()},
         sums=tuple(path for site in found.sites for path in site.sums),

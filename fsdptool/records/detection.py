@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fsdptool.records.anatomy import NoSplitEntry, Reference, WrapCandidate, WrapConcern, WrapOrigin
+from fsdptool.records.parallel import Indivisible, PlanOrigin, SplitStyle, WholeReason
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Keywords, Positive, Share
 from fsdptool.records.sharding import UnitKind
@@ -175,6 +176,56 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedParameter:
+    """Parameters that differ only in the numbers in their names, and where they lie on a group of ranks.
+
+    Attributes:
+        name: Name with ``*`` for every number.
+        count: How many there are.
+        shape: Global shape.
+        local_shape: Shape on one rank.
+        style: How their module is split, or null where they stay whole.
+        dim: The divided dimension, or null.
+        sections: Sizes of the parts of that dimension that are cut separately; empty where they stay whole.
+        partial_gradient: Whether the ranks' gradients are summed over the group.
+        reason: Why they stay whole, or null.
+        origin: Who says how they are split, or null.
+    """
+
+    name: str
+    count: Positive
+    shape: tuple[Count, ...]
+    local_shape: tuple[Count, ...]
+    style: SplitStyle | None
+    dim: Count | None
+    sections: tuple[Positive, ...]
+    partial_gradient: bool
+    reason: WholeReason | None
+    origin: PlanOrigin | None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSummary:
+    """How a group of ranks divides the model.
+
+    Attributes:
+        size: Ranks of the group.
+        parameters: Every distinct parameter.
+        local_parameters: Number of parameters on one rank.
+        regions: Modules whose input is whole and whose inside is divided, with ``*`` for every number.
+        indivisible: What the group does not divide; empty where the model can be split.
+        notes: What stays whole although it looks divisible, and findings about the library's own plan.
+    """
+
+    size: Positive
+    parameters: tuple[PlacedParameter, ...]
+    local_parameters: Count
+    regions: tuple[str, ...]
+    indivisible: tuple[Indivisible, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Detection:
     """What `fsdptool detect --format json` prints. Counts are parameters, bytes are bytes.
 
@@ -200,6 +251,8 @@ class Detection:
         leaves: Classes that own parameters directly (``--leaves``).
         tree: The module tree (``--tree``).
         where: Where the classes are defined (``--where``).
+        tensor_parallel: How a tensor-parallel group divides the model (``--tp``), or null.
+        expert_parallel: How an expert-parallel group divides the experts (``--ep``), or null.
     """
 
     reference: Reference
@@ -223,3 +276,5 @@ class Detection:
     leaves: tuple[LeafClass, ...] | None
     tree: Branch | None
     where: tuple[Place, ...] | None
+    tensor_parallel: SplitSummary | None = None
+    expert_parallel: SplitSummary | None = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.report.split import print_split
 from fsdptool.report.tables import count, print_finding, print_line, print_table
 
 _SHOWN_CLASSES = 12
@@ -25,6 +26,9 @@ def print_detect(document: Mapping[str, Any]) -> None:
         _parts(document)
     if document["where"] is not None:
         _where(document)
+    for key, kind in (("tensor_parallel", "tensor"), ("expert_parallel", "expert")):
+        if document[key] is not None:
+            print_split(document[key], kind)
     _units(document)
     _details(document)
     for finding in document["diagnostics"]:
