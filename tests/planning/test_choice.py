@@ -148,6 +148,7 @@ def test_a_unit_that_every_gpu_gathers_whole_is_named(tmp_path: Path) -> None:
     assert lines[-1] == "more GPUs of this kind cannot help: every GPU gathers whole units"
 
 
+@pytest.mark.slow
 def test_activations_and_states_are_told_apart(tmp_path: Path) -> None:
     batch = planned(tmp_path, LLAMA, 600_000_000, micro_batch=512).shortfall
     assert batch is not None

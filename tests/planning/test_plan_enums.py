@@ -25,6 +25,9 @@ from fsdptool.report.comparison import print_changes, print_comparison
 from fsdptool.report.html import plan_page
 from fsdptool.report.plan import print_plan
 
+# All on one worker: another would make the same plan again.
+pytestmark = pytest.mark.xdist_group("plan-enums")
+
 CLOSED = ("accumulation", "checkpointing", "cp", "cpu_offload", "mesh", "micro_batch", "prefetch")
 
 
