@@ -59,8 +59,11 @@ def main(arguments: list[str]) -> int:
 
 
 def play(act: str, go: Path) -> RunStatus:
-    """Wait until the run may finish, or is told to stop."""
+    """Wait until the run may finish, or is told to stop; a run that its test has left ends by itself."""
+    deadline = time.monotonic() + 900
     while act == "deaf" or not go.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{go} did not appear")
         if taken and act != "deaf":
             return "stopped" if len(taken) == 1 else "interrupted"
         time.sleep(0.02)

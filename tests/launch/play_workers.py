@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> int:
             )
             for rank in range(len(own))
         ]
-        status = max(abs(rank.wait()) for rank in ranks)
+        status = max(abs(rank.wait(timeout=600)) for rank in ranks)
     return status
 
 

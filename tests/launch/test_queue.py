@@ -106,7 +106,7 @@ def test_a_run_outlives_a_killed_server_and_the_next_server_goes_on(desk: Desk) 
         assert desk.queue.report().scheduler == server.pid
     finally:
         server.kill()
-        server.wait()
+        server.wait(timeout=60)
     assert desk.entry(first).state is EntryState.RUNNING
     desk.go("first")
     desk.until(first, EntryState.COMPLETED, tick=False)
@@ -129,7 +129,7 @@ def test_a_command_begins_only_when_its_start_is_written_down(desk: Desk, tmp_pa
     assert log.read_text() == ""
     gate = start_gated(argv, log=log, environment=os.environ, folder=tmp_path)
     gate.release()
-    assert gate.process.wait() == 0
+    assert gate.process.wait(timeout=60) == 0
     assert log.read_text() == "started\nbegun\n"
     # The server died between the record and the release: the entry starts again.
     entry = desk.add("again", gpus="0")
@@ -158,7 +158,7 @@ def test_an_entry_that_is_stopped_before_it_begins_does_not_start_again(desk: De
         identity = {"pid": gate.identity.pid, "pid_start": gate.identity.start, "boot": gate.identity.boot}
         update(connection, entry, {"stage": "started", "started": time.time(), **identity})
     assert desk.queue.stop(entry)
-    gate.process.wait()
+    gate.process.wait(timeout=60)
     assert desk.until(entry, EntryState.STOPPED).message is None
     gate.abandon()
 

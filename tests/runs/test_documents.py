@@ -195,7 +195,7 @@ def test_python_and_a_notebook(work: Work, undisturbed: Run, tmp_path: Path) -> 
         )
     finally:
         ended.set()
-        looking.join()
+        looking.join(60)
     assert places, "gloo's ranks listen for one another"
     assert not [place for place in places if not place[0].startswith(LOOPBACK)]
     assert (summary.status, summary.world_size, events.count("step")) == ("completed", 2, STEPS)

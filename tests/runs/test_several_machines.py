@@ -147,7 +147,7 @@ def test_slurm_stops_the_job_in_time_and_requeues_it(
     script = tmp_path / "job.sh"
     arguments = ["launch", str(work.folder / "recipe.yaml"), "--config", str(config), "-o", str(folder)]
     assert fsdptool([*arguments, "--slurm", "--script", str(script), "--time", "01:00:00"]) == 0
-    subprocess.run(["bash", "-n", str(script)], check=True)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("python_multipart")
 
-from sites import HOST, Server, Site, chromium
+from sites import HOST, Server, Site, chromium, end_server
 
 from fsdptool.web.app import build_app
 from fsdptool.web.jobs import Jobs
@@ -50,13 +50,12 @@ def serving(folder: Path, **options: Any) -> Iterator[Server]:
     """Run a real server in a thread; its child process traces the models."""
     addresses: list[str] = []
     interface = Interface(Roots([folder]), Address(port=0), announce=addresses.append, **options)
-    thread = threading.Thread(target=interface.run, kwargs={"warm": False})
+    thread = threading.Thread(target=interface.run, kwargs={"warm": False}, daemon=True)
     thread.start()
     try:
         yield Server(interface, folder, addresses)
     finally:
-        interface.server.should_exit = True
-        thread.join()
+        end_server(interface, thread)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import asyncio
 import html
 import re
 import shutil
+import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,10 +34,26 @@ TINY = {
 """A Llama whose embedding does not divide evenly over four ranks."""
 
 
+PATIENCE = 300.0
+"""Seconds that a busy machine may take for something that takes one."""
+
+
 def await_in_thread(work: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine in a thread of its own: Playwright leaves a running event loop in the main thread."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+        return thread.submit(asyncio.run, asyncio.wait_for(work, PATIENCE)).result()
+
+
+def end_server(interface: Interface, thread: threading.Thread) -> None:
+    """End a server that runs in a thread.
+
+    Raises:
+        TimeoutError: It did not end.
+    """
+    interface.server.should_exit = True
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        raise TimeoutError(f"the server did not end within {PATIENCE:.0f} s of being told to")
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ def test_of_browsers_that_write_at_once_one_wins(tmp_path: Path, before: bytes |
 
     def write(number: int) -> None:
         change = Change(path, before, f"from: {number}\n".encode())
-        start.wait()
+        start.wait(60)
         try:
             change.write(change.digest)
         except FsdptoolError as error:
@@ -60,7 +60,8 @@ def test_of_browsers_that_write_at_once_one_wins(tmp_path: Path, before: bytes |
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive(), "a write has not ended"
     assert len(refused) == 7
     assert path.read_bytes().startswith(b"from: ")
     assert [item.name for item in tmp_path.iterdir()] == [path.name]

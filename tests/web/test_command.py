@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx2
 import psutil
 import pytest
+from sites import PATIENCE
 from sockets import listening
 
 from fsdptool.cli.app import run
@@ -20,6 +22,9 @@ def test_the_server_is_opened_by_its_address_and_ended_by_ctrl_c(tmp_path: Path)
     command = [sys.executable, "-m", "fsdptool", "ui", "--port", "0", "--no-browser", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        # Reading what it prints waits without a limit: a server that hangs is killed, and the test fails.
+        timer = threading.Timer(PATIENCE, process.kill)
+        timer.start()
         try:
             address = process.stderr.readline().split()[-1]
             with httpx2.Client(follow_redirects=True, timeout=120) as client:
@@ -39,6 +44,7 @@ def test_the_server_is_opened_by_its_address_and_ended_by_ctrl_c(tmp_path: Path)
                 assert process.wait(120) == 0
                 assert not psutil.wait_procs(children, timeout=120)[1]
         finally:
+            timer.cancel()
             process.kill()
 
 
@@ -65,5 +71,8 @@ def test_other_commands_do_not_load_the_interface() -> None:
         "sys.exit(bool({'starlette', 'uvicorn', 'jinja2', 'fsdptool.web'} & set(sys.modules)))"
     )
     assert (
-        subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, check=False).returncode == 0
+        subprocess.run(
+            [sys.executable, "-c", script], stdout=subprocess.DEVNULL, check=False, timeout=300
+        ).returncode
+        == 0
     )

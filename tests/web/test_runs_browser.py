@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from run_folders import make_run
-from sites import Server
+from sites import Server, end_server
 
 from fsdptool.launch.processes import stop_run
 from fsdptool.launch.queue import Queue
@@ -73,11 +73,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     queue = Queue(tmp_path / "queue")
     runner = QueueRunner(queue, command=PLAY)
     interface = Interface(Roots([folder]), Address(port=0), announce=addresses.append, queue=runner)
-    thread = threading.Thread(target=interface.run, kwargs={"warm": False})
+    thread = threading.Thread(target=interface.run, kwargs={"warm": False}, daemon=True)
     thread.start()
     yield Desk(Server(interface, folder, addresses), queue)
-    interface.server.should_exit = True
-    thread.join()
+    end_server(interface, thread)
     for row in queue.rows():
         stop_run(Path(row.folder), kill=True)
 
