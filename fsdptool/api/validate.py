@@ -110,7 +110,9 @@ class Linter:
         Raises:
             ConfigError: The file that holds them is wrong.
         """
-        folder = Path() if str(path) == "-" else path if path.is_dir() else path.parent
+        return self._settings_in(Path() if str(path) == "-" else path if path.is_dir() else path.parent)
+
+    def _settings_in(self, folder: Path) -> LintSettings:
         if folder not in self._settings:
             found = LintSettings() if self.isolated else find_settings(folder, self._found)
             self._settings[folder] = found.but(select=self.select, ignore=self.ignore, exclude=self.exclude)
@@ -118,7 +120,7 @@ class Linter:
 
     def expand(self, paths: Iterable[Path]) -> dict[Path, bool]:
         """Return the files to read, as :func:`expand` does, without those that are excluded."""
-        return expand(paths, lambda path: self.settings(path.parent).excludes(path))
+        return expand(paths, lambda path: self._settings_in(path.parent).excludes(path))
 
     def judge(self, path: Path, named: bool, source: SourceText | None = None, **judged: Any) -> Reading:
         """Return the reading of a file, with the findings that count.
@@ -135,7 +137,7 @@ class Linter:
 
     def sift(self, reading: Reading, path: Path) -> Reading:
         """Return a reading with the findings that the settings and the baseline leave."""
-        settings = self.settings(path)
+        settings = self._settings_in(path.parent)
         reading = keep(reading, lambda item: settings.reports(item, path))
         baseline = self.baseline_file(settings)
         if baseline is None or not self.with_baseline:
@@ -259,13 +261,15 @@ def _configurations(folder: Path, excluded: Callable[[Path], bool], left_out: li
     for place, folders, names in os.walk(folder):
         # Not entered at all: a repository's .git holds many times more files than the project.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
-        left_out.extend(Path(place, name) for name in (*folders, *names) if excluded(Path(place, name)))
-        folders[:] = [name for name in folders if Path(place, name) not in left_out]
+        base = Path(place)
+        items = {name: base / name for name in (*folders, *names)}
+        out = {name for name, item in items.items() if excluded(item)}
+        left_out.extend(items[name] for name in out)
+        folders[:] = [name for name in folders if name not in out]
         for name in names:
-            item = Path(place, name)
-            known = not name.startswith(".") and item.suffix.lower() in _SUFFIXES and name not in _PROJECT
-            if known and item not in left_out and item.is_file():
-                yield item
+            known = name.lower().endswith(_SUFFIXES) and not name.startswith(".") and name not in _PROJECT
+            if known and name not in out and items[name].is_file():
+                yield items[name]
 
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")

@@ -181,8 +181,10 @@ def read_bytes(path: str | Path, *, limit: int = SIZE_LIMIT) -> bytes:
         UnreadableError: It cannot be opened, is not a regular file, or has more than ``limit`` bytes.
     """
     try:
-        substituted = Path(path).parent == _DESCRIPTORS
-        if not (substituted or S_ISREG(Path(path).stat().st_mode)):
+        # Pages read hundreds of files: a path is not parsed twice.
+        place = path if isinstance(path, Path) else Path(path)
+        substituted = place.parent == _DESCRIPTORS
+        if not (substituted or S_ISREG(place.stat().st_mode)):
             raise UnreadableError("FSD101", "the file cannot be read: it is not a regular file")
         # Not waiting for a writer, should it have become a pipe by now.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if substituted else os.O_NONBLOCK))

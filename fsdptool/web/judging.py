@@ -91,7 +91,8 @@ def judge_folder(roots: Roots, name: str) -> Iterator[JudgedFile]:
     base = roots.name_of(folder)
     count = 0
     for path, named in linter.expand([folder]).items():
-        if not roots.contains(path):
+        # The walk enters no links to folders, so only the file itself can be one.
+        if path.is_symlink() and not roots.contains(path):
             continue
         # A link keeps its own name.
         found = "/".join((base, *path.relative_to(folder).parts))
