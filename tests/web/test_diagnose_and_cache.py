@@ -6,9 +6,10 @@ import html
 import json
 import re
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
-from sites import Site, form_fields
+from sites import PATIENCE, Site, form_fields
 from test_configs import HOSTILE, MISSPELT
 
 from fsdptool.cache import Store
@@ -84,6 +85,29 @@ def test_the_cache_is_measured_verified_and_pruned(
     answer = site.post("/cache", form | {"older_than": "", "max_mib": "0"})
     assert "Removed 2 files" in site.get(answer.headers["location"].partition("#")[0])
     assert not store.entries()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_probe_starts_on_request_only(site: Site) -> None:
+    page = examined(site)
+    assert "--no-probe" in page
+    button = re.search(r'href="([^"]+)">Test FSDP2 on two processes', page)
+    assert button is not None and not [job for job in site.jobs._jobs.values() if job.arguments["probe"]]
+    page = examined(site, **dict(parse_qsl(urlsplit(html.unescape(button[1])).query)))
+    job = next(job for job in site.jobs._jobs.values() if job.arguments["probe"])
+    assert job.error is None
+    assert job.result["probes"], "what the two processes answered"
+    assert "FSDP2 on 2 cpu processes" in page and "weights equal an unsharded loop" in page
+    assert "Test FSDP2 on two processes" not in page
+
+
+def examined(site: Site, **query: str) -> str:
+    """Return the page once the machine was examined."""
+    site.get("/cache", **query)
+    for job in list(site.jobs._jobs.values()):
+        assert job.wait(PATIENCE), f"{job.task} {job.arguments} has not ended"
+    return site.get("/cache", **query)
 
 
 def test_a_calibration_is_shown_and_then_written(site: Site) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import pytest
 from run_folders import EVIL, make_run
@@ -20,6 +20,7 @@ from fsdptool.records.run import Start
 from fsdptool.runs.folder import write_start
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TWO_CPU = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text()
 
 
 @pytest.fixture
@@ -158,6 +159,18 @@ def test_a_stopped_run_resumes_as_an_entry_or_by_the_form(site: Site, queue: Que
     started = post(site, "/run/resume", run="models/one")
     assert started.headers["location"].startswith("/runs/new?")
     assert "resume=yes" in started.headers["location"]
+    # The queue did not start it: the form asks for its files, and its entry continues the run.
+    for name, text in (("own.yaml", "{}"), ("fsdp.yaml", TWO_CPU)):
+        (site.folder / name).write_text(text)
+    assert site.client().get(started.headers["location"]).status_code == 200
+    given = dict(parse_qsl(urlsplit(started.headers["location"]).query))
+    files = {"recipe": "models/own.yaml", "config": "models/fsdp.yaml", "predict": "no"}
+    assert post(site, "/runs/add", **{**given, **files}).headers["location"] == "/runs"
+    entry = queue.report().entries[0]
+    assert entry.folder == str(folder)
+    assert "--resume auto" in " ".join(entry.options)
+    queue.cancel(entry.id)
+    queue.remove(entry.id)
     recipe = site.folder / "recipe.yaml"
     recipe.write_text("{}")
     entry = queue.add(recipe, recipe, output=folder, options=("--force",), needs=Needs(str(folder), slots=1))

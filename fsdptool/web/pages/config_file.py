@@ -166,7 +166,11 @@ def _proposal(item: JudgedFile, linter: RootedLinter, chosen: str, judged: Mappi
     flag = "--fix" if finding.fix.safe else "--unsafe-fixes"
     command = ("fsdptool", "validate", *options, "--select", finding.code, flag, path)
     same = sum(f.code == finding.code and f.fix is not None for f in item.reading.diagnostics)
-    notes = (f"the command fixes all {same} findings of {finding.code}",) if same > 1 else ()
+    notes = ()
+    if same > 1:
+        notes = (
+            f"this page changes one place; the command below fixes all {same} findings of {finding.code}",
+        )
     return propose(f"Fix {finding.code}: {finding.fix.description}", repaired.after, notes, command)
 
 
