@@ -190,7 +190,7 @@ def _rising(expected: int | None, metrics: Sequence[Mapping[str, Any]]) -> Itera
 
 
 def _ranks(candidate: Candidate) -> int:
-    return candidate.settings.data_parallel * candidate.settings.cp
+    return candidate.settings.ranks
 
 
 def read_prediction(folder: Path) -> Candidate:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.collectives import DEVICES, Weights, stored_dtype
 from fsdptool.modeling.units import with_stored_dtypes
+from fsdptool.planning.assembly import assemble
 from fsdptool.planning.hardware import expands, machine_for, workspaces
 from fsdptool.planning.operator_time import peak_flops
-from fsdptool.planning.overlap import Stage
+from fsdptool.planning.overlap import Stage, make_ring
 from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_dims
 from fsdptool.planning.step_time import (
     Cost,
@@ -21,17 +22,17 @@ from fsdptool.planning.step_time import (
     exchanged_bytes,
     fill,
     measure_traffic,
-    model_flops,
     model_states,
     module_costs,
     time_candidate,
     unit_costs,
 )
-from fsdptool.planning.verdict import FitCheck, check_fit, reserved_range
+from fsdptool.planning.tensor_time import model_flops, summed_seconds
+from fsdptool.planning.verdict import check_fit
 from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
-from fsdptool.records.plan import OWN_LOOP, Candidate, Footprint, SearchPoint, TrainingLoop
+from fsdptool.records.plan import OWN_LOOP, Candidate, SearchPoint, TrainingLoop
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
 
@@ -44,6 +45,11 @@ if TYPE_CHECKING:
 _CONTEXT_PARALLEL = (
     "context parallel on GPUs is unverified: which attention kernel runs follows torch's rules, and what"
     " NCCL keeps for its group is not known"
+)
+
+_TENSOR_PARALLEL = (
+    "tensor parallel on GPUs is unverified: embedding, head and what lies between divided layers are whole on"
+    " every rank, and every sum over the ranks counts as waiting"
 )
 
 
@@ -169,12 +175,14 @@ class Estimator:
                 alone = replace(settings, mesh=replace(settings.mesh, cp=1))
                 key, worked = self._trace(recipe, alone)
             if worked.known and trace.known:
+                if point.tp > 1:
+                    self.notes[_TENSOR_PARALLEL] = None
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
-        candidate = _assemble(id, point, cluster, footprint, verdict, timing, machine)
+        candidate = assemble(id, point, cluster, footprint, verdict, timing, machine)
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate
-        flops = self._work(worked) * (recipe.batch.accumulation * cluster.world_size // point.cp)
+        flops = self._work(worked, rank) * (recipe.batch.accumulation * mesh.data_ranks)
         if cluster.gpu is None:
             return replace(candidate, step_flops=flops)
         peak = peak_flops(cluster.gpu, worked.compute_dtype)
@@ -197,10 +205,11 @@ class Estimator:
     ) -> Timing | None:
         """Return the step's time: ``work`` is a whole sequence's trace and its key, ``trace`` one rank's."""
         work_key, worked = work
+        group = make_ring(cluster, machine, ranks=point.tp)
 
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
-            units = (name, point.layout, point.wrap_policy, point.wrap_classes)
+            units = (name, point.layout, point.wrap_policy, point.wrap_classes, point.tp)
             key = (*units, work_key, gpu.name, machine.name)
             if key not in self._costs:
                 costs = module_costs(whole, gpu, machine, compiled=recipe.sharding.compile)
@@ -208,7 +217,10 @@ class Estimator:
             shared = None
             if point.cp > 1:
                 shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
-            return fill(traffic, self._costs[key], point.cp, shared)
+            summed = None
+            if point.tp > 1:
+                summed = unit_costs(summed_seconds(part, group), part.repeats, plan)
+            return fill(traffic, self._costs[key], point.cp, shared, summed)
 
         student = stages(rank.traffic, rank.memory.rank.plan, trace, worked, "student")
         teacher: list[Stage] = []
@@ -219,9 +231,11 @@ class Estimator:
             teacher = stages(rank.teacher_traffic, rank.memory.teacher.plan, part, whole, "teacher")
         return time_candidate(rank.traffic, student, recipe, mesh, cluster, machine, teacher=teacher)
 
-    def _work(self, trace: Trace) -> float:
+    def _work(self, trace: Trace, rank: RankState) -> float:
         if id(trace) not in self._flops:
-            self._flops[id(trace)] = model_flops(trace)
+            teacher = rank.memory.teacher
+            plans = rank.memory.rank.plan, teacher.plan if teacher is not None else None
+            self._flops[id(trace)] = model_flops(trace, *plans)
         return self._flops[id(trace)]
 
     def trace_of(self, point: SearchPoint, cluster: Cluster) -> Trace:
@@ -302,6 +316,7 @@ class Estimator:
             point.layout,
             point.wrap_policy,
             point.wrap_classes,
+            point.tp,
             point.checkpointing,
             point.reshard_after_forward,
             type(point.reshard_after_forward),
@@ -347,47 +362,3 @@ class Estimator:
 
             self._teacher = inspect(resolve_choice(choice))
         return plan_teacher(self._teacher, recipe, settings)
-
-
-def _assemble(
-    id: str,
-    point: SearchPoint,
-    cluster: Cluster,
-    footprint: Footprint,
-    verdict: FitCheck,
-    timing: Timing | None,
-    machine: Machine,
-) -> Candidate:
-    price = None
-    if timing is not None and cluster.price_per_gpu_hour is not None:
-        per_second = cluster.price_per_gpu_hour * cluster.world_size / 3600
-        price = per_second / timing.samples_per_second * 1e6
-    step = timing.step if timing is not None else None
-    seconds = step.seconds if step is not None else None
-    speed = timing.tokens_per_second if timing is not None else None
-    slow, fast = machine.throughput_range or (1.0, 1.0)
-    ranged = machine.throughput_range is not None
-    return Candidate(
-        id=id,
-        settings=point,
-        allocated_peak_bytes=footprint.allocated_peak_bytes,
-        reserved_peak_bytes=footprint.reserved_peak_bytes,
-        device_total_bytes=verdict.device_total_bytes,
-        usable_bytes=verdict.usable_bytes,
-        slack_bytes=verdict.slack_bytes,
-        host_bytes_per_node=verdict.host_bytes_per_node,
-        components=verdict.components,
-        peak=footprint.peak,
-        timeline=footprint.timeline,
-        step_seconds=seconds,
-        tokens_per_second=speed,
-        rejected_by=verdict.rejection,
-        samples_per_second=timing.samples_per_second if timing is not None else None,
-        price_per_million_samples=price,
-        seconds=step.parts() if step is not None else {},
-        phases=footprint.phases if footprint.timeline else (),
-        step_seconds_range=(seconds / fast, seconds / slow) if ranged and seconds is not None else None,
-        tokens_per_second_range=(speed * slow, speed * fast) if ranged and speed is not None else None,
-        reserved_range_bytes=None if expands(cluster) else reserved_range(footprint, machine),
-        allocated_peak_range_bytes=footprint.allocated_peak_range_bytes,
-    )

@@ -220,6 +220,9 @@ class Options(TypedDict, total=False):
         " the layout's program does", "Sharding", choices=get_args(Loading))]
     cp: Annotated[int | None, Option(
         "Context-parallel ranks.", "Sharding", "settings.mesh.cp", closes=("cp",))]
+    tp: Annotated[int | None, Option(
+        "Tensor-parallel ranks: each holds a part of every layer.", "Sharding", "settings.mesh.tp",
+        closes=("tp",), minimum=1)]
     prefetch: Annotated[int | None, Option(
         "FSDP units to prefetch.", "Sharding", "recipe.sharding.prefetch", closes=("prefetch",), minimum=1)]
     reduce_dtype: Annotated[str | None, Option(

@@ -95,6 +95,7 @@ class Stage:
         forward, backward: Seconds of compute for one micro-batch; backward includes recomputation.
         exchanged: Bytes of keys and values gathered from the ranks that share a sequence, per forward.
         exchanges: How often backward moves as many: their gradients, and again where it recomputes.
+        summed_forward, summed_backward: Seconds of sums over the tensor-parallel group.
     """
 
     gather_bytes: float
@@ -105,6 +106,8 @@ class Stage:
     backward: float
     exchanged: float = 0.0
     exchanges: int = 1
+    summed_forward: float = 0.0
+    summed_backward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +179,21 @@ def time_step(
     gpu = cluster.gpu
     if gpu is None:
         return None
-    shard = make_ring(cluster, machine, ranks=mesh.shard_degree)
+    # Ranks of a tensor-parallel group are neighbours; all other groups take one rank in so many.
+    shard = make_ring(cluster, machine, ranks=mesh.shard_degree, stride=mesh.tp)
     replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.stride("dp_replicate"))
-    context = make_ring(cluster, machine, ranks=mesh.cp)
-    rings = {n: make_ring(cluster, machine, ranks=n) for n in {stage.backward_ranks for stage in stages}}
-    # Attention waits for what it exchanges: nothing hides it.
+    context = make_ring(cluster, machine, ranks=mesh.cp, stride=mesh.tp)
+    sizes = {stage.backward_ranks for stage in stages}
+    rings = {n: make_ring(cluster, machine, ranks=n, stride=mesh.tp) for n in sizes}
+    # Attention waits for what it exchanges, and the operator behind a sum for the sum: nothing hides them.
     moved = [context.gather(stage.exchanged) for stage in stages]
-    forward = [stage.forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
-    backward = [
-        stage.backward + stage.exchanges * seconds for stage, seconds in zip(stages, moved, strict=True)
+    inward = [stage.summed_forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
+    outward = [
+        stage.summed_backward + stage.exchanges * seconds
+        for stage, seconds in zip(stages, moved, strict=True)
     ]
+    forward = [stage.forward + seconds for stage, seconds in zip(stages, inward, strict=True)]
+    backward = [stage.backward + seconds for stage, seconds in zip(stages, outward, strict=True)]
     gathers = [shard.gather(stage.gather_bytes) for stage in stages]
     again = [rings[stage.backward_ranks].gather(stage.gather_bytes) for stage in stages]
     reduces = [
@@ -197,7 +205,7 @@ def time_step(
     if not run.reduce_each and run.accumulation > 1:
         kept = _play(forward, backward, gathers, again, [0.0] * len(stages), run.prefetch)
     busy = sum(stage.forward + stage.backward for stage in stages)
-    shared = sum(seconds * (1 + stage.exchanges) for stage, seconds in zip(stages, moved, strict=True))
+    shared = sum(inward) + sum(outward)
     teaching = _teacher_time(teacher, shard, context, run.prefetch)
     total = compute = communication = hidden = 0.0
     for index in range(run.accumulation):
@@ -241,7 +249,7 @@ class _TeacherTime:
 
 
 def _teacher_time(stages: Sequence[Stage], shard: Ring, context: Ring, prefetch: int) -> _TeacherTime:
-    moved = [context.gather(stage.exchanged) for stage in stages]
+    moved = [context.gather(stage.exchanged) + stage.summed_forward for stage in stages]
     forward = [stage.forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
     gathers = [shard.gather(stage.gather_bytes) for stage in stages]
     _, seconds = _play_forward(forward, gathers, prefetch)

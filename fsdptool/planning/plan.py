@@ -14,6 +14,7 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
 from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.planning.advice import advise, advise_lengths, routing, routing_note
+from fsdptool.planning.assembly import is_refused
 from fsdptool.planning.batch_sizes import largest_batch
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
@@ -262,7 +263,7 @@ def _conclude(
     steps: tuple[Suggestion, ...] = ()
     verdict = "fits"
     if chosen is None:
-        unknown = any(candidate.device_total_bytes is None for candidate in result.candidates)
+        unknown = any(c.device_total_bytes is None and not is_refused(c) for c in result.candidates)
         verdict = "unknown" if unknown or first.usable_bytes is None else "does_not_fit"
     elif not chosen.timeline:
         # Searches keep timelines for few; the chosen one's is the answer.

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from fsdptool.errors import ConfigError
 from fsdptool.formatting import amount
 from fsdptool.modeling.optimizers import optimizer_spec
+from fsdptool.planning.assembly import refused
 from fsdptool.planning.checkpointing import optimal_candidates
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search_point import changed_settings
-from fsdptool.planning.search_space import enumerate_space
+from fsdptool.planning.search_space import enumerate_space, tensor_sizes
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
+from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.work import Countdown, left_text
 
 Progress = Callable[[str], None]
@@ -66,39 +68,25 @@ def run_search(
     candidates: list[Candidate] = []
     requested_ids: list[str] = []
     for point in requested:
-        cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
         name = "requested" if len(requested) == 1 else f"requested{point.cluster}"
         requested_ids.append(name)
-        space = [point]
-        if inputs.search != "none":
-            space = list(
-                enumerate_space(
-                    point,
-                    cluster,
-                    estimator.anatomy,
-                    fixed=inputs.fixed,
-                    wide=inputs.search == "wide",
-                    sequence_length=inputs.recipe.batch.sequence_length,
-                    hardware=cluster.gpu is not None,
-                    kernels=optimizer_spec(inputs.recipe.optimizer).kernels,
-                )
-            )
-        whole = False
-        countdown = Countdown(len(space))
-        for number, option in enumerate(space):
-            if whole and option.cp != point.cp:
-                continue
-            label = name if option == point else f"c{len(candidates):04d}"
-            if progress is not None and len(candidates) % 100 == 99:
-                left = left_text(countdown.left(number))
-                progress(f"evaluated {number + 1} of {len(space)} configurations{left}")
-            try:
-                candidates.append(estimator.candidate(label, option, cluster, machine, detail=label == name))
-            except ConfigError:
-                # Sequences that cannot be split are not candidates; a request to split them is an error.
-                if option.cp == point.cp:
-                    raise
-                whole = True
+        own = _evaluate(estimator, inputs, point, (name, len(candidates)), progress=progress)
+        candidates += own
+        sizes = tensor_sizes(point, inputs.clusters[point.cluster], inputs.fixed)
+        if any(ParallelDims(tp=2).unsupported()):
+            sizes = []
+        if sizes and inputs.search != "none" and _calls_for_dividing(own, inputs):
+            divisible = []
+            for size in sizes:
+                divided = _divided(point, size)
+                reason = _indivisible(estimator, inputs, divided)
+                if reason is None:
+                    divisible.append(size)
+                else:
+                    candidates.append(refused(f"c{len(candidates):04d}", divided, reason))
+            if divisible:
+                label = (name, len(candidates))
+                candidates += _evaluate(estimator, inputs, point, label, divisible, progress=progress)
     if inputs.optimal_checkpointing:
         candidates += _optimal(estimator, inputs, candidates, progress)
     # Each offer has its best row, whose allocator is replayed as the chosen one's is.
@@ -111,6 +99,91 @@ def run_search(
     among = {name for name in best if name is not None}
     result = choose(candidates, requested_ids, prefer=inputs.prefer, among=among)
     return replace(result, best=tuple(best))
+
+
+def _evaluate(
+    estimator: Estimator,
+    inputs: PlanInputs,
+    point: SearchPoint,
+    names: tuple[str, int],
+    tensor: Sequence[int] = (),
+    *,
+    progress: Progress | None,
+) -> list[Candidate]:
+    """Evaluate the configurations around a point.
+
+    Args:
+        estimator: Evaluates one configuration.
+        inputs: The canonical inputs.
+        point: The requested configuration of a cluster.
+        names: What it is called, and how many candidates there are already.
+        tensor: Tensor-parallel sizes other than the point's, which is then left out; empty: the point's.
+        progress: Called with a line of progress from time to time.
+    """
+    cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
+    space = [point]
+    if inputs.search != "none":
+        around = enumerate_space(
+            point,
+            cluster,
+            estimator.anatomy,
+            fixed=inputs.fixed,
+            wide=inputs.search == "wide",
+            sequence_length=inputs.recipe.batch.sequence_length,
+            hardware=cluster.gpu is not None,
+            kernels=optimizer_spec(inputs.recipe.optimizer).kernels,
+            tensor=tensor,
+        )
+        space = [option for option in around if not tensor or option.tp in tensor]
+    name, before = names
+    failed: set[tuple[int, int]] = set()
+    countdown = Countdown(len(space))
+    candidates: list[Candidate] = []
+    for number, option in enumerate(space):
+        if (option.cp, option.tp) in failed:
+            continue
+        count = before + len(candidates)
+        label = name if option == point else f"c{count:04d}"
+        if progress is not None and count % 100 == 99:
+            left = left_text(countdown.left(number))
+            progress(f"evaluated {number + 1} of {len(space)} configurations{left}")
+        try:
+            candidates.append(estimator.candidate(label, option, cluster, machine, detail=label == name))
+        except ConfigError:
+            # Sequences that cannot be split are not candidates; a request to split them is an error.
+            if (option.cp, option.tp) == (point.cp, point.tp):
+                raise
+            failed.add((option.cp, option.tp))
+    return candidates
+
+
+EXPOSED = 0.1
+"""Part of a step's time that waits for links or the host, from which dividing layers is worth evaluating."""
+
+
+def _calls_for_dividing(candidates: Sequence[Candidate], inputs: PlanInputs) -> bool:
+    """Return whether tensor parallelism may pay: nothing leaves headroom, or the best one waits for long."""
+    fitting = [c for c in candidates if c.rejected_by is None and roomy(c)]
+    best = max(fitting, key=lambda c: _merit(c, inputs.prefer), default=None)
+    if best is None or inputs.search == "wide":
+        return True
+    waiting = sum(best.seconds.get(name, 0.0) for name in ("exposed_communication", "offload"))
+    return waiting > EXPOSED * (best.step_seconds or 0.0)
+
+
+def _divided(point: SearchPoint, size: int) -> SearchPoint:
+    """Return a point of the search space with another tensor-parallel size, all other ranks sharding."""
+    ranks = point.ranks // (point.cp * size)
+    return replace(point, tp=size, dp_replicate=1, dp_shard=ranks)
+
+
+def _indivisible(estimator: Estimator, inputs: PlanInputs, point: SearchPoint) -> str | None:
+    """Return why the model cannot be divided as a point says, or None."""
+    try:
+        estimator.units_of(point, inputs.clusters[point.cluster])
+    except ConfigError as error:
+        return error.message
+    return None
 
 
 def _optimal(

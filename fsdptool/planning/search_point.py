@@ -42,6 +42,7 @@ def read_search_point(
         prefetch=sharding.prefetch,
         reduce_dtype=sharding.reduce_dtype,
         gradients=sharding.accumulation,
+        tp=mesh.tp,
     )
 
 
@@ -68,6 +69,7 @@ def point_flags(point: SearchPoint) -> dict[str, tuple[str, ...]]:
         "reshard": ("--reshard", str(reshard).lower()),
         "hsdp": ("--hsdp", f"{point.dp_replicate}x{point.dp_shard}"),
         "cp": ("--cp", str(point.cp)),
+        "tp": ("--tp", str(point.tp)),
         "offload": ("--offload",) if point.cpu_offload else ("--no-offload",),
         "prefetch": ("--prefetch", str(point.prefetch)),
         "optimizer_implementation": ("--optimizer-implementation", point.optimizer_implementation),
@@ -104,7 +106,13 @@ def apply_search_point(
         reshard_after_forward=bool(point.reshard_after_forward),
         activation_checkpointing=policy.mode != "none",
         cpu_offload=point.cpu_offload,
-        mesh=replace(settings.mesh, dp_replicate=point.dp_replicate, dp_shard=point.dp_shard, cp=point.cp),
+        mesh=replace(
+            settings.mesh,
+            dp_replicate=point.dp_replicate,
+            dp_shard=point.dp_shard,
+            cp=point.cp,
+            tp=point.tp,
+        ),
         num_processes=cluster.world_size,
         num_machines=cluster.nodes,
         use_cpu=cluster.gpu is None,

@@ -34,6 +34,7 @@ def enumerate_space(
     sequence_length: int | None,
     hardware: bool,
     kernels: Sequence[str],
+    tensor: Sequence[int] = (),
 ) -> Iterator[SearchPoint]:
     """Yield every configuration to evaluate on one cluster, ``start`` first, each once.
 
@@ -46,13 +47,14 @@ def enumerate_space(
         sequence_length: Tokens per sample, or None.
         hardware: Whether the run is on GPUs.
         kernels: Those of the optimizer.
+        tensor: Tensor-parallel sizes; empty: that of ``start``.
     """
     yield start
     seen = {start}
     axes = (
-        _batches(start, fixed),
+        _batches(start, fixed, max(tensor, default=start.tp)),
         _checkpointing(start, fixed, wide),
-        _meshes(start, cluster, fixed, sequence_length, hardware),
+        _meshes(start, cluster, fixed, sequence_length, hardware, tensor or (start.tp,)),
         _reshards(start, cluster, fixed, wide),
         _wraps(start, anatomy, fixed, wide),
         _flag(start.cpu_offload, (False, True), "cpu_offload" in fixed or not hardware),
@@ -68,7 +70,7 @@ def enumerate_space(
         *axes
     ):
         samples = start.global_batch
-        replicate, shard, cp = mesh
+        replicate, shard, cp, tp = mesh
         if samples % (batch * replicate * shard):
             continue
         point = replace(
@@ -79,6 +81,7 @@ def enumerate_space(
             dp_replicate=replicate,
             dp_shard=shard,
             cp=cp,
+            tp=tp,
             reshard_after_forward=reshard,
             wrap_policy=wrap[0],
             wrap_classes=wrap[1],
@@ -108,11 +111,24 @@ def _worth(point: SearchPoint, start: SearchPoint) -> bool:
     return True
 
 
-def _batches(start: SearchPoint, fixed: Sequence[str]) -> list[int]:
-    """Micro-batches that divide one rank's share of the global batch."""
+def tensor_sizes(start: SearchPoint, cluster: Cluster, fixed: Sequence[str]) -> list[int]:
+    """Tensor-parallel sizes worth evaluating besides that of ``start``.
+
+    Groups stay inside a node: every layer waits for its sums, and links between nodes are slower by an order
+    of magnitude (Megatron-LM, arXiv:2104.04473, section 3.2). Only the native layout divides layers.
+    """
+    if "tp" in fixed or cluster.gpu is None or start.layout != "native":
+        return []
+    if "mesh" in fixed:
+        return []  # the given sizes leave no ranks
+    return [size for size in (1, 2, 4, 8) if cluster.gpus_per_node % size == 0 and size != start.tp]
+
+
+def _batches(start: SearchPoint, fixed: Sequence[str], tensor: int) -> list[int]:
+    """Micro-batches that divide a rank's share of the global batch, which grows where ranks share samples."""
     if "micro_batch" in fixed:
         return [start.micro_batch]
-    share = start.micro_batch * start.accumulation
+    share = start.micro_batch * start.accumulation * max(tensor // start.tp, 1)
     powers = {1 << bits for bits in range(share.bit_length())}
     return sorted({size for size in powers | {start.micro_batch, share} if share % size == 0 and size <= 256})
 
@@ -127,23 +143,30 @@ def _checkpointing(start: SearchPoint, fixed: Sequence[str], wide: bool) -> list
 
 
 def _meshes(
-    start: SearchPoint, cluster: Cluster, fixed: Sequence[str], length: int | None, hardware: bool
-) -> list[tuple[int, int, int]]:
-    """``(dp_replicate, dp_shard, cp)``: sharding over everything, over nodes, over one node, over less."""
+    start: SearchPoint,
+    cluster: Cluster,
+    fixed: Sequence[str],
+    length: int | None,
+    hardware: bool,
+    tensor: Sequence[int],
+) -> list[tuple[int, int, int, int]]:
+    """``(dp_replicate, dp_shard, cp, tp)``: sharding over all ranks, over nodes, one node, or less."""
     world = cluster.world_size
     shared = [start.cp]
     if "cp" not in fixed and hardware and length is not None and length >= LONG_SEQUENCE:
         shared = [size for size in (1, 2, 4, 8) if world % size == 0 and length % (2 * size) == 0]
-    meshes = {(start.dp_replicate, start.dp_shard, start.cp)}
-    for cp in shared:
-        ranks = world // cp
+    meshes = {(start.dp_replicate, start.dp_shard, start.cp, start.tp)} if start.tp in tensor else set()
+    for cp, tp in product(shared, tensor):
+        if world % (cp * tp):
+            continue
+        ranks = world // (cp * tp)
         copies = {1}
         if cluster.nodes > 1:
             copies |= {n for n in _powers(cluster.nodes) if cluster.nodes % n == 0} | {cluster.nodes}
         elif ranks >= 4:
             copies |= {2}
         copies = copies if "mesh" not in fixed else {start.dp_replicate}
-        meshes |= {(copy, ranks // copy, cp) for copy in copies if ranks % copy == 0}
+        meshes |= {(copy, ranks // copy, cp, tp) for copy in copies if ranks % copy == 0}
     return sorted(meshes)
 
 

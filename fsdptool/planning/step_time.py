@@ -7,7 +7,7 @@ take the times of the block they repeat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptool.memory.simulation.collectives import WIDTH, stored_dtype
@@ -50,14 +50,12 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine, *, compiled: bool = F
     """
     device: dict[str, Cost] = {}
     host: dict[str, Cost] = {}
-    owner = ""
     backward = False
     operations = trace.operations
     seconds = [operation_seconds(operation, gpu, machine) for operation in operations]
-    for segment in trace.segments:
+    for owner, segment in owners_of(trace):
         if segment.marker == "backward":
             backward = True
-        owner = _owner(segment, owner)
         if not segment.kernels:
             continue
         fused = compiled and any(part.isdigit() for part in owner.split("."))
@@ -78,11 +76,9 @@ def exchanged_bytes(trace: Trace) -> dict[str, Cost]:
     one thing in a forward that ``new_empty`` allocates (``families.objectives.context``).
     """
     exchanged: dict[str, Cost] = {}
-    owner = ""
-    for segment in trace.segments:
+    for owner, segment in owners_of(trace):
         if segment.marker == "backward":
             break
-        owner = _owner(segment, owner)
         allocated = [event - 1 for event in segment.events if event > 0]
         size = sum(trace.sizes[n] for n in allocated if trace.vocabulary[trace.names[n]] == "new_empty")
         if size:
@@ -90,21 +86,7 @@ def exchanged_bytes(trace: Trace) -> dict[str, Cost]:
     return exchanged
 
 
-def model_flops(trace: Trace) -> float:
-    """Return the FLOPs a micro-batch needs at full depth, recomputation not counted.
-
-    Blocks that were not traced count as the period they repeat; a distillation's teacher counts, its
-    forward being part of what the method computes.
-    """
-    total = model_flops(trace.teacher) if trace.teacher is not None else 0.0
-    owner = ""
-    for segment in trace.segments:
-        owner = _owner(segment, owner)
-        total += (sum(segment.flops.values()) - segment.recomputed) * _copies(owner, trace.repeats)
-    return total
-
-
-def _copies(path: str, repeats: Sequence[Repeat], within: str = "") -> int:
+def copies_of(path: str, repeats: Sequence[Repeat], within: str = "") -> int:
     """Return how many modules of the real model a traced one stands for, in one module ``within``."""
     count = 1
     for repeat in repeats:
@@ -120,6 +102,14 @@ def _copies(path: str, repeats: Sequence[Repeat], within: str = "") -> int:
         rest = path.removeprefix(f"{prefix}{number}")
         path = f"{prefix}{repeat.real_index(int(number))}{rest}"
     return count
+
+
+def owners_of(trace: Trace) -> Iterator[tuple[str, Segment]]:
+    """Yield every segment with the module whose code runs in it."""
+    owner = ""
+    for segment in trace.segments:
+        owner = _owner(segment, owner)
+        yield owner, segment
 
 
 def _owner(segment: Segment, current: str) -> str:
@@ -149,7 +139,7 @@ def unit_costs(costs: Mapping[str, Cost], repeats: Sequence[Repeat], units: Unit
         holder = _holder(path, owners)
         owner = owners.get(holder)
         if owner is not None:
-            sums[owner] = sums.get(owner, Cost()) + cost.times(_copies(path, repeats, within=holder))
+            sums[owner] = sums.get(owner, Cost()) + cost.times(copies_of(path, repeats, within=holder))
     return [sums.get(owners[paths[0]], Cost()) if paths else Cost() for paths in traced]
 
 
@@ -215,7 +205,11 @@ def measure_traffic(rank: Rank) -> Traffic:
 
 
 def fill(
-    traffic: Traffic, work: Sequence[Cost], sharing: int = 1, exchanged: Sequence[Cost] | None = None
+    traffic: Traffic,
+    work: Sequence[Cost],
+    sharing: int = 1,
+    exchanged: Sequence[Cost] | None = None,
+    summed: Sequence[Cost] | None = None,
 ) -> list[Stage]:
     """Return the stages with their work.
 
@@ -224,7 +218,9 @@ def fill(
         work: Compute of each unit, in the plan's order (:func:`~fsdptool.planning.step_time.unit_costs`).
         sharing: Ranks that share a sequence, and so its work.
         exchanged: Bytes each unit gathers from them, under ``forward``.
+        summed: Seconds each unit waits for sums over the tensor-parallel group.
     """
+    sums = summed if summed is not None else [Cost()] * len(work)
     return [
         Stage(
             stage.gather_bytes,
@@ -235,6 +231,8 @@ def fill(
             work[place].backward / sharing,
             exchanged[place].forward if exchanged is not None else 0.0,
             stage.exchanges,
+            sums[place].forward,
+            sums[place].backward,
         )
         for place, stage in zip(traffic.order, traffic.stages, strict=True)
     ]

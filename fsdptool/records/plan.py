@@ -34,7 +34,7 @@ class SearchPoint:
         micro_batch, accumulation: Samples per rank and forward; forwards per step.
         checkpointing: The policy as text (:func:`fsdptool.records.checkpointing.format_policy`).
         reshard_after_forward: True, False or a number of ranks.
-        dp_replicate, dp_shard, cp: The mesh.
+        dp_replicate, dp_shard, cp, tp: The mesh.
         cpu_offload: Shards, gradients and optimizer in host memory.
         optimizer_implementation: ``auto`` is fused on CUDA.
         prefetch: FSDP units to prefetch.
@@ -58,11 +58,17 @@ class SearchPoint:
     prefetch: Positive
     reduce_dtype: str | None
     gradients: GradientAccumulation
+    tp: Positive = 1
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different samples (context-parallel ranks share theirs)."""
+        """Ranks that see different samples (context- and tensor-parallel ranks share theirs)."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks(self) -> int:
+        """All ranks of the run."""
+        return self.data_parallel * self.cp * self.tp
 
     @property
     def global_batch(self) -> int:
@@ -177,6 +183,8 @@ class RejectionKind(StrEnum):
     """It is as good as the chosen one within the time model's error, and needs more memory."""
     CPU_OFFLOAD = "cpu_offload"
     """It is as good as the chosen one within the time model's error, and offloads to the host."""
+    INDIVISIBLE = "indivisible"
+    """The model cannot be divided over a tensor-parallel group of this size."""
     MORE_CHANGES = "more_changes"
     """It equals the chosen one, which changes fewer of the requested settings."""
 

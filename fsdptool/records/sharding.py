@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal
 
 from fsdptool.records.anatomy import Parameter
+from fsdptool.records.parallel import Placement, TensorPlan
 from fsdptool.records.schema import Count, Positive
 
 WrapPolicy = Literal["transformer", "size", "none"]
@@ -264,6 +265,8 @@ class UnitPlan:
         ignored: Parameters left out of sharding, replicated on every rank.
         cpu_offload: ``CPUOffloadPolicy`` instead of device shards.
         prefetch: FSDP units to prefetch; 1 is FSDP2's implicit prefetch.
+        tensor: How a tensor-parallel group divides the model, whose units then list local shapes; or None.
+        placements: Where each parameter lies on that group; empty without one.
     """
 
     layout: Literal["native", "accelerate"]
@@ -277,3 +280,5 @@ class UnitPlan:
     ignored: tuple[Parameter, ...] = ()
     cpu_offload: bool = False
     prefetch: int = 1
+    tensor: TensorPlan | None = None
+    placements: tuple[Placement, ...] = ()

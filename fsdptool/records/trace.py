@@ -83,6 +83,7 @@ class Segment:
         recomputed: FLOPs (of those in ``flops``) that only repeat forward under activation checkpointing.
         operations: Its matrix products and attention kernels, as numbers of :attr:`Trace.operations`.
         calls: The operators that activation checkpointing runs again here, where their output is new memory.
+        summed: Bytes of every tensor that is summed over the tensor-parallel group here.
     """
 
     marker: Marker
@@ -94,6 +95,7 @@ class Segment:
     recomputed: float = 0.0
     operations: tuple[int, ...] = ()
     calls: tuple[RecomputedCall, ...] = ()
+    summed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ REJECTIONS = {
     RejectionKind.PRICE: "price",
     RejectionKind.MEMORY_FOR_SPEED: "memory for speed",
     RejectionKind.CPU_OFFLOAD: "CPU offload",
+    RejectionKind.INDIVISIBLE: "indivisible",
     RejectionKind.MORE_CHANGES: "more changes",
 }
 """What each kind of rejection is called."""
@@ -80,6 +81,8 @@ def mesh(settings: Mapping[str, Any]) -> str:
         parts.insert(0, f"replicate {settings['dp_replicate']}")
     if settings["cp"] > 1:
         parts.append(f"context {settings['cp']}")
+    if settings.get("tp", 1) > 1:
+        parts.append(f"tensor {settings['tp']}")
     return " x ".join(parts)
 
 
@@ -161,7 +164,7 @@ def brief(settings: Mapping[str, Any]) -> str:
         f"checkpointing {settings['checkpointing'].replace('_', ' ')}",
         f"reshard {resharding(settings['reshard_after_forward'])}",
     ]
-    if settings["dp_replicate"] > 1 or settings["cp"] > 1:
+    if settings["dp_replicate"] > 1 or settings["cp"] > 1 or settings.get("tp", 1) > 1:
         words.append(mesh(settings))
     if settings["prefetch"] > 1:
         words.append(f"prefetch {settings['prefetch']}")

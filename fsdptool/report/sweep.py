@@ -32,6 +32,7 @@ _SETTINGS = (
     "dp_replicate",
     "dp_shard",
     "cp",
+    "tp",
     "cpu_offload",
 )
 

@@ -142,6 +142,7 @@ _SPELLINGS = {
     "gpus": "GPUs",
     "hsdp": "HSDP",
     "lora": "LoRA",
+    "tp": "tensor-parallel ranks",
 }
 
 

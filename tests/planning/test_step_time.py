@@ -11,9 +11,11 @@ from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.operator_time import memory_rate, operation_seconds, segment_seconds
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
-from fsdptool.planning.step_time import model_flops, module_costs, with_copies
+from fsdptool.planning.step_time import module_costs, with_copies
+from fsdptool.planning.tensor_time import model_flops, summed_seconds
 from fsdptool.records.cluster import Machine
-from fsdptool.records.sharding import ParallelDims
+from fsdptool.records.parallel import Placement, SplitModule, TensorPlan
+from fsdptool.records.sharding import ParallelDims, UnitPlan
 from fsdptool.records.trace import Operation, Repeat, Segment, Trace
 
 GPU = load_gpu("H100-80GB-SXM")
@@ -212,6 +214,69 @@ def test_a_unit_copies_what_it_gathers_and_reduces() -> None:
     kept = with_copies(replace(stage, backward_ranks=1), 8, GPU, MACHINE)
     assert kept.backward == pytest.approx(0.02 + (8e8 + 4e8) / rate)
     assert with_copies(stage, 1, GPU, MACHINE) == stage
+
+
+def test_sums_over_a_tensor_parallel_group_hide_behind_nothing() -> None:
+    mesh, own = ParallelDims(1, 8, tp=8), stages(8, size=4e7, forward=0.02)
+    nodes = make_cluster(GPU, 8, 8)
+    whole = time_step(own, RUN, mesh, nodes, MACHINE)
+    waiting = [replace(stage, summed_forward=0.003, summed_backward=0.007) for stage in own]
+    summed = time_step(waiting, RUN, mesh, nodes, MACHINE)
+    assert whole is not None
+    assert summed is not None
+    assert summed.communication - whole.communication == pytest.approx(8 * 0.01)
+    assert summed.exposed_communication - whole.exposed_communication == pytest.approx(8 * 0.01)
+    assert summed.compute == whole.compute
+    # The ranks that shard lie one per node: each has its own network card only, not the node's links.
+    inside = time_step(own, RUN, ParallelDims(1, 8), NODE, MACHINE)
+    assert inside is not None
+    gather = make_ring(nodes, MACHINE, ranks=8, stride=8).gather(4e7)
+    assert whole.communication > inside.communication and whole.communication > 16 * gather
+
+
+def divided_trace() -> Trace:
+    """Two blocks of attention (divided, with a whole norm in it) and a whole router, and a divided head."""
+
+    def segment(marker: str, path: str, flops: float, *summed: int) -> Segment:
+        return Segment(marker, path, flops={"bfloat16": flops}, summed=summed)  # type: ignore[arg-type]
+
+    segments: list[Segment] = []
+    for block in ("layers.0", "layers.1"):
+        segments += [segment("enter", f"{block}.attn", 1.0), segment("enter", f"{block}.attn.norm", 10.0)]
+        segments += [segment("enter", f"{block}.attn.out", 100.0, 4000)]
+        segments += [segment("enter", f"{block}.router", 1000.0)]
+    segments += [segment("enter", "head", 1e4), segment("backward", "", 0.0)]
+    segments += [segment("grad_enter", "layers.1.attn.out", 0.0, 4000, 8000)]
+    return Trace("cuda", "bfloat16", tuple(segments), (), (), (), (), (Repeat("layers", 1, 2, 5, 2),))
+
+
+def divided_units(size: int) -> UnitPlan:
+    blocks = [f"layers.{index}" for index in range(5)]
+    tensor = TensorPlan(
+        size,
+        regions=tuple(f"{block}.attn" for block in blocks),
+        modules=(
+            *(SplitModule(f"{block}.attn.out", "row") for block in blocks),
+            SplitModule("head", "vocabulary"),
+        ),
+    )
+    norms = tuple(Placement(f"{block}.attn.norm.weight", (8,), reason="norm") for block in blocks)
+    return UnitPlan("native", (), None, None, None, tensor=tensor, placements=norms)
+
+
+def test_a_module_waits_for_its_sums_in_forward_and_in_backward() -> None:
+    ring = make_ring(NODE, MACHINE, ranks=4)
+    waited = summed_seconds(divided_trace(), ring)
+    assert set(waited) == {"layers.0.attn.out", "layers.1.attn.out"}
+    assert waited["layers.0.attn.out"].forward == ring.reduce(4000)
+    assert waited["layers.1.attn.out"].backward == ring.reduce(4000) + ring.reduce(8000)
+
+
+def test_flops_of_divided_layers_count_once_per_rank_and_others_once() -> None:
+    traced = divided_trace()
+    one_block = 1.0 + 10.0 + 100.0 + 1000.0
+    assert model_flops(traced) == 5 * one_block + 1e4
+    assert model_flops(traced, divided_units(4)) == 5 * (4 * 101.0 + 1010.0) + 4e4
 
 
 def test_blocks_that_were_not_traced_take_the_times_of_those_they_repeat() -> None:

@@ -145,6 +145,7 @@ def _tokens(trace: Trace, lists: Sequence[str]) -> list[_Token]:
                 _operation(trace.operations[call.operation]) if call.operation is not None else ((), ())
             )
             tokens.append((("call", call.selector, *what), (call.bytes, call.bytes_moved, *numbers)))
+        tokens += [(("sum",), (size,)) for size in segment.summed]
     for name, number in trace.gradients.items():
         path, index = _split(name, lists)
         tokens.append((("gradient", path), (index, births[number][1])))
@@ -255,7 +256,7 @@ def _agree(tokens: Iterator[_Token], expected: Sequence[_Token]) -> bool:
 def _written(trace: Trace, tokens: Iterable[_Token]) -> Trace:
     """Return the trace that tokens are of; what they do not say is as in ``trace``."""
     heads: list[tuple[Any, ...]] = []
-    bodies: list[tuple[list[int], list[int], list[RecomputedCall]]] = []
+    bodies: list[tuple[list[int], list[int], list[RecomputedCall], list[int]]] = []
     sizes: list[int] = []
     kinds: list[int] = []
     names: list[int] = []
@@ -284,6 +285,8 @@ def _written(trace: Trace, tokens: Iterable[_Token]) -> Trace:
         elif what == "call":
             number = operation(kind[1:], numbers[2:]) if kind[1:] else None
             bodies[-1][2].append(RecomputedCall(kind[0], numbers[0], numbers[1], number))
+        elif what == "sum":
+            bodies[-1][3].append(numbers[0])
         elif what == "gradient":
             gradients[_joined(kind[0], numbers[0])] = births[numbers[1]]
         else:
@@ -292,10 +295,21 @@ def _written(trace: Trace, tokens: Iterable[_Token]) -> Trace:
             heads.append(
                 (marker, _joined(path, index), dict(zip(dtypes, flops, strict=True)), moved, kernels, again)
             )
-            bodies.append(([], [], []))
+            bodies.append(([], [], [], []))
     segments = [
-        Segment(marker, path, tuple(events), flops, moved, kernels, again, tuple(costly), tuple(calls))
-        for (marker, path, flops, moved, kernels, again), (events, costly, calls) in zip(
+        Segment(
+            marker,
+            path,
+            tuple(events),
+            flops,
+            moved,
+            kernels,
+            again,
+            tuple(costly),
+            tuple(calls),
+            tuple(sums),
+        )
+        for (marker, path, flops, moved, kernels, again), (events, costly, calls, sums) in zip(
             heads, bodies, strict=True
         )
     ]

@@ -45,6 +45,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._costly: list[list[int]] = []
         self.recomputing = 0
         self._calls: list[list[RecomputedCall]] = []
+        self._group_sums: list[list[int]] = []
         self._counts: dict[str, int] = {}
         self._numbers: dict[int, int] = {}
         self._phase = "temporary"
@@ -71,6 +72,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._again.append(0.0)
         self._costly.append([])
         self._calls.append([])
+        self._group_sums.append([])
+
+    def summed(self, size: int) -> None:
+        """Note that ``size`` bytes are summed over the tensor-parallel group."""
+        self._group_sums[-1].append(size)
 
     def phase(self, kind: str) -> None:
         """Say what tensors made from now on are, until something better is known of them."""
@@ -238,9 +244,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the record; ``fields`` are the remaining ones of :class:`Trace`."""
         segments = tuple(
             Segment(
-                marker, path, tuple(events), flops, moved[0], moved[1], again, tuple(costly), tuple(calls)
+                marker,
+                path,
+                tuple(events),
+                flops,
+                moved[0],
+                moved[1],
+                again,
+                tuple(costly),
+                tuple(calls),
+                tuple(summed),
             )
-            for (marker, path), events, flops, moved, again, costly, calls in zip(
+            for (marker, path), events, flops, moved, again, costly, calls, summed in zip(
                 self._segments,
                 self._events,
                 self._flops,
@@ -248,6 +263,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._again,
                 self._costly,
                 self._calls,
+                self._group_sums,
                 strict=True,
             )
         )

@@ -1,0 +1,88 @@
+"""Time and FLOPs of a model that is divided over a tensor-parallel group.
+
+Each rank of the group runs a smaller model (:mod:`fsdptool.records.parallel`). Its trace counts the products
+of the local shapes and notes every tensor that is summed over the group: the output of each row layer in
+forward, and the gradient of each region's input in backward, so two sums of a micro-batch's hidden states in
+forward and two in backward for each decoder block (Megatron-LM, arXiv:1909.08053, section 3), and the first
+of forward once more where it is recomputed (backward does not need the second). The next operator reads what
+is summed: nothing hides a sum. With sequence parallelism (arXiv:2205.05198, section 4.2.2) an all-gather and
+a reduce-scatter would take the place of each, which move the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fsdptool.memory.simulation.program import traced_path
+from fsdptool.planning.overlap import Ring
+from fsdptool.planning.step_time import Cost, copies_of, owners_of
+from fsdptool.records.sharding import UnitPlan
+from fsdptool.records.trace import Repeat, Trace
+
+
+def summed_seconds(trace: Trace, group: Ring) -> dict[str, Cost]:
+    """Return what every traced module waits for sums over its tensor-parallel group, recomputation included.
+
+    Args:
+        trace: The micro-batch of one rank.
+        group: Its tensor-parallel group.
+    """
+    waited: dict[str, Cost] = {}
+    backward = False
+    for owner, segment in owners_of(trace):
+        backward = backward or segment.marker == "backward"
+        seconds = sum(group.reduce(size) for size in segment.summed)
+        if seconds:
+            cost = Cost(0.0, seconds) if backward else Cost(seconds)
+            waited[owner] = waited.get(owner, Cost()) + cost
+    return waited
+
+
+def model_flops(trace: Trace, plan: UnitPlan | None = None, teacher: UnitPlan | None = None) -> float:
+    """Return the FLOPs a micro-batch needs at full depth, recomputation not counted.
+
+    Blocks that were not traced count as the period they repeat; a distillation's teacher counts, its
+    forward being part of what the method computes. What the ranks of a tensor-parallel group divide counts
+    once for each of them, what all compute alike (an undivided head, routers, latent projections) once.
+
+    Args:
+        trace: The micro-batch of one rank.
+        plan: The units of the model; None: no layer is divided.
+        teacher: Those of a distillation's teacher.
+    """
+    size = plan.tensor.size if plan is not None and plan.tensor is not None else 1
+    divided, whole = _paths(plan, trace.repeats)
+    if trace.upper is not None:
+        # A compiled block has no boundaries inside: all of it counts as divided.
+        divided |= {
+            path for region in divided for path in _upwards(region.rpartition(".")[0]) if _is_block(path)
+        }
+    total = model_flops(trace.teacher, teacher) if trace.teacher is not None else 0.0
+    for owner, segment in owners_of(trace):
+        flops = (sum(segment.flops.values()) - segment.recomputed) * copies_of(owner, trace.repeats)
+        shared = size > 1 and owner not in whole and any(path in divided for path in _upwards(owner))
+        total += flops * (size if shared else 1)
+    return total
+
+
+def _paths(plan: UnitPlan | None, repeats: Sequence[Repeat]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the traced paths of divided modules, and of modules in them that are whole."""
+    if plan is None or plan.tensor is None:
+        return frozenset(), frozenset()
+    modules = {item.path for item in plan.tensor.modules}
+    whole = {item.fqn.rpartition(".")[0] for item in plan.placements if item.dim is None} - modules
+    divided = modules | set(plan.tensor.regions)
+    return (
+        frozenset(traced_path(path, repeats) for path in divided),
+        frozenset(traced_path(path, repeats) for path in whole),
+    )
+
+
+def _is_block(path: str) -> bool:
+    return path.rpartition(".")[2].isdigit()
+
+
+def _upwards(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

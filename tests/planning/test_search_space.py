@@ -1,0 +1,65 @@
+"""The search space: meshes with tensor parallelism, and when they are looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_choice import POINT
+
+from fsdptool.inspection import inspect
+from fsdptool.planning.clusters import make_cluster
+from fsdptool.planning.hardware import load_gpu
+from fsdptool.planning.search_space import enumerate_space, tensor_sizes
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.plan import SearchPoint
+from fsdptool.report.plan_words import mesh
+from fsdptool.source import resolve
+
+NODES = make_cluster(load_gpu("H100-80GB-SXM"), 8, 4)
+START = replace(POINT, dp_shard=32)
+
+
+@pytest.fixture(scope="module")
+def anatomy() -> Anatomy:
+    return inspect(resolve("llama3:tiny"))
+
+
+def space(anatomy: Anatomy, *tensor: int, start: SearchPoint = START) -> list[SearchPoint]:
+    points = enumerate_space(
+        start,
+        NODES,
+        anatomy,
+        fixed=(),
+        wide=False,
+        sequence_length=4096,
+        hardware=True,
+        kernels=("fused",),
+        tensor=tensor,
+    )
+    return list(points)[1:]
+
+
+def test_every_mesh_uses_all_ranks_and_keeps_the_global_batch(anatomy: Anatomy) -> None:
+    points = space(anatomy, 2, 8)
+    assert {point.tp for point in points} == {2, 8}
+    assert {point.ranks for point in points} == {32}
+    assert {point.global_batch for point in points} == {START.global_batch}
+    # Ranks that share their samples may take larger micro-batches, or hybrid sharding.
+    assert max(point.micro_batch for point in points if point.tp == 8) == 8
+    assert {(p.dp_replicate, p.dp_shard) for p in points if p.tp == 8} == {(1, 4), (2, 2), (4, 1)}
+    assert {point.tp for point in space(anatomy)} == {1}
+
+
+def test_groups_stay_inside_a_node_and_given_sizes_are_kept() -> None:
+    assert tensor_sizes(START, NODES, ()) == [2, 4, 8]
+    assert tensor_sizes(replace(START, tp=16, dp_shard=2), NODES, ()) == [1, 2, 4, 8]
+    assert tensor_sizes(START, replace(NODES, gpus_per_node=4), ()) == [2, 4]
+    assert tensor_sizes(START, NODES, ("tp",)) == tensor_sizes(START, NODES, ("mesh",)) == []
+    assert tensor_sizes(START, make_cluster(None, 8), ()) == []
+    assert tensor_sizes(replace(START, layout="accelerate"), NODES, ()) == []
+
+
+def test_a_mesh_in_words_names_the_tensor_parallel_ranks() -> None:
+    assert mesh({"dp_shard": 4, "dp_replicate": 1, "cp": 2, "tp": 8}) == "shard 4 x context 2 x tensor 8"
+    assert mesh({"dp_shard": 4, "dp_replicate": 1, "cp": 1}) == "shard 4"
