@@ -224,3 +224,11 @@ class Family(ABC):
     def wrap_hint(self, config: Mapping[str, Any]) -> WrapHint | None:
         """Return the wrap classes where structure alone would err, else None."""
         return None
+
+    def tensor_plan(self, config: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return how layers are split over a tensor-parallel group where structure alone would err.
+
+        ``whole``, ``column`` or ``row`` by module path, with ``*`` for numbers. Any module may stay whole;
+        column and row layers are linear, and every column layer's input and row layer's output are whole.
+        """
+        return {}

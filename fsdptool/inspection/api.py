@@ -127,6 +127,7 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
         hookless=walked.hookless,
         tensor_plan=walked.tensor_plan,
         expert_plan=walked.expert_plan,
+        family_plan=family_of(spec).tensor_plan(spec.config),
     )
     findings = (*check_keys(spec, model), *model_hazards(anatomy), *choice_hazards(anatomy, census))
     return with_concern(replace(anatomy, diagnostics=findings), census)

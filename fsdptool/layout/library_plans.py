@@ -50,7 +50,9 @@ def compare(
     if left_out:
         notes.append(f"divided here, left whole by the library's plan: {', '.join(sorted(left_out))}")
     return (
-        tuple(replace(m, origin="library") if m.path in agreed else m for m in modules),
+        tuple(
+            replace(m, origin="library") if m.path in agreed and m.origin != "family" else m for m in modules
+        ),
         tuple(notes),
     )
 

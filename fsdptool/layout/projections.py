@@ -68,6 +68,7 @@ FEED_FORWARDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Wi",), "Wo"),
     (("fc1",), "fc2"),
     (("fc_in",), "fc_out"),
+    (("linear_fc1",), "linear_fc2"),
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("lin1",), "lin2"),

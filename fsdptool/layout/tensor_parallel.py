@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fsdptool.layout.expert_sites import experts, fused
@@ -32,7 +33,7 @@ def plan_tensor_parallel(anatomy: Anatomy, size: int, *, vocabulary: bool = True
         vocabulary: Whether the vocabulary's embedding and head are divided where they can be.
     """
     layers = Layers(anatomy)
-    found = _search(layers)
+    found = _search(layers, _overruled(anatomy, layers))
     modules = [module for site in found.sites for module in site.modules]
     notes = [f"{left.path} stays whole: {left.words}" for left in _first_of_each(found.left)]
     if vocabulary:
@@ -109,7 +110,28 @@ def valid_sizes(counts: Iterable[int], size: int) -> tuple[int, ...]:
     return (*below, *above)
 
 
-def _search(layers: Layers) -> _Found:
+def _overruled(anatomy: Anatomy, layers: Layers) -> dict[str, str]:
+    """Return what the family says of modules, by path."""
+    styles: dict[str, str] = {}
+    for pattern, style in anatomy.family_plan.items():
+        matching = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        styles.update((path, style) for path in layers.modules if matching.fullmatch(path))
+    return styles
+
+
+def _of_family(layers: Layers, path: str, style: str) -> Site | Left:
+    """Return a module as its family wants it: whole, or a column or row layer by itself."""
+    layer = layers.linear.get(path)
+    if style not in ("column", "row") or layer is None:
+        words = "its family keeps it whole" if style == "whole" else f"it cannot be a {style} layer"
+        return Left(path, "overridden", words)
+    row = style == "row"
+    split = SplitModule(path, "row" if row else "column", (), layer.transposed, "family")
+    counts = {"features": layer.inputs if row else layer.outputs}
+    return Site(path, region=False, modules=[split], counts=counts, sums=[path] if row else [])
+
+
+def _search(layers: Layers, overruled: Mapping[str, str]) -> _Found:
     """Find the sites, outermost first; nothing inside a region or a recurrence is searched."""
     found = _Found()
     stack = [""]
@@ -119,16 +141,25 @@ def _search(layers: Layers) -> _Found:
         if _is_recurrence(layers, path):
             found.left.append(Left(path, "state", "its channels are mixed along the sequence"))
             continue
-        site = attention(layers, path) or experts(layers, path)
+        if path in overruled:
+            site: Site | Left | None = _of_family(layers, path, overruled[path])
+        elif any(name.startswith(f"{path}.") for name in overruled):
+            site = None
+        else:
+            site = attention(layers, path) or experts(layers, path)
         if isinstance(site, Left):
             found.left.append(site)
             continue
         if site is not None:
             found.sites.append(site)
             continue
-        inner = list(feed_forward(layers, path))
+        inner = [
+            item
+            for item in feed_forward(layers, path)
+            if not any(module.path in overruled for module in item.modules)
+        ]
         found.sites += inner
-        if not any(site.region for site in inner):
+        if not any(item.region for item in inner):
             stack.extend(reversed(children))
     return found
 

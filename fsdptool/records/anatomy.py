@@ -192,6 +192,7 @@ class Anatomy:
         tensor_plan: The library's own tensor-parallel plan: style by pattern of module paths. A packed style
             of diffusers carries its proportions, ``packed_colwise:1:1``.
         expert_plan: The library's own expert-parallel plan, alike.
+        family_plan: How the family says that layers are split: ``whole``, ``column`` or ``row`` by pattern.
         diagnostics: Findings of the inspection.
     """
 
@@ -211,6 +212,7 @@ class Anatomy:
     hookless: tuple[str, ...] = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     expert_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
+    family_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     diagnostics: tuple[Diagnostic, ...] = field(default=(), repr=False)
 
     @property

@@ -12,6 +12,7 @@ from torch import nn
 from fsdptool.families.registry import load_registry
 from fsdptool.inspection.api import describe
 from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
+from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.parallel import TensorPlan
 from fsdptool.testing.families import SmallModel, small_model
 from fsdptool.testing.splitting import compare
@@ -48,9 +49,9 @@ def differences(
     return list(compare(copy.model, anatomy.parameters, plan, loss_of))
 
 
-def halves(anatomy: object) -> TensorPlan:
+def halves(anatomy: Anatomy) -> TensorPlan:
     """Return the plan over two ranks, with the vocabulary whole."""
-    return plan_tensor_parallel(anatomy, 2, vocabulary=False)  # type: ignore[arg-type]
+    return plan_tensor_parallel(anatomy, 2, vocabulary=False)
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,19 @@ def summed_positions(plan: TensorPlan) -> TensorPlan:
 )
 def test_a_wrong_plan_is_found(reference: str, wrong: Callable[[TensorPlan], TensorPlan]) -> None:
     assert differences(reference, halves, wrong)
+
+
+def overruled(anatomy: Anatomy) -> TensorPlan:
+    """Return the plan of a family that keeps attention whole and splits the feed-forward layers by name."""
+    layers = "model.layers.*"
+    family_plan = {f"{layers}.self_attn": "whole", f"{layers}.mlp.down_proj": "row"}
+    family_plan |= {f"{layers}.mlp.{name}_proj": "column" for name in ("gate", "up")}
+    plan = plan_tensor_parallel(replace(anatomy, family_plan=family_plan), 2, vocabulary=False)
+    assert plan.regions == ()
+    assert {module.origin for module in plan.modules} == {"family"}
+    assert plan.whole["model.layers.0.self_attn.q_proj.weight"] == "overridden"
+    return plan
+
+
+def test_a_family_overrules_structure_and_library() -> None:
+    assert differences("qwen3:0.6b", overruled) == []
