@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,8 @@ from fsdptool.errors import ModelError
 from fsdptool.modeling.methods import base_name
 from fsdptool.modeling.methods.quantised_formats import empty_parts, encode
 from fsdptool.modeling.methods.quantised_layers import QuantisedLinear, quantised_layers
+from fsdptool.modeling.tensor_parallel import ALONE, TensorGroup
+from fsdptool.records.parallel import Placement
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
@@ -32,12 +34,16 @@ class Origins:
         weights: Pretrained weights, or None for random ones.
         adapters: Initialisation of parameters the method added, or None.
         seed: The run's seed.
+        placements: Where each divided parameter lies on a tensor-parallel group, by name.
+        group: This rank's place in that group.
     """
 
     blueprint: Blueprint
     weights: Weights | None
     adapters: Blueprint | None
     seed: int
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    group: TensorGroup = ALONE
 
 
 def materialize(model: nn.Module, origins: Origins, session: Session, *, offload: bool = False) -> list[str]:
@@ -66,7 +72,7 @@ def materialize(model: nn.Module, origins: Origins, session: Session, *, offload
         if names[0] in packed_names:
             continue
         parameter = model.get_parameter(names[0])
-        values = _values(tuple(parameter.shape), rows_of(parameter), parameter.dtype, names, origins, missing)
+        values = _part(parameter, names, origins, missing)
         # FSDP brings home what it manages and nothing else: whole parameters compute where they lie.
         place = device if isinstance(parameter, DTensor) else session.device
         _assign(model, names, parameter, _own(values.to(place)))
@@ -120,6 +126,28 @@ def rows_of(parameter: torch.Tensor) -> tuple[int, int]:
     return min(position * chunk, total), min((position + 1) * chunk, total)
 
 
+def _part(parameter: torch.Tensor, names: list[str], origins: Origins, missing: list[str]) -> torch.Tensor:
+    """Return the values this rank holds of a parameter: its rows of its tensor-parallel rank's part."""
+    rows, dtype, size = rows_of(parameter), parameter.dtype, origins.group.size
+    placement = next((origins.placements[name] for name in names if name in origins.placements), None)
+    if placement is None or placement.dim is None:
+        return _values(tuple(parameter.shape), rows, dtype, names, origins, missing)
+    parts, noted = [], len(missing)
+    for inside, whole, length in placement.pieces(size, origins.group.rank):
+        if placement.dim > 0:
+            window = (placement.dim, whole, length)
+            parts.append(_values(placement.shape, rows, dtype, names, origins, missing, window))
+            continue
+        first, last = max(rows[0], inside), min(rows[1], inside + length)
+        if first < last:
+            piece = (first - inside + whole, last - inside + whole)
+            parts.append(_values(placement.shape, piece, dtype, names, origins, missing))
+    del missing[noted + 1 :]
+    if not parts:  # more ranks than rows
+        return torch.empty((0, *parameter.shape[1:]), dtype=dtype)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, max(placement.dim, 0))
+
+
 def _values(
     shape: tuple[int, ...],
     rows: tuple[int, int],
@@ -127,16 +155,19 @@ def _values(
     names: list[str],
     origins: Origins,
     missing: list[str],
+    window: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
+    """Return rows of a whole parameter, or the part of them in a ``window``: dimension, start and length."""
     size = torch.Size(shape)
     plain = [base_name(name) for name in names]
     if origins.adapters is not None and any(origins.adapters.notes.get(name) for name in names):
         name = next(name for name in names if origins.adapters.notes.get(name))
-        return replay(origins.adapters, name, size, rows, dtype=dtype, seed=origins.seed, key=names[0])
+        values = replay(origins.adapters, name, size, rows, dtype=dtype, seed=origins.seed, key=names[0])
+        return values if window is None else values.narrow(*window).contiguous()
     if origins.weights is not None:
         for name in plain:
             if name in origins.weights:
-                return origins.weights.rows(name, shape, rows).to(dtype)
+                return origins.weights.rows(name, shape, rows, window).to(dtype)
         missing.append(names[0])
     known = [n for n in plain if origins.blueprint.notes.get(n) or n in origins.blueprint.values]
     if not known:
@@ -146,7 +177,8 @@ def _values(
         )
     # One key for all names of a tied parameter: which name comes first differs between builds.
     key = min(plain)
-    return replay(origins.blueprint, known[0], size, rows, dtype=dtype, seed=origins.seed, key=key)
+    values = replay(origins.blueprint, known[0], size, rows, dtype=dtype, seed=origins.seed, key=key)
+    return values if window is None else values.narrow(*window).contiguous()
 
 
 def _assign(model: nn.Module, names: Iterable[str], parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -273,12 +273,14 @@ def _short(dtype: torch.dtype | None) -> str | None:
 def _replica_differences(
     names: Mapping[str, nn.Parameter], plan: UnitPlan, dims: ParallelDims
 ) -> Iterable[Difference]:
-    """Compare hashes of whole parameters over all ranks, and of shards over HSDP's replicas."""
-    shards: list[torch.Tensor] = []
-    if dims.dp_replicate > 1:
-        shards = [local(names[listed.fqn]) for unit in plan.units for listed in unit.parameters]
-    mine = (_digest_whole(names, plan), _digest(shards))
-    everyone = gather(mine)
+    """Compare hashes of what several ranks hold: whole parameters over all of them, shards over HSDP's
+    replicas, and what a tensor-parallel group does not divide over that group."""
+    divided = {item.fqn for item in plan.placements if item.dim is not None}
+    listed = [parameter for unit in plan.units for parameter in unit.parameters]
+    shards = [local(names[item.fqn]) for item in listed] if dims.dp_replicate > 1 else []
+    undivided = [local(names[item.fqn]) for item in listed if item.fqn not in divided] if dims.tp > 1 else []
+    parts = [names[item.fqn] for item in plan.ignored if item.fqn in divided]
+    everyone = gather((_digest_whole(names, plan), _digest(shards), _digest(undivided), _digest(parts)))
     kind = DifferenceKind.REPLICA
     if len({item[0] for item in everyone}) > 1:
         yield Difference(kind, "replicated parameters", "equal on all ranks", "different values")
@@ -286,10 +288,19 @@ def _replica_differences(
         copies = {everyone[rank][1] for rank in dims.group(position, "dp_replicate")}
         if len(copies) > 1:
             yield Difference(kind, f"replicas of shard {position}", "equal", "different values")
+    for first in range(0, len(everyone), dims.tp):
+        if len({item[2] for item in everyone[first : first + dims.tp]}) > 1:
+            where = f"undivided parameters of tensor-parallel group {first // dims.tp}"
+            yield Difference(kind, where, "equal", "different values")
+    for position in range(dims.tp):
+        if len({item[3] for item in everyone[position :: dims.tp]}) > 1:
+            where = f"replicated parts of tensor-parallel rank {position}"
+            yield Difference(kind, where, "equal", "different values")
 
 
 def _digest_whole(names: Mapping[str, nn.Parameter], plan: UnitPlan) -> str:
-    return _digest(names[listed.fqn] for listed in plan.ignored)
+    divided = {item.fqn for item in plan.placements if item.dim is not None}
+    return _digest(names[listed.fqn] for listed in plan.ignored if listed.fqn not in divided)
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:

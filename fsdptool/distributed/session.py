@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdptool.distributed.rendezvous import join
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
+from fsdptool.modeling.tensor_parallel import ALONE, TensorGroup
 from fsdptool.records.sharding import TRAINED, FsdpSettings, ParallelDims
 from fsdptool.runs.watchdog import collective_timeout
 
@@ -29,10 +30,11 @@ class Session:
         rank, world_size, local_rank: As torchrun set them.
         device: Where parameters live and forward runs.
         dims: The sizes of the mesh, every one filled in.
-        mesh: The whole mesh: dimensions ``dp_replicate``, ``dp_shard``, ``cp``.
+        mesh: The whole mesh: dimensions ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``.
         shard_mesh: What ``fully_shard`` gets: one dimension, or replicate x shard (HSDP). Context
             parallel ranks shard parameters too (as accelerate 1.15 does).
         ring: Whether ranks that share a sequence pass keys and values round (``alltoall``).
+        data_group: The ranks with other data that hold the same part of each divided layer; None is all.
     """
 
     rank: int
@@ -43,10 +45,11 @@ class Session:
     mesh: DeviceMesh
     shard_mesh: DeviceMesh
     ring: bool = False
+    data_group: dist.ProcessGroup | None = None
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch is ours; ranks of one context-parallel group share theirs."""
+        """Which share of a global batch is ours; ranks of one ``cp`` or ``tp`` group share theirs."""
         return self.dims.data_rank(self.rank)
 
     @property
@@ -64,12 +67,22 @@ class Session:
         )
 
     @property
+    def tensor(self) -> TensorGroup:
+        """The ranks that hold the other parts of this one's layers."""
+        if self.dims.tp == 1:
+            return ALONE
+        return TensorGroup(self.dims.tp, self.mesh.get_local_rank("tp"), self.mesh.get_group("tp"))
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum ``values`` over all ranks in place and return them."""
+        """Sum ``values`` over all ranks in place and return them.
+
+        What ranks of one ``tp`` group compute alike counts once: divide it by ``dims.tp`` first.
+        """
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
@@ -123,7 +136,11 @@ def open_session(settings: FsdpSettings) -> Session:
         mesh_dim_names=TRAINED,
     )
     ring = settings.cp_comm_strategy == "alltoall"
-    session = Session(rank, world_size, local_rank, device, dims, mesh, _parameter_mesh(mesh, dims), ring)
+    shard_mesh, data_group = _parameter_mesh(mesh, dims), None
+    if dims.tp > 1:
+        sizes = (world_size // dims.tp, dims.tp)
+        data_group = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tp")).get_group("data")
+    session = Session(rank, world_size, local_rank, device, dims, mesh, shard_mesh, ring, data_group)
     use(session.context)
     return session
 
@@ -136,10 +153,12 @@ def _join(device: torch.device) -> None:
 
 def _parameter_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     sizes = dims.parameter_mesh()
+    names = tuple(sizes)
     if dims.cp == 1:
-        return mesh[tuple(sizes)]
+        return mesh[names]
     # A mesh of its own: torch 2.13 deprecates slicing a flattened dimension out of the root mesh.
-    return init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    shape = (*sizes.values(), dims.tp)
+    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=(*names, "tp"))[names]
 
 
 def resolve_dims(settings: FsdpSettings, world_size: int) -> ParallelDims:

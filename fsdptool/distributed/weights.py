@@ -75,8 +75,20 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._sources
 
-    def rows(self, name: str, shape: tuple[int, ...], rows: tuple[int, int]) -> torch.Tensor:
+    def rows(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int],
+        window: tuple[int, int, int] | None = None,
+    ) -> torch.Tensor:
         """Return rows ``[rows[0], rows[1])`` of a parameter in the dtype of the file.
+
+        Args:
+            name: The parameter.
+            shape: Its whole shape.
+            rows: Of dimension 0.
+            window: A further dimension, and start and length in it, of which no more is read; or None.
 
         Raises:
             ModelError: The checkpoint's tensor has another shape.
@@ -89,12 +101,12 @@ class Weights:
             view = file.get_slice(key)
             _check(name, shape, tuple(view.get_shape()))
             # safetensors 0.8 cannot slice what has no dimensions.
-            part: torch.Tensor = view[rows[0] : rows[1]] if shape else file.get_tensor(key)
+            part: torch.Tensor = view[_slices(rows, window)] if shape else file.get_tensor(key)
             # Slices may be views of the file's map: a parameter must own its memory.
             return part.clone(memory_format=torch.contiguous_format)
         whole = self._convert(name, source)
         _check(name, shape, tuple(whole.shape))
-        return (whole[rows[0] : rows[1]] if shape else whole).clone()
+        return (whole[_slices(rows, window)] if shape else whole).clone()
 
     def _convert(self, name: str, source: _Source) -> torch.Tensor:
         converter = copy.deepcopy(source.converter)
@@ -112,6 +124,14 @@ class Weights:
     def close(self) -> None:
         """Let go of the files (and their memory maps)."""
         self._files.clear()
+
+
+def _slices(rows: tuple[int, int], window: tuple[int, int, int] | None) -> tuple[slice, ...]:
+    first = slice(*rows)
+    if window is None:
+        return (first,)
+    dim, start, length = window
+    return (first, *[slice(None)] * (dim - 1), slice(start, start + length))
 
 
 def _check(name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -84,6 +84,7 @@ class OptimizerSpec:
             weight and states written.
         passes: Kernels per tensor where each operation is one.
         work: Matrix products and communication of an update, for (recipe, trained tensors).
+        elementwise: Whether it changes every element by itself, with states of the parameter's shape.
         library: Python module it needs besides torch, or None.
         check: Raises ``ConfigError`` for options the optimizer cannot use.
     """
@@ -96,6 +97,7 @@ class OptimizerSpec:
     update_bytes: Mapping[str, int]
     passes: int
     work: Callable[[Optimizer, Trained], UpdateWork] = field(default=lambda optimizer, trained: UpdateWork())
+    elementwise: bool = True
     library: str | None = None
     check: Callable[[Optimizer], None] = field(default=lambda optimizer: None)
 
@@ -312,6 +314,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         OptimizerSpec(
             name="adamw8bit",
             builder="fsdptool.training.optimizers.sharded:EightBitAdamW",
+            elementwise=False,
             kernels=("fused",),
             states=_eight_bit_states,
             temporaries=_no_temporaries,
@@ -322,6 +325,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         OptimizerSpec(
             name="adafactor",
             builder="fsdptool.training.optimizers.adafactor:Adafactor",
+            elementwise=False,
             kernels=("own", "for_loop"),
             states=_adafactor_states,
             temporaries=_two_of_one,
@@ -340,6 +344,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         OptimizerSpec(
             name="muon",
             builder="fsdptool.training.optimizers.muon:Muon",
+            elementwise=False,
             kernels=_TORCH_KERNELS,
             states=_muon_states,
             temporaries=_muon_temporaries,

@@ -10,7 +10,10 @@ from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import cache_parts, decode, encode
 from fsdptool.layout import compute_dtype, group
+from fsdptool.layout.placements import placements
+from fsdptool.layout.tensor_parallel import localise, plan_tensor_parallel
 from fsdptool.modeling.methods import method_of
+from fsdptool.modeling.tensor_parallel import check_tensor_parallel, refuse_indivisible
 from fsdptool.records.codec import to_json
 
 if TYPE_CHECKING:
@@ -32,10 +35,12 @@ class TrainedModel:
     Attributes:
         anatomy: Parameters that the method adds included.
         replicated: Names of parameters the method keeps whole on every rank.
+        published: The anatomy before the method changed it; None where it is the same.
     """
 
     anatomy: Anatomy
     replicated: tuple[str, ...] = ()
+    published: Anatomy | None = None
 
 
 def with_stored_dtypes(recipe: Recipe, settings: FsdpSettings) -> Recipe:
@@ -90,7 +95,7 @@ def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
 
     model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention, initialise=False)
     method.prepare(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
-    trained = TrainedModel(_anatomy_of_live(model, anatomy), method.replicated(model, recipe))
+    trained = TrainedModel(_anatomy_of_live(model, anatomy), method.replicated(model, recipe), anatomy)
     if not findings:
         about = f"{recipe.method.name} of {anatomy.spec.model_class} of {anatomy.spec.reference.id}"
         value = {"anatomy": encode(trained.anatomy), "replicated": list(trained.replicated)}
@@ -106,7 +111,7 @@ def _restored(data: Any, published: Anatomy) -> TrainedModel | None:
         # Valid JSON of another shape: a record changed without its digest.
         return None
     changes = {name: getattr(walked, name) for name in _WALKED}
-    return TrainedModel(dataclasses.replace(published, **changes), replicated)
+    return TrainedModel(dataclasses.replace(published, **changes), replicated, published)
 
 
 def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
@@ -122,7 +127,19 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
     """
     recipe = with_stored_dtypes(recipe, settings)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
-    return group(trained.anatomy, settings, recipe.sharding, replicated=trained.replicated)
+    if settings.mesh.tp == 1:
+        return group(trained.anatomy, settings, recipe.sharding, replicated=trained.replicated)
+    check_tensor_parallel(recipe)
+    tensor = plan_tensor_parallel(trained.published or trained.anatomy, settings.mesh.tp, vocabulary=False)
+    refuse_indivisible(tensor)
+    placed = placements(trained.anatomy.parameters, tensor)
+    units = group(
+        localise(trained.anatomy, tensor),
+        settings,
+        recipe.sharding,
+        replicated=trained.replicated,
+    )
+    return dataclasses.replace(units, tensor=tensor, placements=placed)
 
 
 def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:

@@ -30,11 +30,10 @@ DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
 accelerate 1.15 (``parallelism_config.py``) builds its mesh in this order, but with ``sp`` before ``tp``.
 """
 
-TRAINED = ("dp_replicate", "dp_shard", "cp")
+TRAINED = ("dp_replicate", "dp_shard", "cp", "tp")
 """The dimensions the trainer's own mesh has."""
 
 _UNSUPPORTED = {
-    "tp": "the trainer has no tensor-parallel plans",
     "sp": "sequence parallelism is DeepSpeed's, and accelerate ignores it under FSDP2",
 }
 
@@ -44,7 +43,8 @@ class ParallelDims:
     """Sizes of the device mesh.
 
     Parameters are sharded over ``dp_shard`` x ``cp`` (accelerate 1.15 does the same) and replicated over
-    ``dp_replicate``. Ranks of one ``cp`` group share their samples.
+    ``dp_replicate``. Ranks of one ``cp`` group share their samples, and so do ranks of one ``tp`` group, each
+    of which holds a part of every divided layer (:mod:`fsdptool.records.parallel`).
 
     Attributes:
         dp_replicate: Copies of the sharded model (HSDP).
@@ -121,7 +121,10 @@ class ParallelDims:
         return tuple(range(first, first + size * stride, stride))
 
     def parameter_mesh(self) -> dict[str, int]:
-        """Return names and sizes of the mesh ``fully_shard`` gets: one dimension, or replicate x shard."""
+        """Return names and sizes of the mesh ``fully_shard`` gets: one dimension, or replicate x shard.
+
+        Each rank of a ``tp`` group has a mesh of its own.
+        """
         shard = "dp_shard" if self.cp == 1 else "dp_shard_cp"
         copies = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
         return {**copies, shard: self.shard_degree}

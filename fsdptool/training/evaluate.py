@@ -65,7 +65,9 @@ def evaluate(
         reshard_all(model)
         model.train(was_training)
     message = torch.cat([total, *(value.double().reshape(-1) for value in sums.values())])
-    reduced = session.sum(message).cpu()
+    # Ranks of a tensor-parallel group evaluate the same items.
+    reduced = session.sum(message / session.dims.tp).cpu()
+    reduced[1].round_()
     items = max(float(reduced[1]), 1.0)
     metrics, at = {}, 2
     for name, value in sums.items():

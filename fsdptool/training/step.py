@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdptool.distributed.shard import local
 from fsdptool.families.objectives.context import share
 from fsdptool.modeling.objective import GradientSync, MicroLoss, gradient_syncs, run_micro_batch
+from fsdptool.modeling.tensor_parallel import by_name
 from fsdptool.records.run import Metrics, RunPhase
 from fsdptool.runs.signals import SIGNALS
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fsdptool.distributed.session import Session
+    from fsdptool.records.parallel import Placement
     from fsdptool.training.interfaces import StopFlag
     from fsdptool.training.optimizers.sharded import ShardedOptimizer
     from fsdptool.training.trainer import Trainer
@@ -96,6 +98,7 @@ class Stepper:
         clip: Largest global gradient norm, or None.
         unsharded: Hold gradients unsharded between micro-batches instead of reducing each time.
         scaler: For fp16, else None.
+        placements: Where each parameter lies on a tensor-parallel group; empty without one.
 
     Attributes:
         moment: Entered around each forward, each backward and the update, with its name; what measures
@@ -114,6 +117,7 @@ class Stepper:
         clip: float | None = None,
         unsharded: bool = False,
         scaler: LossScaler | None = None,
+        placements: Sequence[Placement] = (),
     ) -> None:
         self.model = model
         self.micro_loss = micro_loss
@@ -123,9 +127,7 @@ class Stepper:
         self.unsharded = unsharded
         self.scaler = scaler
         self.moment = lambda name: nullcontext()
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        self._sharded = [p for p in trainable if isinstance(p, DTensor)]
-        self._replicated = [p for p in trainable if not isinstance(p, DTensor)]
+        self._trained = _trained(model, by_name(placements))
 
     def run(self, micro_batches: Sequence[Mapping[str, Tensor]], *, rate: float, stop: int = 0) -> Outcome:
         """Take one step.
@@ -152,7 +154,7 @@ class Stepper:
             for name, value in extra.items():
                 sums[name] = sums[name] + value if name in sums else value.detach()
         with self.moment(RunPhase.OPTIMIZER):
-            self._reduce_replicated()
+            self._reduce_gradients()
             agreed = self._agree(total, sums, stop)
             norm = math.sqrt(agreed.squares) / scale
             finite = math.isfinite(norm) and math.isfinite(agreed.loss)
@@ -169,7 +171,8 @@ class Stepper:
         """Return the number of items over all ranks and micro-batches."""
         counts = [self.micro_loss.objective.weight(batch) for batch in batches]
         weight = torch.stack([count.to(self.session.device, torch.float64) for count in counts]).sum()
-        return self.session.sum(weight)
+        # Ranks of a tensor-parallel group count the same items. Rounded: a third of a count is not exact.
+        return self.session.sum(weight / self.session.dims.tp).round()
 
     def _announce(self, sync: GradientSync) -> None:
         model = self.model
@@ -181,32 +184,34 @@ class Stepper:
             # HSDP keeps its partial sums between micro-batches and all-reduces once.
             model.set_requires_all_reduce(sync.last)
 
-    def _reduce_replicated(self) -> None:
-        """Sum the gradients of parameters FSDP does not manage, in one message per dtype."""
-        if self.session.world_size == 1 or not self._replicated:
+    def _reduce_gradients(self) -> None:
+        """Sum what FSDP leaves to the step: gradients of parameters that are whole on ranks with other data,
+        or whole inside divided layers."""
+        session, trained = self.session, self._trained
+        if session.world_size == 1:
             return
-        for parameter in self._replicated:
+        replicated = [*trained.replicated_divided, *trained.replicated_whole]
+        for parameter in (*replicated, *trained.replicated_partial):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self._replicated:
-            assert parameter.grad is not None
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for dtype, grads in by_dtype.items():
-            wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-            flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
-            dist.all_reduce(flat)
-            for grad, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+        _sum_gradients(trained.sharded_partial, session.tensor.process_group)
+        _sum_gradients(replicated, session.data_group)
+        _sum_gradients(trained.replicated_partial, None)
 
     def _agree(self, total: Tensor, sums: Mapping[str, Tensor], stop: int) -> _Agreed:
         """Reduce norm, loss, stop requests and metrics in one message."""
-        replicas, world = self.session.dims.dp_replicate, self.session.world_size
-        squares = _squares(self._sharded) / replicas + _squares(self._replicated) / world
-        device = self.session.device
+        dims, world, device = self.session.dims, self.session.world_size, self.session.device
+        # Each gradient counts once, however many ranks hold it.
+        trained = self._trained
+        squares = (
+            _squares(trained.sharded_divided) / dims.dp_replicate
+            + _squares((*trained.sharded_whole, *trained.sharded_partial)) / (dims.dp_replicate * dims.tp)
+            + _squares(trained.replicated_divided) / (world // dims.tp)
+            + _squares((*trained.replicated_whole, *trained.replicated_partial)) / world
+        )
         stops = [total.new_tensor(float(stop == number)) for number in SIGNALS]
-        head = [squares.to(device), total, *stops]
-        tail = [value.to(device, torch.float64).reshape(-1) for value in sums.values()]
+        head = [squares.to(device), total / dims.tp, *stops]
+        tail = [value.to(device, torch.float64).reshape(-1) / dims.tp for value in sums.values()]
         message = torch.cat([torch.stack(head), *tail])
         reduced = self.session.sum(message).cpu()
         agreed = next((int(number) for at, number in enumerate(SIGNALS, 2) if reduced[at]), 0)
@@ -223,9 +228,59 @@ class Stepper:
             # The same guard as torch.nn.utils.clip_grad_norm_ (2.13).
             factor *= min(self.clip / (norm + 1e-6), 1.0)
         if factor != 1.0:
-            for grads in _grads_by_dtype((*self._sharded, *self._replicated)).values():
+            for grads in _grads_by_dtype(self._trained.all).values():
                 torch._foreach_mul_(grads, factor)
         self.optimizer.step(rate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """The trained parameters by who holds them and whose gradients are theirs.
+
+    ``sharded`` ones are FSDP's; ``replicated`` ones are whole on all ranks with other data. Of a
+    tensor-parallel group each rank holds a part of a *divided* one, all hold a *whole* one with equal
+    gradients, and the gradients of a *partial* one add up.
+    """
+
+    sharded_divided: list[nn.Parameter] = field(default_factory=list)
+    sharded_whole: list[nn.Parameter] = field(default_factory=list)
+    sharded_partial: list[nn.Parameter] = field(default_factory=list)
+    replicated_divided: list[nn.Parameter] = field(default_factory=list)
+    replicated_whole: list[nn.Parameter] = field(default_factory=list)
+    replicated_partial: list[nn.Parameter] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[nn.Parameter]:
+        return [parameter for name in self.__slots__ for parameter in getattr(self, name)]
+
+
+def _trained(model: nn.Module, placements: Mapping[str, Placement]) -> _Trained:
+    trained = _Trained()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        placement = placements.get(name)
+        if placement is None or (placement.dim is None and not placement.partial_gradient):
+            kind = "whole"
+        else:
+            kind = "partial" if placement.dim is None else "divided"
+        held = "sharded" if isinstance(parameter, DTensor) else "replicated"
+        getattr(trained, f"{held}_{kind}").append(parameter)
+    return trained
+
+
+def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum gradients over a group (None: all ranks), in one message per dtype; 16 bits are summed in fp32."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+    for dtype, grads in by_dtype.items():
+        wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
+        dist.all_reduce(flat, group=group)
+        for grad, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
 
 
 @dataclass(frozen=True, slots=True)

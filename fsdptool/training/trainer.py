@@ -29,6 +29,7 @@ from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.tensor_parallel import by_name, split
 from fsdptool.modeling.units import compiled_modules
 from fsdptool.records.run import RunPhase
 from fsdptool.runs import watchdog
@@ -37,6 +38,7 @@ from fsdptool.runs.folder import read_inputs, read_prediction
 from fsdptool.runs.trackers import open_trackers
 from fsdptool.runs.watchdog import PhaseReport, no_report, report_phase
 from fsdptool.training.checkpoint.checkpointer import open_checkpointer
+from fsdptool.training.checkpoint.split_tensors import Division
 from fsdptool.training.data import build_batches, build_evaluation
 from fsdptool.training.evaluate import Evaluated, Validation
 from fsdptool.training.interfaces import RunParts
@@ -72,7 +74,10 @@ def train(
     # The process group first: everything below is collective.
     session = open_session(inputs.settings)
     mesh = {name: size for name, size in asdict(session.dims).items() if size is not None}
-    checkpointer = open_checkpointer(folder, recipe, inputs.settings, events=events, mesh=mesh)
+    division = Division(session.tensor, by_name(inputs.units.placements))
+    checkpointer = open_checkpointer(
+        folder, recipe, inputs.settings, events=events, mesh=mesh, division=division
+    )
     if session.is_main:
         events.add_trackers(open_trackers(folder, recipe), every=recipe.tracking.log_every)
     parts = RunParts(events, flag, checkpointer, open_meter(session.device))
@@ -155,6 +160,7 @@ def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_rep
         clip=recipe.optimizer.clip_grad_norm,
         unsharded=recipe.sharding.accumulation == "unsharded",
         scaler=scaler,
+        placements=plan.placements,
     )
     ema = Ema(named, recipe.ema.decay) if recipe.ema.decay is not None else None
     return Assembled(model, stepper, optimizer, scaler, ema, objective, learning_rate, proof, notes)
@@ -205,6 +211,9 @@ def build_sharded(
         convert_layers(model, recipe, settings, session.device)
         model.train()
     phase(WorkerPhase.SHARDING)
+    # Tensor parallelism before anything that looks at parameters or wraps modules: what follows sees a model
+    # of smaller layers.
+    split(model, plan, session.tensor)
     # Master dtype before `fully_shard`, which fixes each parameter's storage.
     store_masters(model, plan)
     # Activation checkpointing inside FSDP's hooks: a unit is gathered before it is recomputed.
@@ -219,7 +228,10 @@ def build_sharded(
     phase(WorkerPhase.LOADING if weights is not None else WorkerPhase.INITIALISING)
     blueprint = model_blueprint(spec, choice, seed=seed)
     missing = materialize(
-        model, Origins(blueprint, weights, adapters, seed), session, offload=plan.cpu_offload
+        model,
+        Origins(blueprint, weights, adapters, seed, by_name(plan.placements), session.tensor),
+        session,
+        offload=plan.cpu_offload,
     )
     if weights is not None:
         weights.close()

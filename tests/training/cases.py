@@ -133,6 +133,64 @@ UNET = {
     "norm_num_groups": 8,
 }
 
+QWEN3 = {
+    **LLAMA,
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 6,
+    "tie_word_embeddings": True,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 96,
+    "n_embd": 24,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "max_position_embeddings": 32,
+}
+GPT_OSS = {
+    **MOE,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -183,6 +241,11 @@ CASES = {
         ),
         Case("long list", LONG_LIST, ("LlamaDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("windows", WINDOWS, ("MistralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
+        Case("qwen3 tied", QWEN3, ("Qwen3DecoderLayer",), "causal_lm", ("q_proj", "o_proj"), beside=True),
+        Case("gpt2", GPT2, ("GPT2Block",), "causal_lm", ("c_attn", "c_proj"), beside=True),
+        Case("mixtral", MIXTRAL, ("MixtralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
+        Case("deepseek", DEEPSEEK, ("DeepseekV3DecoderLayer",), "causal_lm", ("kv_b_proj",), beside=True),
+        Case("gpt-oss", GPT_OSS, ("GptOssDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
     )
 }
 
@@ -266,19 +329,17 @@ def inputs_for(
 
 
 _DEEPER = {
-    "llama": ("num_hidden_layers", 3),
-    "mistral": ("num_hidden_layers", 3),
-    "qwen3_moe": ("num_hidden_layers", 3),
     "t5": ("num_layers", 3),
-    "bert": ("num_hidden_layers", 3),
     "SD3Transformer2DModel": ("num_layers", 3),
     "UNet2DConditionModel": ("layers_per_block", 2),
+    "gpt2": ("n_layer", 3),
 }
 
 
 def deeper(config: dict[str, Any]) -> dict[str, Any]:
     """Return the teacher's configuration: one block more."""
-    key, value = _DEEPER[config.get("model_type") or config["_class_name"]]
+    kind = config.get("model_type") or config["_class_name"]
+    key, value = _DEEPER.get(kind, ("num_hidden_layers", 3))
     return {**config, key: value}
 
 

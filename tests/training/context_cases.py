@@ -25,25 +25,35 @@ from cases import (
 )
 from ranks import share
 
-from fsdptool.distributed.session import open_session
+from fsdptool.distributed.session import Session, open_session
 from fsdptool.errors import FsdptoolError
+from fsdptool.modeling.tensor_parallel import by_name
 from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Recipe, Sharding
 from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.events import EventLog
+from fsdptool.runs.manifest import Kind
 from fsdptool.source import resolve
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
+from fsdptool.training.checkpoint.split_tensors import Division
 from fsdptool.training.evaluate import evaluate
 from fsdptool.training.memory_meter import CpuMeter, live_bytes
 from fsdptool.training.sampling import open_sampler
-from fsdptool.training.state import RunState
+from fsdptool.training.state import Assembled, RunState
 from fsdptool.training.trainer import assemble
 
 
 def _opened(folder: Path, recipe: Recipe, mesh: ParallelDims, name: str) -> tuple[Any, Any]:
+    session, assembled, _ = _divided(folder, recipe, mesh, name)
+    return session, assembled
+
+
+def _divided(
+    folder: Path, recipe: Recipe, mesh: ParallelDims, name: str
+) -> tuple[Session, Assembled, Division]:
     torch.manual_seed(recipe.seed)
     inputs = inputs_for(CASES[name], folder, recipe, mesh=mesh)
     session = open_session(inputs.settings)
-    return session, assemble(inputs, session)
+    return session, assemble(inputs, session), Division(session.tensor, by_name(inputs.units.placements))
 
 
 def validated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[str, Any]:
@@ -104,10 +114,18 @@ def continued(folder: Path, recipe: Recipe, mesh: ParallelDims) -> str:
     return written[0].read_text() if session.is_main else ""
 
 
-def resumed(folder: Path, recipe: Recipe, mesh: ParallelDims, run: str | None, until: int) -> dict[str, Any]:
+def resumed(
+    folder: Path,
+    recipe: Recipe,
+    mesh: ParallelDims,
+    run: str | None,
+    until: int,
+    name: str = "causal",
+    kind: Kind = "sharded",
+) -> dict[str, Any]:
     """Train from the newest checkpoint of ``run`` (None keeps none) to step ``until`` and save."""
-    session, assembled = _opened(folder, recipe, mesh, "causal")
-    data = Numbered(session)
+    session, assembled, division = _divided(folder, recipe, mesh, name)
+    data = Numbered(session, name)
     state = RunState(
         assembled.model, assembled.optimizer, data, recipe.seed, session.rank, assembled.scaler, assembled.ema
     )
@@ -115,7 +133,12 @@ def resumed(folder: Path, recipe: Recipe, mesh: ParallelDims, run: str | None, u
     if run is not None:
         events = EventLog(Path(run), session.rank, 0)
         saver = RunCheckpointer(
-            Path(run, "checkpoints"), Checkpoints(), kind="sharded", events=events, resume="auto"
+            Path(run, "checkpoints"),
+            Checkpoints(),
+            kind=kind,
+            events=events,
+            resume="auto",
+            division=division,
         )
         saver.load(state)
     losses = []
@@ -130,12 +153,12 @@ def resumed(folder: Path, recipe: Recipe, mesh: ParallelDims, run: str | None, u
 
 
 class Numbered:
-    """Micro-batches of the causal case, with a position."""
+    """Micro-batches of a case, with a position."""
 
     samples_per_epoch = 64
 
-    def __init__(self, session: Any) -> None:
-        self.session, self.at = session, 0
+    def __init__(self, session: Any, name: str) -> None:
+        self.session, self.name, self.at = session, name, 0
 
     @property
     def samples(self) -> int:
@@ -150,7 +173,7 @@ class Numbered:
 
     def __next__(self) -> list[dict[str, Any]]:
         self.at += 1
-        return share(self.session, self.at - 1, "causal", 4, torch.float32)
+        return share(self.session, self.at - 1, self.name, 4, torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}

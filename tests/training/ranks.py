@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.proof import content
 from fsdptool.distributed.session import Session, open_session
+from fsdptool.modeling.tensor_parallel import by_name
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import ParallelDims
+from fsdptool.training.checkpoint.split_tensors import Division, SplitTensor
 from fsdptool.training.state import Assembled
 from fsdptool.training.trainer import assemble
 
@@ -29,13 +31,18 @@ def replica_hash(tensors: list[torch.Tensor]) -> str:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor on every rank, as a copy."""
+    if isinstance(tensor, SplitTensor):
+        return tensor.whole()
     gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return gathered.detach().clone()
 
 
-def weights_of(assembled: Assembled) -> dict[str, torch.Tensor]:
+def weights_of(assembled: Assembled, division: Division | None = None) -> dict[str, torch.Tensor]:
     """Gather every parameter, under every name."""
-    return {name: whole(p) for name, p in assembled.model.named_parameters(remove_duplicate=False)}
+    named = assembled.model.named_parameters(remove_duplicate=False)
+    tensors = {f"model/{name}": parameter.detach() for name, parameter in named}
+    divided = division.wrap(tensors) if division is not None else tensors
+    return {name.removeprefix("model/"): whole(value) for name, value in divided.items()}
 
 
 def share(session: Session, step: int, name: str, count: int, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -62,7 +69,8 @@ def train(
     inputs = inputs_for(CASES[name], folder, recipe, mesh=mesh, **(settings or {}))
     session = open_session(inputs.settings)
     assembled = assemble(inputs, session)
-    before = weights_of(assembled)
+    division = Division(session.tensor, by_name(inputs.units.placements))
+    before = weights_of(assembled, division)
     teacher = getattr(assembled.stepper.micro_loss, "teacher", None)
     taught = (
         {}
@@ -75,7 +83,7 @@ def train(
         outcome = assembled.stepper.run(share(session, step, name, count, dtype), rate=assembled.rate)
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm)
-    after = weights_of(assembled)
+    after = weights_of(assembled, division)
     main = session.is_main
     return {
         "losses": losses,

@@ -26,6 +26,7 @@ from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import MicroLoss, Task, objective_for
+from fsdptool.modeling.tensor_parallel import TensorGroup, split
 from fsdptool.modeling.units import as_trained, compiled_modules, plan_teacher, plan_units, with_stored_dtypes
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.diagnostic import library_versions
@@ -221,9 +222,12 @@ def trained_model(
     """
     method = method_of(recipe)
     model = build_model(spec, recipe.model, cp=settings.mesh.cp, initialise=False).train()
-    if cut is None or not method.adds_parameters:
+    # A tensor-parallel plan lists the modules of every block.
+    if cut is None or not method.adds_parameters or plan.tensor is not None:
         method.prepare(model, recipe, family_of(spec), spec.config)
         model.train()
+        # Every rank of the group has tensors of the same sizes.
+        split(model, plan, TensorGroup(settings.mesh.tp))
         checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
         return model
     checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)

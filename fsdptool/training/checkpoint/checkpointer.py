@@ -32,6 +32,7 @@ from fsdptool.runs.manifest import (
     write_manifest,
 )
 from fsdptool.runs.watchdog import collective_timeout
+from fsdptool.training.checkpoint.split_tensors import UNDIVIDED, Division
 from fsdptool.training.checkpoint.storage import Staged, choose, load_into, save_full, save_sharded, share
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class RunCheckpointer:
         origin: What ``auto`` falls back to while this run has no checkpoint of its own (a relaunch of a
             run that began from another run's checkpoint).
         mesh: Mesh sizes, for the manifest.
+        division: Which tensors a tensor-parallel group divides.
         timeout: Seconds the collectives of saving and loading may take.
     """
 
@@ -76,6 +78,7 @@ class RunCheckpointer:
         resume: str | None = None,
         origin: str | None = None,
         mesh: Mapping[str, int] | None = None,
+        division: Division = UNDIVIDED,
         timeout: float = 1800.0,
     ) -> None:
         self._folder = folder
@@ -85,6 +88,7 @@ class RunCheckpointer:
         self._resume = resume
         self._origin = origin
         self._mesh = dict(mesh or {})
+        self._division = division
         self._flight: _Flight | None = None
         self._last_saved: int | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -176,7 +180,7 @@ class RunCheckpointer:
             self._events.rewind(0)
             return None
         path, manifest = chosen
-        load_into(state, path, manifest, self._group)
+        load_into(state, path, manifest, self._group, self._division)
         self._last_saved = manifest.step
         # Only now: a checkpoint that does not load costs nothing.
         self._events.rewind(manifest.step)
@@ -204,8 +208,9 @@ class RunCheckpointer:
         tensors = {name: value.detach() for name, value in state.tensors().items()}
         own = {name: value.detach().to("cpu", copy=True) for name, value in state.rank_tensors().items()}
         if not copy:
-            return Staged(tensors, own)
-        return Staged({name: self._copy(name, value) for name, value in tensors.items()}, own)
+            return Staged(self._division.wrap(tensors), own)
+        copies = {name: self._copy(name, value) for name, value in tensors.items()}
+        return Staged(self._division.wrap(copies), own)
 
     def _copy(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Copy into a host buffer that is kept for the next save (pinned beside an accelerator)."""
@@ -276,7 +281,13 @@ class RunCheckpointer:
 
 
 def open_checkpointer(
-    folder: Path, recipe: Recipe, settings: FsdpSettings, *, events: EventLog, mesh: Mapping[str, int]
+    folder: Path,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    *,
+    events: EventLog,
+    mesh: Mapping[str, int],
+    division: Division = UNDIVIDED,
 ) -> RunCheckpointer:
     """Return the checkpointer of a run folder. Collective: checkpoints get process groups of their own."""
     start = read_start(folder)
@@ -289,4 +300,5 @@ def open_checkpointer(
         # A relaunch before the first checkpoint begins where this start did.
         origin=start.resume if events.attempt > 0 and start.resume != "auto" else None,
         mesh=mesh,
+        division=division,
     )

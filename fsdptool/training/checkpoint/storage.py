@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -38,6 +38,13 @@ from fsdptool.runs.manifest import (
     read_manifest,
     shard_name,
     step_of,
+)
+from fsdptool.training.checkpoint.split_tensors import (
+    UNDIVIDED,
+    Division,
+    ShardReader,
+    SplitTensor,
+    stored_name,
 )
 from fsdptool.training.memory_snapshot import is_out_of_memory
 
@@ -76,10 +83,9 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items; the first result carries the file's digest."""
         name = shard_name(self._rank)
-        items = {item.index.fqn: item for item in plan.items}
-        if len(items) != len(plan.items):
-            raise ValueError("a rank holds two chunks of one tensor, which a safetensors file cannot name")
-        written = write_stream(self._folder / name, [_entry(i, planner) for i in plan.items], _metadata(plan))
+        stored = _stored_names(plan)
+        entries = [_entry(key, item, planner) for key, item in stored.items()]
+        written = write_stream(self._folder / name, entries, _metadata(stored))
         results = [WriteResult(i.index, _size(i), (name, written)) for i in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -95,26 +101,36 @@ class ShardWriter(StorageWriter):
         return True
 
 
-def _metadata(plan: SavePlan) -> dict[str, str]:
-    offsets = {}
+def _stored_names(plan: SavePlan) -> dict[str, WriteItem]:
+    """Return this rank's chunks by the names they get in its file."""
+    stored: dict[str, WriteItem] = {}
+    chunks: Counter[str] = Counter()
     for item in plan.items:
+        stored[stored_name(item.index.fqn, chunks[item.index.fqn])] = item
+        chunks[item.index.fqn] += 1
+    return stored
+
+
+def _metadata(stored: Mapping[str, WriteItem]) -> dict[str, str]:
+    offsets = {}
+    for name, item in stored.items():
         if item.tensor_data is None:
             raise ValueError(f"{item.index.fqn} is not a tensor; checkpoints hold tensors and JSON only")
-        offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+        offsets[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
     return {SHARDING_KEY: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
+def _entry(name: str, item: WriteItem, planner: SavePlanner) -> Entry:
     data = item.tensor_data
     assert data is not None
     dtype = data.properties.dtype
-    return Entry(item.index.fqn, dtype, tuple(data.chunk.sizes), partial(_resolve, planner, item))
+    return Entry(name, dtype, tuple(data.chunk.sizes), partial(_resolve, planner, item))
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     assert isinstance(value, torch.Tensor)
-    return value
+    return value.contiguous()
 
 
 def _size(item: WriteItem) -> int:
@@ -221,6 +237,8 @@ class _Gathering:
         assert self.names[self._next] == name
         self._next += 1
         value = self._tensors[name]
+        if isinstance(value, SplitTensor):
+            return value.whole()
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     def finish(self) -> None:
@@ -314,7 +332,13 @@ def _check(path: Path, group: dist.ProcessGroup | None) -> tuple[Manifest | None
     return manifest, next((text for text in findings if text), None)
 
 
-def load_into(state: TrainState, path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
+def load_into(
+    state: TrainState,
+    path: Path,
+    manifest: Manifest,
+    group: dist.ProcessGroup | None,
+    division: Division = UNDIVIDED,
+) -> None:
     """Copy a checked checkpoint into the live state and restore its progress.
 
     Raises:
@@ -324,14 +348,14 @@ def load_into(state: TrainState, path: Path, manifest: Manifest, group: dist.Pro
     """
     rank = _rank(group)
     same_ranks = manifest.world_size == (dist.get_world_size(group) if dist.is_initialized() else 1)
-    reader = HuggingFaceStorageReader(str(path))
+    reader = ShardReader(str(path))
     own = (
         {name: torch.empty_like(value) for name, value in state.rank_tensors().items()} if same_ranks else {}
     )
     if "rng_cuda" in own and own_name(rank, "rng_cuda") not in reader.read_metadata().state_dict_metadata:
         # Written by a run on the CPU, which has no such generator.
         del own["rng_cuda"]
-    targets: dict[str, Any] = dict(state.tensors())
+    targets: dict[str, Any] = division.wrap({k: v.detach() for k, v in state.tensors().items()})
     targets.update({own_name(rank, name): value for name, value in own.items()})
     try:
         load(

@@ -26,6 +26,7 @@ from fsdptool.modeling.methods import base_name
 from fsdptool.modeling.methods.quantised_formats import Format, decode, encode
 from fsdptool.runs.folder import CHECKPOINTS
 from fsdptool.runs.manifest import Manifest, check_checkpoint, newest_good, read_manifest
+from fsdptool.training.checkpoint.split_tensors import tensor_name
 
 if TYPE_CHECKING:
     import torch
@@ -129,13 +130,13 @@ class Saved:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         from safetensors import safe_open
 
-        self._parts: dict[str, list[tuple[Any, list[int]]]] = {}
+        self._parts: dict[str, list[tuple[Any, str, list[int]]]] = {}
         for name in sorted(manifest.files):
             stream: Any = safe_open(str(folder / name), framework="pt", device="cpu")
             offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for key in stream.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                 where = offsets.get(key, {}).get("saved_offsets")
-                self._parts.setdefault(key, []).append((stream, where))
+                self._parts.setdefault(tensor_name(key), []).append((stream, key, where))
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
@@ -146,16 +147,16 @@ class Saved:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one whole tensor."""
-        chunks = [(stream.get_slice(name).get_shape(), where) for stream, where in self._parts[name]]
+        chunks = [(stream.get_slice(key).get_shape(), where) for stream, key, where in self._parts[name]]
         dimensions = range(len(chunks[0][0]))
         return tuple(max(size[d] + (where[d] if where else 0) for size, where in chunks) for d in dimensions)
 
     def get(self, name: str) -> torch.Tensor:
         """Return one whole tensor."""
         parts = self._parts[name]
-        if len(parts) == 1 and not any(parts[0][1] or ()):
-            return parts[0][0].get_tensor(name)  # type: ignore[no-any-return]
-        chunks = [(stream.get_tensor(name), where) for stream, where in parts]
+        if len(parts) == 1 and not any(parts[0][2] or ()):
+            return parts[0][0].get_tensor(parts[0][1])  # type: ignore[no-any-return]
+        chunks = [(stream.get_tensor(key), where) for stream, key, where in parts]
         shape = [max(w[d] + c.shape[d] for c, w in chunks) for d in range(chunks[0][0].dim())]
         whole = torch.empty(shape, dtype=chunks[0][0].dtype)
         for chunk, where in chunks:

@@ -1,0 +1,317 @@
+"""Tensor parallelism: gives each rank of a group its part of every divided layer.
+
+The model of a rank is an ordinary model of smaller layers. Its own code runs unchanged between two
+collectives: the gradient of a region's input is summed over the group in backward, and so is the output of a
+row layer in forward (Megatron-LM, arXiv:1909.08053, figure 3: *f* and *g*). FSDP2 shards the local parameters
+over the other ranks. Divided parameters are plain tensors of local shape, not DTensors over the group: the
+memory tracer runs the same modules in one process, no operator needs a sharding rule, and fused projections,
+whose parts are cut separately, cannot be expressed as a DTensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdptool.errors import ConfigError
+from fsdptool.modeling.optimizers import optimizer_spec
+from fsdptool.records.parallel import Placement, SplitModule, SplitStyle, TensorPlan
+
+if TYPE_CHECKING:
+    from fsdptool.records.recipe import Recipe
+    from fsdptool.records.sharding import UnitPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """The ranks that share one copy of every layer.
+
+    Attributes:
+        size: How many there are.
+        rank: Which of them this is.
+        process_group: Their process group; None computes alone, with the same tensors (the memory tracer).
+    """
+
+    size: int
+    rank: int = 0
+    process_group: dist.ProcessGroup | None = None
+
+    def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce ``values`` over the group in place and return them."""
+        if self.process_group is not None:
+            dist.all_reduce(values, op=op, group=self.process_group)
+        return values
+
+
+ALONE = TensorGroup(1)
+
+
+class _Enter(torch.autograd.Function):
+    """Identity in forward, sum over the group in backward: Megatron's *f*."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A copy: another reader of the region's input may hold the same gradient tensor.
+        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leave(torch.autograd.Function):
+    """Sum over the group in forward, identity in backward: Megatron's *g*.
+
+    In place: the value is what a product has just written, and no backward needs it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        return group.sum(value.contiguous()).view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def enter(value: Tensor, group: TensorGroup) -> Tensor:
+    """Return ``value`` as a divided region reads it: its gradient is summed over the group."""
+    result: Tensor = _Enter.apply(value, group)
+    return result
+
+
+def leave(value: Tensor, group: TensorGroup) -> Tensor:
+    """Return the sum over the group of what each rank computed of ``value``, which is overwritten."""
+    result: Tensor = _Leave.apply(value, group)
+    return result
+
+
+def check_tensor_parallel(recipe: Recipe) -> None:
+    """Refuse what cannot be trained over a tensor-parallel group, before anything is written.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    spec = optimizer_spec(recipe.optimizer)
+    reason = None
+    if not spec.elementwise:
+        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be divided again"
+    elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
+        reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
+    if reason is not None:
+        raise ConfigError(f"tp_size is not supported: {reason}", help="set tp_size to 1, or change it")
+
+
+def refuse_indivisible(plan: TensorPlan) -> None:
+    """Refuse a group whose size does not divide the model.
+
+    Raises:
+        ConfigError: Names each count, where it is, and the nearest sizes that divide it.
+    """
+    if not plan.indivisible:
+        return
+    lines = [
+        f"{item.count} {item.what} of {item.where} do not divide by {plan.size}" for item in plan.indivisible
+    ]
+    common = set.intersection(*(set(item.valid) for item in plan.indivisible))
+    sizes = " or ".join(str(size) for size in sorted(common)) or "1"
+    raise ConfigError(f"tp_size {plan.size}: {'; '.join(lines)}", help=f"set tp_size to {sizes}")
+
+
+def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
+    """Make ``model`` the local model of one rank; nothing happens without a tensor-parallel plan.
+
+    Args:
+        model: On meta, changed by the training method already; parameters have global shapes.
+        plan: Says how each parameter is divided.
+        group: This rank's group.
+
+    Raises:
+        ConfigError: The plan names a module that the model does not have, or one of a kind that cannot be
+            divided.
+    """
+    tensor = plan.tensor
+    if tensor is None:
+        return
+    _replace_parameters(model, plan.placements, group)
+    for path, sizes in tensor.attributes.items():
+        _divide_attributes(_module(model, path), sizes, group.size)
+    sums = set(tensor.sums)
+    for item in tensor.modules:
+        # A parameter that no layer of its own holds (fused experts) is divided with its module.
+        if isinstance(_attribute(model, item.path), nn.Module):
+            for layer in _layers(_module(model, item.path), item.style):
+                _divide_layer(layer, item, group, summed=item.path in sums)
+    split_layers = {item.path for item in tensor.modules}
+    for path in sums - split_layers:
+        _module(model, path).register_forward_hook(lambda module, args, output: leave(output, group))
+    for name in tensor.shared:
+        path, _, leaf = name.rpartition(".")
+        _share(_module(model, path), leaf, group.size)
+    for path in tensor.regions:
+        region = _module(model, path)
+        entry = _entry(region, group, frozenset(tensor.divided_arguments))
+        region.register_forward_pre_hook(entry, with_kwargs=True, prepend=True)
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    parent, _, leaf = path.rpartition(".")
+    return getattr(_module(model, parent), leaf)
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise ConfigError(
+            f"the tensor-parallel plan lists {path!r}, which {type(model).__name__} does not have",
+            help="plan the run again: the model changed",
+        ) from error
+
+
+def _replace_parameters(model: nn.Module, placements: Sequence[Placement], group: TensorGroup) -> None:
+    divided = {item.fqn: item for item in placements if item.dim is not None}
+    fresh: dict[int, nn.Parameter] = {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named.items():
+        if name in divided:
+            shape = divided[name].local_shape(group.size)
+            local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            fresh[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    for name, parameter in named.items():
+        if id(parameter) in fresh:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path).register_parameter(leaf, fresh[id(parameter)])
+
+
+def _layers(module: nn.Module, style: SplitStyle) -> list[nn.Module]:
+    """Return the layers to divide behind one module: itself, or a base layer and its LoRA matrices."""
+    base = getattr(module, "base_layer", None)
+    if not isinstance(base, nn.Module):
+        return [module]
+    # A column layer's adapter is divided at its second matrix, a row layer's at its first.
+    adapters: Any = getattr(module, "lora_B" if style == "column" else "lora_A", {})
+    return [base, *adapters.values()]
+
+
+_OUTPUTS = ("out_features", "nf", "embedding_dim")
+_INPUTS = ("in_features", "nx")
+
+
+def _divide_layer(layer: nn.Module, item: SplitModule, group: TensorGroup, *, summed: bool) -> None:
+    """Tell a layer its local sizes, and let it sum over the group where it must."""
+    if item.style == "vocabulary":
+        if isinstance(layer, nn.Embedding):
+            first = group.rank * (layer.num_embeddings // group.size)
+            _divide_names(layer, ("num_embeddings",), group.size)
+            _replace_forward(layer, _lookup(layer, first, group))
+        else:
+            _divide_names(layer, _OUTPUTS, group.size)
+        return
+    _divide_names(layer, _OUTPUTS if item.style == "column" else _INPUTS, group.size)
+    if summed:
+        _replace_forward(layer, _row_forward(layer, group, transposed=hasattr(layer, "nf")))
+
+
+def _divide_names(module: nn.Module, names: Sequence[str], size: int) -> None:
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int):
+            setattr(module, name, value // size)
+
+
+def _divide_attributes(module: nn.Module, sizes: Mapping[str, int], size: int) -> None:
+    """Divide the integers that a module's own code computes with; its configuration is copied first."""
+    for name, value in sizes.items():
+        holder, _, leaf = name.rpartition(".")
+        if holder == "config":
+            # Other modules share the configuration, and compute with whole sizes.
+            module.config = copy.copy(module.config)
+            setattr(module.config, leaf, value // size)
+        else:
+            setattr(module, leaf, value // size)
+
+
+def _share(module: nn.Module, name: str, size: int) -> None:
+    """Let a module compute with a ``size``-th of a whole parameter, which every rank adds before the sum."""
+
+    def divide(module: nn.Module, args: Any) -> None:
+        whole = module._parameters[name]
+        assert whole is not None
+        held.append(whole)
+        module._parameters[name] = cast(nn.Parameter, whole / size)
+
+    def restore(module: nn.Module, args: Any, output: Any) -> None:
+        module._parameters[name] = held.pop()
+
+    held: list[nn.Parameter] = []
+    module.register_forward_pre_hook(divide)
+    module.register_forward_hook(restore, prepend=True, always_call=True)
+
+
+def _entry(region: nn.Module, group: TensorGroup, divided: frozenset[str]) -> Callable[..., Any]:
+    """Return a hook that lets every hidden state that enters a region sum its gradient.
+
+    Args:
+        region: Its ``forward`` names the arguments.
+        group: This rank's group.
+        divided: Arguments that arrive divided already.
+    """
+    names = list(inspect.signature(region.forward).parameters)
+
+    def entered(name: str, value: Any) -> Any:
+        whole = isinstance(value, Tensor) and value.requires_grad and name not in divided
+        return enter(value, group) if whole else value
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Further positional arguments have no name.
+        named = zip(chain(names, repeat("")), args, strict=False)
+        return tuple(entered(n, v) for n, v in named), {n: entered(n, v) for n, v in kwargs.items()}
+
+    return hook
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    object.__setattr__(module, "forward", forward)
+
+
+def _row_forward(layer: Any, group: TensorGroup, *, transposed: bool) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a row layer: the bias is added once, after the sum."""
+
+    def forward(value: Tensor) -> Tensor:
+        weight = layer.weight.t() if transposed else layer.weight
+        output = leave(F.linear(value, weight), group)
+        return output if layer.bias is None else output + layer.bias
+
+    return forward
+
+
+def _lookup(module: nn.Embedding, first: int, group: TensorGroup) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a table whose rows are divided: foreign rows are zero before the sum."""
+
+    def forward(ids: Tensor) -> Tensor:
+        inside = (ids >= first) & (ids < first + module.num_embeddings)
+        rows = F.embedding(torch.where(inside, ids - first, 0), module.weight)
+        return leave(rows * inside.unsqueeze(-1).to(rows.dtype), group)
+
+    return forward
+
+
+def partial_names(placements: Sequence[Placement]) -> frozenset[str]:
+    """Return the parameters whose gradients are summed over the group after backward."""
+    return frozenset(item.fqn for item in placements if item.partial_gradient)
+
+
+def by_name(placements: Sequence[Placement]) -> Mapping[str, Placement]:
+    """Return the placements by parameter name."""
+    return {item.fqn: item for item in placements}
