@@ -158,10 +158,17 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
     for name in tensor.shared:
         path, _, leaf = name.rpartition(".")
         _share(_module(model, path), leaf, group.size)
-    for path in tensor.regions:
+    for path in _entered(tensor):
         region = _module(model, path)
         entry = _entry(region, group, frozenset(tensor.divided_arguments))
         region.register_forward_pre_hook(entry, with_kwargs=True, prepend=True)
+
+
+def _entered(tensor: TensorPlan) -> list[str]:
+    """Return the paths whose inputs are whole: the regions, and divided layers outside all of them."""
+    inside = tuple(f"{path}." for path in tensor.regions)
+    alone = [m.path for m in tensor.modules if m.style == "column" and not m.path.startswith(inside)]
+    return [*tensor.regions, *alone]
 
 
 def _attribute(model: nn.Module, path: str) -> Any:

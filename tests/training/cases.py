@@ -158,6 +158,7 @@ MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.05,
 }
 DEEPSEEK = {
     "model_type": "deepseek_v3",

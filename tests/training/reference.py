@@ -101,7 +101,7 @@ def forward(case: Case, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, t
         arguments["decoder_input_ids"] = torch.cat((start, labels[:, :-1].clamp(min=0)), dim=1)
     if case.name == "packed":
         arguments["attention_mask"] = _block_diagonal(batch["position_ids"], next(model.parameters()).dtype)
-    if case.name == "moe":
+    if "router_aux_loss_coef" in case.config:
         out = model(**arguments, output_router_logits=True, use_cache=False)
         return out.logits, case.config["router_aux_loss_coef"] * _balance(out.router_logits, case.config)
     return model(**arguments).logits, 0.0
@@ -118,7 +118,7 @@ def _block_diagonal(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 def _balance(router_logits: Any, config: dict[str, Any]) -> torch.Tensor:
     """Switch-Transformer load balance over all layers: experts x sum(share of tokens x mean probability)."""
-    experts, top = config["num_experts"], config["num_experts_per_tok"]
+    experts, top = config.get("num_experts", config.get("num_local_experts")), config["num_experts_per_tok"]
     probabilities = torch.cat(list(router_logits)).softmax(-1)
     chosen = functional.one_hot(probabilities.topk(top, -1).indices, experts).sum(1)
     return experts * (chosen.to(probabilities.dtype).mean(0) * probabilities.mean(0)).sum()
