@@ -86,13 +86,13 @@ class _Leave(torch.autograd.Function):
 
 def enter(value: Tensor, group: TensorGroup) -> Tensor:
     """Return ``value`` as a divided region reads it: its gradient is summed over the group."""
-    result: Tensor = _Enter.apply(value, group)
+    result: Tensor = _Enter.apply(value, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def leave(value: Tensor, group: TensorGroup) -> Tensor:
     """Return the sum over the group of what each rank computed of ``value``, which is overwritten."""
-    result: Tensor = _Leave.apply(value, group)
+    result: Tensor = _Leave.apply(value, group)  # type: ignore[no-untyped-call]
     return result
 
 

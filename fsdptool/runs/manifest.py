@@ -33,6 +33,9 @@ FULL_NAME = "full.safetensors"
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Where torch's reader looks for each chunk's place (2.13, checkpoint/_hf_utils.py)."""
 
+_CHUNK_MARK = "#"
+"""Between a tensor's name and the number of a further chunk of it: a safetensors file names each once."""
+
 MAX_WORLD = 1 << 20
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -139,6 +142,17 @@ def _implausible(folder: Path, manifest: Manifest) -> str | None:
     return None
 
 
+def stored_name(name: str, number: int) -> str:
+    """Return the name of chunk ``number`` of a tensor in one rank's file."""
+    return name if number == 0 else f"{name}{_CHUNK_MARK}{number}"
+
+
+def tensor_name(stored: str) -> str:
+    """Return the name of the tensor that a chunk in a file belongs to."""
+    name, mark, number = stored.rpartition(_CHUNK_MARK)
+    return name if mark and number.isdigit() else stored
+
+
 def check_contents(folder: Path, manifest: Manifest) -> str | None:
     """Return what is wrong with the files as a whole, or None: strangers among them, tensors not whole.
 
@@ -156,7 +170,7 @@ def check_contents(folder: Path, manifest: Manifest) -> str | None:
             offsets = load_json(metadata.get(SHARDING_KEY, "{}"))
             for tensor, stored in tensors.items():
                 chunk = _chunk(stored, offsets.get(tensor) if isinstance(offsets, dict) else None)
-                chunks.setdefault(tensor, []).append(chunk)
+                chunks.setdefault(tensor_name(tensor), []).append(chunk)
     except (OSError, ValueError) as error:
         return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
     gap = next((name for name, parts in chunks.items() if not _whole(parts)), None)

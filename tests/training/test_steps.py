@@ -444,7 +444,6 @@ def test_the_scaler_grows_after_good_steps() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (ParallelDims(tp=2, dp_shard=1), "no tensor-parallel plans"),
         (ParallelDims(sp=2, dp_shard=1), "DeepSpeed"),
     ],
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
+import context_cases
 import pytest
-from cases import CASES, prepare_case
+from cases import CASES, LLAMA, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
 from test_numerics import hold
 
+from fsdptool.errors import ConfigError
+from fsdptool.memory import footprint, trace
+from fsdptool.records.recipe import Optimizer
 from fsdptool.records.sharding import ParallelDims
 
 pytestmark = pytest.mark.distributed
@@ -45,3 +51,89 @@ def test_divided_layers_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str
     losses, weights, _ = hold(results, name, recipe, steps=STEPS)
     assert losses <= 1e-5
     assert weights <= 1e-5
+
+
+def test_a_run_continues_on_every_other_mesh(pool: Pool, tmp_path: Path) -> None:
+    """Fused projections are saved in chunks, and read by other divisions and by none."""
+    recipe, folder = prepare_case(CASES["gpt2"], tmp_path, "full")
+    undisturbed = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), None, 8, "gpt2")[0]
+    run = tmp_path / "run"
+    run.mkdir()
+    for world, mesh, until in (
+        (2, ParallelDims(dp_shard=1, tp=2), 2),
+        (4, ParallelDims(dp_shard=1, tp=4), 4),
+        (1, ParallelDims(), 5),
+        (4, ParallelDims(dp_shard=2, tp=2), 7),
+        (2, ParallelDims(dp_shard=2), 8),
+    ):
+        later = pool.run(context_cases.resumed, world, folder, recipe, mesh, str(run), until, "gpt2")[0]
+        assert later["losses"] == pytest.approx(
+            undisturbed["losses"][until - later["steps"] : until], rel=1e-5
+        )
+
+
+def test_a_full_checkpoint_is_whole(pool: Pool, tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["gpt2"], tmp_path, "full")
+    run = tmp_path / "run"
+    run.mkdir()
+    mesh = ParallelDims(dp_shard=1, tp=2)
+    pool.run(context_cases.resumed, 2, folder, recipe, mesh, str(run), 2, "gpt2", "full")
+    first = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), None, 4, "gpt2")[0]
+    later = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), str(run), 4, "gpt2", "full")[0]
+    assert later["losses"] == pytest.approx(first["losses"][2:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulation"), [(ParallelDims(dp_shard=1, tp=2), 2), (ParallelDims(dp_shard=2, tp=2), 1)]
+)
+def test_memory_is_what_was_predicted(
+    pool: Pool, tmp_path: Path, mesh: ParallelDims, accumulation: int
+) -> None:
+    wide = dataclasses.replace(
+        CASES["causal"],
+        config={**LLAMA, "hidden_size": 192, "intermediate_size": 320, "max_position_embeddings": 512},
+    )
+    recipe, folder = prepare_case(wide, tmp_path, "full")
+    batch = dataclasses.replace(recipe.batch, accumulation=accumulation)
+    recipe = dataclasses.replace(recipe, batch=batch)
+    world = mesh.size("dp_shard") * mesh.tp
+    inputs = inputs_for(wide, folder, recipe, mesh=mesh, num_processes=world)
+    settings = inputs.settings
+    found = trace(inputs.spec, recipe, settings, staged=True, use_cache=False)
+    expected = footprint(found, inputs.units, settings.mesh, recipe, profile="cpu-gloo").allocated_peak_bytes
+    assert pool.run(context_cases.measured, world, folder, recipe, mesh)[0] == pytest.approx(
+        expected, rel=0.01
+    )
+
+
+def test_validation_counts_a_sample_once(pool: Pool, tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["moe"], tmp_path, "full")
+    whole = pool.run(context_cases.validated, 1, folder, recipe, ParallelDims())[0]
+    found = pool.run(context_cases.validated, 4, folder, recipe, ParallelDims(dp_shard=2, tp=2))[0]
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert (found["items"], found["weight"], found["load"]) == (
+        whole["items"],
+        whole["weight"],
+        whole["load"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "changes", "words"),
+    [
+        ("causal", 4, {}, "2 key and value heads of model.layers.0.self_attn do not divide by 4"),
+        ("causal", 2, {"optimizer": Optimizer(name="muon")}, "optimizer muon needs whole matrices"),
+        ("causal", 2, {"base": "nf4"}, "stored as nf4"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(
+    tmp_path: Path, name: str, size: int, changes: dict[str, Any], words: str
+) -> None:
+    base = changes.pop("base", None)
+    recipe, folder = prepare_case(CASES[name], tmp_path, "full" if base is None else "lora", **changes)
+    if base is not None:
+        assert recipe.method.lora is not None
+        lora = dataclasses.replace(recipe.method.lora, base=base)
+        recipe = dataclasses.replace(recipe, method=dataclasses.replace(recipe.method, lora=lora))
+    with pytest.raises(ConfigError, match=words):
+        inputs_for(CASES[name], folder, recipe, mesh=ParallelDims(dp_shard=1, tp=size))

@@ -34,20 +34,7 @@ from fsdptool.distributed.materialize import rows_of
 from fsdptool.distributed.shard import local
 from fsdptool.modeling.tensor_parallel import ALONE, TensorGroup
 from fsdptool.records.parallel import Placement
-
-MARK = "#"
-"""Separates a tensor's name from the number of a further chunk of it in the same file."""
-
-
-def stored_name(name: str, number: int) -> str:
-    """Return the name under which a rank's chunk of a tensor is stored."""
-    return name if number == 0 else f"{name}{MARK}{number}"
-
-
-def tensor_name(stored: str) -> str:
-    """Return the name of the tensor that a stored chunk belongs to."""
-    name, mark, number = stored.rpartition(MARK)
-    return name if mark and number.isdigit() else stored
+from fsdptool.runs.manifest import tensor_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +70,9 @@ class SplitTensor(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func} on a tensor that is divided over ranks")
 
     def _chunks(self) -> list[Chunk]:
@@ -194,6 +183,6 @@ class ShardReader(HuggingFaceStorageReader):
         planner.commit_tensor(req, target)
 
 
-def _joined(first: TensorStorageMetadata, second: TensorStorageMetadata) -> TensorStorageMetadata:
+def _joined(first: Any, second: Any) -> TensorStorageMetadata:
     size = torch.Size(max(a, b) for a, b in zip(first.size, second.size, strict=True))
     return TensorStorageMetadata(first.properties, size, [*first.chunks, *second.chunks])

@@ -38,13 +38,13 @@ from fsdptool.runs.manifest import (
     read_manifest,
     shard_name,
     step_of,
+    stored_name,
 )
 from fsdptool.training.checkpoint.split_tensors import (
     UNDIVIDED,
     Division,
     ShardReader,
     SplitTensor,
-    stored_name,
 )
 from fsdptool.training.memory_snapshot import is_out_of_memory
 

@@ -25,8 +25,7 @@ from fsdptool.files.safetensors_writer import Entry
 from fsdptool.modeling.methods import base_name
 from fsdptool.modeling.methods.quantised_formats import Format, decode, encode
 from fsdptool.runs.folder import CHECKPOINTS
-from fsdptool.runs.manifest import Manifest, check_checkpoint, newest_good, read_manifest
-from fsdptool.training.checkpoint.split_tensors import tensor_name
+from fsdptool.runs.manifest import Manifest, check_checkpoint, newest_good, read_manifest, tensor_name
 
 if TYPE_CHECKING:
     import torch
