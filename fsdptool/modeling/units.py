@@ -126,10 +126,11 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
         ConfigError: The settings or the method do not suit the model.
     """
     recipe = with_stored_dtypes(recipe, settings)
+    if settings.mesh.tp > 1:
+        check_tensor_parallel(recipe)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
     if settings.mesh.tp == 1:
         return group(trained.anatomy, settings, recipe.sharding, replicated=trained.replicated)
-    check_tensor_parallel(recipe)
     tensor = plan_tensor_parallel(trained.published or trained.anatomy, settings.mesh.tp, vocabulary=False)
     refuse_indivisible(tensor)
     placed = placements(trained.anatomy.parameters, tensor)
