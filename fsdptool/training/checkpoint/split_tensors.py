@@ -1,8 +1,7 @@
 """Tensors that a tensor-parallel group divides, as checkpoints hold them: chunks of the whole tensor.
 
 A fused projection is cut part by part, so a rank holds several chunks of it. DCP asks a value for its chunks
-where it offers them (torch 2.13, ``distributed/_checkpointable.py``); a safetensors file names each tensor
-once, so further chunks of one tensor get numbered names.
+where it offers them (torch 2.13, ``distributed/_checkpointable.py``).
 """
 
 from __future__ import annotations
@@ -13,17 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlanner,
-    ReadItem,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -34,7 +28,6 @@ from fsdptool.distributed.materialize import rows_of
 from fsdptool.distributed.shard import local
 from fsdptool.modeling.tensor_parallel import ALONE, TensorGroup
 from fsdptool.records.parallel import Placement
-from fsdptool.runs.manifest import tensor_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,39 +143,3 @@ class Division:
 
 
 UNDIVIDED = Division()
-
-
-class ShardReader(HuggingFaceStorageReader):
-    """Reads checkpoints in which a file may hold several chunks of one tensor."""
-
-    def read_metadata(self) -> Metadata:
-        """Return what the files hold, numbered chunks under the name of their tensor."""
-        metadata = super().read_metadata()
-        self._stored: dict[MetadataIndex, str] = {}
-        tensors: dict[str, Any] = {}
-        for name, item in metadata.state_dict_metadata.items():
-            known = tensors.get(tensor_name(name))
-            tensors[tensor_name(name)] = item if known is None else _joined(known, item)
-        storage: dict[MetadataIndex, Any] = {}
-        for index, info in metadata.storage_data.items():
-            moved = MetadataIndex(tensor_name(index.fqn), index.offset)
-            self._stored[moved] = index.fqn
-            storage[moved] = info
-        metadata.state_dict_metadata, metadata.storage_data = tensors, storage
-        return metadata
-
-    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
-        slices = tuple(
-            slice(offset, offset + length)
-            for offset, length in zip(req.storage_offsets, req.lengths, strict=True)
-        )
-        index = MetadataIndex(req.storage_index.fqn, req.storage_index.offset)
-        values = f.get_slice(self._stored[index])[slices] if slices else f.get_tensor(self._stored[index])
-        target = planner.resolve_tensor(req).detach()
-        target.copy_(values)
-        planner.commit_tensor(req, target)
-
-
-def _joined(first: Any, second: Any) -> TensorStorageMetadata:
-    size = torch.Size(max(a, b) for a, b in zip(first.size, second.size, strict=True))
-    return TensorStorageMetadata(first.properties, size, [*first.chunks, *second.chunks])

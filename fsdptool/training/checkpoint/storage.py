@@ -6,10 +6,7 @@ Sharded checkpoints are written through DCP, full ones through rank 0.
 from __future__ import annotations
 
 import errno
-import json
-import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,19 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError, WorkerError
 from fsdptool.files.safetensors_writer import Entry, Written, write_stream
 from fsdptool.runs.manifest import (
     FULL_NAME,
-    SHARDING_KEY,
     Manifest,
     check_contents,
     check_file,
@@ -38,105 +30,13 @@ from fsdptool.runs.manifest import (
     read_manifest,
     shard_name,
     step_of,
-    stored_name,
 )
-from fsdptool.training.checkpoint.split_tensors import (
-    UNDIVIDED,
-    Division,
-    ShardReader,
-    SplitTensor,
-)
+from fsdptool.training.checkpoint.shard_files import ShardReader, ShardWriter
+from fsdptool.training.checkpoint.split_tensors import UNDIVIDED, Division, SplitTensor
 from fsdptool.training.memory_snapshot import is_out_of_memory
 
 if TYPE_CHECKING:
     from fsdptool.training.interfaces import Events, TrainState
-
-
-class ShardWriter(StorageWriter):
-    """Writes this rank's chunks to ``shard-<rank>.safetensors``; rank 0 then calls ``commit``.
-
-    Args:
-        folder: Where to write; exists.
-        rank: Names the file.
-        commit: Called on the coordinator once every rank has written, with file name to digest.
-    """
-
-    def __init__(self, folder: Path, rank: int, commit: Callable[[dict[str, Written]], None]) -> None:
-        self._folder = folder
-        self._rank = rank
-        self._commit = commit
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between checkpoints."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items; the first result carries the file's digest."""
-        name = shard_name(self._rank)
-        stored = _stored_names(plan)
-        entries = [_entry(key, item, planner) for key, item in stored.items()]
-        written = write_stream(self._folder / name, entries, _metadata(stored))
-        results = [WriteResult(i.index, _size(i), (name, written)) for i in plan.items]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit on the coordinator."""
-        self._commit(dict(result.storage_data for group in results for result in group))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
-        return True
-
-
-def _stored_names(plan: SavePlan) -> dict[str, WriteItem]:
-    """Return this rank's chunks by the names they get in its file."""
-    stored: dict[str, WriteItem] = {}
-    chunks: Counter[str] = Counter()
-    for item in plan.items:
-        stored[stored_name(item.index.fqn, chunks[item.index.fqn])] = item
-        chunks[item.index.fqn] += 1
-    return stored
-
-
-def _metadata(stored: Mapping[str, WriteItem]) -> dict[str, str]:
-    offsets = {}
-    for name, item in stored.items():
-        if item.tensor_data is None:
-            raise ValueError(f"{item.index.fqn} is not a tensor; checkpoints hold tensors and JSON only")
-        offsets[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-    return {SHARDING_KEY: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-
-
-def _entry(name: str, item: WriteItem, planner: SavePlanner) -> Entry:
-    data = item.tensor_data
-    assert data is not None
-    dtype = data.properties.dtype
-    return Entry(name, dtype, tuple(data.chunk.sizes), partial(_resolve, planner, item))
-
-
-def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    value = planner.resolve_data(item)
-    assert isinstance(value, torch.Tensor)
-    return value.contiguous()
-
-
-def _size(item: WriteItem) -> int:
-    data = item.tensor_data
-    assert data is not None
-    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
