@@ -213,20 +213,20 @@ def expect(
     from fsdptool.modeling.units import plan_units
 
     world = dist.get_world_size() if dist.is_initialized() else 1
-    planned = _read(planned)
+    planned, ep = _read(planned), 1
     if isinstance(planned, FsdpSettings):
         settings, peak = planned, None
         units = group(live_anatomy(model), settings, Sharding(layout=layout, reduce_dtype=None))
     else:
         recipe, settings, anatomy, peak = _chosen(planned, layout, trust_remote_code=trust_remote_code)
-        units = plan_units(anatomy, recipe, settings)
+        units, ep = plan_units(anatomy, recipe, settings), recipe.sharding.expert_parallel
     wanted = settings.num_processes
     ranks: tuple[Difference, ...] = ()
     if wanted not in (None, -1, world):
         ranks = (Difference(DifferenceKind.RANKS, "the run", f"{wanted} processes", f"{world} processes"),)
         return Expected(units, ParallelDims(dp_shard=world), peak, ranks)
     try:
-        return Expected(units, settings.mesh.resolve(world), peak)
+        return Expected(units, settings.mesh.resolve(world).with_experts(ep), peak)
     except ValueError as error:
         raise ConfigError(str(error), help="change parallelism_config or num_processes") from error
 

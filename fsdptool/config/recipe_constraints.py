@@ -140,6 +140,7 @@ RANGES: dict[str, _Range] = {
     "optimizer.weight_decay": _NONE,
     "schedule.warmup_steps": _NONE,
     "sharding.prefetch": _NONE,
+    "sharding.expert_parallel": _ONE,
     "epochs": _ABOVE,
     "method.distillation.temperature": _ABOVE,
     "optimizer.clip_grad_norm": _ABOVE,

@@ -194,8 +194,8 @@ def _placement_differences(
 ) -> Iterable[Difference]:
     kind = DifferenceKind.PLACEMENT
     expected: tuple[Placement, ...] = (Replicate(), Shard(0)) if dims.dp_replicate > 1 else (Shard(0),)
-    sizes = tuple(dims.parameter_mesh().values())
     for unit in plan.units:
+        sizes = tuple(dims.parameter_mesh(experts=unit.kind == "experts").values())
         for listed in unit.parameters:
             parameter: Any = names.get(listed.fqn)
             if parameter is None or tuple(parameter.shape) != listed.shape:

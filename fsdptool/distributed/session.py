@@ -34,6 +34,8 @@ class Session:
         shard_mesh: What ``fully_shard`` gets: one dimension, or replicate x shard (HSDP). Context
             parallel ranks shard parameters too (as accelerate 1.15 does).
         ring: Whether ranks that share a sequence pass keys and values round (``alltoall``).
+        expert_mesh: What ``fully_shard`` gets for the experts of an expert-parallel group, or None.
+        expert_group: The ranks that share out the experts, or None.
         data_group: The ranks with other data that hold the same part of each divided layer; None is all.
     """
 
@@ -46,6 +48,8 @@ class Session:
     shard_mesh: DeviceMesh
     ring: bool = False
     data_group: dist.ProcessGroup | None = None
+    expert_mesh: DeviceMesh | None = None
+    expert_group: dist.ProcessGroup | None = None
 
     @property
     def data_rank(self) -> int:
@@ -68,7 +72,9 @@ class Session:
 
     @property
     def tensor(self) -> TensorGroup:
-        """The ranks that hold the other parts of this one's layers."""
+        """The ranks that hold the other parts of this one's layers, or the other experts."""
+        if self.expert_group is not None:
+            return TensorGroup(self.dims.ep, self.expert_group.rank(), self.expert_group)
         if self.dims.tp == 1:
             return ALONE
         return TensorGroup(self.dims.tp, self.mesh.get_local_rank("tp"), self.mesh.get_group("tp"))
@@ -111,11 +117,15 @@ def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def open_session(settings: FsdpSettings) -> Session:
+def open_session(settings: FsdpSettings, expert_parallel: int = 1) -> Session:
     """Join the process group, build the mesh, and share sequences over it where the file says so.
 
     Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` (torchrun); without them the run is a single
     process. An existing process group is used as it is.
+
+    Args:
+        settings: What the accelerate YAML says.
+        expert_parallel: Ranks that share out the experts (the recipe's ``sharding.expert_parallel``).
 
     Raises:
         ConfigError: The mesh does not multiply to the world size, or needs what this device lacks.
@@ -124,7 +134,7 @@ def open_session(settings: FsdpSettings) -> Session:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    dims = resolve_dims(settings, world_size)
+    dims = resolve_dims(settings, world_size).with_experts(expert_parallel)
     device = choose_device(settings, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -140,7 +150,20 @@ def open_session(settings: FsdpSettings) -> Session:
     if dims.tp > 1:
         sizes = (world_size // dims.tp, dims.tp)
         data_group = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tp")).get_group("data")
-    session = Session(rank, world_size, local_rank, device, dims, mesh, shard_mesh, ring, data_group)
+    experts, expert_group = _expert_mesh(device, dims) if dims.ep > 1 else (None, None)
+    session = Session(
+        rank,
+        world_size,
+        local_rank,
+        device,
+        dims,
+        mesh,
+        shard_mesh,
+        ring,
+        data_group,
+        experts,
+        expert_group,
+    )
     use(session.context)
     return session
 
@@ -159,6 +182,14 @@ def _parameter_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     # A mesh of its own: torch 2.13 deprecates slicing a flattened dimension out of the root mesh.
     shape = (*sizes.values(), dims.tp)
     return init_device_mesh(mesh.device_type, shape, mesh_dim_names=(*names, "tp"))[names]
+
+
+def _expert_mesh(device: torch.device, dims: ParallelDims) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    """Return the mesh that shards a rank's experts, and the group that shares out all of them."""
+    sizes = dims.parameter_mesh(experts=True)
+    names = tuple(sizes)
+    mesh = init_device_mesh(device.type, (*sizes.values(), dims.ep), mesh_dim_names=(*names, "ep"))
+    return mesh[names], mesh.get_group("ep")
 
 
 def resolve_dims(settings: FsdpSettings, world_size: int) -> ParallelDims:

@@ -121,15 +121,19 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     )
     if any(not parameter.is_floating_point() for parameter in named.values()):
         accept_integers()
-    direct = session.dims.shard_degree > 1 and supports_direct_messages(session.device)
+    direct = supports_direct_messages(session.device)
     units: list[FSDPModule] = []
     for unit in plan.units:
         modules = [_module(model, path) for path in unit.modules]
+        experts = unit.kind == "experts"
+        mesh = session.expert_mesh if experts else session.shard_mesh
+        assert mesh is not None
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=session.shard_mesh,
+            mesh=mesh,
             reshard_after_forward=_reshard(unit, session),
-            mp_policy=replace(policy, cast_forward_inputs="" not in unit.modules),
+            # The block around experts casts the hidden states; the router's weights stay exact.
+            mp_policy=replace(policy, cast_forward_inputs="" not in unit.modules and not experts),
             offload_policy=offload,
             ignored_params=ignored or None,
         )
@@ -145,7 +149,7 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
             # ``_get_gradient_divide_factors``). One rank sums nothing, and a factor costs it a copy.
             first.set_gradient_divide_factor(1.0)
             first.set_force_sum_reduction_for_comms(True)
-        if direct:
+        if direct and mesh.size(mesh.ndim - 1) > 1:
             send_directly(first)
     cast_inputs(model, to_dtype(plan.input_dtype), plan.exact_inputs)
     _set_prefetch(plan, model, units)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdptool.errors import ConfigError
@@ -29,6 +29,7 @@ def group(
     *,
     layout: Layout | None = None,
     replicated: Collection[str] = (),
+    experts: Sequence[str] = (),
 ) -> UnitPlan:
     """Decide which parameters form which FSDP unit. ``memory`` simulates it, ``training`` applies it.
 
@@ -38,6 +39,7 @@ def group(
         sharding: What the recipe adds; None takes its defaults.
         layout: Overrides ``sharding.layout``.
         replicated: Names of further parameters kept whole on every rank (LoRA adapters).
+        experts: Paths of the modules whose experts an expert-parallel group shares out.
 
     Raises:
         ConfigError: The settings do not suit the model; the message names the class or parameter.
@@ -57,7 +59,7 @@ def group(
         dtypes = accelerate_dtypes(settings)
     else:
         ignored |= whole
-        units = native_units(anatomy, settings, sharding, ignored)
+        units = native_units(anatomy, settings, sharding, ignored, experts)
         dtypes = native_dtypes(anatomy, settings, sharding)
     _refuse_hookless(anatomy, units)
     return UnitPlan(

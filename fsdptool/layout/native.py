@@ -10,6 +10,7 @@ the model's code reads without calling them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdptool.errors import ConfigError
@@ -59,7 +60,11 @@ class _Builder:
 
 
 def native_units(
-    anatomy: Anatomy, settings: FsdpSettings, sharding: Sharding, ignored: set[str]
+    anatomy: Anatomy,
+    settings: FsdpSettings,
+    sharding: Sharding,
+    ignored: set[str],
+    experts: Sequence[str] = (),
 ) -> tuple[Unit, ...]:
     """Return the trainer's units, in call order, the root last.
 
@@ -68,6 +73,7 @@ def native_units(
         settings: Wrap policy, classes, reshard flag, checkpointing on or off.
         sharding: The integer reshard, the checkpointing mode and the grouping outside the blocks.
         ignored: Names of parameters left out of sharding.
+        experts: Paths of modules that are units of their own, sharded over fewer ranks than the others.
 
     Raises:
         ConfigError: A wrap class is not in the model, or is the whole model.
@@ -76,6 +82,8 @@ def native_units(
     reshard: bool | int = sharding.reshard_after_forward or settings.reshard_after_forward
     builder = _Builder(tree, ignored, reshard, [], set())
     blocks = block_paths(anatomy, tree, settings)
+    for path in experts:
+        builder.shard("experts", [path], reshard=builder.reshard)
     _shard_shared(builder, blocks)
     _shard_blocks(builder, blocks, settings, sharding)
     if sharding.grouping.embedding == "unit":

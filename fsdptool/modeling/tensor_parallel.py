@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdptool.errors import ConfigError
+from fsdptool.modeling.expert_parallel import spread
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.records.parallel import Placement, SplitModule, SplitStyle, TensorPlan
 
@@ -165,10 +166,14 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
 
 
 def _entered(tensor: TensorPlan) -> list[str]:
-    """Return the paths whose inputs are whole: the regions, and divided layers outside all of them."""
+    """Return the paths whose inputs are whole: the regions, and divided layers outside all of them.
+
+    Whole experts are no such region: gradients of their inputs come back with the tokens.
+    """
     inside = tuple(f"{path}." for path in tensor.regions)
     alone = [m.path for m in tensor.modules if m.style == "column" and not m.path.startswith(inside)]
-    return [*tensor.regions, *alone]
+    spread_out = {module.path for module in tensor.modules if module.style == "experts"}
+    return [*(path for path in tensor.regions if path not in spread_out), *alone]
 
 
 def _attribute(model: nn.Module, path: str) -> Any:
@@ -215,7 +220,7 @@ _OUTPUTS = ("out_features", "nf", "embedding_dim")
 _INPUTS = ("in_features", "nx")
 
 
-def _divide_layer(layer: nn.Module, item: SplitModule, group: TensorGroup, *, summed: bool) -> None:
+def _divide_layer(layer: Any, item: SplitModule, group: TensorGroup, *, summed: bool) -> None:
     """Tell a layer its local sizes, and let it sum over the group where it must."""
     if item.style == "vocabulary":
         if isinstance(layer, nn.Embedding):
@@ -224,6 +229,9 @@ def _divide_layer(layer: nn.Module, item: SplitModule, group: TensorGroup, *, su
             _replace_forward(layer, _lookup(layer, first, group))
         else:
             _divide_names(layer, _OUTPUTS, group.size)
+        return
+    if item.style == "experts":
+        spread(layer, layer.down_proj.shape[0] * group.size, group)
         return
     _divide_names(layer, _OUTPUTS if item.style == "column" else _INPUTS, group.size)
     if summed:

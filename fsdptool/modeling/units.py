@@ -11,7 +11,8 @@ from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import cache_parts, decode, encode
 from fsdptool.layout import compute_dtype, group
 from fsdptool.layout.placements import placements
-from fsdptool.layout.tensor_parallel import localise, plan_tensor_parallel
+from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
+from fsdptool.modeling.expert_parallel import check_expert_parallel, refuse_indivisible_experts
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.tensor_parallel import check_tensor_parallel, refuse_indivisible
 from fsdptool.records.codec import to_json
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.records.anatomy import Anatomy
+    from fsdptool.records.parallel import TensorPlan
     from fsdptool.records.recipe import ModelChoice, Recipe
     from fsdptool.records.sharding import FsdpSettings, UnitPlan
 
@@ -126,21 +128,36 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
         ConfigError: The settings or the method do not suit the model.
     """
     recipe = with_stored_dtypes(recipe, settings)
+    if recipe.sharding.expert_parallel > 1:
+        check_expert_parallel(recipe, settings)
     if settings.mesh.tp > 1:
         check_tensor_parallel(recipe)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
-    if settings.mesh.tp == 1:
+    tensor = _division(trained.published or trained.anatomy, recipe, settings)
+    if tensor is None:
         return group(trained.anatomy, settings, recipe.sharding, replicated=trained.replicated)
-    tensor = plan_tensor_parallel(trained.published or trained.anatomy, settings.mesh.tp, vocabulary=False)
-    refuse_indivisible(tensor)
     placed = placements(trained.anatomy.parameters, tensor)
     units = group(
         localise(trained.anatomy, tensor),
         settings,
         recipe.sharding,
         replicated=trained.replicated,
+        experts=[module.path for module in tensor.modules if module.style == "experts"],
     )
     return dataclasses.replace(units, tensor=tensor, placements=placed)
+
+
+def _division(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> TensorPlan | None:
+    """Return how a group divides the layers or the experts of the published model, or None."""
+    if recipe.sharding.expert_parallel > 1:
+        plan = plan_expert_parallel(anatomy, recipe.sharding.expert_parallel)
+        refuse_indivisible_experts(plan)
+    elif settings.mesh.tp > 1:
+        plan = plan_tensor_parallel(anatomy, settings.mesh.tp, vocabulary=False)
+        refuse_indivisible(plan)
+    else:
+        return None
+    return plan
 
 
 def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:

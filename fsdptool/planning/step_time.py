@@ -149,7 +149,7 @@ def _holder(path: str, owners: Mapping[str, int]) -> str:
     return path
 
 
-_ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "tail": 4}
+_ORDER = {"root": 0, "shared": 1, "embedding": 2, "block": 3, "experts": 3, "tail": 4}
 """Forward order by kind: the root gathers first, the tail computes last."""
 
 

@@ -196,6 +196,8 @@ class Sharding:
     compile: bool = False
     grouping: Grouping = field(default_factory=Grouping)
     """Which parameters outside the blocks form units, in the native layout."""
+    expert_parallel: int = 1
+    """Ranks that share out the experts of a mixture, whole ones each; divides the mesh's ``dp_shard``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+from fsdptool.errors import ConfigError
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.parallel import Placement, TensorPlan
 from fsdptool.records.schema import Count, Positive
@@ -50,6 +51,8 @@ class ParallelDims:
         dp_replicate: Copies of the sharded model (HSDP).
         dp_shard: Ranks to shard over; None takes whatever the other sizes leave.
         cp, tp, sp: Context, tensor and sequence parallelism.
+        ep: Expert parallelism: ranks that share out the experts, neighbours in ``dp_shard``, over whose rest
+            FSDP shards the experts. No dimension of its own: it divides ``dp_shard``.
     """
 
     dp_replicate: Positive = 1
@@ -57,6 +60,7 @@ class ParallelDims:
     cp: Positive = 1
     tp: Positive = 1
     sp: Positive = 1
+    ep: Positive = 1
 
     def size(self, name: str) -> int:
         """Return the size of one dimension; an open ``dp_shard`` counts as 1."""
@@ -120,14 +124,37 @@ class ParallelDims:
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + size * stride, stride))
 
-    def parameter_mesh(self) -> dict[str, int]:
+    def parameter_mesh(self, *, experts: bool = False) -> dict[str, int]:
         """Return names and sizes of the mesh ``fully_shard`` gets: one dimension, or replicate x shard.
 
-        Each rank of a ``tp`` group has a mesh of its own.
+        Each rank of a ``tp`` group has a mesh of its own, and so has each of an ``ep`` group for its
+        ``experts``.
         """
         shard = "dp_shard" if self.cp == 1 else "dp_shard_cp"
         copies = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
-        return {**copies, shard: self.shard_degree}
+        return {**copies, shard: self.shard_degree // (self.ep if experts else 1)}
+
+    def with_experts(self, ep: int) -> ParallelDims:
+        """Return the sizes with an expert-parallel group.
+
+        Raises:
+            ConfigError: They do not suit it; an open ``dp_shard`` does.
+        """
+        for name in ("cp", "tp"):
+            if ep > 1 and self.size(name) > 1:
+                raise ConfigError(
+                    f"sharding.expert_parallel: {ep} is not supported beside {name}_size: {self.size(name)}",
+                    help=f"set {name}_size or sharding.expert_parallel to 1",
+                )
+        ranks = self.dp_shard
+        if ranks is not None and ranks % ep:
+            fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
+            near = (*[size for size in fits if size < ep][-1:], *[size for size in fits if size > ep][:1])
+            raise ConfigError(
+                f"sharding.expert_parallel: {ep} does not divide the {ranks} ranks of dp_shard",
+                help=f"set sharding.expert_parallel to {' or '.join(map(str, near))}",
+            )
+        return replace(self, ep=ep)
 
     def reshard_violation(self, ranks: int) -> str | None:
         """Return why parameters cannot be resharded to ``ranks`` after forward, or None.
@@ -160,7 +187,7 @@ class Grouping:
     last_block: Literal["resharded", "gathered"] = "resharded"
 
 
-UnitKind = Literal["embedding", "block", "shared", "tail", "root"]
+UnitKind = Literal["embedding", "block", "shared", "tail", "root", "experts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +295,8 @@ class UnitPlan:
         ignored: Parameters left out of sharding, replicated on every rank.
         cpu_offload: ``CPUOffloadPolicy`` instead of device shards.
         prefetch: FSDP units to prefetch; 1 is FSDP2's implicit prefetch.
-        tensor: How a tensor-parallel group divides the model, whose units then list local shapes; or None.
+        tensor: How a tensor-parallel or an expert-parallel group divides the model, whose units then list
+            local shapes; or None.
         placements: Where each parameter lies on that group; empty without one.
     """
 

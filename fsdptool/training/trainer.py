@@ -72,7 +72,7 @@ def train(
     inputs = read_inputs(folder, trust_remote_code=trust_remote_code)
     recipe, spec = inputs.recipe, inputs.spec
     # The process group first: everything below is collective.
-    session = open_session(inputs.settings)
+    session = open_session(inputs.settings, recipe.sharding.expert_parallel)
     mesh = {name: size for name, size in asdict(session.dims).items() if size is not None}
     division = Division(session.tensor, by_name(inputs.units.placements))
     checkpointer = open_checkpointer(
@@ -211,8 +211,8 @@ def build_sharded(
         convert_layers(model, recipe, settings, session.device)
         model.train()
     phase(WorkerPhase.SHARDING)
-    # Tensor parallelism before anything that looks at parameters or wraps modules: what follows sees a model
-    # of smaller layers.
+    # Tensor and expert parallelism before anything that looks at parameters or wraps modules: what follows
+    # sees a model of smaller layers.
     split(model, plan, session.tensor)
     # Master dtype before `fully_shard`, which fixes each parameter's storage.
     store_masters(model, plan)

@@ -71,6 +71,7 @@ MOE = {
     "router_aux_loss_coef": 0.05,
     "max_position_embeddings": 32,
 }
+MOE_EVEN = {**MOE, "num_experts": 8}
 T5 = {
     "model_type": "t5",
     "architectures": ["T5ForConditionalGeneration"],
@@ -187,7 +188,7 @@ GPT_OSS = {
     **MOE,
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
-    "num_local_experts": 4,
+    "num_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 6,
 }
@@ -244,6 +245,7 @@ CASES = {
         Case("windows", WINDOWS, ("MistralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("qwen3 tied", QWEN3, ("Qwen3DecoderLayer",), "causal_lm", ("q_proj", "o_proj"), beside=True),
         Case("gpt2", GPT2, ("GPT2Block",), "causal_lm", ("c_attn", "c_proj"), beside=True),
+        Case("qwen3 moe", MOE_EVEN, ("Qwen3MoeDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("mixtral", MIXTRAL, ("MixtralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("deepseek", DEEPSEEK, ("DeepseekV3DecoderLayer",), "causal_lm", ("kv_b_proj",), beside=True),
         Case("gpt-oss", GPT_OSS, ("GptOssDecoderLayer",), "causal_lm", ("q_proj",), beside=True),

@@ -67,7 +67,7 @@ def train(
     """Train a case and return losses, norms and weights before and after (rank 0 only)."""
     torch.manual_seed(recipe.seed)
     inputs = inputs_for(CASES[name], folder, recipe, mesh=mesh, **(settings or {}))
-    session = open_session(inputs.settings)
+    session = open_session(inputs.settings, recipe.sharding.expert_parallel)
     assembled = assemble(inputs, session)
     division = Division(session.tensor, by_name(inputs.units.placements))
     before = weights_of(assembled, division)

@@ -117,13 +117,14 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
     shares = []
     for unit in plan.units:
         reshard = _resharding(unit)
-        key = (unit.signature, reshard)
+        key = (unit.signature, unit.kind == "experts", reshard)
         if key not in known:
-            weights = tuple(weigh(parameter, plan, degree) for parameter in unit.parameters)
+            ranks = _ranks(unit, plan, degree)
+            weights = tuple(weigh(parameter, plan, ranks) for parameter in unit.parameters)
             trained = [w for w in weights if w.trainable]
             known[key] = (
                 weights,
-                unshard_buffers(weights, plan, degree, reshard, device.grain),
+                unshard_buffers(weights, plan, ranks, reshard, device.grain),
                 reduction(trained, plan, device),
             )
         weights, buffers, reduced = known[key]
@@ -138,6 +139,11 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
         frozenset(path for unit in plan.units for path in unit.modules),
         {p.fqn: place for place, unit in enumerate(plan.units) for p in unit.parameters},
     )
+
+
+def _ranks(unit: Unit, plan: UnitPlan, degree: int) -> int:
+    """Return over how many ranks a unit is sharded: experts that a group shares out over the rest."""
+    return degree // plan.tensor.size if unit.kind == "experts" and plan.tensor is not None else degree
 
 
 def _resharding(unit: Unit) -> bool | int:

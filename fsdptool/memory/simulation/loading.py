@@ -24,7 +24,7 @@ ENCODED_AT_ONCE = 1 << 22
 _CONVERTED = 3
 """Whole tensors' states while experts of a checkpoint are fused: the parts, their stack, the result."""
 
-_ORDER = ("embedding", "shared", "block", "tail", "root")
+_ORDER = ("embedding", "shared", "experts", "block", "tail", "root")
 """Units as their parameters usually follow one another in a model."""
 
 

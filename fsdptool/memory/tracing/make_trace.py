@@ -226,8 +226,8 @@ def trained_model(
     if cut is None or not method.adds_parameters or plan.tensor is not None:
         method.prepare(model, recipe, family_of(spec), spec.config)
         model.train()
-        # Every rank of the group has tensors of the same sizes.
-        split(model, plan, TensorGroup(settings.mesh.tp))
+        # Every rank of the group has tensors of the same sizes; experts, where the router is balanced.
+        split(model, plan, TensorGroup(plan.tensor.size if plan.tensor is not None else 1))
         checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
         return model
     checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)

@@ -117,7 +117,7 @@ def traced_configuration(recipe: Recipe, settings: FsdpSettings, *, staged: bool
         "sharding": [sharding.layout, sharding.param_dtype, sharding.output_dtype],
         "precision": settings.mixed_precision,
         "ignored": settings.ignored_modules,
-        "tensor": settings.mesh.tp,
+        "tensor": [settings.mesh.tp, sharding.expert_parallel],
         "context": [settings.mesh.cp, settings.cp_comm_strategy, staged] if settings.mesh.cp > 1 else None,
     }
     wrapping = [settings.wrap_policy, list(settings.wrap_classes), settings.min_num_params]

@@ -1,0 +1,161 @@
+"""Expert parallelism: each rank of a group holds whole experts, and tokens travel to them.
+
+Every routed token is sent to the rank that holds its expert, once for each of its experts, and its result
+comes back (GShard, arXiv:2006.16668). No expert has a capacity: as many tokens are sent as the router
+chose. The experts' own code computes on what arrived, with local indices and weights of one; results are
+weighted where the token came from, so weights need no message. Backward sends the gradients the same ways
+back: an expert's gradient holds the tokens of its whole group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdptool.errors import ConfigError
+from fsdptool.modeling.optimizers import optimizer_spec
+
+if TYPE_CHECKING:
+    from fsdptool.modeling.tensor_parallel import TensorGroup
+    from fsdptool.records.parallel import TensorPlan
+    from fsdptool.records.recipe import Recipe
+    from fsdptool.records.sharding import FsdpSettings
+
+KEY = "sharding.expert_parallel"
+
+
+def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
+    """Refuse what cannot be trained over an expert-parallel group, before anything is written.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    size, sharding, spec = recipe.sharding.expert_parallel, recipe.sharding, optimizer_spec(recipe.optimizer)
+    reason = None
+    if sharding.layout != "native":
+        reason = f"the {sharding.layout} layout has no units of experts"
+    elif sharding.reshard_after_forward is not None:
+        reason = "experts are sharded over fewer ranks than sharding.reshard_after_forward supposes"
+    elif sharding.compile:
+        reason = "compiled blocks cannot exchange tokens in numbers that change with each batch"
+    elif settings.ignored_modules is not None:
+        reason = "ignored_modules may leave experts out of sharding"
+    elif not spec.elementwise:
+        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be divided again"
+    elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
+        reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
+    if reason is not None:
+        raise ConfigError(f"{KEY}: {size} is not supported: {reason}", help=f"set {KEY} to 1, or change it")
+    dims = settings.mesh
+    if settings.num_processes is not None and not any(dims.violations(settings.num_processes)):
+        dims = dims.resolve(settings.num_processes)
+    dims.with_experts(size)
+
+
+def refuse_indivisible_experts(plan: TensorPlan) -> None:
+    """Refuse a group whose size does not divide the experts.
+
+    Raises:
+        ConfigError: Names the count, where it is, and the nearest sizes that divide it.
+    """
+    for item in plan.indivisible:
+        if item.count == 0:
+            raise ConfigError(
+                f"{KEY}: {plan.size} is not supported: the model has no {item.what}", help=f"set {KEY} to 1"
+            )
+        sizes = " or ".join(str(size) for size in item.valid)
+        raise ConfigError(
+            f"{KEY}: {plan.size} does not divide the {item.count} {item.what} of {item.where}",
+            help=f"set {KEY} to {sizes}",
+        )
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends rows to each rank of a group in forward, and their gradients back in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: Sequence[int], came: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.came, ctx.group = sent, came, group
+        return _send(rows, sent, came, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _send(gradient, ctx.came, ctx.sent, ctx.group), None, None, None
+
+
+def _send(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    result = rows.new_empty((sum(came), *rows.shape[1:]))
+    dist.all_to_all_single(result, rows.contiguous(), list(came), list(sent), group=group)
+    return result
+
+
+def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
+    """Let a module of fused experts compute for its whole group; it holds a part of the experts already.
+
+    Args:
+        module: Its forward takes hidden states [tokens, width], and each token's experts and their weights
+            [tokens, choices] (transformers 5, ``integrations/moe.py``).
+        count: Experts of the whole model.
+        group: The ranks that hold the others. Without a process group, as many tokens arrive as are sent:
+            what a balanced router would bring (the memory tracer).
+    """
+    compute: Callable[..., Tensor] = module.forward
+    signature = inspect.signature(compute)
+    held = count // group.size
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        hidden, index, weights = signature.bind(*args, **kwargs).args
+        flat = index.reshape(-1)
+        if group.process_group is None:
+            order, token = None, torch.arange(flat.numel(), device=flat.device) // index.shape[-1]
+            results = _compute(compute, hidden[token], flat % held, weights)
+        else:
+            order = flat.argsort(stable=True)
+            rows = hidden[order // index.shape[-1]]
+            results = _exchanged(compute, rows, flat, (count, held), weights, group.process_group)
+            # Back in the order of tokens and their choices.
+            results = results[order.argsort()]
+        shaped = results.view(*index.shape, hidden.shape[-1])
+        return (shaped * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
+
+    object.__setattr__(module, "forward", forward)
+
+
+def _exchanged(
+    compute: Callable[..., Tensor],
+    rows: Tensor,
+    chosen: Tensor,
+    experts: tuple[int, int],
+    weights: Tensor,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Return what the group's experts make of this rank's rows, which are in the order of experts."""
+    count, held = experts
+    # How many rows each expert gets from here, and then how many each expert of ours gets from each rank.
+    mine = torch.bincount(chosen, minlength=count).view(-1, held)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    # The sizes of messages are known to the host: the only time it waits for the device.
+    sent, came = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
+    arrived = _Exchange.apply(rows, sent, came, group)
+    local = torch.arange(held, device=chosen.device).repeat(len(came))
+    local = local.repeat_interleave(theirs.reshape(-1), output_size=sum(came))
+    results: Tensor = _Exchange.apply(_compute(compute, arrived, local, weights), came, sent, group)
+    return results
+
+
+def _compute(compute: Callable[..., Tensor], rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return what the experts' own code makes of rows, each for one expert."""
+    length = rows.shape[0]
+    if length == 0:
+        # Without a row, no gradient would reach the experts here, and FSDP would wait for it elsewhere.
+        rows, index = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), index.new_zeros(1)
+    ones = weights.new_ones((rows.shape[0], 1))
+    return compute(rows, index.unsqueeze(-1), ones).narrow(0, 0, length)
