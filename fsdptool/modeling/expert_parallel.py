@@ -75,6 +75,13 @@ def refuse_indivisible_experts(plan: TensorPlan) -> None:
         )
 
 
+def _exchange(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the rows that come when ``sent`` of ours go to each rank of a group, in the order of ranks."""
+    exchange: Any = _Exchange
+    result: Tensor = exchange.apply(rows, sent, came, group)
+    return result
+
+
 class _Exchange(torch.autograd.Function):
     """Sends rows to each rank of a group in forward, and their gradients back in backward."""
 
@@ -123,7 +130,8 @@ def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
             # Back in the order of tokens and their choices.
             results = results[order.argsort()]
         shaped = results.view(*index.shape, hidden.shape[-1])
-        return (shaped * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
+        output: Tensor = (shaped * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
+        return output
 
     object.__setattr__(module, "forward", forward)
 
@@ -144,11 +152,10 @@ def _exchanged(
     dist.all_to_all_single(theirs, mine, group=group)
     # The sizes of messages are known to the host: the only time it waits for the device.
     sent, came = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
-    arrived = _Exchange.apply(rows, sent, came, group)
+    arrived = _exchange(rows, sent, came, group)
     local = torch.arange(held, device=chosen.device).repeat(len(came))
     local = local.repeat_interleave(theirs.reshape(-1), output_size=sum(came))
-    results: Tensor = _Exchange.apply(_compute(compute, arrived, local, weights), came, sent, group)
-    return results
+    return _exchange(_compute(compute, arrived, local, weights), came, sent, group)
 
 
 def _compute(compute: Callable[..., Tensor], rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
 def _entered(tensor: TensorPlan) -> list[str]:
     """Return the paths whose inputs are whole: the regions, and divided layers outside all of them.
 
-    Whole experts are no such region: gradients of their inputs come back with the tokens.
+    Whole experts are left out: gradients of their inputs come back with the tokens.
     """
     inside = tuple(f"{path}." for path in tensor.regions)
     alone = [m.path for m in tensor.modules if m.style == "column" and not m.path.startswith(inside)]

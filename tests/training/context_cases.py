@@ -52,7 +52,7 @@ def _divided(
 ) -> tuple[Session, Assembled, Division]:
     torch.manual_seed(recipe.seed)
     inputs = inputs_for(CASES[name], folder, recipe, mesh=mesh)
-    session = open_session(inputs.settings)
+    session = open_session(inputs.settings, recipe.sharding.expert_parallel)
     return session, assemble(inputs, session), Division(session.tensor, by_name(inputs.units.placements))
 
 

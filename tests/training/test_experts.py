@@ -6,13 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import context_cases
 import pytest
-from cases import CASES, prepare_case
+from cases import CASES, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
 from test_numerics import hold
 from variants import CLIPPED
 
+from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import ParallelDims
 
@@ -42,3 +44,47 @@ def test_experts_of_other_ranks_train_as_ones_own(pool: Pool, tmp_path: Path, ru
     losses, weights, _ = hold(results, name, recipe, steps=STEPS)
     assert losses <= 1e-5
     assert weights <= 1e-5
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_with_its_experts_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["mixtral"], tmp_path, "full", optimizer=CLIPPED)
+    undisturbed = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), None, 6, "mixtral")[0]
+    run = tmp_path / "run"
+    run.mkdir()
+    for world, ranks, until in ((4, 2, 2), (2, 2, 3), (4, 4, 4), (1, 1, 5), (4, 2, 6)):
+        later = pool.run(
+            context_cases.resumed,
+            world,
+            folder,
+            spread(recipe, ranks),
+            ParallelDims(),
+            str(run),
+            until,
+            "mixtral",
+        )[0]
+        expected = undisturbed["losses"][until - later["steps"] : until]
+        assert later["losses"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "mesh", "changes", "words"),
+    [
+        ("moe", 2, {}, {}, "2 does not divide the 3 experts of model.layers.0.mlp.experts"),
+        ("causal", 2, {}, {}, "the model has no fused experts"),
+        ("mixtral", 3, {}, {}, "3 does not divide the 4 ranks of dp_shard"),
+        ("mixtral", 2, {"tp": 2}, {}, "2 is not supported beside tp_size: 2"),
+        ("mixtral", 2, {"cp": 2}, {}, "2 is not supported beside cp_size: 2"),
+        ("mixtral", 2, {}, {"compile": True}, "compiled blocks"),
+        ("mixtral", 2, {}, {"layout": "accelerate"}, "the accelerate layout has no units of experts"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_by_name(
+    tmp_path: Path, name: str, ranks: int, mesh: dict[str, int], changes: dict[str, Any], words: str
+) -> None:
+    recipe, folder = prepare_case(CASES[name], tmp_path, "full")
+    recipe = spread(recipe, ranks, **changes)
+    with pytest.raises(ConfigError, match=words) as error:
+        inputs_for(CASES[name], folder, recipe, mesh=ParallelDims(**mesh), num_processes=4)
+    assert "sharding.expert_parallel" in error.value.message
+    assert error.value.help
