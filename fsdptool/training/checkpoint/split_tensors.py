@@ -57,7 +57,9 @@ class SplitTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, value: torch.Tensor, placement: Placement, group: TensorGroup) -> SplitTensor:
         make: Any = torch.Tensor._make_wrapper_subclass
-        self: SplitTensor = make(cls, placement.shape, dtype=value.dtype, device=local(value).device)
+        self: SplitTensor = make(
+            cls, placement.shape, dtype=value.dtype, device=local(value).device, storage_size=0
+        )
         self.value, self.placement, self.group = value, placement, group
         self.chunks = tuple(self._chunks())
         return self
