@@ -122,6 +122,10 @@ def summary(done: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(row: Mapping[str, Any], what: str) -> str:
+    if _tensor(row):
+        return (
+            f"{'throughput' if what == 'tokens_per_second_and_gpu' else 'memory, reserved'}, tensor parallel"
+        )
     if what != "tokens_per_second_and_gpu":
         kind = "reserved" if what == "reserved" else "allocated"
         return f"memory, {kind}, {'alike' if row['class'] == 'clean' else 'different in known ways'}"
@@ -133,6 +137,11 @@ def _group(row: Mapping[str, Any], what: str) -> str:
     )
 
 
+def _tensor(row: Mapping[str, Any]) -> bool:
+    """Whether a row divides layers, as which the plan does in another way: no rate is fitted to it."""
+    return bool(row["options"].get("tp", 1) > 1)
+
+
 _ENOUGH = 3
 """Rows of a generation that a range may rest on; with fewer, the shipped range is an assumption."""
 
@@ -142,7 +151,7 @@ def ranges(done: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     speeds: dict[str, list[float]] = {}
     for row in read_rows():
         speed = done.get(row["id"], {}).get("tokens_per_second_and_gpu")
-        if speed is not None and not row.get("gpu_unknown"):
+        if speed is not None and not row.get("gpu_unknown") and not _tensor(row):
             gpu = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu
             speeds.setdefault(machine_for(gpu).architecture, []).append(1 / speed["ratio"])
     spreads = {name: sorted(values) for name, values in sorted(speeds.items())}

@@ -27,6 +27,8 @@ def list_differences(anatomy: Anatomy, settings: FsdpSettings, sharding: Shardin
     differences = [*_precision(native, plain), *_recipe_only(sharding), *_units(native, plain)]
     if settings.use_cpu:
         differences.insert(0, "on CPU, accelerate 1.15 does not shard the model")
+    if settings.mesh.tp > 1:
+        differences.insert(0, "accelerate 1.15 divides no layer over the tensor-parallel ranks (FSD356)")
     return tuple(differences)
 
 

@@ -101,6 +101,7 @@ def emit_config(
     nodes: int | None = None,
     precision: str | None = None,
     cpu: bool = False,
+    tp: int | None = None,
     revision: str | None = None,
     component: str | None = None,
     trust_remote_code: bool = False,
@@ -114,7 +115,7 @@ def emit_config(
         preset: What a model's settings start from; None: ``single-node``.
         layout: Whose FSDP units: ``native`` or ``accelerate``.
         wrap, exclude: Wrap classes to use instead of the detected ones, and classes never to wrap.
-        processes, nodes, precision, cpu: Replace what the plan or preset says.
+        processes, nodes, precision, cpu, tp: Replace what the plan or preset says.
         revision, component, trust_remote_code: Of a model, as for ``detect``.
 
     Raises:
@@ -138,6 +139,7 @@ def prepare_emission(
     nodes: int | None = None,
     precision: str | None = None,
     cpu: bool = False,
+    tp: int | None = None,
     revision: str | None = None,
     component: str | None = None,
     trust_remote_code: bool = False,
@@ -159,7 +161,14 @@ def prepare_emission(
         emission = from_reference(
             model, preset=preset, layout=layout, wrap=tuple(wrap), exclude=tuple(exclude)
         )
-    settings = adjust(emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu)
+    settings = adjust(
+        emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu, tp=tp
+    )
+    if settings.mesh.tp > 1 and emission.anatomy is not None and emission.recipe is not None:
+        from fsdptool.modeling.units import plan_units
+
+        # What cannot be divided is refused by name before anything is written.
+        plan_units(emission.anatomy, emission.recipe, settings)
     return replace(emission, settings=settings)
 
 
@@ -257,6 +266,7 @@ def adjust(
     nodes: int | None = None,
     precision: str | None = None,
     cpu: bool = False,
+    tp: int | None = None,
 ) -> FsdpSettings:
     """Return settings with what the command line says on top.
 
@@ -282,6 +292,8 @@ def adjust(
         settings = replace(settings, mixed_precision=mixed_precision)  # type: ignore[arg-type]
     if cpu:
         settings = replace(settings, use_cpu=True)
+    if tp is not None:
+        settings = _divided(settings, tp)
     mesh, total = settings.mesh, settings.num_processes
     if mesh.dp_shard is not None and total is not None:
         others = mesh.other_sizes
@@ -293,6 +305,20 @@ def adjust(
                 raise ConfigError(f"{total} processes cannot be divided evenly by {others}")
             settings = replace(settings, mesh=replace(mesh, dp_shard=total // others))
     return settings
+
+
+def _divided(settings: FsdpSettings, tp: int) -> FsdpSettings:
+    """Return settings with a tensor-parallel size; the other processes shard."""
+    if tp < 1:
+        raise ConfigError(f"the tensor-parallel size must be at least 1, not {tp}", help="give 1 or more")
+    total, mesh = settings.num_processes, replace(settings.mesh, tp=tp)
+    if tp > 1 and total is not None and total <= tp:
+        raise ConfigError(
+            f"{total} processes leave no rank to shard over beside {tp} tensor-parallel ranks",
+            help=f"give a larger multiple of {tp} with --processes",
+        )
+    shard = mesh.dp_shard or max((total or tp) // mesh.other_sizes, 1)
+    return replace(settings, mesh=replace(mesh, dp_shard=shard))
 
 
 PRESETS = {

@@ -58,6 +58,9 @@ def command(
         str | None, typer.Option("--precision", help="Mixed precision: no, fp16, bf16 or fp8.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU.")] = False,
+    tp: Annotated[
+        int | None, typer.Option("--tp", help="Tensor-parallel ranks, among the processes.")
+    ] = None,
     layout: Annotated[
         str, typer.Option("--layout", help="FSDP unit layout: native or accelerate.")
     ] = "native",
@@ -87,6 +90,7 @@ def command(
         nodes=nodes,
         precision=precision,
         cpu=cpu,
+        tp=tp,
         trust_remote_code=trust_remote_code,
     )
     if recipe_output is not None and emission.recipe is None:

@@ -70,6 +70,9 @@ def emit_yaml(
     if settings.use_cpu:
         head.append("fsdptool: consumer=fsdptool")
         head.append("`fsdptool train` shards on CPU; accelerate 1.15 would run this unsharded.")
+    elif settings.mesh.tp > 1:
+        head.append("fsdptool: consumer=fsdptool")
+        head.append("`fsdptool train` divides layers; which accelerate can: fsdptool rule FSD356.")
     if settings.num_machines > 1:
         head.append("fsdptool: ignore[FSD329]")
         head.append("The launch gives the address of machine 0 (--main_process_ip, --main_process_port).")
@@ -132,7 +135,7 @@ def merge_into(path: str | Path | SourceText, settings: FsdpSettings) -> Merged:
                 steps.put(None, key, value)
         _block(steps, "fsdp_config", block, _OWNED, "fsdp_")
         _block(steps, "parallelism_config", mesh, accelerate.PARALLELISM_KEYS, "parallelism_config_")
-        if settings.use_cpu:
+        if settings.use_cpu or settings.mesh.tp > 1:
             _note_consumer(steps)
     except NotEditableError as error:
         raise ConfigError(

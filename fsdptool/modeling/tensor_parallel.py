@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, cast
@@ -50,7 +51,23 @@ class TensorGroup:
         """Reduce ``values`` over the group in place and return them."""
         if self.process_group is not None:
             dist.all_reduce(values, op=op, group=self.process_group)
+        elif not torch.compiler.is_compiling() and _listeners:
+            _listeners[-1](values.numel() * values.itemsize)
         return values
+
+
+_listeners: list[Callable[[int], None]] = []
+"""Who is told the bytes of each sum of a group that computes alone. Backward may run on another thread."""
+
+
+@contextmanager
+def noticing(listener: Callable[[int], None]) -> Iterator[None]:
+    """Tell ``listener`` the bytes of every sum of a group without processes."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.pop()
 
 
 ALONE = TensorGroup(1)

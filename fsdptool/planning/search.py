@@ -15,7 +15,6 @@ from fsdptool.planning.search_point import changed_settings
 from fsdptool.planning.search_space import enumerate_space, tensor_sizes
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.work import Countdown, left_text
 
 Progress = Callable[[str], None]
@@ -73,8 +72,6 @@ def run_search(
         own = _evaluate(estimator, inputs, point, (name, len(candidates)), progress=progress)
         candidates += own
         sizes = tensor_sizes(point, inputs.clusters[point.cluster], inputs.fixed)
-        if any(ParallelDims(tp=2).unsupported()):
-            sizes = []
         if sizes and inputs.search != "none" and _calls_for_dividing(own, inputs):
             divisible = []
             for size in sizes:

@@ -27,6 +27,7 @@ from fsdptool.inspection import inspect
 from fsdptool.modeling.context_parallel import attention_kinds
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 from fsdptool.records.schema import generate
+from fsdptool.records.sharding import ParallelDims
 from fsdptool.source import resolve
 
 MINIMAL = "model:\n  reference: llama3:8b\n"
@@ -283,3 +284,18 @@ def test_settings_against_hardware(tmp_path: Path, capsys: pytest.CaptureFixture
     run(["validate", str(path), "--model", "llama3:8b", "--host-memory", "16GiB", "--format", "json"])
     codes = {item["code"] for item in json.loads(capsys.readouterr().out)["files"][0]["findings"]}
     assert "FSD502" in codes
+
+
+def test_a_tensor_parallel_file_is_for_the_trainer_and_only_where_the_model_divides(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "tp.yaml"
+    assert run(["emit-config", "llama3:8b", "--tp", "2", "--processes", "8", "-o", str(path)]) == 0
+    reading = read_settings(path)
+    assert reading.settings is not None and reading.settings.mesh == ParallelDims(1, 4, tp=2)
+    assert reading.consumer.name == "fsdptool" and not reading.errors
+    assert "divides no layer" in path.read_text()
+    assert "FSD356" in {item.code for item in read_settings(path, consumer="accelerate").diagnostics}
+    for model, size, words in (("llama3:tiny", "2", "5 attention heads"), ("llama3:8b", "8", "no rank")):
+        assert run(["emit-config", model, "--tp", size, "--processes", "8"]) == 2
+        assert words in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Plans with tensor parallelism: the sums they wait for, the work they count, and the sizes they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from fsdptool.errors import ConfigError
+from fsdptool.planning import Options, make_plan, read_request
+from fsdptool.planning.clusters import make_cluster
+from fsdptool.planning.hardware import load_gpu, machine_for
+from fsdptool.planning.overlap import make_ring
+from fsdptool.planning.request import Request
+from fsdptool.records.plan import Candidate, RejectionKind
+from fsdptool.report.plan_words import brief
+
+LAYERS, WIDTH, TOKENS = 3, 512, 2048
+GPU = load_gpu("A100-80GB-SXM")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": 1408,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 8000,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def planned(model: str, **options: Any) -> Candidate:
+    given = {"gpu": "A100-80GB-SXM", "gpus": 2, "sequence_length": TOKENS, "checkpointing": "none"}
+    given |= {"precision": "bf16", "search": False}
+    return make_plan(read_request(Options(reference=model, **{**given, **options}))).candidates[0]
+
+
+def test_every_block_waits_for_two_sums_in_forward_and_two_in_backward(model: str) -> None:
+    ring = make_ring(make_cluster(GPU, 2), machine_for(GPU), ranks=2)
+    once = ring.reduce(2 * TOKENS * WIDTH * 2)
+    whole = planned(model, micro_batch=2, tp=2)
+    assert whole.seconds["communication"] == pytest.approx(4 * LAYERS * once)
+    assert whole.seconds["exposed_communication"] == pytest.approx(whole.seconds["communication"])
+    # Recomputation repeats attention's sum and stops before the last one, which backward does not need.
+    again = planned(model, micro_batch=2, tp=2, checkpointing="full")
+    assert again.seconds["communication"] == pytest.approx(5 * LAYERS * once)
+    assert "tensor 2" in brief(dataclasses.asdict(whole.settings))
+
+
+def test_the_work_of_a_step_does_not_depend_on_who_does_it(model: str) -> None:
+    alone, divided = planned(model, micro_batch=1), planned(model, micro_batch=2, tp=2)
+    assert alone.settings.global_batch == divided.settings.global_batch == 2
+    assert divided.step_flops == pytest.approx(alone.step_flops)
+    assert (divided.mfu or 0) < (alone.mfu or 0)
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused_by_name(model: str) -> None:
+    with pytest.raises(ConfigError, match="2 key and value heads"):
+        planned(model, gpus=8, tp=4)
+    options = Options(reference=model, gpu="A100-80GB-SXM", gpus=8, sequence_length=TOKENS, micro_batch=1)
+    inputs = read_request(options).inputs
+    given = ("accumulation", "checkpointing", "cp", "cpu_offload", "gradients", "micro_batch", "prefetch")
+    fixed = (*given, "optimizer_implementation", "reshard_after_forward", "wrap")
+    plan = make_plan(Request(dataclasses.replace(inputs, search="wide", fixed=fixed)))
+    refused = {c.settings.tp: c for c in plan.candidates if c.device_total_bytes is None}
+    assert set(refused) == {4, 8}
+    for candidate in refused.values():
+        assert candidate.rejected_by is not None
+        assert candidate.rejected_by.kind is RejectionKind.INDIVISIBLE
+        assert "2 key and value heads" in candidate.rejected_by.detail
+    assert any(c.settings.tp == 2 and c.step_seconds for c in plan.candidates)
+    assert plan.verdict == "fits"
