@@ -70,7 +70,7 @@ def validated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[str, Any
     }
 
 
-def measured(folder: Path, recipe: Recipe, mesh: ParallelDims) -> int:
+def measured(folder: Path, recipe: Recipe, mesh: ParallelDims, name: str = "causal", count: int = 2) -> int:
     """Return the bytes alive at the peak of a step, once optimizer states exist.
 
     The least of three: the profiler may miss a release by gloo's own threads, never an allocation. What
@@ -78,12 +78,12 @@ def measured(folder: Path, recipe: Recipe, mesh: ParallelDims) -> int:
     """
     gc.collect()
     before = live_bytes()
-    session, assembled = _opened(folder, recipe, mesh, "causal")
+    session, assembled = _opened(folder, recipe, mesh, name)
     peaks = []
     for step in range(4):
         meter = CpuMeter()
         with meter.step(step + 1):
-            assembled.stepper.run(share(session, step, "causal", 2, torch.float32), rate=assembled.rate)
+            assembled.stepper.run(share(session, step, name, count, torch.float32), rate=assembled.rate)
         peaks.append(meter.last()[0])
     return min(peak for peak in peaks[1:] if peak is not None) - before
 

@@ -1,0 +1,158 @@
+"""Compare tensor and expert parallelism with a plain loop in one process, and their memory with its prediction.
+
+Each row trains a small model for twenty steps on two or four ranks over one mesh: data parallelism beside
+tensor parallelism, context parallelism beside both, or experts shared out over ranks. It holds losses and
+weights against a plain loop that shares no code with the engine, and the measured peak of a wider copy of the
+model (eight times the widths) against the planned one.
+
+    python benchmarks/training/divided_layers.py
+    python benchmarks/training/divided_layers.py --names causal,gpt2
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))
+
+import context_cases
+import reference
+from cases import CASES, Case, inputs_for, prepare_case
+from paired import head
+from pool import Pool
+from ranks import train
+
+from fsdptool.errors import ConfigError
+from fsdptool.memory import footprint, trace
+from fsdptool.records.recipe import Recipe, Sharding
+from fsdptool.records.sharding import ParallelDims
+
+STEPS = 20
+BOUND = 1e-5
+NAMES = ("causal", "qwen3 tied", "gpt2", "seq2seq", "moe", "mixtral", "deepseek", "flow")
+METHODS = ("full", "lora")
+MESHES = (
+    ("tp 2", 2, ParallelDims(dp_shard=1, tp=2), 1),
+    ("tp 4", 4, ParallelDims(dp_shard=1, tp=4), 1),
+    ("dp 2, tp 2", 4, ParallelDims(dp_shard=2, tp=2), 1),
+    ("cp 2, tp 2", 4, ParallelDims(dp_shard=1, cp=2, tp=2), 1),
+    ("dp 2, ep 2", 2, ParallelDims(dp_shard=2), 2),
+    ("dp 4, ep 2", 4, ParallelDims(dp_shard=4), 2),
+    ("dp 4, ep 4", 4, ParallelDims(dp_shard=4), 4),
+)
+_WIDTHS = frozenset(
+    "hidden_size intermediate_size moe_intermediate_size head_dim n_embd d_model d_kv d_ff q_lora_rank kv_lora_rank"
+    " qk_nope_head_dim qk_rope_head_dim v_head_dim attention_head_dim caption_projection_dim".split()
+)
+_WIDER = 8
+
+
+def wider(case: Case) -> Case:
+    """Return a case whose tensors are large beside the step's own scalars."""
+    config = {key: value * _WIDER if key in _WIDTHS else value for key, value in case.config.items()}
+    return dataclasses.replace(case, config=config)
+
+
+def rows(names: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the results of every case, method and mesh; a mesh that is refused says why."""
+    pool = Pool()
+    for name in names:
+        for method in METHODS:
+            for mesh in MESHES:
+                sys.stderr.write(f"{name}, {method}, {mesh[0]}\n")
+                yield {"case": name, "method": method, "mesh": mesh[0], **_row(pool, name, method, mesh)}
+    pool.close()
+
+
+def _row(pool: Pool, name: str, method: str, mesh: tuple[str, int, ParallelDims, int]) -> dict[str, Any]:
+    _, world, dims, experts = mesh
+    changes = {"sharding": Sharding(expert_parallel=experts)} if experts > 1 else {}
+    with tempfile.TemporaryDirectory() as folder:
+        recipe, path = prepare_case(CASES[name], Path(folder), method, **changes)
+        try:
+            inputs_for(CASES[name], path, recipe, mesh=dims, num_processes=world)
+            results = pool.run(train, world, name, path, recipe, dims, STEPS, timeout=900.0)
+        except ConfigError as error:
+            return {"refused": error.message}
+        except AssertionError as error:
+            refusal = next((line for line in str(error).splitlines() if "ConfigError: " in line), None)
+            if refusal is None:
+                raise
+            return {"refused": refusal.partition("ConfigError: ")[2]}
+        expected = reference.run(name, recipe, results[0]["before"], None, None, steps=STEPS)
+    losses, weights, _ = reference.compare(results[0], expected)
+    planned, measured = _memory(pool, name, method, mesh, changes)
+    return {
+        "loss_error": losses,
+        "weights_error": weights,
+        "within": max(losses, weights) <= BOUND and len({result["hash"] for result in results}) == 1,
+        "planned_peak_bytes": planned,
+        "measured_peak_bytes": measured,
+        "memory_error": planned / measured - 1,
+    }
+
+
+def _memory(
+    pool: Pool, name: str, method: str, mesh: tuple[str, int, ParallelDims, int], changes: dict[str, Any]
+) -> tuple[int, int]:
+    """Return the planned and the measured peak of the wider case, bytes per rank."""
+    _, world, dims, _ = mesh
+    wide, count = wider(CASES[name]), 4
+    with tempfile.TemporaryDirectory() as folder:
+        recipe, path = prepare_case(wide, Path(folder), method, **changes)
+        accumulation = count // dims.resolve(world).data_ranks
+        recipe = _accumulated(recipe, accumulation)
+        inputs = inputs_for(wide, path, recipe, mesh=dims, num_processes=world)
+        traced = trace(inputs.spec, recipe, inputs.settings, staged=True, use_cache=False)
+        mesh_sizes = dims.resolve(world).with_experts(recipe.sharding.expert_parallel)
+        planned = footprint(traced, inputs.units, mesh_sizes, recipe, profile="cpu-gloo").allocated_peak_bytes
+        measured = pool.run(context_cases.measured, world, path, recipe, dims, name, count, timeout=900.0)[0]
+    return planned, measured
+
+
+def _accumulated(recipe: Recipe, accumulation: int) -> Recipe:
+    return dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, accumulation=accumulation))
+
+
+def main() -> int:
+    """Run the rows and write the result; return 1 if a row exceeds its bound."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--names", default=",".join(NAMES))
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results/training_divided_layers.json")
+    )
+    chosen = parser.parse_args()
+    results = []
+    for row in rows(chosen.names.split(",")):
+        results.append(row)
+        trained = [item for item in results if "within" in item]
+        errors = [abs(item["memory_error"]) for item in trained]
+        document = {
+            **head(
+                "relative errors against a plain loop, and planned peaks against measured ones", steps=STEPS
+            ),
+            "bound": BOUND,
+            "rows_outside": sum(not item["within"] for item in trained),
+            "memory_error_median": statistics.median(errors) if errors else None,
+            "memory_error_worst": max(errors, default=None),
+            "rows": results,
+        }
+        # After every row: a sweep that is stopped keeps what it has.
+        chosen.output.write_text(json.dumps(document, indent=2) + "\n")
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
+    return 1 if document["rows_outside"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
