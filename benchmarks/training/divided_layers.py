@@ -1,4 +1,4 @@
-"""Compare tensor and expert parallelism with a plain loop in one process, and their memory with its prediction.
+"""Compare tensor and expert parallelism with a plain loop in one process, and their memory with the plan.
 
 Each row trains a small model for twenty steps on two or four ranks over one mesh: data parallelism beside
 tensor parallelism, context parallelism beside both, or experts shared out over ranks. It holds losses and
@@ -48,9 +48,22 @@ MESHES = (
     ("dp 4, ep 2", 4, ParallelDims(dp_shard=4), 2),
     ("dp 4, ep 4", 4, ParallelDims(dp_shard=4), 4),
 )
-_WIDTHS = frozenset(
-    "hidden_size intermediate_size moe_intermediate_size head_dim n_embd d_model d_kv d_ff q_lora_rank kv_lora_rank"
-    " qk_nope_head_dim qk_rope_head_dim v_head_dim attention_head_dim caption_projection_dim".split()
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "head_dim",
+    "n_embd",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "attention_head_dim",
+    "caption_projection_dim",
 )
 _WIDER = 8
 
@@ -114,7 +127,10 @@ def _memory(
         traced = trace(inputs.spec, recipe, inputs.settings, staged=True, use_cache=False)
         mesh_sizes = dims.resolve(world).with_experts(recipe.sharding.expert_parallel)
         planned = footprint(traced, inputs.units, mesh_sizes, recipe, profile="cpu-gloo").allocated_peak_bytes
-        measured = pool.run(context_cases.measured, world, path, recipe, dims, name, count, timeout=900.0)[0]
+        measured: int = pool.run(
+            context_cases.measured, world, path, recipe, dims, name, count, timeout=900.0
+        )[0]
+    assert planned is not None, traced.unknowns
     return planned, measured
 
 

@@ -30,7 +30,7 @@ from fsdptool.records.parallel import Placement, SplitModule, SplitStyle, Tensor
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
-    from fsdptool.records.sharding import UnitPlan
+    from fsdptool.records.sharding import FsdpSettings, UnitPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def leave(value: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
-def check_tensor_parallel(recipe: Recipe) -> None:
+def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
     """Refuse what cannot be trained over a tensor-parallel group, before anything is written.
 
     Raises:
@@ -126,6 +126,10 @@ def check_tensor_parallel(recipe: Recipe) -> None:
         reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be divided again"
     elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
         reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
+    elif recipe.sharding.compile:
+        reason = "sharding.compile does not support the sums over the group"
+    elif settings.mixed_precision == "fp8":
+        reason = "mixed_precision fp8 scales whole layers"
     if reason is not None:
         raise ConfigError(f"tp_size is not supported: {reason}", help="set tp_size to 1, or change it")
 

@@ -131,7 +131,7 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
     if recipe.sharding.expert_parallel > 1:
         check_expert_parallel(recipe, settings)
     if settings.mesh.tp > 1:
-        check_tensor_parallel(recipe)
+        check_tensor_parallel(recipe, settings)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
     tensor = _division(trained.published or trained.anatomy, recipe, settings)
     if tensor is None:

@@ -15,7 +15,7 @@ from test_numerics import hold
 
 from fsdptool.errors import ConfigError
 from fsdptool.memory import footprint, trace
-from fsdptool.records.recipe import Optimizer
+from fsdptool.records.recipe import Optimizer, Sharding
 from fsdptool.records.sharding import ParallelDims
 
 pytestmark = pytest.mark.distributed
@@ -124,6 +124,7 @@ def test_validation_counts_a_sample_once(pool: Pool, tmp_path: Path) -> None:
         ("causal", 4, {}, "2 key and value heads of model.layers.0.self_attn do not divide by 4"),
         ("causal", 2, {"optimizer": Optimizer(name="muon")}, "optimizer muon needs whole matrices"),
         ("causal", 2, {"base": "nf4"}, "stored as nf4"),
+        ("causal", 2, {"sharding": Sharding(compile=True)}, "sharding.compile"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_by_name(
