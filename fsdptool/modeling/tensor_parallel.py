@@ -167,7 +167,9 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
         return
     _replace_parameters(model, plan.placements, group)
     for path, sizes in tensor.attributes.items():
-        _divide_attributes(_module(model, path), sizes, group.size)
+        module = _module(model, path)
+        # A wrapper of LoRA stands where the layer was.
+        _divide_attributes(getattr(module, "base_layer", module), sizes, group.size)
     sums = set(tensor.sums)
     for item in tensor.modules:
         # A parameter that no layer of its own holds (fused experts) is divided with its module.
@@ -237,8 +239,9 @@ def _layers(module: nn.Module, style: SplitStyle) -> list[nn.Module]:
     return [base, *adapters.values()]
 
 
-_OUTPUTS = ("out_features", "nf", "embedding_dim")
-_INPUTS = ("in_features", "nx")
+_OUTPUTS = ("out_features", "embedding_dim")
+_INPUTS = ("in_features",)
+"""Of torch's own layers; what other layers compute with is among the plan's attributes."""
 
 
 def _divide_layer(layer: Any, item: SplitModule, group: TensorGroup, *, summed: bool) -> None:

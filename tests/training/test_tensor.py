@@ -8,6 +8,7 @@ from typing import Any
 
 import context_cases
 import pytest
+import torch
 from cases import CASES, LLAMA, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
@@ -17,6 +18,8 @@ from fsdptool.errors import ConfigError
 from fsdptool.memory import footprint, trace
 from fsdptool.records.recipe import Optimizer, Sharding
 from fsdptool.records.sharding import ParallelDims
+from fsdptool.runs.manifest import read_manifest
+from fsdptool.training.export.values import Saved
 
 pytestmark = pytest.mark.distributed
 
@@ -78,6 +81,17 @@ def test_a_full_checkpoint_is_whole(pool: Pool, tmp_path: Path) -> None:
     run.mkdir()
     mesh = ParallelDims(dp_shard=1, tp=2)
     pool.run(context_cases.resumed, 2, folder, recipe, mesh, str(run), 2, "gpt2", "full")
+    chunks = tmp_path / "chunks"
+    chunks.mkdir()
+    pool.run(context_cases.resumed, 2, folder, recipe, mesh, str(chunks), 2, "gpt2")
+    # What an export reads.
+    full, sharded = (
+        Saved(path, read_manifest(path))
+        for path in (next((root / "checkpoints").glob("step-*")) for root in (run, chunks))
+    )
+    names = sorted(full.names("model/"))
+    assert names == sorted(sharded.names("model/"))
+    assert all(torch.equal(full.get(f"model/{n}"), sharded.get(f"model/{n}")) for n in names)
     first = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), None, 4, "gpt2")[0]
     later = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), str(run), 4, "gpt2", "full")[0]
     assert later["losses"] == pytest.approx(first["losses"][2:], rel=1e-5)
