@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from real_runs import Work
@@ -40,9 +41,13 @@ def test_the_pace_is_that_of_the_latest_work() -> None:
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One second passes between two looks at the clock."""
+    """One second passes between two looks at the clock.
+
+    At this module's clock only: event loops in other threads of the process (the tests' web server) would
+    sleep for hours.
+    """
     times = iter(range(1_000_000))
-    monkeypatch.setattr(work.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
     yield
 
 
