@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from real_runs import Work
 
+from fsdptool.cli import options
 from fsdptool.cli.app import run
 from fsdptool.cli.options import show_progress
 from fsdptool.records.recipe import Data
@@ -43,11 +44,13 @@ def test_the_pace_is_that_of_the_latest_work() -> None:
 def ticking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One second passes between two looks at the clock.
 
-    At this module's clock only: event loops in other threads of the process (the tests' web server) would
-    sleep for hours.
+    At the clock of two modules only: event loops in other threads of the process (the tests' web server)
+    would sleep for hours.
     """
     times = iter(range(1_000_000))
-    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
+    clock = SimpleNamespace(monotonic=lambda: float(next(times)))
+    for module in (work, options):
+        monkeypatch.setattr(module, "time", clock)
     yield
 
 
