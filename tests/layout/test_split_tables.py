@@ -28,6 +28,7 @@ def test_the_tables_cover_all_kinds_of_models() -> None:
     assert {"llama3:8b", "mixtral:8x7b", "t5:small", "vit:base-patch16-224", "flux.1:dev"} <= references
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reviewed", TABLES, ids=lambda item: item["reference"])
 def test_the_derived_table_is_the_reviewed_one(reviewed: dict[str, Any]) -> None:
     expected = dict(reviewed)

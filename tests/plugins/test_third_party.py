@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("third_party")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_family"
 DIALECT = Path(__file__).parents[2] / "examples" / "third_party_dialect"
