@@ -57,7 +57,13 @@ class ShownAnatomy(Anatomy):
     """An :class:`~fsdptool.records.anatomy.Anatomy` that shows itself."""
 
     def document(
-        self, *, world_size: int | None = None, layout: Layout = "native", views: Iterable[View] = ()
+        self,
+        *,
+        world_size: int | None = None,
+        layout: Layout = "native",
+        views: Iterable[View] = (),
+        tp: int | None = None,
+        ep: int | None = None,
     ) -> dict[str, Any]:
         """Return the JSON document of ``detect --format json``.
 
@@ -65,6 +71,8 @@ class ShownAnatomy(Anatomy):
             world_size: Ranks that share the parameters, to list those that shard unevenly.
             layout: Whose FSDP units to list.
             views: Further tables: ``leaves``, ``tree`` and ``where``.
+            tp: Ranks of a tensor-parallel group, to show how they divide the model.
+            ep: Ranks of an expert-parallel group, to show how they share out the experts.
 
         Raises:
             ConfigError: The layout does not support this model.
@@ -73,7 +81,12 @@ class ShownAnatomy(Anatomy):
         from fsdptool.inspection.document import detect_document
 
         return detect_document(
-            Inspection(self, cached=False), world_size=world_size, layout=layout, views=views
+            Inspection(self, cached=False),
+            world_size=world_size,
+            layout=layout,
+            views=views,
+            tensor_parallel=tp,
+            expert_parallel=ep,
         )
 
     def html(self, *, world_size: int | None = None, layout: Layout = "native") -> str:

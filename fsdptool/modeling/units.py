@@ -12,9 +12,7 @@ from fsdptool.inspection.api import cache_parts, decode, encode
 from fsdptool.layout import compute_dtype, group
 from fsdptool.layout.placements import placements
 from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
-from fsdptool.modeling.expert_parallel import check_expert_parallel, refuse_indivisible_experts
 from fsdptool.modeling.methods import method_of
-from fsdptool.modeling.tensor_parallel import check_tensor_parallel, refuse_indivisible
 from fsdptool.records.codec import to_json
 
 if TYPE_CHECKING:
@@ -128,9 +126,14 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
         ConfigError: The settings or the method do not suit the model.
     """
     recipe = with_stored_dtypes(recipe, settings)
+    # Imported where they are needed: a cached plan runs without torch.
     if recipe.sharding.expert_parallel > 1:
+        from fsdptool.modeling.expert_parallel import check_expert_parallel
+
         check_expert_parallel(recipe, settings)
     if settings.mesh.tp > 1:
+        from fsdptool.modeling.tensor_parallel import check_tensor_parallel
+
         check_tensor_parallel(recipe, settings)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
     tensor = _division(trained.published or trained.anatomy, recipe, settings)
@@ -150,9 +153,13 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
 def _division(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> TensorPlan | None:
     """Return how a group divides the layers or the experts of the published model, or None."""
     if recipe.sharding.expert_parallel > 1:
+        from fsdptool.modeling.expert_parallel import refuse_indivisible_experts
+
         plan = plan_expert_parallel(anatomy, recipe.sharding.expert_parallel)
         refuse_indivisible_experts(plan)
     elif settings.mesh.tp > 1:
+        from fsdptool.modeling.tensor_parallel import refuse_indivisible
+
         plan = plan_tensor_parallel(anatomy, settings.mesh.tp, vocabulary=False)
         refuse_indivisible(plan)
     else:
