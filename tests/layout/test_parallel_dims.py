@@ -12,7 +12,8 @@ SHAPES = [(1, 4, 1), (2, 4, 1), (2, 1, 2), (3, 2, 2), (1, 1, 1)]
 
 
 def test_the_record_has_the_dimensions_in_their_order() -> None:
-    assert tuple(field.name for field in dataclasses.fields(ParallelDims)) == DIMENSIONS
+    # ``ep`` is no dimension of the mesh: experts are shared out over ranks of the others.
+    assert tuple(field.name for field in dataclasses.fields(ParallelDims)) == (*DIMENSIONS, "ep")
     assert tuple(name for name in DIMENSIONS if name in TRAINED) == TRAINED
 
 
@@ -23,7 +24,7 @@ def test_groups_are_those_of_torchs_mesh(shape: tuple[int, int, int]) -> None:
     replicate, shard, cp = shape
     dims = ParallelDims(replicate, shard, cp)
     ranks = torch.arange(replicate * shard * cp).view(shape)
-    for index, name in enumerate(TRAINED):
+    for index, name in enumerate(TRAINED[:3]):
         for group in ranks.movedim(index, -1).reshape(-1, shape[index]).tolist():
             assert {dims.group(rank, name) for rank in group} == {tuple(group)}
     # Ranks of one context-parallel group share their samples; all others have their own.
