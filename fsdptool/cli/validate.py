@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fsdptool.api.validate import Linter
     from fsdptool.config.fixes import Repaired
     from fsdptool.config.result import Reading, Verdict
+    from fsdptool.config.selection import FindingSelector
     from fsdptool.files.text import SourceText
 
 
@@ -61,6 +62,10 @@ def command(
     diff: Annotated[
         bool, typer.Option("--diff", help="Show what the fixes would change, without writing anything.")
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="Findings to fix: a code, or one place (FSD203:12, FSD203:12:3)."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Omit notes (severity info).")] = False,
     select: SelectOption = None,
     ignore: Annotated[
@@ -99,8 +104,11 @@ def command(
         for path, named in linter.expand(files).items()
     ]
     code = ExitCode.CLEAN
+    if only and not (fix or unsafe_fixes or diff):
+        raise ConfigError("--only chooses what is fixed", help="add --fix, --unsafe-fixes or --diff")
     if fix or unsafe_fixes or diff:
-        repaired = [_repair(reading, unsafe_fixes, judged, linter) for reading in readings]
+        selectors = _selectors(only, readings, unsafe_fixes) if only else None
+        repaired = [_repair(reading, unsafe_fixes, judged, linter, selectors) for reading in readings]
         after = [
             linter.sift(result.reading, _path(reading)) if result is not None else reading
             for result, reading in zip(repaired, readings, strict=True)
@@ -154,12 +162,47 @@ def read_input(path: Path) -> SourceText | None:
         raise ConfigError(f"standard input: {error.message}") from error
 
 
-def _repair(reading: Reading, unsafe: bool, judged: dict[str, Any], linter: Linter) -> Repaired | None:
+def _selectors(only: list[str], readings: list[Reading], unsafe: bool) -> tuple[FindingSelector, ...]:
+    """Return what ``--only`` names.
+
+    Raises:
+        ConfigError: A finding does not exist or cannot be fixed, or a line is named for several files.
+    """
+    from fsdptool.config.fixes import selected
+    from fsdptool.config.selection import read_selectors
+
+    selectors = read_selectors(only, "--only")
+    if len(readings) > 1 and any(selector.line is not None for selector in selectors):
+        raise ConfigError("--only names a line, which needs one file", help="name one file, or codes alone")
+    for selector in selectors:
+        findings = [item for reading in readings for item in selected(reading, [selector])]
+        fixes = [item.fix for item in findings if item.fix is not None]
+        if not fixes:
+            reason = "this finding has no fix" if findings else "no finding has this code and place"
+            raise ConfigError(
+                f"--only {selector}: {reason}", help="run without fixes to list the findings and their places"
+            )
+        if not unsafe and not any(fix.safe for fix in fixes):
+            raise ConfigError(
+                f"--only {selector}: the fix changes the run", help="use --unsafe-fixes to apply it"
+            )
+    return selectors
+
+
+def _repair(
+    reading: Reading,
+    unsafe: bool,
+    judged: dict[str, Any],
+    linter: Linter,
+    selectors: tuple[FindingSelector, ...] | None,
+) -> Repaired | None:
     """Fix what is reported; the code of a finding decides in later passes, too."""
-    from fsdptool.config.fixes import repair
+    from fsdptool.config.fixes import repair, repair_selected
 
     if reading.source is None or reading.dialect is None:
         return None
+    if selectors is not None:
+        return repair_selected(reading, selectors, unsafe=unsafe, **judged)
     return repair(reading, unsafe=unsafe, only=linter.codes(_path(reading)), **judged)
 
 

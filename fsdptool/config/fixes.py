@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from fsdptool.config.canonical import COMMON, DETAILS, LEGACY
 from fsdptool.config.edits import apply_edits
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading
+from fsdptool.config.selection import FindingSelector, selector_of
 from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
 
@@ -68,19 +70,53 @@ def repair(
     return Repaired(before, reading.source, reading, tuple(applied))
 
 
-def repair_one(reading: Reading, index: int, **judged: Any) -> Repaired:
-    """Apply the fix of one finding, checked as :func:`repair` checks it.
+def repair_selected(
+    reading: Reading, selectors: Iterable[FindingSelector], *, unsafe: bool = False, **judged: Any
+) -> Repaired:
+    """Apply the fixes of selected findings and no others, each checked as :func:`repair` checks it.
+
+    Places are those of the reading that is given. Findings that a fix brings to light stay.
 
     Args:
         reading: What :func:`read_settings` returned.
-        index: Place of the finding in ``reading.diagnostics``. It has a fix.
+        selectors: Which findings.
+        unsafe: Also apply fixes that change the run.
         judged: Further arguments of :func:`read_settings`, so that the result is judged alike.
     """
     assert reading.source is not None
-    result = _try(reading, [index], _arguments(reading, judged))
-    if result is None or result.source is None:
-        return Repaired(reading.source, reading.source, reading)
-    return Repaired(reading.source, result.source, result, (_applied(reading, index),))
+    before, arguments = reading.source, _arguments(reading, judged)
+    wanted = [
+        item
+        for item in selected(reading, selectors)
+        if item.fix is not None and item.fix.edits and (unsafe or item.fix.safe)
+    ]
+    # Safe fixes first, as in repair; from the end, so that those before keep their places.
+    wanted.sort(key=lambda item: (item.fix is None or item.fix.safe, item.line or 0, item.column or 0))
+    keys = Counter(map(_key, reading.diagnostics))
+    applied = []
+    for item in reversed(wanted):
+        index = _index(reading, item, unique=keys[_key(item)] == 1)
+        result = _try(reading, [index], arguments) if index is not None else None
+        if index is not None and result is not None:
+            applied.append(_applied(reading, index))
+            reading = result
+    assert reading.source is not None
+    return Repaired(before, reading.source, reading, tuple(applied))
+
+
+def selected(reading: Reading, selectors: Iterable[FindingSelector]) -> list[Diagnostic]:
+    """Return the findings of a reading that any selector matches."""
+    every = tuple(selectors)
+    return [item for item in reading.diagnostics if any(one.matches(item) for one in every)]
+
+
+def _index(reading: Reading, wanted: Diagnostic, *, unique: bool) -> int | None:
+    """Return where a finding stands after other fixes: at its place, or moved if it was ``unique``."""
+    alike = [index for index, item in enumerate(reading.diagnostics) if _key(item) == _key(wanted)]
+    if not unique:
+        place = selector_of(wanted)
+        alike = [index for index in alike if selector_of(reading.diagnostics[index]) == place]
+    return alike[0] if alike else None
 
 
 def _arguments(reading: Reading, judged: Mapping[str, Any]) -> dict[str, Any]:

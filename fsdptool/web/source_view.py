@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 from fsdptool.config.result import Reading
 from fsdptool.config.rules import RULES
+from fsdptool.config.selection import selector_of
 from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Diagnostic, Severity
@@ -96,11 +97,6 @@ class EffectiveRow:
     line: int | None
 
 
-def finding_key(item: Diagnostic) -> str:
-    """Return what names a finding in an address: code and place."""
-    return f"{item.code}@{item.line}:{item.column}" if item.line is not None else item.code
-
-
 def source_view(
     reading: Reading, address: Callable[[Diagnostic], str] = lambda item: "", chosen: str = ""
 ) -> SourceView:
@@ -122,7 +118,7 @@ def source_view(
             rule.title if rule is not None else "",
             rule.why if rule is not None else "",
             address(item) if item.fix is not None and item.fix.edits else "",
-            bool(chosen) and finding_key(item) == chosen,
+            bool(chosen) and str(selector_of(item)) == chosen,
         )
         if item.line is not None and item.line <= count and item.path in (None, reading.path):
             beside.setdefault(item.line, []).append(finding)

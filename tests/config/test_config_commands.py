@@ -180,6 +180,38 @@ def test_fix_and_diff(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(path.name for path in files.iterdir()) == ["bad.yaml", "good.yaml", "v1.yaml"]
 
 
+def test_only_fixes_what_it_names(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two misspelt keys of one rule, and a safe fix of another: each is fixed alone, where it stands."""
+    text = BAD + "  fsdp_ofload_params: true\n  fsdp_actvation_checkpointing: true\n"
+    file = files / "bad.yaml"
+    file.write_text(text)
+    data = document(capsys, "validate", "bad.yaml")
+    first, second = (item for item in data["files"][0]["findings"] if item["code"] == "FSD202")
+    place = f"FSD202:{second['line']}:{second['column']}"
+    assert run(["validate", "bad.yaml", "--unsafe-fixes", "--diff", "--only", place]) == 1
+    assert [line for line in capsys.readouterr().out.splitlines() if line[0] in "+-"][2:] == [
+        "-  fsdp_actvation_checkpointing: true",
+        "+  fsdp_activation_checkpointing: true",
+    ]
+    run(["validate", "bad.yaml", "--unsafe-fixes", "--only", f"FSD202:{second['line']}"])
+    text = text.replace("actvation", "activation")
+    assert file.read_text() == text
+    # A line that a fix removes moves those below it, but not what was chosen: both are found.
+    run(["validate", "bad.yaml", "--unsafe-fixes", "--only", f"FSD202:{first['line']},FSD302"])
+    text = text.replace("ofload", "offload").replace("  fsdp_use_orig_params: true\n", "")
+    assert file.read_text() == text
+    capsys.readouterr()
+    for options, reason in (
+        (["--only", "FSD208"], "chooses what is fixed"),
+        (["--fix", "--only", "FSD208@3"], "does not name a finding"),
+        (["--fix", "--only", f"FSD202:{first['line']}"], "no finding has this code and place"),
+        (["--fix", "--only", "FSD208:3", "good.yaml"], "needs one file"),
+    ):
+        assert run(["validate", "bad.yaml", *options]) == 2
+        assert reason in capsys.readouterr().err
+    assert file.read_text() == text
+
+
 def test_a_file_that_cannot_be_written_is_left_alone(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,8 @@ def test_one_fix_is_shown_and_written_alone(site: Site) -> None:
     assert added == ["  fsdp_reshard_after_forward: false   # misspelt"]
     assert file.read_text() == MISSPELT
     flag = "--fix" if finding.fix.safe else "--unsafe-fixes"
-    assert f"--select {finding.code} {flag}" in page
+    place = f"{finding.code}:{finding.line}:{finding.column}"
+    assert f"fsdptool validate {flag} --only {place} " in page
     answer = site.post("/configs/file", form_fields(page, "/configs/file"))
     assert answer.status_code == 303
     assert file.read_text() == MISSPELT.replace("forwrd", "forward")

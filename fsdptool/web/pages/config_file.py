@@ -13,8 +13,9 @@ from starlette.routing import Route
 
 from fsdptool.config.dialects import load_registry
 from fsdptool.config.dialects.protocol import known_programs
-from fsdptool.config.fixes import repair, repair_one
+from fsdptool.config.fixes import repair, repair_selected
 from fsdptool.config.migrate import Migrated, migrate_file
+from fsdptool.config.selection import selector_of
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
@@ -31,7 +32,6 @@ from fsdptool.web.source_view import (
     command_path,
     diff_lines,
     effective_rows,
-    finding_key,
     source_view,
 )
 
@@ -158,20 +158,13 @@ def _proposal(item: JudgedFile, linter: RootedLinter, chosen: str, judged: Mappi
         flag = "--unsafe-fixes" if unsafe else "--fix"
         notes = tuple(f"{done.code}: {done.description}" for done in repaired.applied)
         return propose(title, repaired.after, notes, ("fsdptool", "validate", *options, flag, path))
-    finding = next((f for f in item.reading.diagnostics if finding_key(f) == chosen and f.fix), None)
-    if finding is None:
+    found = next((f for f in item.reading.diagnostics if str(selector_of(f)) == chosen and f.fix), None)
+    if found is None or found.fix is None:
         return Proposal("Fix", None, "", refusal="this finding is gone: the file has changed")
-    assert finding.fix is not None
-    repaired = repair_one(item.whole, item.whole.diagnostics.index(finding))
-    flag = "--fix" if finding.fix.safe else "--unsafe-fixes"
-    command = ("fsdptool", "validate", *options, "--select", finding.code, flag, path)
-    same = sum(f.code == finding.code and f.fix is not None for f in item.reading.diagnostics)
-    notes = ()
-    if same > 1:
-        notes = (
-            f"this page changes one place; the command below fixes all {same} findings of {finding.code}",
-        )
-    return propose(f"Fix {finding.code}: {finding.fix.description}", repaired.after, notes, command)
+    repaired = repair_selected(item.reading, [selector_of(found)], unsafe=not found.fix.safe)
+    flag = "--fix" if found.fix.safe else "--unsafe-fixes"
+    command = ("fsdptool", "validate", *options, flag, "--only", chosen, path)
+    return propose(f"Fix {found.code}: {found.fix.description}", repaired.after, (), command)
 
 
 def _proposed(
@@ -249,7 +242,7 @@ def _fields(judged: Mapping[str, str]) -> tuple[Field, ...]:
 
 
 def _address(state: Mapping[str, str], item: Diagnostic) -> str:
-    return _link(state, finding_key(item))
+    return _link(state, str(selector_of(item)))
 
 
 def _link(state: Mapping[str, str], change: str) -> str:
