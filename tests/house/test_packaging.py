@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -41,7 +40,9 @@ def throwaway(tmp_path: Path) -> Path:
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     site = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # This environment may itself borrow from another one.
+    folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    Path(site, "borrowed.pth").write_text("\n".join(folders) + "\n")
     return python
 
 
