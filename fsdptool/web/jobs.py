@@ -19,6 +19,7 @@ from fsdptool.records.diagnostic import digest
 
 CHILD = (sys.executable, "-P", "-m", "fsdptool.web.worker")
 """The command of the child process."""
+_LOADING = "loading PyTorch"
 
 
 class JobState(StrEnum):
@@ -98,6 +99,9 @@ class Job:
 class Jobs:
     """Runs tasks one after another in a child process, which is started with the first task.
 
+    Jobs wait until the child has loaded its libraries. One that is cancelled meanwhile costs nothing: the
+    child goes on loading for the next one.
+
     Args:
         waiting: The most jobs that wait; more are refused.
         kept: The most ended jobs whose results are kept, the last used longest.
@@ -110,7 +114,7 @@ class Jobs:
         *,
         waiting: int = 8,
         kept: int = 48,
-        grace_seconds: float = 10.0,
+        grace_seconds: float = 30.0,
         child: Sequence[str] = CHILD,
     ) -> None:
         self._command = tuple(child)
@@ -119,8 +123,15 @@ class Jobs:
         self._queue: list[Job] = []
         self._running: Job | None = None
         self._child: subprocess.Popen[str] | None = None
+        self._ready = False
         self._lock = threading.RLock()
         self._closed = False
+
+    def warm(self) -> None:
+        """Start the child process, so that it is ready when the first question comes."""
+        with self._lock:
+            if self._child is None and not self._closed:
+                self._start_child()
 
     def submit(self, task: str, arguments: Mapping[str, Any], *, group: str | None = None) -> Job:
         """Return the job for a question, new or known.
@@ -211,13 +222,21 @@ class Jobs:
     def _start_next(self) -> None:
         if self._running is not None or not self._queue or self._closed:
             return
+        if self._child is None or self._child.poll() is not None:
+            self._start_child()
+        if not self._ready:
+            for job in self._queue:
+                job.progress = _LOADING
+                job._changed()
+            return
         job = self._running = self._queue.pop(0)
         job.state, job.progress = JobState.RUNNING, "starting"
         job._changed()
-        if self._child is None or self._child.poll() is not None:
-            self._child = _start(self._command)
-            threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
         self._tell({"job": job.id, "task": job.task, "arguments": job.arguments})
+
+    def _start_child(self) -> None:
+        self._child, self._ready = _start(self._command), False
+        threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
 
     def _tell(self, order: Mapping[str, Any]) -> None:
         assert self._child is not None
@@ -239,11 +258,14 @@ class Jobs:
             child.kill()  # The stream was closed, or what came was not a message.
         status = child.wait()
         with self._lock:
-            job = self._running
-            if self._child is not child or job is None:
+            if self._child is not child:
                 return
+            # One that cannot even load must not be started again and again.
+            job = self._running if self._ready or not self._queue else self._queue.pop(0)
             self._running = self._child = None
-            if self._closed or job._cancelling:
+            if job is None:
+                pass
+            elif self._closed or job._cancelling:
                 self._end(job, JobState.CANCELLED)
             else:
                 job.error = FsdptoolError(
@@ -256,6 +278,10 @@ class Jobs:
 
     def _take(self, message: Mapping[str, Any]) -> None:
         with self._lock:
+            if "ready" in message:
+                self._ready = True
+                self._start_next()
+                return
             job = self._running
             if job is None or message["job"] != job.id:
                 return

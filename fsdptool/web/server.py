@@ -167,7 +167,7 @@ class Interface:
         first = self.new_address()
         self._announce(first)
         if warm:
-            self.jobs.submit("warm:load", {})
+            self.jobs.warm()
         try:
             # uvicorn raises the signal that ended it again (0.54, Server.capture_signals).
             with contextlib.suppress(KeyboardInterrupt):

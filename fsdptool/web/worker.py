@@ -6,29 +6,45 @@ a task can be cancelled while it runs; when the server is gone, the input ends a
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import FrameType
 from typing import Any, TextIO
 
 from fsdptool.errors import ExitCode, FsdptoolError
 from fsdptool.formatting import printable
 
+REPEAT_SECONDS = 0.1
+"""A task that is cancelled is interrupted again after this time."""
+UNWINDING_SECONDS = 2.0
+"""Time in which an interrupted task cleans up. One that runs on has lost its interruption: Python only
+reports an exception in a finalizer."""
+
 
 class _Worker:
+    """Takes orders in one thread and runs them in the main thread.
+
+    The server sends an order when it has the answer to the one before, so there is one job at most.
+    """
+
     def __init__(self, output: TextIO) -> None:
         self._output = output
         self._write_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._active: str | None = None
-        self._cancelled: set[str] = set()
+        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._job: str | None = None
+        self._running = self._cancelled = False
+        self._interrupted = -math.inf
 
     def read(self, stream: TextIO) -> None:
         """Read orders until the server is gone; runs in a thread."""
@@ -37,20 +53,37 @@ class _Worker:
             if "cancel" in order:
                 self._cancel(order["cancel"])
             else:
-                self._waiting.put(order)
+                with self._lock:
+                    self._job, self._cancelled = order["job"], False
+                self._orders.put(order)
         # Nothing here is worth finishing: results have nowhere to go.
         os._exit(0)
 
     def _cancel(self, job: str) -> None:
         with self._lock:
-            self._cancelled.add(job)
-            if self._active == job:
-                # To the main thread, so that blocking calls return, too.
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            if self._job != job or self._cancelled:
+                return
+            self._cancelled = True
+        threading.Thread(target=self._insist, args=(job,), daemon=True).start()
 
-    def interrupt(self, *_: object) -> None:
-        """Handle SIGINT: end the active task if it was cancelled, and nothing else."""
-        if self._active is not None and self._active in self._cancelled:
+    def _insist(self, job: str) -> None:
+        """Send SIGINT to the main thread until a job has ended; runs in a thread."""
+        while True:
+            with self._lock:
+                if self._job != job:
+                    return
+                # To that thread, so that blocking calls return, too.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(REPEAT_SECONDS)
+
+    def interrupt(self, _: int, frame: FrameType | None) -> None:
+        """Handle SIGINT: end the task if it was cancelled, but not within an import or its own cleaning up.
+
+        A library that is half imported cannot be imported again.
+        """
+        unwinding = time.monotonic() - self._interrupted < UNWINDING_SECONDS
+        if self._running and self._cancelled and not unwinding and not _is_importing(frame):
+            self._interrupted = time.monotonic()
             raise KeyboardInterrupt
 
     def say(self, **message: Any) -> None:
@@ -61,26 +94,24 @@ class _Worker:
 
     def serve(self) -> None:
         """Run tasks until the process ends."""
+        self.say(ready=True)
         while True:
-            order = self._waiting.get()
+            order = self._orders.get()
             job = order["job"]
+            self._interrupted = -math.inf
             try:
-                with self._lock:
-                    self._active = job
-                    if job in self._cancelled:
-                        raise KeyboardInterrupt
-                try:
-                    answer = self._run(job, order["task"], order["arguments"])
-                finally:
-                    self._active = None
+                self._running = True
+                answer = self._run(job, order["task"], order["arguments"])
             except KeyboardInterrupt:
                 answer = {"job": job, "state": "cancelled"}
+            self._running = False
             with self._lock:
-                self._active = None
-                self._cancelled.discard(job)
+                self._job = None
             self.say(**answer)
 
     def _run(self, job: str, task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if self._cancelled:
+            raise KeyboardInterrupt
         try:
             result = load_task(task)(lambda text: self.say(job=job, progress=text), **arguments)
         except FsdptoolError as error:
@@ -98,6 +129,21 @@ class _Worker:
         return {"job": job, "state": "done", "result": result}
 
 
+def load_libraries() -> None:
+    """Import what most tasks need: torch, and what traces a model with it."""
+    for name in ("torch", "fsdptool.inspection", "fsdptool.planning.plan"):
+        import_module(name)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether a frame belongs to the import of a module."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def load_task(name: str) -> Any:
     """Return the function ``module:function`` of ``fsdptool.web.tasks``.
 
@@ -108,14 +154,21 @@ def load_task(name: str) -> Any:
     return getattr(import_module(f"fsdptool.web.tasks.{module}"), function)
 
 
-def main() -> None:
-    """Serve the process that started this one."""
+def main(load: Callable[[], None] = load_libraries) -> None:
+    """Serve the process that started this one.
+
+    Args:
+        load: Loads what most tasks need; nothing cancels it.
+    """
     # What libraries print must not mix with the messages.
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     worker = _Worker(output)
     signal.signal(signal.SIGINT, worker.interrupt)
     threading.Thread(target=worker.read, args=(sys.stdin,), daemon=True).start()
+    # Each task says itself what it lacks.
+    with contextlib.suppress(ImportError, OSError):
+        load()
     worker.serve()
 
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("python_multipart")
 
-from sites import HOST, Server, Site, chromium, end_server
+from sites import HOST, PATIENCE, Server, Site, chromium, end_server
 
 from fsdptool.web.app import build_app
 from fsdptool.web.jobs import Jobs
@@ -104,6 +104,7 @@ def visit(browser: Any, server: Server) -> Iterator[Any]:
 
     def open_page(**options: Any) -> Any:
         context = browser.new_context(**options)
+        context.set_default_timeout(PATIENCE * 1000)
         contexts.append(context)
         context.on("request", watch)
         page = context.new_page()

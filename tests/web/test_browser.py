@@ -55,7 +55,7 @@ def test_boxes_lay_the_units_of_a_dropped_configuration(visit: Any, server: Serv
     page.set_input_files("#upload-file", config)
     page.click("text=Inspect this file")
     units = page.locator("h2", has_text="FSDP units")
-    units.wait_for(timeout=120_000)
+    units.wait_for()
     assert units.text_content() == "6 FSDP units"
     assert serious(page) == []
     box = page.locator('input[name="wrap"]')
@@ -63,20 +63,20 @@ def test_boxes_lay_the_units_of_a_dropped_configuration(visit: Any, server: Serv
         "LlamaDecoderLayer"
     ]
     page.check('input[value="LlamaMLP"]')
-    page.locator("h2", has_text="9 FSDP units").wait_for(timeout=60_000)
+    page.locator("h2", has_text="9 FSDP units").wait_for()
     page.fill("#field-world_size", "4")
     page.keyboard.press("Tab")
-    page.locator("h2", has_text="do not divide evenly over 4 ranks").wait_for(timeout=60_000)
+    page.locator("h2", has_text="do not divide evenly over 4 ranks").wait_for()
     # The address reproduces what is shown.
     assert "wrap=LlamaMLP" in page.url
     command = page.locator(".command code").text_content()
     assert "--wrap LlamaDecoderLayer,LlamaMLP --world-size 4" in command
     page.reload()
-    page.locator("h2", has_text="9 FSDP units").wait_for(timeout=60_000)
+    page.locator("h2", has_text="9 FSDP units").wait_for()
     # Another model does not inherit the boxes.
     page.fill("#field-reference", "gpt2:small")
     page.keyboard.press("Tab")
-    page.locator("h1", has_text="GPT2LMHeadModel").wait_for(timeout=60_000)
+    page.locator("h1", has_text="GPT2LMHeadModel").wait_for()
 
 
 def test_pages_work_without_javascript(visit: Any, server: Server) -> None:
@@ -84,7 +84,7 @@ def test_pages_work_without_javascript(visit: Any, server: Server) -> None:
     page.goto(f"{server.origin}/model")
     page.fill("#field-reference", "gpt2:small")
     page.click("text=Inspect >> nth=0")
-    page.locator("h1", has_text="GPT2LMHeadModel").wait_for(timeout=60_000)
+    page.locator("h1", has_text="GPT2LMHeadModel").wait_for()
     page.goto(f"{server.origin}/hardware?1.gpu=H100-80GB-SXM&1.gpus_per_node=8")
     page.fill("#path-1", f"{server.folder.name}/without.yaml")
     page.click("text=Save >> nth=-1")
@@ -106,8 +106,8 @@ def tiny(server: Server) -> str:
 
 def answered(page: Any) -> None:
     """Wait until a plan is shown completely."""
-    page.locator("h2", has_text="Memory over one step").wait_for(timeout=120_000)
-    page.locator(".working").wait_for(state="detached", timeout=120_000)
+    page.locator("h2", has_text="Memory over one step").wait_for()
+    page.locator(".working").wait_for(state="detached")
 
 
 def download(page: Any) -> str:
@@ -179,7 +179,7 @@ def test_the_slider_sets_its_field(visit: Any, tiny: str) -> None:
     slider.focus()
     page.keyboard.press("ArrowRight")
     assert page.input_value("#field-sequence_length") == "1024"
-    page.locator(".command code", has_text="--seq-len 1024").wait_for(timeout=60_000)
+    page.locator(".command code", has_text="--seq-len 1024").wait_for()
 
 
 def test_a_suggestion_is_a_button(visit: Any, server: Server) -> None:
@@ -194,14 +194,14 @@ def test_a_suggestion_is_a_button(visit: Any, server: Server) -> None:
     # The page that writes files says why it does not, and leads to what it can write.
     address = page.url
     page.goto(f"{server.origin}/apply{question}")
-    page.get_by_text("No configuration of this plan fits").wait_for(timeout=120_000)
+    page.get_by_text("No configuration of this plan fits").wait_for()
     assert "activations" in page.locator("#unfit").text_content()
     assert serious(page) == []
     page.locator("tr", has_text="expandable segments").get_by_text("Apply").click()
     page.wait_for_url("**expandable_segments=yes**")
-    page.get_by_text("No configuration of this plan fits").wait_for(timeout=120_000)
+    page.get_by_text("No configuration of this plan fits").wait_for()
     page.locator("tr", has_text="full activation checkpointing").get_by_text("Apply").click()
-    page.locator("text=The file, as").wait_for(timeout=300_000)
+    page.locator("text=The file, as").wait_for()
     assert "fsdp_activation_checkpointing: true" in page.locator(".source").first.text_content()
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in page.locator(".notes").text_content()
     page.goto(address)
@@ -213,6 +213,7 @@ def test_a_suggestion_is_a_button(visit: Any, server: Server) -> None:
     assert "--expandable-segments" in page.locator(".command code").text_content()
     row = page.locator("tr", has_text="full activation checkpointing")
     row.locator("text=Apply").click()
+    page.wait_for_url("**checkpointing=full**")
     answered(page)
     assert page.input_value("#field-checkpointing") == "full"
     assert serious(page) == []

@@ -27,7 +27,7 @@ def test_the_server_is_opened_by_its_address_and_ended_by_ctrl_c(tmp_path: Path)
         timer.start()
         try:
             address = process.stderr.readline().split()[-1]
-            with httpx2.Client(follow_redirects=True, timeout=120) as client:
+            with httpx2.Client(follow_redirects=True, timeout=PATIENCE) as client:
                 page = client.get(address)
                 assert (page.status_code, "text/html" in page.headers["content-type"]) == (200, True)
                 # The address is used up; the terminal shows another one.
@@ -42,7 +42,7 @@ def test_the_server_is_opened_by_its_address_and_ended_by_ctrl_c(tmp_path: Path)
                 process.send_signal(signal.SIGINT)
                 assert process.stderr.read() == "stopped\n"
                 assert process.wait(120) == 0
-                assert not psutil.wait_procs(children, timeout=120)[1]
+                assert not psutil.wait_procs(children, timeout=PATIENCE)[1]
         finally:
             timer.cancel()
             process.kill()

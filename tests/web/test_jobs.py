@@ -49,6 +49,12 @@ def running(job: Job) -> None:
     await_in_thread(wait())
 
 
+async def exists(path: Path) -> None:
+    """Wait until a file exists."""
+    while not path.exists():
+        await asyncio.sleep(0.02)
+
+
 def play(jobs: Jobs, act: str, group: str | None = None, **arguments: Any) -> Job:
     """Submit one of the played tasks."""
     return jobs.submit("play:play", {"act": act, **arguments}, group=group)
@@ -77,6 +83,61 @@ def test_a_new_question_overtakes_the_earlier_one_of_its_group(jobs: Jobs) -> No
     for job in (other, last):
         assert ended(job)[-1][0] is JobState.DONE
     assert other.result["pid"] == last.result["pid"]
+
+
+def test_an_interruption_that_is_lost_is_repeated(jobs: Jobs) -> None:
+    slow = play(jobs, "lose", group="a")
+    running(slow)
+    pid = jobs._child.pid if jobs._child is not None else 0
+    last = play(jobs, "add", group="a")
+    assert ended(slow)[-1][0] is JobState.CANCELLED
+    assert ended(last)[-1][0] is JobState.DONE
+    assert last.result["pid"] == pid
+
+
+def test_an_import_is_not_interrupted(jobs: Jobs, tmp_path: Path) -> None:
+    """A library that registers what it has is not imported twice."""
+    started = tmp_path / "started"
+    (tmp_path / "imported_once.py").write_text(
+        "import sys, time\nfrom pathlib import Path\n"
+        "assert not hasattr(sys, 'registered')\nsys.registered = True\n"
+        f"Path({str(started)!r}).touch()\n"
+        "for _ in range(50):\n    time.sleep(0.02)\nVALUE = 7\n"
+    )
+    slow = play(jobs, "import", group="a", folder=str(tmp_path))
+    await_in_thread(exists(started))
+    last = play(jobs, "import", group="a", folder=str(tmp_path), number=2)
+    assert ended(slow)[-1][0] in (JobState.CANCELLED, JobState.DONE)
+    assert ended(last)[-1][0] is JobState.DONE
+    assert last.result["value"] == 7
+
+
+def test_loading_goes_on_when_a_question_is_overtaken(tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    jobs = Jobs(grace_seconds=0.0, child=(*CHILD, str(loaded)))
+    try:
+        jobs.warm()
+        pid = jobs._child.pid if jobs._child is not None else 0
+        first = play(jobs, "add", group="a", number=1)
+        assert (first.state, first.progress) == (JobState.WAITING, "loading PyTorch")
+        last = play(jobs, "add", group="a", number=2)
+        assert first.state is JobState.CANCELLED
+        loaded.touch()
+        assert ended(last)[-1][0] is JobState.DONE
+        assert last.result["pid"] == pid
+    finally:
+        jobs.close()
+
+
+def test_a_child_that_cannot_load_fails_the_question() -> None:
+    jobs = Jobs(child=(sys.executable, "-c", "raise SystemExit(3)"))
+    try:
+        job = play(jobs, "add")
+        assert ended(job)[-1][0] is JobState.FAILED
+        assert job.error is not None
+        assert "status 3" in job.error.message
+    finally:
+        jobs.close()
 
 
 def test_work_that_another_group_waits_for_goes_on(jobs: Jobs) -> None:
