@@ -17,7 +17,7 @@ from fsdptool.errors import ModelError
 from fsdptool.modeling.methods import base_name
 from fsdptool.modeling.methods.quantised_formats import empty_parts, encode
 from fsdptool.modeling.methods.quantised_layers import QuantisedLinear, quantised_layers
-from fsdptool.modeling.tensor_parallel import ALONE, TensorGroup
+from fsdptool.modeling.tensor_group import ALONE, TensorGroup
 from fsdptool.records.parallel import Placement
 
 if TYPE_CHECKING:

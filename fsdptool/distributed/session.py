@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdptool.distributed.rendezvous import join
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
-from fsdptool.modeling.tensor_parallel import ALONE, TensorGroup
+from fsdptool.modeling.tensor_group import ALONE, TensorGroup
 from fsdptool.records.sharding import TRAINED, FsdpSettings, ParallelDims
 from fsdptool.runs.watchdog import collective_timeout
 

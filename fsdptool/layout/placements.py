@@ -50,7 +50,7 @@ def _place(
         raise _refusal(parameter, "an adapter of fused parameters")
     if adapter is not None:
         reason = "latent"
-    inside = name in shared or _inside(name, regions)
+    inside = name in shared or _inside(name, regions) or _sees_parts(name, plan)
     return Placement(parameter.fqn, parameter.shape, None, (), inside, reason or "unknown")
 
 
@@ -70,16 +70,21 @@ def _inside(name: str, regions: frozenset[str]) -> bool:
     return any(".".join(parts[:at]) in regions for at in range(1, len(parts)))
 
 
+def _sees_parts(name: str, plan: TensorPlan) -> bool:
+    return plan.sequence is not None and plan.sequence.covers(name)
+
+
 def _split(
     parameter: Parameter, name: str, adapter: str | None, module: SplitModule, plan: TensorPlan
 ) -> Placement:
     if adapter is None and parameter.dtype in ("uint8", "int8"):
         raise _refusal(parameter, "a quantised base")
     if adapter is not None:
-        return _adapter(parameter, adapter, module, plan)
+        return _adapter(parameter, name, adapter, module, plan)
     dim = split_dim(parameter, name, module)
     if dim is None:
-        return Placement(parameter.fqn, parameter.shape, reason="after_sum")
+        partial = _sees_parts(name, plan)
+        return Placement(parameter.fqn, parameter.shape, partial_gradient=partial, reason="after_sum")
     return _along(parameter, dim, module, plan)
 
 
@@ -96,7 +101,9 @@ def split_dim(parameter: Parameter, name: str, module: SplitModule) -> int | Non
     return outputs if (module.style == "column") != module.transposed else inputs
 
 
-def _adapter(parameter: Parameter, adapter: str, module: SplitModule, plan: TensorPlan) -> Placement:
+def _adapter(
+    parameter: Parameter, name: str, adapter: str, module: SplitModule, plan: TensorPlan
+) -> Placement:
     """Place a low-rank matrix: ``lora_A`` is (rank, in), ``lora_B`` (out, rank), whatever the base stores."""
     if adapter not in _ADAPTERS or len(parameter.shape) != 2 or module.style not in ("column", "row"):
         raise _refusal(parameter, f"{adapter} on a layer split by {module.style}")
@@ -105,7 +112,8 @@ def _adapter(parameter: Parameter, adapter: str, module: SplitModule, plan: Tens
     if (module.style, adapter) == ("row", "lora_A"):
         return _along(parameter, 1, module, plan)
     # A column layer's lora_A feeds a divided lora_B; a row layer's lora_B receives the sum over the group.
-    return Placement(parameter.fqn, parameter.shape, None, (), module.style == "column", "latent")
+    partial = module.style == "column" or _sees_parts(name, plan)
+    return Placement(parameter.fqn, parameter.shape, None, (), partial, "latent")
 
 
 def _along(parameter: Parameter, dim: int, module: SplitModule, plan: TensorPlan) -> Placement:

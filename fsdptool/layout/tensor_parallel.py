@@ -10,6 +10,7 @@ from fsdptool.layout.expert_sites import experts, fused
 from fsdptool.layout.library_plans import compare
 from fsdptool.layout.placements import placements
 from fsdptool.layout.projections import LATENT, Layers, is_norm, is_router
+from fsdptool.layout.sequence_parallel import find_span
 from fsdptool.layout.sites import Left, Site, attention, feed_forward
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.parallel import Indivisible, SplitModule, TensorPlan, WholeReason
@@ -24,13 +25,19 @@ class _Found:
     left: list[Left] = field(default_factory=list)
 
 
-def plan_tensor_parallel(anatomy: Anatomy, size: int, *, vocabulary: bool = True) -> TensorPlan:
+def plan_tensor_parallel(
+    anatomy: Anatomy, size: int, *, vocabulary: bool = True, sequence: bool = False
+) -> TensorPlan:
     """Return how a model is split over ``size`` ranks.
 
     Args:
         anatomy: The published model (before adapters are added).
         size: Ranks of the group.
         vocabulary: Whether the vocabulary's embedding and head are divided where they can be.
+        sequence: Whether hidden states are divided along the sequence.
+
+    Raises:
+        ConfigError: They cannot be.
     """
     layers = Layers(anatomy)
     found = _search(layers, _overruled(anatomy, layers))
@@ -56,7 +63,11 @@ def plan_tensor_parallel(anatomy: Anatomy, size: int, *, vocabulary: bool = True
         indivisible=tuple(_indivisible(found.sites, size)),
         notes=tuple(notes),
     )
-    return replace(plan, whole=_whole(anatomy, layers, found, plan))
+    plan = replace(plan, whole=_whole(anatomy, layers, found, plan))
+    if not sequence:
+        return plan
+    left = {item.path: item.words for item in found.left}
+    return replace(plan, sequence=find_span(anatomy, layers, plan, left))
 
 
 def plan_expert_parallel(anatomy: Anatomy, size: int) -> TensorPlan:

@@ -21,7 +21,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.modeling.optimizers import optimizer_spec
 
 if TYPE_CHECKING:
-    from fsdptool.modeling.tensor_parallel import TensorGroup
+    from fsdptool.modeling.tensor_group import TensorGroup
     from fsdptool.records.parallel import TensorPlan
     from fsdptool.records.recipe import Recipe
     from fsdptool.records.sharding import FsdpSettings

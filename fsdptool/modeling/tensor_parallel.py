@@ -2,116 +2,36 @@
 
 The model of a rank is an ordinary model of smaller layers. Its own code runs unchanged between two
 collectives: the gradient of a region's input is summed over the group in backward, and so is the output of a
-row layer in forward (Megatron-LM, arXiv:1909.08053, figure 3: *f* and *g*). FSDP2 shards the local parameters
-over the other ranks. Divided parameters are plain tensors of local shape, not DTensors over the group: the
-memory tracer runs the same modules in one process, no operator needs a sharding rule, and fused projections,
-whose parts are cut separately, cannot be expressed as a DTensor.
+row layer in forward (Megatron-LM, arXiv:1909.08053, figure 3: *f* and *g*). With sequence parallelism an
+all-gather and a reduce-scatter take their places (``modeling/sequence_parallel.py``). FSDP2 shards the local
+parameters over the other ranks. Divided parameters are plain tensors of local shape, not DTensors over the
+group: the memory tracer runs the same modules in one process, no operator needs a sharding rule, and fused
+projections, whose parts are cut separately, cannot be expressed as a DTensor.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.expert_parallel import spread
 from fsdptool.modeling.optimizers import optimizer_spec
+from fsdptool.modeling.sequence_parallel import divide_sequence, refuse_uneven
+from fsdptool.modeling.tensor_group import TensorGroup, enter, leave
 from fsdptool.records.parallel import Placement, SplitModule, SplitStyle, TensorPlan
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
     from fsdptool.records.sharding import FsdpSettings, UnitPlan
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGroup:
-    """The ranks that share one copy of every layer.
-
-    Attributes:
-        size: How many there are.
-        rank: Which of them this is.
-        process_group: Their process group; None computes alone, with the same tensors (the memory tracer).
-    """
-
-    size: int
-    rank: int = 0
-    process_group: dist.ProcessGroup | None = None
-
-    def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce ``values`` over the group in place and return them."""
-        if self.process_group is not None:
-            dist.all_reduce(values, op=op, group=self.process_group)
-        elif not torch.compiler.is_compiling() and _listeners:
-            _listeners[-1](values.numel() * values.itemsize)
-        return values
-
-
-_listeners: list[Callable[[int], None]] = []
-"""Who is told the bytes of each sum of a group that computes alone. Backward may run on another thread."""
-
-
-@contextmanager
-def noticing(listener: Callable[[int], None]) -> Iterator[None]:
-    """Tell ``listener`` the bytes of every sum of a group without processes."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.pop()
-
-
-ALONE = TensorGroup(1)
-
-
-class _Enter(torch.autograd.Function):
-    """Identity in forward, sum over the group in backward: Megatron's *f*."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # A copy: another reader of the region's input may hold the same gradient tensor.
-        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class _Leave(torch.autograd.Function):
-    """Sum over the group in forward, identity in backward: Megatron's *g*.
-
-    In place: the value is what a product has just written, and no backward needs it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(value.contiguous()).view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def enter(value: Tensor, group: TensorGroup) -> Tensor:
-    """Return ``value`` as a divided region reads it: its gradient is summed over the group."""
-    result: Tensor = _Enter.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def leave(value: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum over the group of what each rank computed of ``value``, which is overwritten."""
-    result: Tensor = _Leave.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
 
 
 def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
@@ -132,6 +52,8 @@ def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
         reason = "mixed_precision fp8 scales whole layers"
     if reason is not None:
         raise ConfigError(f"tp_size is not supported: {reason}", help="set tp_size to 1, or change it")
+    if recipe.sharding.sequence_parallel:
+        refuse_uneven(recipe, settings)
 
 
 def refuse_indivisible(plan: TensorPlan) -> None:
@@ -166,6 +88,8 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
     if tensor is None:
         return
     _replace_parameters(model, plan.placements, group)
+    parts = divide_sequence(model, tensor.sequence, group) if tensor.sequence is not None else None
+    leaving = partial(leave, group=group) if parts is None else parts.leave
     for path, sizes in tensor.attributes.items():
         module = _module(model, path)
         # A wrapper of LoRA stands where the layer was.
@@ -175,15 +99,18 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
         # A parameter that no layer of its own holds (fused experts) is divided with its module.
         if isinstance(_attribute(model, item.path), nn.Module):
             for layer in _layers(_module(model, item.path), item.style):
-                _divide_layer(layer, item, group, summed=item.path in sums)
+                _divide_layer(layer, item, group, leaving if item.path in sums else None)
     split_layers = {item.path for item in tensor.modules}
     for path in sums - split_layers:
-        _module(model, path).register_forward_hook(lambda module, args, output: leave(output, group))
+        _module(model, path).register_forward_hook(lambda module, args, output: leaving(output))
     for name in tensor.shared:
         path, _, leaf = name.rpartition(".")
         _share(_module(model, path), leaf, group.size)
     for path in _entered(tensor):
         region = _module(model, path)
+        if parts is not None:
+            region.register_forward_pre_hook(parts.entry(path, region), with_kwargs=True, prepend=True)
+            continue
         entry = _entry(region, group, frozenset(tensor.divided_arguments))
         region.register_forward_pre_hook(entry, with_kwargs=True, prepend=True)
 
@@ -244,8 +171,10 @@ _INPUTS = ("in_features",)
 """Of torch's own layers; what other layers compute with is among the plan's attributes."""
 
 
-def _divide_layer(layer: Any, item: SplitModule, group: TensorGroup, *, summed: bool) -> None:
-    """Tell a layer its local sizes, and let it sum over the group where it must."""
+def _divide_layer(
+    layer: Any, item: SplitModule, group: TensorGroup, leaving: Callable[[Tensor], Tensor] | None
+) -> None:
+    """Tell a layer its local sizes, and let what it computes leave its region where it must."""
     if item.style == "vocabulary":
         if isinstance(layer, nn.Embedding):
             first = group.rank * (layer.num_embeddings // group.size)
@@ -258,8 +187,8 @@ def _divide_layer(layer: Any, item: SplitModule, group: TensorGroup, *, summed: 
         spread(layer, layer.down_proj.shape[0] * group.size, group)
         return
     _divide_names(layer, _OUTPUTS if item.style == "column" else _INPUTS, group.size)
-    if summed:
-        _replace_forward(layer, _row_forward(layer, group, transposed=hasattr(layer, "nf")))
+    if leaving is not None:
+        _replace_forward(layer, _row_forward(layer, leaving, transposed=hasattr(layer, "nf")))
 
 
 def _divide_names(module: nn.Module, names: Sequence[str], size: int) -> None:
@@ -324,12 +253,14 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     object.__setattr__(module, "forward", forward)
 
 
-def _row_forward(layer: Any, group: TensorGroup, *, transposed: bool) -> Callable[[Tensor], Tensor]:
+def _row_forward(
+    layer: Any, leaving: Callable[[Tensor], Tensor], *, transposed: bool
+) -> Callable[[Tensor], Tensor]:
     """Return the forward of a row layer: the bias is added once, after the sum."""
 
     def forward(value: Tensor) -> Tensor:
         weight = layer.weight.t() if transposed else layer.weight
-        output = leave(F.linear(value, weight), group)
+        output = leaving(F.linear(value, weight))
         return output if layer.bias is None else output + layer.bias
 
     return forward

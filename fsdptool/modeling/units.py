@@ -160,8 +160,15 @@ def _division(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Tenso
     elif settings.mesh.tp > 1:
         from fsdptool.modeling.tensor_parallel import refuse_indivisible
 
-        plan = plan_tensor_parallel(anatomy, settings.mesh.tp, vocabulary=False)
+        plan = plan_tensor_parallel(
+            anatomy, settings.mesh.tp, vocabulary=False, sequence=recipe.sharding.sequence_parallel
+        )
         refuse_indivisible(plan)
+    elif recipe.sharding.sequence_parallel:
+        raise ConfigError(
+            "sharding.sequence_parallel needs a tensor-parallel group",
+            help="set tp_size above 1 in the accelerate file, or leave sharding.sequence_parallel out",
+        )
     else:
         return None
     return plan

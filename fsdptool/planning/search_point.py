@@ -94,6 +94,8 @@ def apply_search_point(
         prefetch=point.prefetch,
         reduce_dtype=point.reduce_dtype,  # type: ignore[arg-type]  # one of the record's literals
         accumulation=point.gradients,
+        # Of a group of one rank there is nothing to divide.
+        sequence_parallel=recipe.sharding.sequence_parallel and point.tp > 1,
     )
     batch = replace(
         recipe.batch, micro_batch=point.micro_batch, accumulation=point.accumulation, global_batch=None

@@ -121,6 +121,27 @@ class Indivisible:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceSpan:
+    """Where the ranks of a group divide hidden states along the sequence (Megatron-LM, arXiv:2205.05198).
+
+    From the input of the first block to the output of the norm behind the last, each rank holds a part of
+    every sequence. Regions in between gather it at their entry and scatter what they sum at their exit.
+
+    Attributes:
+        blocks: Path of the list of blocks.
+        end: Path of the norm behind the last block: what it returns is gathered.
+    """
+
+    blocks: str
+    end: str
+
+    def covers(self, name: str) -> bool:
+        """Return whether a module or a parameter computes with a part of each sequence, or lies in a region
+        of a module that does."""
+        return name.startswith((f"{self.blocks}.", f"{self.end}."))
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPlan:
     """How one model is split over ``size`` ranks.
 
@@ -142,6 +163,7 @@ class TensorPlan:
         whole: Why parameters of the published model stay whole, by every name of theirs.
         indivisible: What the group does not divide; empty where the model can be split.
         notes: Findings about the library's own plan: entries that match nothing, or contradict the modules.
+        sequence: Where hidden states are divided along the sequence; None: they are whole between regions.
     """
 
     size: Positive
@@ -155,3 +177,4 @@ class TensorPlan:
     whole: Mapping[str, WholeReason] = field(default_factory=dict)
     indivisible: tuple[Indivisible, ...] = ()
     notes: tuple[str, ...] = ()
+    sequence: SequenceSpan | None = None

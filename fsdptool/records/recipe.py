@@ -198,6 +198,8 @@ class Sharding:
     """Which parameters outside the blocks form units, in the native layout."""
     expert_parallel: int = 1
     """Ranks that share out the experts of a mixture, whole ones each; divides the mesh's ``dp_shard``."""
+    sequence_parallel: bool = False
+    """Whether the ranks of a tensor-parallel group divide the hidden states between its regions, too."""
 
 
 @dataclass(frozen=True, slots=True)

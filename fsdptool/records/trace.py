@@ -84,6 +84,7 @@ class Segment:
         operations: Its matrix products and attention kernels, as numbers of :attr:`Trace.operations`.
         calls: The operators that activation checkpointing runs again here, where their output is new memory.
         summed: Bytes of every tensor that is summed over the tensor-parallel group here.
+        gathered: Whole bytes of every tensor that is gathered over that group, or reduced and scattered.
     """
 
     marker: Marker
@@ -96,6 +97,7 @@ class Segment:
     operations: tuple[int, ...] = ()
     calls: tuple[RecomputedCall, ...] = ()
     summed: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

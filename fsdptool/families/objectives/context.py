@@ -62,25 +62,11 @@ class Context:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Return every rank's tensor, [size, *mine.shape]; ``mine`` is contiguous."""
-        received = mine.new_empty((self.size, *mine.shape))
-        if self.group is not None:
-            _collective("all_gather_single", "all_gather_into_tensor")(
-                received.view(-1), mine.view(-1), group=self.group
-            )
-        elif self.staged:
-            received.new_empty(received.shape)
-        return received
+        return gather(mine, self.size, self.group, staged=self.staged)
 
     def reduce(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the sum of every rank's ``whole`` [size, ...]."""
-        mine = whole.new_empty(whole.shape[1:])
-        if self.group is not None:
-            _collective("reduce_scatter_single", "reduce_scatter_tensor")(
-                mine.view(-1), whole.view(-1), group=self.group
-            )
-        elif self.staged:
-            whole.new_empty(whole.shape)
-        return mine
+        return reduce(whole, self.group, staged=self.staged)
 
     def rotate(self, mine: Tensor) -> Tensor:
         """Send a flat tensor to the next rank and return what the one before sent."""
@@ -94,6 +80,37 @@ class Context:
             )
             dist.all_to_all_single(received, mine, got, sent, group=self.group)
         return received
+
+
+def gather(mine: Tensor, size: int, group: Any, *, staged: bool) -> Tensor:
+    """Return the tensors of all ranks of a group, [size, *mine.shape].
+
+    Args:
+        mine: This rank's, contiguous.
+        size: Ranks of the group.
+        group: Their process group; None exchanges nothing.
+        staged: Without a process group: make the buffer that a CPU backend copies from, too.
+    """
+    received = mine.new_empty((size, *mine.shape))
+    if group is not None:
+        _collective("all_gather_single", "all_gather_into_tensor")(
+            received.view(-1), mine.view(-1), group=group
+        )
+    elif staged:
+        received.new_empty(received.shape)
+    return received
+
+
+def reduce(whole: Tensor, group: Any, *, staged: bool) -> Tensor:
+    """Return this rank's part of the sum over a group of ``whole`` [size, ...], which is contiguous."""
+    mine = whole.new_empty(whole.shape[1:])
+    if group is not None:
+        _collective("reduce_scatter_single", "reduce_scatter_tensor")(
+            mine.view(-1), whole.view(-1), group=group
+        )
+    elif staged:
+        whole.new_empty(whole.shape)
+    return mine
 
 
 def _collective(name: str, before: str) -> Any:

@@ -98,4 +98,5 @@ def _costs(segment: Segment, group: Sequence[Segment]) -> Segment:
         operations=tuple(number for part in group for number in part.operations),
         calls=tuple(call for part in group for call in part.calls),
         summed=tuple(size for part in group for size in part.summed),
+        gathered=tuple(size for part in group for size in part.gathered),
     )

@@ -146,6 +146,7 @@ def _tokens(trace: Trace, lists: Sequence[str]) -> list[_Token]:
             )
             tokens.append((("call", call.selector, *what), (call.bytes, call.bytes_moved, *numbers)))
         tokens += [(("sum",), (size,)) for size in segment.summed]
+        tokens += [(("gather",), (size,)) for size in segment.gathered]
     for name, number in trace.gradients.items():
         path, index = _split(name, lists)
         tokens.append((("gradient", path), (index, births[number][1])))

@@ -26,7 +26,8 @@ from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import MicroLoss, Task, objective_for
-from fsdptool.modeling.tensor_parallel import TensorGroup, split
+from fsdptool.modeling.tensor_group import TensorGroup
+from fsdptool.modeling.tensor_parallel import split
 from fsdptool.modeling.units import as_trained, compiled_modules, plan_teacher, plan_units, with_stored_dtypes
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.diagnostic import library_versions
@@ -95,7 +96,7 @@ def make_trace(
     def make(cut: Cut | None = None, compiler: BlockCompiler | None = None) -> nn.Module:
         # What is said of the base and what is compiled refers to the full depth.
         early = cut if base_notes and compiler is None else None
-        model = trained_model(spec, recipe, settings, plan, early)
+        model = trained_model(spec, recipe, settings, plan, early, staged=staged)
         if not base_notes:
             base_notes.append(describe_base(model))
         if compiler is not None:
@@ -214,11 +215,18 @@ def _explain(error: Exception, spec: ModelSpec) -> str:
 
 
 def trained_model(
-    spec: ModelSpec, recipe: Recipe, settings: FsdpSettings, plan: UnitPlan, cut: Cut | None = None
+    spec: ModelSpec,
+    recipe: Recipe,
+    settings: FsdpSettings,
+    plan: UnitPlan,
+    cut: Cut | None = None,
+    *,
+    staged: bool = False,
 ) -> nn.Module:
     """Return a model on meta as the trainer has it before it is sharded: method and checkpointing applied.
 
-    ``cut`` changes the checkpointed model before the method does, if the method changes models.
+    ``cut`` changes the checkpointed model before the method does, if the method changes models. ``staged``
+    is that of :func:`fsdptool.memory.trace`.
     """
     method = method_of(recipe)
     model = build_model(spec, recipe.model, cp=settings.mesh.cp, initialise=False).train()
@@ -227,7 +235,7 @@ def trained_model(
         method.prepare(model, recipe, family_of(spec), spec.config)
         model.train()
         # Every rank of the group has tensors of the same sizes; experts, where the router is balanced.
-        split(model, plan, TensorGroup(plan.tensor.size if plan.tensor is not None else 1))
+        split(model, plan, TensorGroup(plan.tensor.size if plan.tensor is not None else 1, staged=staged))
         checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
         return model
     checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)

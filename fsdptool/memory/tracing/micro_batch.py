@@ -22,7 +22,7 @@ from fsdptool.memory.tracing.module_hooks import ModuleHooks
 from fsdptool.memory.tracing.recorder import Recorder
 from fsdptool.modeling.methods import predict_frozen
 from fsdptool.modeling.objective import MicroLoss, add_validation_loss, run_micro_batch
-from fsdptool.modeling.tensor_parallel import noticing
+from fsdptool.modeling.tensor_group import noticing
 from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import Trace
 
@@ -79,7 +79,7 @@ def run_trace(
             if conditions.profile == "cuda":
                 stack.enter_context(offloading(recorder))
             stack.enter_context(using(context))
-            stack.enter_context(noticing(recorder.summed))
+            stack.enter_context(noticing(recorder.exchanged))
             stack.enter_context(mode)
             if values is not Values.NONE:
                 stack.enter_context(KnownValues(batch, specs, draw=values is Values.DRAWN))

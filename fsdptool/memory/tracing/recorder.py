@@ -46,6 +46,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recomputing = 0
         self._calls: list[list[RecomputedCall]] = []
         self._group_sums: list[list[int]] = []
+        self._group_gathers: list[list[int]] = []
         self._counts: dict[str, int] = {}
         self._numbers: dict[int, int] = {}
         self._phase = "temporary"
@@ -73,10 +74,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._costly.append([])
         self._calls.append([])
         self._group_sums.append([])
+        self._group_gathers.append([])
 
-    def summed(self, size: int) -> None:
-        """Note that ``size`` bytes are summed over the tensor-parallel group."""
-        self._group_sums[-1].append(size)
+    def exchanged(self, size: int, *, summed: bool) -> None:
+        """Note that ``size`` bytes are summed over the tensor-parallel group, or gathered or scattered."""
+        (self._group_sums if summed else self._group_gathers)[-1].append(size)
 
     def phase(self, kind: str) -> None:
         """Say what tensors made from now on are, until something better is known of them."""
@@ -254,8 +256,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tuple(costly),
                 tuple(calls),
                 tuple(summed),
+                tuple(gathered),
             )
-            for (marker, path), events, flops, moved, again, costly, calls, summed in zip(
+            for (marker, path), events, flops, moved, again, costly, calls, summed, gathered in zip(
                 self._segments,
                 self._events,
                 self._flops,
@@ -264,6 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._costly,
                 self._calls,
                 self._group_sums,
+                self._group_gathers,
                 strict=True,
             )
         )

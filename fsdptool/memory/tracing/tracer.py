@@ -118,6 +118,7 @@ def traced_configuration(recipe: Recipe, settings: FsdpSettings, *, staged: bool
         "precision": settings.mixed_precision,
         "ignored": settings.ignored_modules,
         "tensor": [settings.mesh.tp, sharding.expert_parallel],
+        "sequence": [sharding.sequence_parallel, staged] if sharding.sequence_parallel else None,
         "context": [settings.mesh.cp, settings.cp_comm_strategy, staged] if settings.mesh.cp > 1 else None,
     }
     wrapping = [settings.wrap_policy, list(settings.wrap_classes), settings.min_num_params]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.materialize import rows_of
 from fsdptool.distributed.shard import local
-from fsdptool.modeling.tensor_parallel import ALONE, TensorGroup
+from fsdptool.modeling.tensor_group import ALONE, TensorGroup
 from fsdptool.records.parallel import Placement
 
 
