@@ -223,6 +223,9 @@ class Options(TypedDict, total=False):
     tp: Annotated[int | None, Option(
         "Tensor-parallel ranks: each holds a part of every layer.", "Sharding", "settings.mesh.tp",
         closes=("tp",), minimum=1)]
+    sequence_parallel: Annotated[bool | None, Option(
+        "Divide hidden states over the tensor-parallel ranks, too.", "Sharding",
+        "recipe.sharding.sequence_parallel")]
     prefetch: Annotated[int | None, Option(
         "FSDP units to prefetch.", "Sharding", "recipe.sharding.prefetch", closes=("prefetch",), minimum=1)]
     reduce_dtype: Annotated[str | None, Option(

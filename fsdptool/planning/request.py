@@ -60,6 +60,11 @@ def read_request(options: Options) -> Request:
         num_processes=clusters[0].world_size,
         num_machines=clusters[0].nodes,
     )
+    search = _search_scope(options, profile)
+    if recipe.sharding.sequence_parallel and settings.mesh.tp == 1 and (search == "none" or "tp" in options):
+        raise PlanError(
+            "sequence parallelism needs tensor-parallel ranks", help="give --tp 2 or more, or leave it out"
+        )
     inputs = PlanInputs(
         recipe=with_stored_dtypes(recipe, settings),
         settings=settings,
@@ -68,7 +73,7 @@ def read_request(options: Options) -> Request:
         profile=profile,
         wrap=tuple(options.get("wrap", ())),
         exclude=tuple(options.get("exclude", ())),
-        search=_search_scope(options, profile),
+        search=search,
         fixed=_fixed(options),
         max_batch=options.get("max_batch", False),
         optimal_checkpointing=_optimal_checkpointing(options, clusters),

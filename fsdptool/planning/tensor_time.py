@@ -4,9 +4,9 @@ Each rank of the group runs a smaller model (:mod:`fsdptool.records.parallel`). 
 of the local shapes and notes every tensor that is summed over the group: the output of each row layer in
 forward, and the gradient of each region's input in backward, so two sums of a micro-batch's hidden states in
 forward and two in backward for each decoder block (Megatron-LM, arXiv:1909.08053, section 3), and the first
-of forward once more where it is recomputed (backward does not need the second). The next operator reads what
-is summed: nothing hides a sum. With sequence parallelism (arXiv:2205.05198, section 4.2.2) an all-gather and
-a reduce-scatter would take the place of each, which move the same bytes.
+of forward once more where it is recomputed (backward does not need the second). With sequence parallelism
+(arXiv:2205.05198, section 4.2.2) an all-gather and a reduce-scatter take the place of each, which move the
+same bytes. The next operator reads what arrives: nothing hides either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdptool.records.trace import Repeat, Trace
 
 
 def summed_seconds(trace: Trace, group: Ring) -> dict[str, Cost]:
-    """Return what every traced module waits for sums over its tensor-parallel group, recomputation included.
+    """Return what every traced module waits for its tensor-parallel group, recomputation included.
 
     Args:
         trace: The micro-batch of one rank.
@@ -32,6 +32,7 @@ def summed_seconds(trace: Trace, group: Ring) -> dict[str, Cost]:
     for owner, segment in owners_of(trace):
         backward = backward or segment.marker == "backward"
         seconds = sum(group.reduce(size) for size in segment.summed)
+        seconds += sum(group.gather(size) for size in segment.gathered)
         if seconds:
             cost = Cost(0.0, seconds) if backward else Cost(seconds)
             waited[owner] = waited.get(owner, Cost()) + cost
@@ -50,7 +51,9 @@ def model_flops(trace: Trace, plan: UnitPlan | None = None, teacher: UnitPlan | 
         plan: The units of the model; None: no layer is divided.
         teacher: Those of a distillation's teacher.
     """
-    size = plan.tensor.size if plan is not None and plan.tensor is not None else 1
+    tensor = plan.tensor if plan is not None else None
+    size = tensor.size if tensor is not None else 1
+    span = tensor.sequence if tensor is not None else None
     divided, whole = _paths(plan, trace.repeats)
     if trace.upper is not None:
         # A compiled block has no boundaries inside: all of it counts as divided.
@@ -60,7 +63,9 @@ def model_flops(trace: Trace, plan: UnitPlan | None = None, teacher: UnitPlan | 
     total = model_flops(trace.teacher, teacher) if trace.teacher is not None else 0.0
     for owner, segment in owners_of(trace):
         flops = (sum(segment.flops.values()) - segment.recomputed) * copies_of(owner, trace.repeats)
-        shared = size > 1 and owner not in whole and any(path in divided for path in _upwards(owner))
+        inside = any(path in divided for path in _upwards(owner))
+        # What lies between the regions computes with a part of the sequence.
+        shared = size > 1 and (owner not in whole if inside else span is not None and span.covers(owner))
         total += flops * (size if shared else 1)
     return total
 

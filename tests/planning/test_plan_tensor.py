@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
@@ -55,6 +55,25 @@ def test_every_block_waits_for_two_sums_in_forward_and_two_in_backward(model: st
     again = planned(model, micro_batch=2, tp=2, checkpointing="full")
     assert again.seconds["communication"] == pytest.approx(5 * LAYERS * once)
     assert "tensor 2" in brief(dataclasses.asdict(whole.settings))
+
+
+def test_a_divided_sequence_is_gathered_and_scattered_by_every_region(model: str) -> None:
+    ring = make_ring(make_cluster(GPU, 2), machine_for(GPU), ranks=2)
+    once = ring.gather(2 * TOKENS * WIDTH * 2)
+    whole = planned(model, micro_batch=2, tp=2)
+    parts = planned(model, micro_batch=2, tp=2, sequence_parallel=True)
+    # Two regions a block, each gathered and scattered in forward and backward; the final norm's output is
+    # gathered in forward, and the gradient of the first block's input in backward.
+    assert parts.seconds["communication"] == pytest.approx((8 * LAYERS + 2) * once)
+    assert parts.seconds["compute"] < whole.seconds["compute"]
+    assert parts.step_flops == pytest.approx(whole.step_flops)
+    # Of a block's hidden states the inputs of two norms and two additions are kept, 16 bits each.
+    saved = (whole.allocated_peak_bytes or 0) - (parts.allocated_peak_bytes or 0)
+    assert saved > LAYERS * 4 * TOKENS * WIDTH * 2
+    again = planned(model, micro_batch=2, tp=2, sequence_parallel=True, checkpointing="full")
+    assert again.seconds["communication"] == pytest.approx((11 * LAYERS + 2) * once)
+    with pytest.raises(PlanError, match="needs tensor-parallel ranks"):
+        planned(model, micro_batch=2, sequence_parallel=True)
 
 
 def test_the_work_of_a_step_does_not_depend_on_who_does_it(model: str) -> None:

@@ -16,7 +16,7 @@ from test_numerics import hold
 
 from fsdptool.errors import ConfigError
 from fsdptool.memory import footprint, trace
-from fsdptool.records.recipe import Optimizer, Sharding
+from fsdptool.records.recipe import Batch, Optimizer, Sharding
 from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.manifest import read_manifest
 from fsdptool.training.export.values import Saved
@@ -24,6 +24,7 @@ from fsdptool.training.export.values import Saved
 pytestmark = pytest.mark.distributed
 
 STEPS = 12
+SEQUENCE = Sharding(sequence_parallel=True)
 RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
     "full, two ranks": ("causal", "full", 2, ParallelDims(dp_shard=1, tp=2)),
     "lora, two ranks": ("causal", "lora", 2, ParallelDims(dp_shard=1, tp=2)),
@@ -50,6 +51,30 @@ RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
 def test_divided_layers_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str) -> None:
     name, method, world, mesh = RUNS[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
+    results = pool.run(train, world, name, folder, recipe, mesh, STEPS)
+    losses, weights, _ = hold(results, name, recipe, steps=STEPS)
+    assert losses <= 1e-5
+    assert weights <= 1e-5
+
+
+SEQUENCE_RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
+    "full": ("causal", "full", 2, ParallelDims(dp_shard=1, tp=2)),
+    "adapters": ("causal", "lora", 4, ParallelDims(dp_shard=2, tp=2)),
+    "beside context": ("causal", "full", 4, ParallelDims(dp_shard=1, cp=2, tp=2)),
+    "tied, norms of heads": ("qwen3 tied", "full", 4, ParallelDims(dp_shard=2, tp=2)),
+    "fused, transposed": ("gpt2", "full", 4, ParallelDims(dp_shard=1, tp=4)),
+    "fused, adapters": ("gpt2", "lora", 2, ParallelDims(dp_shard=1, tp=2)),
+    "experts": ("moe", "full", 4, ParallelDims(dp_shard=2, tp=2)),
+    "experts, frozen": ("moe", "lora", 2, ParallelDims(dp_shard=1, tp=2)),
+    "latent attention": ("deepseek", "full", 2, ParallelDims(dp_shard=1, tp=2)),
+    "sinks and biases": ("gpt-oss", "full", 2, ParallelDims(dp_shard=1, tp=2)),
+}
+
+
+@pytest.mark.parametrize("run", SEQUENCE_RUNS)
+def test_divided_sequences_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str) -> None:
+    name, method, world, mesh = SEQUENCE_RUNS[run]
+    recipe, folder = prepare_case(CASES[name], tmp_path, method, sharding=SEQUENCE)
     results = pool.run(train, world, name, folder, recipe, mesh, STEPS)
     losses, weights, _ = hold(results, name, recipe, steps=STEPS)
     assert losses <= 1e-5
@@ -97,17 +122,19 @@ def test_a_full_checkpoint_is_whole(pool: Pool, tmp_path: Path) -> None:
     assert later["losses"] == pytest.approx(first["losses"][2:], rel=1e-5)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     ("mesh", "accumulation"), [(ParallelDims(dp_shard=1, tp=2), 2), (ParallelDims(dp_shard=2, tp=2), 1)]
 )
 def test_memory_is_what_was_predicted(
-    pool: Pool, tmp_path: Path, mesh: ParallelDims, accumulation: int
+    pool: Pool, tmp_path: Path, mesh: ParallelDims, accumulation: int, sequence: bool
 ) -> None:
     wide = dataclasses.replace(
         CASES["causal"],
         config={**LLAMA, "hidden_size": 192, "intermediate_size": 320, "max_position_embeddings": 512},
     )
-    recipe, folder = prepare_case(wide, tmp_path, "full")
+    sharding = Sharding(sequence_parallel=sequence)
+    recipe, folder = prepare_case(wide, tmp_path, "full", sharding=sharding)
     batch = dataclasses.replace(recipe.batch, accumulation=accumulation)
     recipe = dataclasses.replace(recipe, batch=batch)
     world = mesh.size("dp_shard") * mesh.tp
@@ -139,6 +166,15 @@ def test_validation_counts_a_sample_once(pool: Pool, tmp_path: Path) -> None:
         ("causal", 2, {"optimizer": Optimizer(name="muon")}, "optimizer muon needs whole matrices"),
         ("causal", 2, {"base": "nf4"}, "stored as nf4"),
         ("causal", 2, {"sharding": Sharding(compile=True)}, "sharding.compile"),
+        ("causal", 1, {"sharding": SEQUENCE}, "needs a tensor-parallel group"),
+        (
+            "causal",
+            2,
+            {"sharding": SEQUENCE, "batch": Batch(2, 15)},
+            "2 ranks cannot divide the 15 positions",
+        ),
+        ("seq2seq", 2, {"sharding": SEQUENCE}, "do not lie in one list of blocks"),
+        ("masked", 2, {"sharding": SEQUENCE}, "no norm follows bert.encoder.layer"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_by_name(
