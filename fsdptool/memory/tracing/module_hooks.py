@@ -94,8 +94,13 @@ class ModuleHooks:
                 return args, kwargs
             tensors = grad_tensors((args, kwargs))
             if tensors:
-                marked = _Complete.apply(self, path, *tensors)  # type: ignore[no-untyped-call]
-                args, kwargs = with_grad_tensors((args, kwargs), iter(marked))
+                # FSDP2 replaces each argument of a unit by a tensor of its own. Elsewhere two arguments that
+                # are one tensor stay one: nn.MultiheadAttention asks whether its key is its value.
+                keys = range(len(tensors)) if casts else [id(tensor) for tensor in tensors]
+                distinct = dict(zip(keys, tensors, strict=True))
+                marked = _Complete.apply(self, path, *distinct.values())  # type: ignore[no-untyped-call]
+                replaced = dict(zip(distinct, marked, strict=True))
+                args, kwargs = with_grad_tensors((args, kwargs), iter([replaced[key] for key in keys]))
             return args, kwargs
 
         return hook
