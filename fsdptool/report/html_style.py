@@ -80,12 +80,15 @@ ul.notes{padding-left:1.1rem}ul.notes li{margin:.35rem 0;max-width:52rem;overflo
 footer{margin-top:3rem;color:var(--soft);font-size:.85rem;overflow-wrap:anywhere}
 @media (max-width:40rem){main{padding:1rem .75rem 3rem}h1{font-size:1.25rem}
 .narrow{display:block}.broad{display:none}
-th,td{padding:.34rem .45rem}.wide{min-width:0}pre{white-space:pre-wrap;overflow-wrap:anywhere}
-table.cards thead{display:none}table.cards tr{display:block;padding:.4rem 0;
+th,td{padding:.34rem .45rem}.wide{min-width:0}
+th:has(>.swatch){position:relative;padding-left:1.3rem}th>.swatch{position:absolute;left:.3rem;top:.75em}
+pre{white-space:pre-wrap;overflow-wrap:anywhere}
+table.plain{font-size:.85rem}table.cards thead{display:none}table.cards tr{display:block;padding:.4rem 0;
 border-bottom:1px solid var(--line)}
 table.cards tbody tr:last-child{border-bottom:0}
-table.cards th,table.cards td{display:grid;grid-template-columns:6.5rem 1fr;border:0;padding:.1rem .6rem;
-text-align:left;white-space:normal}
+table.cards th,table.cards td{display:grid;grid-template-columns:7rem minmax(0,1fr);gap:0 .6rem;
+border:0;padding:.1rem .6rem;text-align:left;white-space:normal;overflow-wrap:anywhere}
+table.cards td svg{margin:.2rem 0}table.cards .button{grid-column:2;justify-self:start}
 table.cards th{font-weight:600}table.cards td:empty{display:none}
 table.cards td::before,table.cards th::before{content:attr(data-head);color:var(--soft);font-weight:400}}
 @media print{:root{--bg:#fff;--card:#fff;--ink:#000;--soft:#444;--line:#bbb}

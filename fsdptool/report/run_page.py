@@ -23,7 +23,7 @@ RUN_STYLE = """.chart{overflow-x:auto}.loss{fill:none;stroke:var(--accent);strok
 .planned{fill:var(--outside);background:var(--outside)}
 .measured{fill:var(--accent);background:var(--accent)}
 .run-note{overflow-wrap:anywhere}
-@media (max-width:40rem){svg.curve,svg.bars{min-width:38rem;font-size:13px}}"""
+@media (max-width:40rem){svg.curve{min-width:38rem;font-size:13px}}"""
 """What the page of a run needs besides the style sheet of all pages."""
 
 
@@ -202,6 +202,7 @@ def _memory(run: Mapping[str, Any]) -> str:
     if not phases:
         return ""
     rows = []
+    most = max(phase[key] or 0 for phase in phases for key in ("predicted_bytes", "measured_bytes"))
     for phase in phases:
         planned, seen = phase["predicted_bytes"], phase["measured_bytes"]
         known = planned is not None and seen
@@ -212,44 +213,28 @@ def _memory(run: Mapping[str, Any]) -> str:
             error,
         )
         figures = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        rows.append(f'<tr><th scope="row">{escape(_safe(phase["name"]))}</th>{figures}</tr>')
-    heads = ("phase", "planned", "measured", "error")
-    table = html_table("Allocated peak per rank by phase", heads, rows, numbers=(1, 2, 3))
+        rows.append(
+            f'<tr><th scope="row">{escape(_safe(phase["name"]))}</th>'
+            f'<td class="wide">{_pair(phase, most)}</td>{figures}</tr>'
+        )
+    heads = ("phase", "planned above measured", "planned", "measured", "error")
+    table = html_table("Allocated peak per rank by phase", heads, rows, numbers=(2, 3, 4), cards=True)
     key = (
         '<ul class="key"><li><span class="swatch planned"></span>planned</li>'
         '<li><span class="swatch measured"></span>measured, largest rank</li></ul>'
     )
-    return f"<section><h2>Memory against the plan</h2>{_bars(phases)}{key}{table}</section>"
+    return f"<section><h2>Memory against the plan</h2>{key}{table}</section>"
 
 
-def _bars(phases: Sequence[Mapping[str, Any]]) -> str:
-    """Return a pair of bars for each phase: planned and measured bytes."""
-    top = max(max(phase["predicted_bytes"] or 0, phase["measured_bytes"] or 0) for phase in phases)
-    left, row = 120, 40
-    shapes = []
-    for number, phase in enumerate(phases):
-        y = number * row + 6
-        shapes.append(
-            f'<text x="{left - 10}" y="{y + 18}" text-anchor="end">{escape(_safe(phase["name"]))}</text>'
-        )
-        for kind, value, shift in (
-            ("planned", phase["predicted_bytes"], 0),
-            ("measured", phase["measured_bytes"], 14),
-        ):
-            if value is None:
-                continue
-            width = value / top * (_WIDTH - left - 110)
-            label = escape(f"{phase['name']}, {kind}: {amount(value)}")
-            shapes.append(
-                f'<rect class="{kind}" x="{left}" y="{y + shift}" width="{max(width, 0.5):.1f}" height="12">'
-                f"<title>{label}</title></rect>"
-            )
-            shapes.append(f'<text x="{left + width + 6:.1f}" y="{y + shift + 10}">{amount(value)}</text>')
-    height = len(phases) * row + 6
+def _pair(phase: Mapping[str, Any], most: int) -> str:
+    """Return two bars, planned above measured bytes, as parts of the largest figure of all phases."""
+    bars = "".join(
+        f'<rect class="{kind}" x="0" y="{y}" width="{max(phase[key] / most * 100, 0.3):.2f}" height="4"/>'
+        for kind, key, y in (("planned", "predicted_bytes", 1), ("measured", "measured_bytes", 6))
+        if phase[key] is not None
+    )
     return (
-        '<div class="chart" tabindex="0" role="region" aria-label="Memory by phase">'
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" class="bars"'
-        f' aria-label="Planned and measured memory by phase">{"".join(shapes)}</svg></div>'
+        f'<svg viewBox="0 0 100 11" preserveAspectRatio="none" class="pair" aria-hidden="true">{bars}</svg>'
     )
 
 

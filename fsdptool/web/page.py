@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.datastructures import FormData
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -74,8 +75,20 @@ def environment() -> Environment:
     templates.filters["amount"] = amount
     templates.filters["command"] = shlex.join
     templates.filters["lines"] = printable_lines
+    templates.filters["marked"] = marked
     templates.filters["printable"] = printable
     return templates
+
+
+def marked(text: str) -> Markup:
+    """Return a text in which what stands between backticks is code."""
+    pieces = text.split("`")
+    if len(pieces) % 2 == 0:
+        return escape(text)
+    return Markup("").join(
+        Markup("<code>{}</code>").format(piece) if index % 2 else escape(piece)
+        for index, piece in enumerate(pieces)
+    )
 
 
 def render(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,20 @@ from fsdptool.runs.events import event_path
 from fsdptool.runs.folder import write_start
 
 EVIL = "<script>alert(1)</script>"
+
+
+def _picture(width: int = 160, height: int = 96) -> bytes:
+    """Return a PNG: a gradient in grey."""
+    rows = b"".join(b"\0" + bytes((x + y) % 256 for x in range(width)) for y in range(height))
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
+PICTURE = _picture()
 
 
 def make_run(
@@ -41,7 +57,7 @@ def make_run(
             line = {"step": step, "time": now - 80 + step / steps, "loss": 6 - step / steps, **rates, **peak}
             stream.write(json.dumps(line) + "\n")
     (folder / "samples" / "step-00000010" / "0.txt").write_text(f"once upon a time {EVIL}\n\x1b[31m")
-    (folder / "samples" / "step-00000010" / "1.png").write_bytes(b"\x89PNG")
+    (folder / "samples" / "step-00000010" / "1.png").write_bytes(PICTURE)
     if status is not None:
         failure = RunFailure(1, message, "ask for less", 4) if message else None
         base: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit
 
 import pytest
-from run_folders import EVIL, make_run
+from run_folders import EVIL, PICTURE, make_run
 from sites import Site
 
 from fsdptool.launch.queue import Queue
@@ -79,7 +79,7 @@ def test_pictures_come_from_the_run_alone(site: Site, queue: Queue, tmp_path: Pa
     folder = make_run(site.folder / "one")
     client = site.client()
     place = "/run/sample?run=models/one&step=step-00000010&file="
-    assert client.get(f"{place}1.png").content == b"\x89PNG"
+    assert client.get(f"{place}1.png").content == PICTURE
     (tmp_path / "secret.png").write_bytes(b"secret")
     (folder / "samples" / "step-00000010" / "2.png").symlink_to(tmp_path / "secret.png")
     for file in ("0.txt", "../../../secret.png", "2.png", "9.png", quote("../1.png")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -127,7 +128,14 @@ def _write(request: Request, form: Mapping[str, str]) -> Response:
 
 def _figures(row: Machine) -> list[tuple[str, str]]:
     document: dict[str, Any] = to_json(row)
-    return [(name, "-" if value is None else str(value)) for name, value in document.items()]
+    return [(name, _figure(value)) for name, value in document.items()]
+
+
+def _figure(value: Any) -> str:
+    """Return a value as people read it: yes and no, and lists as JSON writes them."""
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _fields(values: Mapping[str, str]) -> tuple[Field, ...]:

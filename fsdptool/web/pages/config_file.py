@@ -236,7 +236,7 @@ def _fields(judged: Mapping[str, str]) -> tuple[Field, ...]:
             choices=load_registry().names,
             value=judged.get("dialect", ""),
             help="What the file is written in.",
-            empty="(recognised by its content)",
+            empty="(by its content)",
         ),
     )
 

@@ -26,6 +26,8 @@ page = Page("Plan", "/plan", "Memory of every rank, whether it fits, and the fas
 
 QUICK_SECONDS = 0.25
 """Answers that come within this time are shown at once."""
+ANSWER = "#answer"
+"""Where a link to another position leads: on a narrow screen the controls fill several screens above it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,15 @@ def _answer(
         if candidate["settings"]["cluster"]:
             return None
         values = {**_without(base), **plans.point_values(candidate["settings"]), "search": "no"}
-        return plans.address(values, front=front.query)
+        return plans.address(values, front=front.query) + ANSWER
 
     def change(suggestion: Mapping[str, Any]) -> str | None:
         values = plans.changed_values(words.start_of_changes(document)["settings"], suggestion)
         if values is None:
             return None
-        return plans.address({**_without(question.query), **values, "search": "no"}, front=front.query)
+        return (
+            plans.address({**_without(question.query), **values, "search": "no"}, front=front.query) + ANSWER
+        )
 
     links = Links(candidate=pick, change=change, marked=shown["settings"], cursor=True, others=False)
     parts = {name: Markup(text) for name, text in plan_parts(document, links).items()}

@@ -104,6 +104,8 @@
       const holder = place.querySelector(`[data-chart="${name}"]`);
       if (charts[name]) charts[name].setData(KINDS[name].columns(data));
       else charts[name] = make(name, data, holder);
+      // Without a pointer the legend shows the latest values.
+      if (charts[name].cursor.left < 0 || charts[name].cursor.left == null) charts[name].setLegend({idx: data.step.length - 1});
       const known = KINDS[name].columns(data)[name === "loss" ? 3 : 1].filter((value) => value != null);
       holder.querySelector(".curve-box").setAttribute(
         "aria-label",
