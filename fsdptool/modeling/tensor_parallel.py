@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdptool.errors import ConfigError
+from fsdptool.modeling.divided_dropout import draw_apart
 from fsdptool.modeling.expert_parallel import spread
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.modeling.sequence_parallel import divide_sequence, refuse_uneven
@@ -113,6 +114,7 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
             continue
         entry = _entry(region, group, frozenset(tensor.divided_arguments))
         region.register_forward_pre_hook(entry, with_kwargs=True, prepend=True)
+    draw_apart(model, tensor, group)
 
 
 def _entered(tensor: TensorPlan) -> list[str]:

@@ -14,6 +14,7 @@ from torch import nn
 from fsdptool.distributed.recording import derive_seed
 from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import WorkerError
+from fsdptool.modeling.divided_dropout import agree
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
 
@@ -217,7 +218,7 @@ class NonFinitePolicy:
         self._policy = policy
         self._state = state
         self._parts = parts
-        self._is_main = session.is_main
+        self._session = session
         self._rollbacks: dict[int, int] = {}
 
     def counts(self, outcome: Outcome) -> bool:
@@ -233,7 +234,7 @@ class NonFinitePolicy:
             self._state.skipped += 1
             return True
         what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
-        if self._is_main:
+        if self._session.is_main:
             self._parts.events.emit("nonfinite", step=step, what=what, policy=self._policy)
         if self._policy == "skip":
             self._state.skipped += 1
@@ -251,6 +252,8 @@ class NonFinitePolicy:
         position = self._state.batches.state_dict()
         watchdog.enter(WorkerPhase.RESTORING)
         restored = self._parts.checkpointer.rollback(self._state)
+        if self._session.dims.tp > 1:
+            agree(self._session.tensor)
         times = self._rollbacks.get(step, 0) + 1
         self._rollbacks[step] = times
         if restored is None or times > _ROLLBACKS:

@@ -26,6 +26,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.modeling import build_model
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.context_parallel import check_context
+from fsdptool.modeling.divided_dropout import agree
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
@@ -335,6 +336,8 @@ class Trainer:
         checkpointer, state = self.parts.checkpointer, self.state
         watchdog.enter(WorkerPhase.RESTORING)
         checkpointer.load(state)
+        if self.session.dims.tp > 1:
+            agree(self.session.tensor)
         # Every forward is a sign of life: of a long accumulation, an evaluation, a sample.
         self.assembled.model.register_forward_pre_hook(watchdog.beat)
         total = total_steps(self.recipe, self.batches, self.samples_per_step)

@@ -23,10 +23,11 @@ from cases import (
     recipe_for,
     write_model,
 )
-from ranks import share
+from ranks import replica_hash, share, weights_of
 
 from fsdptool.distributed.session import Session, open_session
 from fsdptool.errors import FsdptoolError
+from fsdptool.modeling.divided_dropout import agree
 from fsdptool.modeling.tensor_parallel import by_name
 from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Recipe, Sharding
 from fsdptool.records.sharding import ParallelDims
@@ -86,6 +87,29 @@ def measured(folder: Path, recipe: Recipe, mesh: ParallelDims, name: str = "caus
             assembled.stepper.run(share(session, step, name, count, torch.float32), rate=assembled.rate)
         peaks.append(meter.last()[0])
     return min(peak for peak in peaks[1:] if peak is not None) - before
+
+
+def dropping(folder: Path, recipe: Recipe, mesh: ParallelDims, recomputed: bool) -> dict[str, Any]:
+    """Train a model that drops elements; return losses, weights, and the random numbers inside a region."""
+    torch.manual_seed(recipe.seed + dist.get_rank())
+    inputs = inputs_for(CASES["gpt2"], folder, recipe, mesh=mesh, activation_checkpointing=recomputed)
+    session = open_session(inputs.settings)
+    assembled = assemble(inputs, session)
+    agree(session.tensor)
+    block = assembled.model.transformer.h[0]
+    numbers: dict[str, list[str]] = {"divided": [], "whole": []}
+    for name, module in (("divided", block.attn.c_proj), ("whole", block.attn.resid_dropout)):
+
+        def note(*_: Any, name: str = name) -> None:
+            numbers[name].append(replica_hash([torch.get_rng_state()]))
+
+        module.register_forward_pre_hook(note)
+    losses = [
+        assembled.stepper.run(share(session, step, "gpt2", 4, torch.float32), rate=assembled.rate).loss
+        for step in range(3)
+    ]
+    whole = [p for name, p in sorted(weights_of(assembled).items()) if ".ln_" in name or "wte" in name]
+    return {"losses": losses, "whole": replica_hash(whole), "numbers": numbers}
 
 
 class Prompts:

@@ -159,10 +159,27 @@ def test_validation_counts_a_sample_once(pool: Pool, tmp_path: Path) -> None:
     )
 
 
+def test_ranks_drop_the_same_of_whole_tensors_only(pool: Pool, tmp_path: Path) -> None:
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.2)
+    case = dataclasses.replace(CASES["gpt2"], config={**CASES["gpt2"].config, **rates})
+    recipe, folder = prepare_case(case, tmp_path, "full")
+    mesh = ParallelDims(dp_shard=1, tp=2)
+    kept, other = pool.run(context_cases.dropping, 2, folder, recipe, mesh, False)
+    assert kept["losses"] == other["losses"]
+    assert kept["whole"] == other["whole"]
+    assert kept["numbers"]["whole"] == other["numbers"]["whole"]
+    assert not set(kept["numbers"]["divided"]) & set(other["numbers"]["divided"])
+    # Recomputation draws the same numbers again.
+    again = pool.run(context_cases.dropping, 2, folder, recipe, mesh, True)[0]
+    assert again["losses"] == kept["losses"]
+    without = pool.run(context_cases.dropping, 1, folder, recipe, ParallelDims(), False)[0]
+    assert without["losses"] != kept["losses"]
+
+
 @pytest.mark.parametrize(
     ("name", "size", "changes", "words"),
     [
-        ("causal", 4, {}, "2 key and value heads of model.layers.0.self_attn do not divide by 4"),
+        ("causal", 4, {}, "tp_size 4 does not divide the 2 key and value heads of model.layers.0.self_attn"),
         ("causal", 2, {"optimizer": Optimizer(name="muon")}, "optimizer muon needs whole matrices"),
         ("causal", 2, {"base": "nf4"}, "stored as nf4"),
         ("causal", 2, {"sharding": Sharding(compile=True)}, "sharding.compile"),
