@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fsdptool.layout import refusals
 from fsdptool.layout.placements import placements
 from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.detection import PlacedParameter, SplitSummary
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.parallel import Indivisible, TensorPlan
+from fsdptool.records.parallel import TensorPlan
 
 INDIVISIBLE = "DET140"
 
@@ -72,15 +73,5 @@ def folded(path: str) -> str:
 
 def violations(split: SplitSummary, option: str) -> Iterator[Diagnostic]:
     """Yield an error for everything that the group does not divide."""
-    for item in split.indivisible:
-        yield Diagnostic(
-            code=INDIVISIBLE,
-            severity="error",
-            message=f"{option} {split.size} does not divide {words(item)}",
-            help=f"use {option} {' or '.join(str(n) for n in item.valid)}",
-        )
-
-
-def words(item: Indivisible) -> str:
-    """Return what a group does not divide, in words."""
-    return f"the {item.count} {item.what}" + (f" of {item.where}" if item.where else "")
+    for message, advice in refusals.violations(option, split.size, split.indivisible):
+        yield Diagnostic(INDIVISIBLE, "error", message, help=advice)

@@ -199,13 +199,18 @@ def _first_paths(counts: dict[str, int]) -> Iterator[tuple[str, int]]:
 
 
 def _indivisible(sites: Iterable[Site], size: int) -> Iterator[Indivisible]:
-    """Yield what the size does not divide, the first of several alike."""
-    seen: set[tuple[str, int]] = set()
+    """Yield what the size does not divide, the first of several alike, with the sizes that divide it all."""
+    first: dict[tuple[str, int], str] = {}
     for site in sites:
-        for what, count in site.counts.items():
-            if count % size and (what, count) not in seen:
-                seen.add((what, count))
-                yield Indivisible(what, site.path, count, valid_sizes([count], size))
+        for item in site.counts.items():
+            first.setdefault(item, site.path)
+    if not first:
+        yield Indivisible("layers that can be divided", "", 0, (1,))
+        return
+    near = valid_sizes([count for _, count in first], size)
+    for (what, count), path in first.items():
+        if count % size:
+            yield Indivisible(what, path, count, near)
 
 
 def _vocabulary(anatomy: Anatomy, layers: Layers, size: int) -> tuple[list[SplitModule], list[str]]:

@@ -22,7 +22,6 @@ from fsdptool.modeling.optimizers import optimizer_spec
 
 if TYPE_CHECKING:
     from fsdptool.modeling.tensor_group import TensorGroup
-    from fsdptool.records.parallel import TensorPlan
     from fsdptool.records.recipe import Recipe
     from fsdptool.records.sharding import FsdpSettings
 
@@ -55,24 +54,6 @@ def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
     if settings.num_processes is not None and not any(dims.violations(settings.num_processes)):
         dims = dims.resolve(settings.num_processes)
     dims.with_experts(size)
-
-
-def refuse_indivisible_experts(plan: TensorPlan) -> None:
-    """Refuse a group whose size does not divide the experts.
-
-    Raises:
-        ConfigError: Names the count, where it is, and the nearest sizes that divide it.
-    """
-    for item in plan.indivisible:
-        if item.count == 0:
-            raise ConfigError(
-                f"{KEY}: {plan.size} is not supported: the model has no {item.what}", help=f"set {KEY} to 1"
-            )
-        sizes = " or ".join(str(size) for size in item.valid)
-        raise ConfigError(
-            f"{KEY}: {plan.size} does not divide the {item.count} {item.what} of {item.where}",
-            help=f"set {KEY} to {sizes}",
-        )
 
 
 def _exchange(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: dist.ProcessGroup) -> Tensor:

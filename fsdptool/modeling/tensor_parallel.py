@@ -57,22 +57,6 @@ def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
         refuse_uneven(recipe, settings)
 
 
-def refuse_indivisible(plan: TensorPlan) -> None:
-    """Refuse a group whose size does not divide the model.
-
-    Raises:
-        ConfigError: Names each count, where it is, and the nearest sizes that divide it.
-    """
-    if not plan.indivisible:
-        return
-    lines = [
-        f"{item.count} {item.what} of {item.where} do not divide by {plan.size}" for item in plan.indivisible
-    ]
-    common = set.intersection(*(set(item.valid) for item in plan.indivisible))
-    sizes = " or ".join(str(size) for size in sorted(common)) or "1"
-    raise ConfigError(f"tp_size {plan.size}: {'; '.join(lines)}", help=f"set tp_size to {sizes}")
-
-
 def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
     """Make ``model`` the local model of one rank; nothing happens without a tensor-parallel plan.
 

@@ -11,6 +11,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import cache_parts, decode, encode
 from fsdptool.layout import compute_dtype, group
 from fsdptool.layout.placements import placements
+from fsdptool.layout.refusals import EXPERT, TENSOR, refuse_indivisible
 from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
 from fsdptool.modeling.methods import method_of
 from fsdptool.records.codec import to_json
@@ -153,17 +154,13 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
 def _division(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> TensorPlan | None:
     """Return how a group divides the layers or the experts of the published model, or None."""
     if recipe.sharding.expert_parallel > 1:
-        from fsdptool.modeling.expert_parallel import refuse_indivisible_experts
-
         plan = plan_expert_parallel(anatomy, recipe.sharding.expert_parallel)
-        refuse_indivisible_experts(plan)
+        refuse_indivisible(plan, EXPERT)
     elif settings.mesh.tp > 1:
-        from fsdptool.modeling.tensor_parallel import refuse_indivisible
-
         plan = plan_tensor_parallel(
             anatomy, settings.mesh.tp, vocabulary=False, sequence=recipe.sharding.sequence_parallel
         )
-        refuse_indivisible(plan)
+        refuse_indivisible(plan, TENSOR)
     elif recipe.sharding.sequence_parallel:
         raise ConfigError(
             "sharding.sequence_parallel needs a tensor-parallel group",

@@ -111,7 +111,7 @@ class Indivisible:
         what: What is counted: ``attention heads``, ``key and value heads``, ``experts``, ...
         where: Path of the module, or of the first of several alike.
         count: How many there are.
-        valid: Group sizes nearest to the requested one that divide it, ascending.
+        valid: Group sizes nearest to the requested one that divide the whole model, ascending.
     """
 
     what: str

@@ -40,7 +40,7 @@ def test_heads_that_do_not_divide_are_one_line_each(capsys: pytest.CaptureFixtur
     assert found["message"] == (
         "--tp 16 does not divide the 8 key and value heads of model.layers.0.self_attn"
     )
-    assert found["help"] == "use --tp 8"
+    assert found["help"] == "set --tp to 8"
 
 
 def test_experts_are_needed_to_share_them_out(capsys: pytest.CaptureFixture[str]) -> None:

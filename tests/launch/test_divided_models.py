@@ -1,0 +1,109 @@
+"""``plan`` and ``train`` accept and refuse the same groups of ranks, for every shipped family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdptool.errors import FsdptoolError
+from fsdptool.families.protocol import Family
+from fsdptool.families.registry import load_registry
+from fsdptool.inspection import inspect
+from fsdptool.launch.prepare import prepare
+from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.search_point import read_search_point
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
+from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
+from fsdptool.source import resolve
+from fsdptool.testing.families import small_spec
+
+QUICK = ("llama3", "gpt2", "falcon", "mixtral", "mamba", "t5", "flux.1", "wan2.1")
+FAMILIES = [family.name for family in load_registry().all() if family.flavours()]
+GROUPS = ((2, 1), (3, 1), (1, 2))
+"""Sizes of the tensor-parallel and of the expert-parallel group."""
+WORLD = 6
+
+CONFIG = """\
+distributed_type: FSDP
+mixed_precision: 'no'
+num_machines: 1
+num_processes: {world}
+use_cpu: true
+fsdp_config: {{fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}}
+parallelism_config:
+  parallelism_config_dp_shard_size: {shard}
+  parallelism_config_tp_size: {tp}
+"""
+
+
+def models(family: Family, folder: Path) -> Iterator[str]:
+    """Yield folders with the configurations of shrunk copies, one for each class of a family."""
+    for flavour in {item.model_class: item for item in family.flavours().values()}.values():
+        spec = small_spec(family, flavour)
+        place = folder / flavour.name
+        place.mkdir()
+        named = {"_class_name": spec.model_class} if family.library == "diffusers" else {}
+        config = {"architectures": [spec.model_class], **spec.config, **named}
+        (place / "config.json").write_text(json.dumps(config))
+        yield str(place)
+
+
+def planned(reference: str, tp: int, ep: int) -> UnitPlan | str:
+    """Return the units that a plan computes with, or its refusal."""
+    recipe = Recipe(ModelChoice(reference, weights="random"), sharding=Sharding(expert_parallel=ep), steps=1)
+    settings = FsdpSettings(
+        mixed_precision="no",
+        use_cpu=True,
+        num_processes=WORLD,
+        mesh=ParallelDims(dp_shard=WORLD // tp, tp=tp),
+    )
+    cluster = Cluster(None, WORLD)
+    try:
+        spec = resolve(reference)
+        estimator = Estimator(spec, inspect(spec), recipe, settings, profile="cpu-gloo")
+        return estimator.units_of(read_search_point(estimator.recipe, settings, cluster), cluster)
+    except FsdptoolError as error:
+        return error.message
+
+
+def trained(reference: str, folder: Path, tp: int, ep: int) -> UnitPlan | str:
+    """Return the units that the preflight of a run makes, or its refusal."""
+    recipe, config = folder / "recipe.yaml", folder / "accelerate.yaml"
+    config.write_text(CONFIG.format(world=WORLD, shard=WORLD // tp, tp=tp))
+    recipe.write_text(
+        f"model: {{reference: {json.dumps(reference)}, weights: random}}\n"
+        f"data: {{source: synthetic}}\nsharding: {{expert_parallel: {ep}}}\nsteps: 1\n"
+    )
+    try:
+        return prepare(recipe, config, with_prediction=False, with_data=False).units
+    except FsdptoolError as error:
+        return error.message
+
+
+def answers(name: str, folder: Path) -> list[bool]:
+    """Hold both answers for all classes of a family against each other; return which groups are accepted."""
+    accepted = []
+    for reference in models(load_registry().get(name), folder):
+        for tp, ep in GROUPS:
+            plan, run = planned(reference, tp, ep), trained(reference, folder, tp, ep)
+            assert plan == run, (reference, tp, ep)
+            accepted.append(isinstance(plan, UnitPlan))
+            if isinstance(plan, str):
+                assert ("tp_size" if tp > 1 else "sharding.expert_parallel") in plan
+    return accepted
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_plan_and_train_agree(name: str, tmp_path: Path) -> None:
+    accepted = answers(name, tmp_path)
+    assert any(accepted) is (name != "mamba")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in QUICK])
+def test_plan_and_train_agree_on_every_family(name: str, tmp_path: Path) -> None:
+    answers(name, tmp_path)
