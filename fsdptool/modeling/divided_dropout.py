@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
-    from fsdptool.modeling.tensor_parallel import TensorGroup
+    from fsdptool.modeling.tensor_group import TensorGroup
     from fsdptool.records.parallel import TensorPlan
 
 _STEP = 4
