@@ -102,7 +102,7 @@ def attention(layers: Layers, path: str) -> Site | Left | None:
     if not fused and not (queries and keys) and not (queries and "kv_b_proj" in names):
         return None
     if words := WHOLE_CLASSES.get(layers.modules[path].class_name):
-        return Left(path, "unknown", words)
+        return Left(path, "coupled", words)
     rows = layers.at(path, *ATTENTION_ROWS)[:1] or layers.at(path.rpartition(".")[0], *OUTER_ROWS)[:1]
     rows += layers.at(path, *SECOND_ROWS)
     sizes = dict(layers.modules[path].sizes)

@@ -245,6 +245,7 @@ def _whole(anatomy: Anatomy, layers: Layers, found: _Found, plan: TensorPlan) ->
         reasons.update(site.whole)
     split = {module.path: module.style for module in plan.modules}
     for parameter in anatomy.parameters:
+        owners = {name.rpartition(".")[0] for name in parameter.names}
         for name in parameter.names:
             owner = name.rpartition(".")[0]
             style = split.get(name) or split.get(owner)
@@ -254,6 +255,8 @@ def _whole(anatomy: Anatomy, layers: Layers, found: _Found, plan: TensorPlan) ->
                 reasons.pop(name, None)
             elif name not in reasons:
                 reasons[name] = _reason(anatomy, layers, name, owner)
+                if reasons[name] == "stream" and anatomy.output_embedding in owners:
+                    reasons[name] = "head"  # BERT's bias of the vocabulary has a name outside the head, too
     return reasons
 
 

@@ -30,9 +30,10 @@ WholeReason = Literal[
     "latent",  # a low-rank projection in front of divided ones: dividing it would need another collective
     "embedding",  # a table that is not divided (positions, types, or a vocabulary that does not divide)
     "head",  # an output layer that is not divided
-    "state",  # a recurrence or convolution along the sequence: its channels are mixed
+    "state",  # a recurrence along the sequence, whose projections serve all channels at once
     "spanned",  # a layer whose output goes through a norm over the divided width
     "stream",  # between the regions: patches, conditions and modulations that act on the whole residual
+    "coupled",  # its code treats all heads at once: positions made for all of them, a layout for other parts
     "unknown",  # neither the library nor the structure tells how to divide it
     "overridden",  # the family keeps it whole
 ]

@@ -17,6 +17,7 @@ _WORDS = {
     "state": "state along the sequence",
     "spanned": "a norm over all heads follows",
     "stream": "acts on the whole residual",
+    "coupled": "its code treats all heads at once",
     "unknown": "how to divide it is not known",
     "overridden": "the family keeps it whole",
 }

@@ -159,6 +159,24 @@ def test_validation_counts_a_sample_once(pool: Pool, tmp_path: Path) -> None:
     )
 
 
+BESIDE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "a teacher": ("distillation", {}, {}),
+    "offload": ("full", {}, {"cpu_offload": True}),
+    "accelerate's layout": ("full", {"sharding": Sharding(layout="accelerate")}, {}),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_other_settings_beside_divided_layers(pool: Pool, tmp_path: Path, what: str) -> None:
+    method, changes, settings = BESIDE[what]
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, method, **changes)
+    mesh = ParallelDims(dp_shard=2, tp=2)
+    results = pool.run(train, 4, "causal", folder, recipe, mesh, 4, 4, settings)
+    losses, weights, _ = hold(results, "causal", recipe, steps=4)
+    assert losses <= 1e-5
+    assert weights <= 1e-5
+
+
 def test_ranks_drop_the_same_of_whole_tensors_only(pool: Pool, tmp_path: Path) -> None:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.2)
     case = dataclasses.replace(CASES["gpt2"], config={**CASES["gpt2"].config, **rates})
