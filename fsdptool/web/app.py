@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 from fsdptool.errors import FsdptoolError
 from fsdptool.report.html_style import STYLE
 from fsdptool.report.run_page import RUN_STYLE
+from fsdptool.web.events import Streams
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.page import Page, Services, error_page, render
 from fsdptool.web.roots import Roots
@@ -75,7 +76,7 @@ def build_app(policy: Policy, roots: Roots, jobs: Jobs, queue: QueueRunner | Non
         exception_handlers={FsdptoolError: error_page, HTTPException: _http_error, Exception: error_page},
         lifespan=lifespan,
     )
-    app.state.services = Services(roots, jobs, policy.session, menu, runner)
+    app.state.services = Services(roots, jobs, policy.session, menu, runner, Streams())
     return app
 
 

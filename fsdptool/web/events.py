@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.responses import StreamingResponse
 
@@ -17,31 +18,43 @@ def message(name: str, data: str = "") -> str:
     return f"event: {name}\n{lines}\n"
 
 
-def stream(source: AsyncIterator[tuple[str, str]]) -> StreamingResponse:
-    """Return a response that sends the (name, data) pairs of ``source`` until it ends."""
-    return StreamingResponse(_lines(source), media_type="text/event-stream")
+class Streams:
+    """The open streams of one server. They end before it does, which would else report each as an error."""
 
+    def __init__(self) -> None:
+        self._ending = asyncio.Event()
 
-async def _lines(source: AsyncIterator[tuple[str, str]]) -> AsyncIterator[str]:
-    pending: asyncio.Future[tuple[str, str]] | None = None
-    try:
-        while True:
-            if pending is None:
-                pending = asyncio.ensure_future(anext(source))
-            done, _ = await asyncio.wait({pending}, timeout=HEARTBEAT_SECONDS)
-            if not done:
-                yield ": still here\n\n"
-                continue
-            try:
-                name, data = pending.result()
-            except StopAsyncIteration:
-                return
-            pending = None
-            yield message(name, data)
-    finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        close = getattr(source, "aclose", None)
-        if close is not None:
-            await close()
+    def end(self) -> None:
+        """End every stream; from the event loop."""
+        self._ending.set()
+
+    def respond(self, source: AsyncIterator[tuple[str, str]]) -> StreamingResponse:
+        """Return a response that sends the (name, data) pairs of ``source`` until it or the server ends."""
+        return StreamingResponse(self._lines(source), media_type="text/event-stream")
+
+    async def _lines(self, source: AsyncIterator[tuple[str, str]]) -> AsyncIterator[str]:
+        pending: asyncio.Future[tuple[str, str]] | None = None
+        ending = asyncio.ensure_future(self._ending.wait())
+        try:
+            while not ending.done():
+                if pending is None:
+                    pending = asyncio.ensure_future(anext(source))
+                waiting: set[asyncio.Future[Any]] = {pending, ending}
+                await asyncio.wait(waiting, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if not pending.done():
+                    yield ": still here\n\n"
+                    continue
+                try:
+                    name, data = pending.result()
+                except StopAsyncIteration:
+                    return
+                pending = None
+                yield message(name, data)
+        finally:
+            ending.cancel()
+            if pending is not None:
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                await close()

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, Response
 
 from fsdptool.errors import ExitCode, FsdptoolError
 from fsdptool.formatting import amount, printable, printable_lines
+from fsdptool.web.events import Streams
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
@@ -47,6 +48,7 @@ class Services:
         session: The secrets of this server.
         menu: Every page, in order.
         queue: The queue of runs.
+        streams: Open streams of events.
     """
 
     roots: Roots
@@ -54,6 +56,7 @@ class Services:
     session: Session
     menu: tuple[Page, ...]
     queue: QueueRunner
+    streams: Streams
 
 
 def services(request: Request) -> Services:

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fsdptool.errors import ConfigError
 from fsdptool.web.app import build_app
+from fsdptool.web.events import Streams
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
@@ -136,7 +137,8 @@ class Interface:
         self._session.used = lambda: announce(self.new_address())
         self.jobs = Jobs()
         app = build_app(Policy(self._session, frozenset(names), limits or Limits()), roots, self.jobs, queue)
-        self.server = uvicorn.Server(
+        self.server = _Server(
+            app.state.services.streams,
             uvicorn.Config(
                 app,
                 http=_protocol(header_seconds),
@@ -147,9 +149,8 @@ class Interface:
                 server_header=False,
                 limit_concurrency=CONNECTIONS,
                 timeout_keep_alive=15,
-                # Streams of events end with the server.
                 timeout_graceful_shutdown=1,
-            )
+            ),
         )
 
     def new_address(self) -> str:
@@ -179,6 +180,18 @@ class Interface:
         if opened is not None:
             asyncio.get_running_loop().run_in_executor(None, _open_browser, opened)
         await self.server.serve(sockets=[self._socket])
+
+
+class _Server(uvicorn.Server):
+    """A server that ends its streams of events first."""
+
+    def __init__(self, streams: Streams, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._streams = streams
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._streams.end()
+        await super().shutdown(sockets)
 
 
 class _AnnouncingSession(Session):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,13 +13,12 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("python_multipart")
 
-from sites import HOST, PATIENCE, Server, Site, chromium, end_server
+from sites import HOST, PATIENCE, Server, Site, chromium, serving
 
 from fsdptool.web.app import build_app
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.security import Limits, Policy
-from fsdptool.web.server import Address, Interface
 from fsdptool.web.session import Session
 
 
@@ -43,19 +40,6 @@ def impatient_site(tmp_path: Path) -> Iterator[Site]:
     policy = Policy(session, frozenset({HOST}), Limits(body_seconds=0.05))
     yield Site(build_app(policy, Roots([tmp_path]), jobs), session, tmp_path, jobs)
     jobs.close()
-
-
-@contextmanager
-def serving(folder: Path, **options: Any) -> Iterator[Server]:
-    """Run a real server in a thread; its child process traces the models."""
-    addresses: list[str] = []
-    interface = Interface(Roots([folder]), Address(port=0), announce=addresses.append, **options)
-    thread = threading.Thread(target=interface.run, kwargs={"warm": False}, daemon=True)
-    thread.start()
-    try:
-        yield Server(interface, folder, addresses)
-    finally:
-        end_server(interface, thread)
 
 
 @pytest.fixture(scope="session")

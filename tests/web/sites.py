@@ -7,8 +7,9 @@ import html
 import re
 import shutil
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from fsdptool.web.jobs import Jobs
-from fsdptool.web.server import Interface
+from fsdptool.web.roots import Roots
+from fsdptool.web.server import Address, Interface
 from fsdptool.web.session import Session
 
 HOST = "127.0.0.1:8400"
@@ -103,6 +105,19 @@ class Server:
     def origin(self) -> str:
         """Scheme, host and port."""
         return f"http://127.0.0.1:{self.interface.port}"
+
+
+@contextmanager
+def serving(folder: Path, *, address: Address | None = None, **options: Any) -> Iterator[Server]:
+    """Run a real server in a thread; its child process traces the models."""
+    addresses: list[str] = []
+    interface = Interface(Roots([folder]), address or Address(port=0), announce=addresses.append, **options)
+    thread = threading.Thread(target=interface.run, kwargs={"warm": False}, daemon=True)
+    thread.start()
+    try:
+        yield Server(interface, folder, addresses)
+    finally:
+        end_server(interface, thread)
 
 
 def form_fields(page: str, action: str) -> dict[str, str]:

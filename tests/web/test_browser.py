@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sites import TINY, Server
+from sites import PATIENCE, TINY, Server, serving
 
 from fsdptool.formatting import amount
 from fsdptool.report.curve import moments
+from fsdptool.web.server import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
@@ -77,6 +78,33 @@ def test_boxes_lay_the_units_of_a_dropped_configuration(visit: Any, server: Serv
     page.fill("#field-reference", "gpt2:small")
     page.keyboard.press("Tab")
     page.locator("h1", has_text="GPT2LMHeadModel").wait_for()
+
+
+def test_a_page_says_that_its_server_has_ended(browser: Any, tmp_path: Path) -> None:
+    api = pytest.importorskip("playwright.sync_api")
+    with serving(tmp_path) as first:
+        context = browser.new_context()
+        context.set_default_timeout(PATIENCE * 1000)
+        page = context.new_page()
+        page.goto(first.interface.new_address())
+        page.goto(f"{first.origin}/model")
+        port = first.interface.port
+    notice = page.locator("#disconnected")
+    assert not notice.is_visible()
+    page.fill("#field-reference", "nosuch:model")
+    page.keyboard.press("Tab")
+    api.expect(notice).to_contain_text("does not answer", timeout=PATIENCE * 1000)
+    assert serious(page) == []
+    # Another server on the same port does not know this browser.
+    with serving(tmp_path, address=Address(port=port)) as second:
+        page.fill("#field-reference", "nosuch:other")
+        page.keyboard.press("Tab")
+        api.expect(notice).to_contain_text("was started again", timeout=PATIENCE * 1000)
+        page.goto(second.interface.new_address())
+        page.goto(f"{second.origin}/model?reference=nosuch:model")
+        page.locator(".problem strong").wait_for()
+        assert not notice.is_visible()
+        context.close()
 
 
 def test_pages_work_without_javascript(visit: Any, server: Server) -> None:

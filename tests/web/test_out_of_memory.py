@@ -30,10 +30,11 @@ def test_a_run_out_of_memory_says_what_was_alive_and_what_to_change(site: Site, 
     (site.folder / "text.txt").write_text(" ".join(f"The {n}th sentence." for n in range(20_000)))
     limiter = Path(__file__).with_name("play_memory_limit.py").read_text()
     (tmp_path / "sitecustomize.py").write_text(limiter)
+    path = filter(None, [os.environ.get("PYTHONPATH")])
     command = [sys.executable, "-m", "fsdptool", "train", "recipe.yaml", "--config", str(CONFIG), "-o", "run"]
     ended = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *path])},
         cwd=site.folder,
         capture_output=True,
         text=True,

@@ -22,7 +22,6 @@ from fsdptool.records.codec import to_json
 from fsdptool.report.queue import note_text
 from fsdptool.runs.folder import RUN
 from fsdptool.runs.manifest import is_plain_file
-from fsdptool.web.events import stream
 from fsdptool.web.page import render, render_part, services
 from fsdptool.web.pages.runs import new_address, show_names
 from fsdptool.web.pages.runs import page as menu_entry
@@ -115,7 +114,7 @@ async def events(request: Request) -> Response:
     """Stream the parts of the page that change, and the curves."""
     name = request.query_params.get("run", "")
     if await run_in_threadpool(_not_begun, request, name) is not None:
-        return stream(_begin(request, name))
+        return services(request).streams.respond(_begin(request, name))
     folder = await run_in_threadpool(_folder, request, name)
 
     async def source() -> AsyncIterator[tuple[str, str]]:
@@ -136,7 +135,7 @@ async def events(request: Request) -> Response:
             # A run of many ranks takes long to read: a tenth of the time at most.
             await asyncio.sleep(max(_LOOK_SECONDS, 9.0 * spent))
 
-    return stream(source())
+    return services(request).streams.respond(source())
 
 
 async def _begin(request: Request, name: str) -> AsyncIterator[tuple[str, str]]:

@@ -23,7 +23,6 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.queue import RunRequest
 from fsdptool.report.queue import needs_text, note_text
 from fsdptool.runs.folder import RUN
-from fsdptool.web.events import stream
 from fsdptool.web.forms import Field, parse_record, record_fields, with_error
 from fsdptool.web.page import Page, group_of, render, render_part, services
 from fsdptool.web.roots import Roots
@@ -105,7 +104,7 @@ async def events(request: Request) -> Response:
             # Many runs take long to read: a tenth of the time at most.
             await asyncio.sleep(max(_LOOK_SECONDS, 9.0 * spent))
 
-    return stream(source())
+    return services(request).streams.respond(source())
 
 
 def new(request: Request) -> Response:

@@ -11,7 +11,6 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from fsdptool.formatting import printable
-from fsdptool.web.events import stream
 from fsdptool.web.jobs import Job
 from fsdptool.web.page import return_address, services
 
@@ -34,7 +33,7 @@ async def events(request: Request) -> Response:
             await changes.aclose()
             services(request).jobs.abandon(job)
 
-    return stream(source())
+    return services(request).streams.respond(source())
 
 
 async def cancel(request: Request) -> Response:

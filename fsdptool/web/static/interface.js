@@ -28,6 +28,24 @@
     }
   });
 
+  // A server that has ended, or was started again, must not look as if nothing had changed.
+  const notice = document.getElementById("disconnected");
+  const ended = "The server does not answer, so this page may be out of date. If it has ended, start fsdptool ui again and open the address that it prints.";
+  const restarted = "The server was started again. Open the address that fsdptool ui has printed in its terminal.";
+  let waiting = null;
+  function say(text) {
+    clearTimeout(waiting);
+    waiting = null;
+    if (notice.textContent !== text) notice.textContent = text;
+  }
+  document.addEventListener("htmx:sendError", () => say(ended));
+  document.addEventListener("htmx:responseError", (event) => { if (event.detail.xhr.status === 401) say(restarted); });
+  // A stream that breaks off is opened again at once; only one that stays away counts.
+  document.addEventListener("htmx:sseError", () => { waiting ??= setTimeout(() => say(ended), 3000); });
+  for (const name of ["htmx:sseOpen", "htmx:sseClose", "htmx:afterOnLoad"]) {
+    document.addEventListener(name, (event) => { if (!(event.detail.xhr?.status === 401)) say(""); });
+  }
+
   // A control outside of its form changes the form, too.
   document.addEventListener("change", (event) => {
     const form = event.target.form;
