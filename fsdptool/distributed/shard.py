@@ -143,7 +143,7 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
             units.append(first)
             if not unit.unshard_in_backward:
                 first.set_unshard_in_backward(False)
-        if session.shard_mesh.size() > 1:
+        if mesh.size() > 1:
             # The step divides by the global weight itself, so gradients are summed, not averaged. Plain
             # sums, too, because the CPU backend has no pre-multiplied sum (torch 2.13,
             # ``_get_gradient_divide_factors``). One rank sums nothing, and a factor costs it a copy.

@@ -10,7 +10,8 @@ back: an expert's gradient holds the tokens of its whole group.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
     dims.with_experts(size)
 
 
-def _exchange(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: TensorGroup) -> Tensor:
     """Return the rows that come when ``sent`` of ours go to each rank of a group, in the order of ranks."""
     exchange: Any = _Exchange
     result: Tensor = exchange.apply(rows, sent, came, group)
@@ -68,7 +69,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: Sequence[int], came: Sequence[int], group: dist.ProcessGroup
+        ctx: Any, rows: Tensor, sent: Sequence[int], came: Sequence[int], group: TensorGroup
     ) -> Tensor:
         ctx.sent, ctx.came, ctx.group = sent, came, group
         return _send(rows, sent, came, group)
@@ -78,10 +79,30 @@ class _Exchange(torch.autograd.Function):
         return _send(gradient, ctx.came, ctx.sent, ctx.group), None, None, None
 
 
-def _send(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _send(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: TensorGroup) -> Tensor:
     result = rows.new_empty((sum(came), *rows.shape[1:]))
-    dist.all_to_all_single(result, rows.contiguous(), list(came), list(sent), group=group)
+    rows = rows.contiguous()
+    if group.process_group is not None:
+        dist.all_to_all_single(result, rows, list(came), list(sent), group=group.process_group)
     return result
+
+
+_worst = False
+
+
+@contextmanager
+def worst_routing() -> Iterator[None]:
+    """Let models that are made inside, for groups without processes, receive the tokens of all ranks.
+
+    The most that any routing sends to one rank: every token of the group chooses as many of its experts as
+    it can.
+    """
+    global _worst
+    _worst = True
+    try:
+        yield
+    finally:
+        _worst = False
 
 
 def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
@@ -91,25 +112,30 @@ def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
         module: Its forward takes hidden states [tokens, width], and each token's experts and their weights
             [tokens, choices] (transformers 5, ``integrations/moe.py``).
         count: Experts of the whole model.
-        group: The ranks that hold the others. Without a process group, as many tokens arrive as are sent:
-            what a balanced router would bring (the memory tracer).
+        group: The ranks that hold the others. Without a process group (the memory tracer), as many tokens
+            arrive as are sent, what a balanced router would bring; see :func:`worst_routing`.
     """
     compute: Callable[..., Tensor] = module.forward
     signature = inspect.signature(compute)
-    held = count // group.size
+    held, worst = count // group.size, _worst
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden, index, weights = signature.bind(*args, **kwargs).args
-        flat = index.reshape(-1)
+        flat, choices = index.reshape(-1), index.shape[-1]
+        order = flat.argsort(stable=True)
         if group.process_group is None:
-            order, token = None, torch.arange(flat.numel(), device=flat.device) // index.shape[-1]
-            results = _compute(compute, hidden[token], flat % held, weights)
+            sent = _parts(flat.numel(), group.size)
+            most = hidden.shape[0] * min(choices, held) * group.size
+            came = _parts(most if worst else flat.numel(), group.size)
+            local = torch.zeros(sum(came), dtype=flat.dtype, device=flat.device)
         else:
-            order = flat.argsort(stable=True)
-            rows = hidden[order // index.shape[-1]]
-            results = _exchanged(compute, rows, flat, (count, held), weights, group.process_group)
-            # Back in the order of tokens and their choices.
-            results = results[order.argsort()]
+            sent, came, local = _counted(flat, (count, held), group.process_group)
+        # Nothing here keeps the rows that were sent, or came, longer than the experts need them.
+        results = _exchange(hidden[order // choices], sent, came, group)
+        results = _compute(compute, results, local, weights)
+        results = _exchange(results, came, sent, group)
+        # Back in the order of tokens and their choices.
+        results = results[order.argsort()]
         shaped = results.view(*index.shape, hidden.shape[-1])
         output: Tensor = (shaped * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
         return output
@@ -117,15 +143,20 @@ def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
     object.__setattr__(module, "forward", forward)
 
 
-def _exchanged(
-    compute: Callable[..., Tensor],
-    rows: Tensor,
-    chosen: Tensor,
-    experts: tuple[int, int],
-    weights: Tensor,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Return what the group's experts make of this rank's rows, which are in the order of experts."""
+def _parts(total: int, size: int) -> list[int]:
+    return [total // size + (rank < total % size) for rank in range(size)]
+
+
+def _counted(
+    chosen: Tensor, experts: tuple[int, int], group: dist.ProcessGroup
+) -> tuple[list[int], list[int], Tensor]:
+    """Return how many rows go to and come from each rank of a group, and the local expert of each that comes.
+
+    Args:
+        chosen: The expert of every row.
+        experts: How many there are, and how many each rank holds.
+        group: The ranks.
+    """
     count, held = experts
     # How many rows each expert gets from here, and then how many each expert of ours gets from each rank.
     mine = torch.bincount(chosen, minlength=count).view(-1, held)
@@ -133,10 +164,9 @@ def _exchanged(
     dist.all_to_all_single(theirs, mine, group=group)
     # The sizes of messages are known to the host: the only time it waits for the device.
     sent, came = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
-    arrived = _exchange(rows, sent, came, group)
     local = torch.arange(held, device=chosen.device).repeat(len(came))
     local = local.repeat_interleave(theirs.reshape(-1), output_size=sum(came))
-    return _exchange(_compute(compute, arrived, local, weights), came, sent, group)
+    return sent, came, local
 
 
 def _compute(compute: Callable[..., Tensor], rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:

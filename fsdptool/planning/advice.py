@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
@@ -13,7 +11,7 @@ from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search import roomy
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
-from fsdptool.records.anatomy import ModelSpec, Parameter
+from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.lengths import LengthsReplay
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
@@ -245,51 +243,6 @@ def _needless(
             help="DDP communicates a third less; use FSDP for larger batches or models",
         )
     ]
-
-
-_LISTED = re.compile(r"\.experts\.(\d+)\.")
-
-
-def experts_of(parameters: Iterable[Parameter]) -> int | None:
-    """Return how many experts a layer routes tokens to, or None if it has none.
-
-    Fused experts are stacked in one tensor below an ``experts`` module; others are listed there.
-    """
-    count = 0
-    for parameter in parameters:
-        listed = _LISTED.search(f".{parameter.fqn}")
-        if listed is not None:
-            count = max(count, int(listed[1]) + 1)
-        elif ".experts." in f".{parameter.fqn}" and len(parameter.shape) == 3:
-            count = max(count, parameter.shape[0])
-    return count if count > 1 else None
-
-
-def routing(parameters: Iterable[Parameter], candidate: Candidate) -> dict[str, Any] | None:
-    """Return the allocated peak under balanced and under the worst routing, and why; None without experts.
-
-    A trace runs without values, so its memory cannot depend on which expert a token goes to: the
-    products of all routed tokens are grouped, or every expert has room for a fixed number of them. A
-    model that loops over the experts it hits cannot be traced, and both figures are unknown.
-    """
-    count = experts_of(parameters)
-    if count is None:
-        return None
-    peak = candidate.allocated_peak_bytes
-    if peak is None:
-        reason = "the tokens of each expert decide the sizes of its products, which are not known in advance"
-    else:
-        reason = "all routed tokens are computed together, in buffers of the same size for every routing"
-    return {"experts": count, "balanced_bytes": peak, "worst_case_bytes": peak, "reason": reason}
-
-
-def routing_note(routing: Mapping[str, Any]) -> str:
-    """Return :func:`routing` in one line."""
-    balanced, worst = amount(routing["balanced_bytes"]), amount(routing["worst_case_bytes"])
-    return (
-        f"{routing['experts']} experts: the peak is {balanced} allocated with balanced routing and {worst}"
-        f" in the worst case: {routing['reason']}"
-    )
 
 
 RULES = (

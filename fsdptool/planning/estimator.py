@@ -11,6 +11,7 @@ from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.collectives import DEVICES, Weights, stored_dtype
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.assembly import assemble
+from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
 from fsdptool.planning.hardware import expands, machine_for, workspaces
 from fsdptool.planning.operator_time import peak_flops
 from fsdptool.planning.overlap import Stage, make_ring
@@ -50,6 +51,10 @@ _CONTEXT_PARALLEL = (
 _TENSOR_PARALLEL = (
     "tensor parallel on GPUs is unverified: embedding, head and what lies between divided layers are whole on"
     " every rank, and every sum over the ranks counts as waiting"
+)
+
+_EXPERT_PARALLEL = (
+    "expert parallel on GPUs is unverified: routing counts as balanced, and every all-to-all as waiting"
 )
 
 
@@ -100,6 +105,7 @@ class Estimator:
         recipe, settings: What no search point changes.
         profile: Device profile whose memory is predicted.
         loop: What is supposed of the loop that trains.
+        worst_routing: Whether the tokens of a whole expert-parallel group come to one rank.
     """
 
     spec: ModelSpec
@@ -108,6 +114,7 @@ class Estimator:
     settings: FsdpSettings
     profile: DeviceProfile = "cuda"
     loop: TrainingLoop = field(default_factory=TrainingLoop)
+    worst_routing: bool = False
     _traces: dict[str, Trace] = field(default_factory=dict)
     _costs: dict[Any, list[Cost]] = field(default_factory=dict)
     _flops: dict[int, float] = field(default_factory=dict)
@@ -147,7 +154,7 @@ class Estimator:
 
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         key, trace = self._trace(recipe, settings)
-        mesh = resolve_dims(settings.mesh, cluster.world_size)
+        mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
         rank = self._rank(point, recipe, settings, mesh)
         loading = self.loop.loading or default_loading(recipe.sharding.layout, settings)
         footprint = foresee(
@@ -177,6 +184,8 @@ class Estimator:
             if worked.known and trace.known:
                 if point.tp > 1:
                     self.notes[_TENSOR_PARALLEL] = None
+                if point.ep > 1:
+                    self.notes[_EXPERT_PARALLEL] = None
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
         candidate = assemble(id, point, cluster, footprint, verdict, timing, machine)
@@ -206,10 +215,11 @@ class Estimator:
         """Return the step's time: ``work`` is a whole sequence's trace and its key, ``trace`` one rank's."""
         work_key, worked = work
         group = make_ring(cluster, machine, ranks=point.tp)
+        exchange = make_all_to_all(cluster, machine, ranks=point.ep)
 
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
-            units = (name, point.layout, point.wrap_policy, point.wrap_classes, point.tp)
+            units = (name, point.layout, point.wrap_policy, point.wrap_classes, point.tp, point.ep)
             key = (*units, work_key, gpu.name, machine.name)
             if key not in self._costs:
                 costs = module_costs(whole, gpu, machine, compiled=recipe.sharding.compile)
@@ -220,6 +230,12 @@ class Estimator:
             summed = None
             if point.tp > 1:
                 summed = unit_costs(summed_seconds(part, group), part.repeats, plan)
+            elif point.ep > 1:
+                waits = ("all-to-alls", point.cluster, *key)
+                if waits not in self._costs:
+                    seconds = exchange_seconds(part, plan, exchange)
+                    self._costs[waits] = unit_costs(seconds, part.repeats, plan)
+                summed = self._costs[waits]
             return fill(traffic, self._costs[key], point.cp, shared, summed)
 
         student = stages(rank.traffic, rank.memory.rank.plan, trace, worked, "student")
@@ -235,7 +251,9 @@ class Estimator:
         if id(trace) not in self._flops:
             teacher = rank.memory.teacher
             plans = rank.memory.rank.plan, teacher.plan if teacher is not None else None
-            self._flops[id(trace)] = model_flops(trace, *plans)
+            # Ranks that share out experts compute for tokens of their own, as many as each of them has.
+            spread = any(share.unit.kind == "experts" for share in rank.memory.rank.shares)
+            self._flops[id(trace)] = model_flops(trace) if spread else model_flops(trace, *plans)
         return self._flops[id(trace)]
 
     def trace_of(self, point: SearchPoint, cluster: Cluster) -> Trace:
@@ -252,7 +270,7 @@ class Estimator:
         Gradients are those of a whole step; at the peak fewer may be alive.
         """
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
-        mesh = resolve_dims(settings.mesh, cluster.world_size)
+        mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
         return model_states(self._rank(point, recipe, settings, mesh).memory.rank)
 
     def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit:
@@ -263,7 +281,7 @@ class Estimator:
 
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         rank = self._rank(
-            point, recipe, settings, resolve_dims(settings.mesh, cluster.world_size)
+            point, recipe, settings, resolve_dims(settings.mesh, cluster.world_size, point.ep)
         ).memory.rank
         share = max(rank.shares, key=lambda share: sum(map(size, share.weights)))
         largest = max(share.weights, key=size)
@@ -284,7 +302,7 @@ class Estimator:
             gathered parameters where it is one for all; each sorted by elements, the largest share first.
         """
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
-        mesh = resolve_dims(settings.mesh, cluster.world_size)
+        mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
         plan = self._rank(point, recipe, settings, mesh).memory.rank.plan
         elements: dict[str, Counter[str]] = {"trained": Counter(), "frozen": Counter()}
         for parameter in (*(p for unit in plan.units for p in unit.parameters), *plan.ignored):
@@ -302,7 +320,9 @@ class Estimator:
         staged = DEVICES[self.profile].direct
         key = json.dumps(traced_configuration(recipe, settings, staged=staged), sort_keys=True)
         if key not in self._traces:
-            self._traces[key] = trace(self.spec, recipe, settings, staged=staged)
+            self._traces[key] = trace(
+                self.spec, recipe, settings, staged=staged, worst_routing=self.worst_routing
+            )
             self.notes |= dict.fromkeys(self._traces[key].notes)
         return key, self._traces[key]
 
@@ -317,6 +337,7 @@ class Estimator:
             point.wrap_policy,
             point.wrap_classes,
             point.tp,
+            point.ep,
             point.checkpointing,
             point.reshard_after_forward,
             type(point.reshard_after_forward),

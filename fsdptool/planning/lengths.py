@@ -277,7 +277,7 @@ def _trace(
         if not trace.known:
             return
         recipe, settings = apply_search_point(point, at_length.recipe, at_length.settings, cluster)
-        mesh = resolve_dims(settings.mesh, cluster.world_size)
+        mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
         units = at_length.units_of(point, cluster)
         rank = prepared(units, mesh, recipe, profile=inputs.profile, trace=trace)
         loading = inputs.loop.loading or default_loading(recipe.sharding.layout, settings)

@@ -226,6 +226,9 @@ class Options(TypedDict, total=False):
     sequence_parallel: Annotated[bool | None, Option(
         "Divide hidden states over the tensor-parallel ranks, too.", "Sharding",
         "recipe.sharding.sequence_parallel")]
+    ep: Annotated[int | None, Option(
+        "Expert-parallel ranks: each holds whole experts, and tokens travel to them.", "Sharding",
+        "recipe.sharding.expert_parallel", closes=("ep",), minimum=1)]
     prefetch: Annotated[int | None, Option(
         "FSDP units to prefetch.", "Sharding", "recipe.sharding.prefetch", closes=("prefetch",), minimum=1)]
     reduce_dtype: Annotated[str | None, Option(

@@ -95,7 +95,9 @@ class Stage:
         forward, backward: Seconds of compute for one micro-batch; backward includes recomputation.
         exchanged: Bytes of keys and values gathered from the ranks that share a sequence, per forward.
         exchanges: How often backward moves as many: their gradients, and again where it recomputes.
-        summed_forward, summed_backward: Seconds of sums over the tensor-parallel group.
+        summed_forward, summed_backward: Seconds of sums over the tensor-parallel group, or of the
+            all-to-alls of an expert-parallel one.
+        apart: Ranks that hold other experts: the unit is sharded over every ``apart``-th rank only.
     """
 
     gather_bytes: float
@@ -108,6 +110,7 @@ class Stage:
     exchanges: int = 1
     summed_forward: float = 0.0
     summed_backward: float = 0.0
+    apart: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,8 @@ class StepTime:
 
     ``compute`` is busy time, ``exposed_communication`` what no compute hid, ``offload`` the traffic
     to host memory, ``optimizer`` the update, ``contention`` what hidden collectives and further nodes
-    delay it by.
+    delay it by. ``group_communication`` is the part of the exposed one that ranks wait for before their next
+    operator, which nothing can hide: sums of divided layers, all-to-alls of experts, exchanges of sequences.
     """
 
     seconds: float
@@ -126,6 +130,7 @@ class StepTime:
     optimizer: float
     offload: float
     contention: float = 0.0
+    group_communication: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """Return where the time goes, by name."""
@@ -180,11 +185,16 @@ def time_step(
     if gpu is None:
         return None
     # Ranks of a tensor-parallel group are neighbours; all other groups take one rank in so many.
-    shard = make_ring(cluster, machine, ranks=mesh.shard_degree, stride=mesh.tp)
+    spread = {1, *(stage.apart for stage in (*stages, *teacher))}
+    shards = {
+        apart: make_ring(cluster, machine, ranks=mesh.shard_degree // apart, stride=mesh.tp * apart)
+        for apart in spread
+    }
+    shard = shards[1]
     replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.stride("dp_replicate"))
     context = make_ring(cluster, machine, ranks=mesh.cp, stride=mesh.tp)
-    sizes = {stage.backward_ranks for stage in stages}
-    rings = {n: make_ring(cluster, machine, ranks=n, stride=mesh.tp) for n in sizes}
+    sizes = {(stage.backward_ranks, stage.apart) for stage in stages}
+    rings = {(n, apart): make_ring(cluster, machine, ranks=n, stride=mesh.tp * apart) for n, apart in sizes}
     # Attention waits for what it exchanges, and the operator behind a sum for the sum: nothing hides them.
     moved = [context.gather(stage.exchanged) for stage in stages]
     inward = [stage.summed_forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
@@ -194,10 +204,11 @@ def time_step(
     ]
     forward = [stage.forward + seconds for stage, seconds in zip(stages, inward, strict=True)]
     backward = [stage.backward + seconds for stage, seconds in zip(stages, outward, strict=True)]
-    gathers = [shard.gather(stage.gather_bytes) for stage in stages]
-    again = [rings[stage.backward_ranks].gather(stage.gather_bytes) for stage in stages]
+    gathers = [shards[stage.apart].gather(stage.gather_bytes) for stage in stages]
+    again = [rings[stage.backward_ranks, stage.apart].gather(stage.gather_bytes) for stage in stages]
     reduces = [
-        shard.gather(stage.reduce_bytes) + replicas.reduce(stage.shard_reduce_bytes) for stage in stages
+        shards[stage.apart].gather(stage.reduce_bytes) + replicas.reduce(stage.shard_reduce_bytes)
+        for stage in stages
     ]
     # Micro-batches are alike, but for the last where only it reduces.
     whole = _play(forward, backward, gathers, again, reduces, run.prefetch)
@@ -236,6 +247,7 @@ def time_step(
         optimizer=update,
         offload=offload,
         contention=contention,
+        group_communication=shared * run.accumulation,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
 from fsdptool.inspection.micro_batch import batch_spec
-from fsdptool.planning.advice import advise, advise_lengths, routing, routing_note
+from fsdptool.planning.advice import advise, advise_lengths
 from fsdptool.planning.assembly import is_refused
 from fsdptool.planning.batch_sizes import largest_batch
 from fsdptool.planning.clusters import describe
@@ -22,6 +22,7 @@ from fsdptool.planning.lengths import replay_lengths
 from fsdptool.planning.offers import describe_offers
 from fsdptool.planning.request import Request
 from fsdptool.planning.requested_recipe import check_sizes
+from fsdptool.planning.routing import routing, routing_note
 from fsdptool.planning.search import SearchResult, run_search
 from fsdptool.planning.search_point import apply_search_point, point_flags, read_search_point
 from fsdptool.planning.shortfall import find_shortfall, leanest
@@ -287,7 +288,8 @@ def _conclude(
             steps += improve(estimator, inputs, chosen)
     diagnostics += advise(estimator, inputs, requested[0], first, chosen)
     shown_point = (chosen or first).settings
-    experts = routing(estimator.anatomy.parameters, chosen or first)
+    place = shown_point.cluster
+    experts = routing(estimator, chosen or first, inputs.clusters[place], inputs.machines[place])
     if experts is not None:
         estimator.notes[routing_note(experts)] = None
         extra = {**extra, "routing": experts}

@@ -22,8 +22,8 @@ def read_search_point(
         PlanError: The mesh does not multiply to the ranks there are, the micro-batch does not divide
             the global batch, or an integer reshard does not divide the ranks that share a copy.
     """
-    mesh = resolve_dims(settings.mesh, cluster.world_size)
     batch, sharding = recipe.batch, recipe.sharding
+    mesh = resolve_dims(settings.mesh, cluster.world_size, sharding.expert_parallel)
     _check_resharding(sharding.reshard_after_forward, mesh)
     return SearchPoint(
         cluster=index,
@@ -43,6 +43,7 @@ def read_search_point(
         reduce_dtype=sharding.reduce_dtype,
         gradients=sharding.accumulation,
         tp=mesh.tp,
+        ep=mesh.ep,
     )
 
 
@@ -70,6 +71,7 @@ def point_flags(point: SearchPoint) -> dict[str, tuple[str, ...]]:
         "hsdp": ("--hsdp", f"{point.dp_replicate}x{point.dp_shard}"),
         "cp": ("--cp", str(point.cp)),
         "tp": ("--tp", str(point.tp)),
+        "ep": ("--ep", str(point.ep)),
         "offload": ("--offload",) if point.cpu_offload else ("--no-offload",),
         "prefetch": ("--prefetch", str(point.prefetch)),
         "optimizer_implementation": ("--optimizer-implementation", point.optimizer_implementation),
@@ -96,6 +98,7 @@ def apply_search_point(
         accumulation=point.gradients,
         # Of a group of one rank there is nothing to divide.
         sequence_parallel=recipe.sharding.sequence_parallel and point.tp > 1,
+        expert_parallel=point.ep,
     )
     batch = replace(
         recipe.batch, micro_batch=point.micro_batch, accumulation=point.accumulation, global_batch=None
@@ -122,18 +125,20 @@ def apply_search_point(
     return replace(recipe, batch=batch, sharding=sharding, optimizer=optimizer), turned
 
 
-def resolve_dims(mesh: ParallelDims, world_size: int) -> ParallelDims:
-    """Return the mesh with every size known.
+def resolve_dims(mesh: ParallelDims, world_size: int, experts: int = 1) -> ParallelDims:
+    """Return the mesh with every size known, ``experts`` ranks of it sharing out the experts.
 
     Raises:
+        ConfigError: The mesh does not suit the experts' ranks.
         PlanError: A size is not positive, cannot be planned, or they do not multiply to the world size.
     """
     for name, size, reason in mesh.unsupported():
         raise PlanError(f"mesh size {name} {size} is not supported: {reason}", help="leave it at 1")
     try:
-        return mesh.resolve(world_size)
+        resolved = mesh.resolve(world_size)
     except ValueError as error:
         raise PlanError(str(error), help="make the sizes multiply to GPUs x nodes") from error
+    return resolved.with_experts(experts)
 
 
 def resolve_accumulation(recipe: Recipe, mesh: ParallelDims) -> int:

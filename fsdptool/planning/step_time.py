@@ -187,17 +187,22 @@ def measure_traffic(rank: Rank) -> Traffic:
     """Return what a rank moves for its units."""
     plan = rank.plan
     order = sorted(range(len(rank.shares)), key=lambda place: _ORDER.get(plan.units[place].kind, 3))
-    sharded = [p for unit in plan.units for p in unit.parameters]
     whole = sum(p.numel for p in plan.ignored if p.trainable)
-    trained = sum(p.numel for p in sharded if p.trainable)
+    trained = sum(
+        p.numel / share.ranks for share in rank.shares for p in share.unit.parameters if p.trainable
+    )
     offloaded = 0.0
     if plan.cpu_offload:
-        weights = sum(p.numel * WIDTH.get(p.dtype, 4) for p in sharded)
-        offloaded = (2 * weights + 4 * trained) / rank.degree
+        weights = sum(
+            p.numel * WIDTH.get(p.dtype, 4) / share.ranks
+            for share in rank.shares
+            for p in share.unit.parameters
+        )
+        offloaded = 2 * weights + 4 * trained
     return Traffic(
         order=tuple(order),
         stages=tuple(_stage(rank.shares[place], rank) for place in order),
-        trained=trained / rank.degree + whole,
+        trained=trained + whole,
         tensors=trained_shards(rank),
         offloaded=offloaded,
         prefetch=plan.prefetch,
@@ -218,7 +223,7 @@ def fill(
         work: Compute of each unit, in the plan's order (:func:`~fsdptool.planning.step_time.unit_costs`).
         sharing: Ranks that share a sequence, and so its work.
         exchanged: Bytes each unit gathers from them, under ``forward``.
-        summed: Seconds each unit waits for sums over the tensor-parallel group.
+        summed: Seconds each unit waits for its tensor-parallel or expert-parallel group.
     """
     sums = summed if summed is not None else [Cost()] * len(work)
     return [
@@ -233,6 +238,7 @@ def fill(
             stage.exchanges,
             sums[place].forward,
             sums[place].backward,
+            stage.apart,
         )
         for place, stage in zip(traffic.order, traffic.stages, strict=True)
     ]
@@ -289,8 +295,8 @@ def time_candidate(
     )
     if cluster.gpu is not None:
         gpu, ranks = cluster.gpu, mesh.shard_degree
-        stages = [with_copies(stage, ranks, gpu, machine) for stage in stages]
-        teacher = [with_copies(stage, ranks, gpu, machine) for stage in teacher]
+        stages = [with_copies(stage, ranks // stage.apart, gpu, machine) for stage in stages]
+        teacher = [with_copies(stage, ranks // stage.apart, gpu, machine) for stage in teacher]
     step = time_step(stages, run, mesh, cluster, machine, teacher=teacher)
     if step is None or step.seconds <= 0:
         return None
@@ -319,11 +325,12 @@ def _stage(share: Share, rank: Rank) -> Stage:
     return Stage(
         gather_bytes=sum(share.buffers.whole.sizes),
         reduce_bytes=reduce,
-        shard_reduce_bytes=reduce / rank.degree,
-        backward_ranks=_backward_ranks(share, rank.degree),
+        shard_reduce_bytes=reduce / share.ranks,
+        backward_ranks=_backward_ranks(share, share.ranks),
         forward=0.0,
         backward=0.0,
         exchanges=2 if share.unit.checkpointed else 1,
+        apart=rank.degree // share.ranks,
     )
 
 

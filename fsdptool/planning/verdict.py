@@ -125,7 +125,7 @@ def process_groups(point: SearchPoint) -> int:
     and one for an integer reshard (torch 2.13, ``_fully_shard.py``)."""
     hybrid = 2 if point.dp_replicate > 1 and point.dp_shard * point.cp > 1 else 0
     integer = 0 if isinstance(point.reshard_after_forward, bool) else 1
-    shared = (2 if point.cp > 1 else 0) + (2 if point.tp > 1 else 0)
+    shared = sum(2 for size in (point.cp, point.tp, point.ep) if size > 1)
     return 1 + hybrid + integer + shared
 
 

@@ -35,6 +35,7 @@ class SearchPoint:
         checkpointing: The policy as text (:func:`fsdptool.records.checkpointing.format_policy`).
         reshard_after_forward: True, False or a number of ranks.
         dp_replicate, dp_shard, cp, tp: The mesh.
+        ep: Ranks of ``dp_shard`` that share out the experts.
         cpu_offload: Shards, gradients and optimizer in host memory.
         optimizer_implementation: ``auto`` is fused on CUDA.
         prefetch: FSDP units to prefetch.
@@ -59,6 +60,7 @@ class SearchPoint:
     reduce_dtype: str | None
     gradients: GradientAccumulation
     tp: Positive = 1
+    ep: Positive = 1
 
     @property
     def data_parallel(self) -> int:
@@ -229,8 +231,8 @@ class Candidate:
     """Model FLOPs (recomputation not counted) over the peak of all GPUs, 0 to 1."""
     price_per_million_samples: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where the step's time goes: compute, communication, exposed_communication, optimizer, offload,
-    contention."""
+    """Where the step's time goes: compute, communication, exposed_communication (group_communication is the
+    part of it that nothing can hide), optimizer, offload, contention."""
     step_flops: float | None = None
     """Model FLOPs of one optimizer step over all ranks (recomputation not counted)."""
     peak_flops: float | None = None

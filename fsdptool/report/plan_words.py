@@ -83,6 +83,8 @@ def mesh(settings: Mapping[str, Any]) -> str:
         parts.append(f"context {settings['cp']}")
     if settings.get("tp", 1) > 1:
         parts.append(f"tensor {settings['tp']}")
+    if settings.get("ep", 1) > 1:
+        parts.append(f"experts over {settings['ep']}")
     return " x ".join(parts)
 
 
@@ -164,7 +166,8 @@ def brief(settings: Mapping[str, Any]) -> str:
         f"checkpointing {settings['checkpointing'].replace('_', ' ')}",
         f"reshard {resharding(settings['reshard_after_forward'])}",
     ]
-    if settings["dp_replicate"] > 1 or settings["cp"] > 1 or settings.get("tp", 1) > 1:
+    shapes = settings["dp_replicate"], settings["cp"], settings.get("tp", 1), settings.get("ep", 1)
+    if max(shapes) > 1:
         words.append(mesh(settings))
     if settings["prefetch"] > 1:
         words.append(f"prefetch {settings['prefetch']}")

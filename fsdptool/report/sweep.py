@@ -33,6 +33,7 @@ _SETTINGS = (
     "dp_shard",
     "cp",
     "tp",
+    "ep",
     "cpu_offload",
 )
 

@@ -138,6 +138,7 @@ _SPELLINGS = {
     "cpu": "CPU",
     "dtype": "dtype",
     "ema": "EMA",
+    "ep": "expert-parallel ranks",
     "gpu": "GPU",
     "gpus": "GPUs",
     "hsdp": "HSDP",

@@ -24,7 +24,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Hardware": ("gpu", "gpus", "nodes"),
     "Batch": ("sequence_length", "micro_batch"),
     "Training": ("method", "precision", "checkpointing", "reshard", "offload"),
-    "Mesh": ("hsdp", "cp", "tp"),
+    "Mesh": ("hsdp", "cp", "tp", "ep"),
 }
 """Fields that are always shown; every other option is under "More"."""
 
@@ -40,6 +40,7 @@ _POWERS = {
     "nodes": (1, 64),
     "cp": (1, 16),
     "tp": (1, 8),
+    "ep": (1, 64),
     "height": (256, 2048),
     "width": (256, 2048),
 }

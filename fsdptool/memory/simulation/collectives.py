@@ -97,6 +97,11 @@ class Weights:
     casts: bool
 
     @property
+    def ranks(self) -> int:
+        """Over how many ranks it is sharded."""
+        return self.whole // self.shard if self.shard else 1
+
+    @property
     def trainable(self) -> bool:
         """Whether it gets a gradient."""
         return self.parameter.trainable

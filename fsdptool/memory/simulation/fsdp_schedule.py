@@ -271,11 +271,11 @@ class Schedule(Unshard):
         for block in gradients.values():
             ledger.drop(block)
         ledger.add(buffers.output)
-        received = staging(buffers.input, self.device, self.rank.degree)
+        received = staging(buffers.input, self.device, group.share.ranks)
         if received is not None:
             ledger.add(received)
             ledger.drop(received)
-        if self.rank.degree == 1 and self.replicate > 1:
+        if group.share.ranks == 1 and self.replicate > 1:
             # The factor is set, and where nothing is scattered divides out of place (``foreach_reduce``).
             scaled = Block(REDUCE, buffers.input.total, buffers.input.sizes)
             ledger.add(scaled)

@@ -37,6 +37,7 @@ class Share:
         buffers: What gathering it allocates.
         reduction: What reducing all of its gradients allocates.
         reshard: ``reshard_after_forward`` with torch's own rule worked out.
+        ranks: Over how many it is sharded: experts that a group shares out, over the rest.
     """
 
     unit: Unit
@@ -45,6 +46,7 @@ class Share:
     buffers: UnshardBuffers
     reduction: Reduction
     reshard: bool | int
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
     for unit in plan.units:
         reshard = _resharding(unit)
         key = (unit.signature, unit.kind == "experts", reshard)
+        ranks = _ranks(unit, plan, degree)
         if key not in known:
-            ranks = _ranks(unit, plan, degree)
             weights = tuple(weigh(parameter, plan, ranks) for parameter in unit.parameters)
             trained = [w for w in weights if w.trainable]
             known[key] = (
@@ -129,7 +131,7 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
             )
         weights, buffers, reduced = known[key]
         by_name = {p.fqn: w for p, w in zip(unit.parameters, weights, strict=True)}
-        shares.append(Share(unit, weights, by_name, buffers, reduced, reshard))
+        shares.append(Share(unit, weights, by_name, buffers, reduced, reshard, ranks))
     return Rank(
         plan,
         degree,
@@ -210,7 +212,7 @@ class Unshard:
         group.state = UNSHARDED_STATE
 
     def _copy_out(self, group: Group) -> None:
-        if self.rank.degree > 1:
+        if group.share.ranks > 1:
             self.ledger.add(group.sizes.whole)
             return
         # One rank: each shard is cast and copied by itself (``wait_for_unshard``).

@@ -69,7 +69,7 @@ def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool, without_gradient: Col
             make no states for them (torch 2.13, ``Adam._init_group``).
     """
     plan, grain = rank.plan, rank.device.grain
-    tensors = {id(w): _shard(w, rank.degree) for weights in rank.distinct for w in weights}
+    tensors = {id(w): _shard(w) for weights in rank.distinct for w in weights}
     # Units of one signature share their weights, so each parameter's own name says what it is.
     shards = [
         (tensors[id(w)], w.trainable, p.fqn not in without_gradient)
@@ -114,12 +114,12 @@ def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool, without_gradient: Col
 def trained_shards(rank: Rank) -> tuple[TrainedTensor, ...]:
     """Return the sharded parameters that a rank's optimizer updates."""
     # Units of one signature share their weights.
-    tensors = {id(w): _shard(w, rank.degree) for weights in rank.distinct for w in weights if w.trainable}
+    tensors = {id(w): _shard(w) for weights in rank.distinct for w in weights if w.trainable}
     return tuple(tensors[id(w)] for share in rank.shares for w in share.weights if w.trainable)
 
 
-def _shard(weights: Weights, ranks: int) -> TrainedTensor:
-    parameter = weights.parameter
+def _shard(weights: Weights) -> TrainedTensor:
+    parameter, ranks = weights.parameter, weights.ranks
     shape = parameter.shape
     rows = (-(-shape[0] // ranks), *shape[1:]) if shape else ()
     return TrainedTensor(parameter.fqn, shape, rows, weights.stored, ranks)
@@ -252,10 +252,10 @@ def _save(run: OffStep) -> None:
 
 def _gathered(run: OffStep) -> tuple[int, ...]:
     """Return the allocations behind the largest whole tensor of a full checkpoint."""
-    ranks, averaged = run.schedule.rank.degree, run.recipe.ema.decay is not None
+    averaged = run.recipe.ema.decay is not None
     trained = (weights for weights in _weights(run.schedule) if weights.trainable)
     return max(
-        (full_tensor(w, max(w.stored, 4 if averaged else 0), run.device, ranks) for w in trained),
+        (full_tensor(w, max(w.stored, 4 if averaged else 0), run.device, w.ranks) for w in trained),
         key=sum,
         default=(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ def trace(
     profile: Profile | None = None,
     teacher: ModelSpec | None = None,
     staged: bool = False,
+    worst_routing: bool = False,
     use_cache: bool = True,
     refresh: bool = False,
 ) -> Trace:
@@ -42,6 +44,7 @@ def trace(
         teacher: A distillation's teacher; None resolves the recipe's.
         staged: Whether ranks that share a sequence exchange it over a backend that copies what it sends
             (``Device.direct`` of ``memory/simulation/collectives.py``).
+        worst_routing: Whether the tokens of a whole expert-parallel group come to this rank.
         use_cache: Whether to read and keep cached traces.
         refresh: Trace afresh and keep it.
 
@@ -59,15 +62,19 @@ def trace(
         teacher = resolve_choice(choice)
     store = Store() if use_cache or refresh else None
     parts = _parts(spec, recipe, settings, assumed, teacher, staged)
+    if worst_routing:
+        parts["worst_routing"] = True
     key = store.key(parts) if store is not None else ""
     if store is not None and not refresh:
         kept, _ = store.get(KIND, key)
         if kept is not None and (cached := _decode(kept)) is not None:
             return cached
     from fsdptool.memory.tracing.make_trace import make_trace
+    from fsdptool.modeling import expert_parallel
 
     alike = digest({**parts, "batch": {**parts["batch"], "micro_batch": None}})
-    traced = make_trace(spec, recipe, settings, assumed, teacher, staged=staged, alike=alike)
+    with expert_parallel.worst_routing() if worst_routing else nullcontext():
+        traced = make_trace(spec, recipe, settings, assumed, teacher, staged=staged, alike=alike)
     if store is not None and traced.known:
         store.put(KIND, key, to_json(traced), about=f"{spec.model_class} of {spec.reference.id}")
     return traced

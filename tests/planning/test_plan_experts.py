@@ -1,0 +1,99 @@
+"""Plans with expert parallelism: what is sharded and sent, what routing can cost, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from fsdptool.errors import ConfigError
+from fsdptool.planning import Options, make_plan, read_request
+from fsdptool.planning.clusters import make_cluster
+from fsdptool.planning.expert_time import make_all_to_all
+from fsdptool.planning.hardware import load_gpu, machine_for
+from fsdptool.records.plan import Plan
+from fsdptool.report.plan_words import brief, mesh
+
+LAYERS, WIDTH, INNER, EXPERTS, CHOICES, TOKENS = 3, 256, 512, 8, 2, 2048
+GPU = load_gpu("H100-80GB-SXM")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": LAYERS,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": CHOICES,
+        "vocab_size": 8000,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def planned(model: str, **options: Any) -> Plan:
+    given = {"gpu": "H100-80GB-SXM", "gpus": 8, "sequence_length": TOKENS, "checkpointing": "none"}
+    given |= {"precision": "bf16", "search": False, "micro_batch": 2}
+    return make_plan(read_request(Options(reference=model, **{**given, **options})))
+
+
+def test_every_mixture_waits_for_four_exchanges_and_six_where_it_is_recomputed(model: str) -> None:
+    group = make_all_to_all(make_cluster(GPU, 8), machine_for(GPU), ranks=4)
+    rows, number = group.seconds(2 * TOKENS * CHOICES * WIDTH * 2), group.seconds(1)
+    flops = planned(model).candidates[0].step_flops
+    for checkpointing, exchanges, numbers in (("none", 4, 1), ("full", 6, 2)):
+        spread = planned(model, ep=4, checkpointing=checkpointing).candidates[0]
+        expected = LAYERS * (exchanges * rows + numbers * number)
+        assert spread.seconds["group_communication"] == pytest.approx(expected)
+        assert spread.seconds["exposed_communication"] >= expected
+        assert spread.step_flops == pytest.approx(flops)
+    settings = dataclasses.asdict(spread.settings)
+    assert mesh(settings) == "shard 8 x experts over 4"
+    assert "experts over 4" in brief(settings)
+
+
+def test_the_worst_routing_brings_the_tokens_of_all_ranks_to_one(model: str) -> None:
+    routing = planned(model, ep=4).details["routing"]
+    rows = 2 * TOKENS * CHOICES * WIDTH * 2
+    assert (routing["all_to_all_bytes"], routing["worst_all_to_all_bytes"]) == (rows, 4 * rows)
+    # Every layer keeps at least the three times as many rows that came, and what the experts make of them.
+    assert routing["worst_case_bytes"] - routing["balanced_bytes"] > LAYERS * 3 * rows
+    # With one expert on each rank, only one choice of a token can go there.
+    assert planned(model, ep=8).details["routing"]["worst_all_to_all_bytes"] == 8 * rows // CHOICES
+
+
+def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(model: str) -> None:
+    # Each rank keeps the same share of all states; what it gathers of the experts is its own part only.
+    states = [planned(model, ep=ep).details["states"]["parameters"] for ep in (1, 2, 8)]
+    assert states[1:] == pytest.approx(states[:1] * 2, rel=0.01)
+    gathered = [peak_of(planned(model, ep=ep), "unsharded parameters") for ep in (1, 2, 8)]
+    assert gathered == sorted(gathered, reverse=True)
+
+
+def peak_of(plan: Plan, component: str) -> int:
+    moments = plan.candidates[0].timeline
+    return max(moment.components.get(component, 0) for moment in moments)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ep": 3}, "3 does not divide the 8 ranks of dp_shard"),
+        ({"ep": 2, "tp": 2}, "2 is not supported beside tp_size: 2"),
+        ({"ep": 16, "gpus": 16}, "16 does not divide the 8 experts"),
+    ],
+)
+def test_a_size_that_cannot_be_trained_is_refused_by_name(
+    model: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        planned(model, **options)
