@@ -8,8 +8,8 @@ from dataclasses import replace
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.inspection.micro_batch import batch_spec
+from fsdptool.planning.choice import roomy
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.search import roomy
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule

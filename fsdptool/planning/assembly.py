@@ -54,8 +54,8 @@ def assemble(
     )
 
 
-def refused(id: str, point: SearchPoint, reason: str) -> Candidate:
-    """Return a candidate that cannot be evaluated: its group does not divide the model."""
+def refused(id: str, point: SearchPoint, rejection: Rejection) -> Candidate:
+    """Return a candidate that cannot be evaluated: the model cannot be divided so."""
     return Candidate(
         id=id,
         settings=point,
@@ -70,10 +70,11 @@ def refused(id: str, point: SearchPoint, reason: str) -> Candidate:
         timeline=(),
         step_seconds=None,
         tokens_per_second=None,
-        rejected_by=Rejection(RejectionKind.INDIVISIBLE, reason),
+        rejected_by=rejection,
     )
 
 
 def is_refused(candidate: Candidate) -> bool:
     """Whether a candidate was never evaluated, because the model cannot be divided so."""
-    return candidate.rejected_by is not None and candidate.rejected_by.kind is RejectionKind.INDIVISIBLE
+    refusals = RejectionKind.INDIVISIBLE, RejectionKind.UNSUPPORTED
+    return candidate.rejected_by is not None and candidate.rejected_by.kind in refusals

@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from fsdptool.planning.choice import SAME, roomy
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.requested_recipe import MAX_TOKENS
-from fsdptool.planning.search import SAME, Progress, roomy
+from fsdptool.planning.search import Progress
 from fsdptool.planning.verdict import HEADROOM, least_device_bytes
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.trace import ColourGroup, Component

@@ -16,14 +16,16 @@ from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.planning.advice import advise, advise_lengths
 from fsdptool.planning.assembly import is_refused
 from fsdptool.planning.batch_sizes import largest_batch
+from fsdptool.planning.choice import SearchResult
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.lengths import replay_lengths
+from fsdptool.planning.mesh_choice import mesh_choice
 from fsdptool.planning.offers import describe_offers
 from fsdptool.planning.request import Request
 from fsdptool.planning.requested_recipe import check_sizes
 from fsdptool.planning.routing import routing, routing_note
-from fsdptool.planning.search import SearchResult, run_search
+from fsdptool.planning.search import run_search
 from fsdptool.planning.search_point import apply_search_point, point_flags, read_search_point
 from fsdptool.planning.shortfall import find_shortfall, leanest
 from fsdptool.planning.suggestions import avoid_fragmentation, improve, suggest
@@ -293,6 +295,9 @@ def _conclude(
     if experts is not None:
         estimator.notes[routing_note(experts)] = None
         extra = {**extra, "routing": experts}
+    if chosen is not None and len(result.candidates) > 1:
+        cluster = inputs.clusters[shown_point.cluster]
+        extra["mesh"] = mesh_choice(result.candidates, chosen, cluster, prefer=inputs.prefer)
     lengths = replay_lengths(estimator, inputs, chosen or first, progress=progress)
     diagnostics += advise_lengths(lengths)
     details = {

@@ -1,18 +1,18 @@
-"""Search: evaluate many configurations, choose one, and give each of the others its rejection."""
+"""Search: evaluate many configurations on each cluster, and settle which one to choose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fsdptool.errors import ConfigError
-from fsdptool.formatting import amount
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.planning.assembly import refused
 from fsdptool.planning.checkpointing import optimal_candidates
+from fsdptool.planning.choice import SearchResult, choose, merit, roomy
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.search_point import changed_settings
-from fsdptool.planning.search_space import enumerate_space, tensor_sizes
+from fsdptool.planning.routing import experts_of
+from fsdptool.planning.search_space import enumerate_space, expert_sizes, tensor_sizes
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
 from fsdptool.runs.work import Countdown, left_text
@@ -25,28 +25,6 @@ _POLICIES = 3
 _FRONT, _REPLAYS = 4, 40
 """Members of the Pareto front whose allocator is replayed, and the most replays (about a second each): only
 where one choice after the other turns out too tight are there more than a handful."""
-
-SAME = 0.02
-"""Relative difference in speed (or price) below which two configurations count as equally good."""
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """Every candidate that was evaluated, and what became of it.
-
-    Attributes:
-        candidates: All of them; of each cluster the requested one first.
-        chosen: Id of the chosen candidate; None where none fits.
-        front: Ids of the Pareto front of speed and allocated memory.
-        requested: Id of the requested candidate of each cluster.
-        best: Id of the best candidate of each cluster; None where none fits.
-    """
-
-    candidates: tuple[Candidate, ...]
-    chosen: str | None
-    front: tuple[str, ...]
-    requested: tuple[str, ...]
-    best: tuple[str | None, ...] = ()
 
 
 def run_search(
@@ -71,19 +49,8 @@ def run_search(
         requested_ids.append(name)
         own = _evaluate(estimator, inputs, point, (name, len(candidates)), progress=progress)
         candidates += own
-        sizes = tensor_sizes(point, inputs.clusters[point.cluster], inputs.fixed)
-        if sizes and inputs.search != "none" and _calls_for_dividing(own, inputs):
-            divisible = []
-            for size in sizes:
-                divided = _divided(point, size)
-                reason = _indivisible(estimator, inputs, divided)
-                if reason is None:
-                    divisible.append(size)
-                else:
-                    candidates.append(refused(f"c{len(candidates):04d}", divided, reason))
-            if divisible:
-                label = (name, len(candidates))
-                candidates += _evaluate(estimator, inputs, point, label, divisible, progress=progress)
+        if inputs.search != "none":
+            candidates += _divide(estimator, inputs, point, own, len(candidates), progress)
     if inputs.optimal_checkpointing:
         candidates += _optimal(estimator, inputs, candidates, progress)
     # Each offer has its best row, whose allocator is replayed as the chosen one's is.
@@ -113,7 +80,8 @@ def _evaluate(
         estimator: Evaluates one configuration.
         inputs: The canonical inputs.
         point: The requested configuration of a cluster.
-        names: What it is called, and how many candidates there are already.
+        names: What the point is called (empty: numbered like the others), and how many candidates there are
+            already.
         tensor: Tensor-parallel sizes other than the point's, which is then left out; empty: the point's.
         progress: Called with a line of progress from time to time.
     """
@@ -140,7 +108,7 @@ def _evaluate(
         if (option.cp, option.tp) in failed:
             continue
         count = before + len(candidates)
-        label = name if option == point else f"c{count:04d}"
+        label = name if name and option == point else f"c{count:04d}"
         if progress is not None and count % 100 == 99:
             left = left_text(countdown.left(number))
             progress(f"evaluated {number + 1} of {len(space)} configurations{left}")
@@ -161,11 +129,72 @@ EXPOSED = 0.1
 def _calls_for_dividing(candidates: Sequence[Candidate], inputs: PlanInputs) -> bool:
     """Return whether tensor parallelism may pay: nothing leaves headroom, or the best one waits for long."""
     fitting = [c for c in candidates if c.rejected_by is None and roomy(c)]
-    best = max(fitting, key=lambda c: _merit(c, inputs.prefer), default=None)
+    best = max(fitting, key=lambda c: merit(c, inputs.prefer), default=None)
     if best is None or inputs.search == "wide":
         return True
     waiting = sum(best.seconds.get(name, 0.0) for name in ("exposed_communication", "offload"))
     return waiting > EXPOSED * (best.step_seconds or 0.0)
+
+
+def _divide(
+    estimator: Estimator,
+    inputs: PlanInputs,
+    point: SearchPoint,
+    whole: Sequence[Candidate],
+    before: int,
+    progress: Progress | None,
+) -> list[Candidate]:
+    """Evaluate groups that share out experts and then, if that is not enough, groups that divide layers.
+
+    Args:
+        estimator: Evaluates one configuration.
+        inputs: The canonical inputs.
+        point: The requested configuration of a cluster.
+        whole: What was evaluated around it.
+        before: How many candidates there are already.
+        progress: Called with a line of progress from time to time.
+    """
+    cluster = inputs.clusters[point.cluster]
+    added: list[Candidate] = []
+    count = experts_of(estimator.anatomy.parameters)
+    for size in expert_sizes(point, cluster, inputs.fixed, count):
+        if not _calls_for_dividing([*whole, *added], inputs):
+            break
+        divided = _with_experts(point, size, inputs.fixed)
+        kind = RejectionKind.INDIVISIBLE if count and count % size else RejectionKind.UNSUPPORTED
+        refusal = _refusal(estimator, inputs, divided, kind)
+        if refusal is not None:
+            added.append(refused(f"c{before + len(added):04d}", divided, refusal))
+            continue
+        best = _promise([*whole, *added], inputs)
+        found = _evaluate(estimator, inputs, divided, ("", before + len(added)), progress=progress)
+        added += found
+        if _promise(found, inputs) <= best:
+            break  # a larger group sends more tokens between nodes
+    if not _calls_for_dividing([*whole, *added], inputs):
+        return added
+    divisible = []
+    point = point if "ep" in inputs.fixed else replace(point, ep=1)
+    for size in tensor_sizes(point, cluster, inputs.fixed):
+        divided = _divided(point, size)
+        kind = RejectionKind.UNSUPPORTED if point.ep > 1 else RejectionKind.INDIVISIBLE
+        refusal = _refusal(estimator, inputs, divided, kind)
+        if refusal is None:
+            divisible.append(size)
+        else:
+            added.append(refused(f"c{before + len(added):04d}", divided, refusal))
+    if divisible:
+        names = "", before + len(added)
+        added += _evaluate(estimator, inputs, point, names, divisible, progress=progress)
+    return added
+
+
+def _promise(candidates: Sequence[Candidate], inputs: PlanInputs) -> tuple[bool, float]:
+    """Return how good the best candidate is: whether it leaves headroom, and its merit or its free memory."""
+    fitting = [c for c in candidates if c.rejected_by is None and roomy(c)]
+    if fitting:
+        return True, max(merit(c, inputs.prefer) for c in fitting)
+    return False, max((c.slack_bytes for c in candidates if c.slack_bytes is not None), default=float("-inf"))
 
 
 def _divided(point: SearchPoint, size: int) -> SearchPoint:
@@ -174,12 +203,33 @@ def _divided(point: SearchPoint, size: int) -> SearchPoint:
     return replace(point, tp=size, dp_replicate=1, dp_shard=ranks)
 
 
-def _indivisible(estimator: Estimator, inputs: PlanInputs, point: SearchPoint) -> str | None:
+def _with_experts(point: SearchPoint, size: int, fixed: Sequence[str]) -> SearchPoint:
+    """Return a point with another expert-parallel size; other settings stay where they were requested."""
+    cp, tp = (getattr(point, name) if name in fixed else 1 for name in ("cp", "tp"))
+    ranks = point.ranks // (cp * tp)
+    replicate = point.dp_replicate if "mesh" in fixed else 1
+    reshard = point.reshard_after_forward
+    free = "reshard_after_forward" not in fixed and not isinstance(reshard, bool)
+    return replace(
+        point,
+        ep=size,
+        cp=cp,
+        tp=tp,
+        dp_replicate=replicate,
+        dp_shard=ranks // replicate,
+        accumulation=max(point.global_batch // (point.micro_batch * ranks), 1),
+        reshard_after_forward=True if free else reshard,
+    )
+
+
+def _refusal(
+    estimator: Estimator, inputs: PlanInputs, point: SearchPoint, kind: RejectionKind
+) -> Rejection | None:
     """Return why the model cannot be divided as a point says, or None."""
     try:
         estimator.units_of(point, inputs.clusters[point.cluster])
     except ConfigError as error:
-        return error.message
+        return Rejection(kind, error.message)
     return None
 
 
@@ -193,7 +243,7 @@ def _optimal(
     best: dict[SearchPoint, float] = {}
     for candidate in candidates:
         group = replace(candidate.settings, checkpointing="full")
-        best[group] = max(best.get(group, 0.0), _merit(candidate, inputs.prefer))
+        best[group] = max(best.get(group, 0.0), merit(candidate, inputs.prefer))
     added: list[Candidate] = []
     for point in sorted(best, key=lambda group: -best[group])[:_POLICIES]:
         if progress is not None:
@@ -251,110 +301,3 @@ def _settle(
         detailed |= {name} if detail else set()
         result = choose(candidates, requested, prefer=inputs.prefer, among=replayed if left == 0 else None)
     return result.chosen, {candidate.id: candidate for candidate in candidates}
-
-
-def choose(
-    candidates: Sequence[Candidate],
-    requested: Sequence[str],
-    *,
-    prefer: str = "speed",
-    among: Collection[str] | None = None,
-) -> SearchResult:
-    """Choose the fastest (or cheapest) candidate that fits with headroom; deterministic.
-
-    Differences below :data:`SAME` are within the time model's error: among those the least memory
-    wins, then what changes the fewest settings, then the earlier candidate. CPU offload is chosen only where
-    nothing else fits or where it is faster by more than that error: it moves the optimizer to the host, whose
-    speed and memory are known least. Without any that leave headroom, the others are eligible.
-
-    Args:
-        candidates: Everything that was evaluated.
-        requested: Ids of the requested candidates.
-        prefer: ``speed`` or ``price``.
-        among: Ids that may be chosen; None: any.
-    """
-    fitting = [c for c in candidates if c.rejected_by is None]
-    front = pareto(fitting)
-    allowed = [c for c in fitting if among is None or c.id in among]
-    eligible = [c for c in allowed if roomy(c)] or allowed
-    if not eligible:
-        return SearchResult(tuple(candidates), None, front, tuple(requested))
-    best = max(_merit(candidate, prefer) for candidate in eligible)
-    resident = [c for c in eligible if not c.settings.cpu_offload]
-    if any(_merit(c, prefer) >= best * (1 - SAME) for c in resident):
-        eligible = resident
-    near = [c for c in eligible if _merit(c, prefer) >= best * (1 - SAME)]
-    start = {c.settings.cluster: c.settings for c in candidates if c.id in requested}
-    place = {candidate.id: index for index, candidate in enumerate(candidates)}
-    chosen = min(near, key=lambda c: (*_thrift(c, start[c.settings.cluster]), place[c.id]))
-    explained = tuple(_reject(candidate, chosen, prefer) for candidate in candidates)
-    return SearchResult(explained, chosen.id, front, tuple(requested))
-
-
-def roomy(candidate: Candidate) -> bool:
-    """Return whether the headroom stays free (always on hosts, where nothing is known of others)."""
-    if candidate.slack_bytes is None or candidate.usable_bytes is None:
-        return True
-    return candidate.slack_bytes >= HEADROOM * candidate.usable_bytes
-
-
-def pareto(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Return the ids no other candidate beats in both speed and allocated memory, fastest first.
-
-    Allocated, because it is known of all alike; reserved memory is replayed for few.
-    """
-    known = [c for c in candidates if c.samples_per_second and c.allocated_peak_bytes is not None]
-    known.sort(key=lambda c: (-(c.samples_per_second or 0), c.allocated_peak_bytes or 0))
-    front: list[str] = []
-    least: int | None = None
-    for candidate in known:
-        if least is None or (candidate.allocated_peak_bytes or 0) < least:
-            front.append(candidate.id)
-            least = candidate.allocated_peak_bytes
-    return tuple(front)
-
-
-def _merit(candidate: Candidate, prefer: str) -> float:
-    """Samples per second, or per unit of money."""
-    price = candidate.price_per_million_samples
-    if prefer == "price" and price:
-        return 1 / price
-    return candidate.samples_per_second or 0.0
-
-
-def _thrift(candidate: Candidate, start: SearchPoint) -> tuple[int, int]:
-    """Memory in steps of 64 MiB, and how many settings differ from what was requested."""
-    changed = len(changed_settings(start, candidate.settings))
-    return (candidate.allocated_peak_bytes or 0) // (64 * 2**20), changed
-
-
-def _reject(candidate: Candidate, chosen: Candidate, prefer: str) -> Candidate:
-    if candidate.id == chosen.id or candidate.rejected_by is not None:
-        return candidate
-    return replace(candidate, rejected_by=_rejection(candidate, chosen, prefer))
-
-
-def _rejection(candidate: Candidate, chosen: Candidate, prefer: str) -> Rejection:
-    """Return why a candidate that fits was not chosen."""
-    if not roomy(candidate) and roomy(chosen):
-        free = f"leaves only {amount(candidate.slack_bytes)} free; the search keeps {HEADROOM:.0%} free"
-        return Rejection(RejectionKind.HEADROOM, free)
-    merit, best = _merit(candidate, prefer), _merit(chosen, prefer)
-    by_price = prefer == "price"
-    if merit < best:
-        factor = best / merit - 1 if merit else float("inf")
-        if by_price:
-            return Rejection(RejectionKind.PRICE, f"{factor:.1%} more expensive per sample than {chosen.id}")
-        return Rejection(RejectionKind.SPEED, f"{factor:.1%} slower than {chosen.id}")
-    extra = (candidate.allocated_peak_bytes or 0) - (chosen.allocated_peak_bytes or 0)
-    if candidate.settings.cpu_offload and not chosen.settings.cpu_offload:
-        gain = f"at most {SAME:.0%} {'cheaper' if by_price else 'faster'} than {chosen.id}"
-        return Rejection(RejectionKind.CPU_OFFLOAD, f"{gain}, which runs the optimizer on the GPUs")
-    if extra > 0:
-        better = "cheaper per sample" if by_price else "faster"
-        clear = best and merit > best * 1.0005
-        gain = f"only {merit / best - 1:.1%} {better}" if clear else f"not {better}"
-        detail = f"{gain} than {chosen.id} and needs {amount(extra)} more memory"
-        return Rejection(RejectionKind.MEMORY_FOR_SPEED, detail)
-    detail = f"equivalent to {chosen.id}, which changes fewer of your settings"
-    return Rejection(RejectionKind.MORE_CHANGES, detail)

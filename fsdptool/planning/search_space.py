@@ -98,6 +98,10 @@ def enumerate_space(
 def _worth(point: SearchPoint, start: SearchPoint) -> bool:
     """Leave out what another configuration beats by construction."""
     ranks = point.dp_shard * point.cp
+    if point.ep > 1 and (point.cp > 1 or point.dp_shard % point.ep):
+        return False  # the trainer shares out experts over whole sequences, among the ranks of dp_shard
+    if point.ep > 1 and not isinstance(point.reshard_after_forward, bool):
+        return False  # experts are sharded over fewer ranks than an integer supposes
     if point.gradients != start.gradients and point.accumulation == 1:
         return False  # nothing is accumulated: both are the same run
     if ranks == 1 and (point.reshard_after_forward is not True or point.prefetch > 1):
@@ -122,6 +126,21 @@ def tensor_sizes(start: SearchPoint, cluster: Cluster, fixed: Sequence[str]) -> 
     if "mesh" in fixed:
         return []  # the given sizes leave no ranks
     return [size for size in (1, 2, 4, 8) if cluster.gpus_per_node % size == 0 and size != start.tp]
+
+
+def expert_sizes(
+    start: SearchPoint, cluster: Cluster, fixed: Sequence[str], experts: int | None
+) -> list[int]:
+    """Expert-parallel sizes worth evaluating besides that of ``start``, in the order to try them.
+
+    First the ranks of a node: tokens travel over its links, and each rank gathers only its own experts. A
+    smaller group sends hardly less and gathers more. Then groups of two, four and eight nodes, which gather
+    still less and send most tokens between nodes.
+    """
+    if "ep" in fixed or experts is None or cluster.gpu is None or start.layout != "native":
+        return []
+    sizes = [cluster.gpus_per_node * nodes for nodes in (1, 2, 4, 8)]
+    return [n for n in sizes if 1 < n <= experts and cluster.world_size % n == 0 and n != start.ep]
 
 
 def _batches(start: SearchPoint, fixed: Sequence[str], tensor: int) -> list[int]:

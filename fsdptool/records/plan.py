@@ -186,7 +186,9 @@ class RejectionKind(StrEnum):
     CPU_OFFLOAD = "cpu_offload"
     """It is as good as the chosen one within the time model's error, and offloads to the host."""
     INDIVISIBLE = "indivisible"
-    """The model cannot be divided over a tensor-parallel group of this size."""
+    """The model cannot be divided over a group of this size."""
+    UNSUPPORTED = "unsupported"
+    """The trainer cannot combine these dimensions of the mesh."""
     MORE_CHANGES = "more_changes"
     """It equals the chosen one, which changes fewer of the requested settings."""
 

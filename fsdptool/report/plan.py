@@ -10,6 +10,7 @@ from fsdptool.formatting import amount
 from fsdptool.records.trace import ColourGroup
 from fsdptool.report import plan_words as words
 from fsdptool.report.curve import curve
+from fsdptool.report.mesh_words import mesh_lines
 from fsdptool.report.plan_lengths import print_lengths
 from fsdptool.report.plan_words import duration
 from fsdptool.report.tables import (
@@ -58,6 +59,7 @@ def print_plan(
     _host(document, candidate)
     _components(candidate, explain=explain)
     _timeline(candidate)
+    _mesh(document, explain=explain)
     if explain:
         _states(document)
         _peak(document, candidate)
@@ -154,6 +156,17 @@ def _components(candidate: Mapping[str, Any], *, explain: bool) -> None:
 
 def _share(size: int | None, total: int) -> str:
     return f"{size / total:.1%}" if total and size is not None else ""
+
+
+def _mesh(document: Mapping[str, Any], *, explain: bool) -> None:
+    """Print why the mesh was chosen: always where it is more than sharding over all ranks."""
+    settings = words.shown(document)["settings"]
+    unusual = max(settings["dp_replicate"], settings["cp"], settings.get("tp", 1), settings.get("ep", 1)) > 1
+    lines = list(mesh_lines(document)) if explain or unusual else []
+    if lines:
+        print_line()
+    for line in lines:
+        print_line(line)
 
 
 def _states(document: Mapping[str, Any]) -> None:

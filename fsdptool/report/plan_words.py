@@ -22,6 +22,7 @@ REJECTIONS = {
     RejectionKind.MEMORY_FOR_SPEED: "memory for speed",
     RejectionKind.CPU_OFFLOAD: "CPU offload",
     RejectionKind.INDIVISIBLE: "indivisible",
+    RejectionKind.UNSUPPORTED: "unsupported",
     RejectionKind.MORE_CHANGES: "more changes",
 }
 """What each kind of rejection is called."""

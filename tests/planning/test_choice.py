@@ -17,7 +17,7 @@ from fsdptool.cli.app import run
 from fsdptool.errors import PlanError
 from fsdptool.files.values import load_schema
 from fsdptool.planning import Options, make_plan, plan_document, read_request
-from fsdptool.planning.search import choose
+from fsdptool.planning.choice import choose
 from fsdptool.planning.sweep import read_sweep
 from fsdptool.records.advice import ShortfallKind, SuggestionKind
 from fsdptool.records.plan import Candidate, Plan, Rejection, RejectionKind, SearchPoint

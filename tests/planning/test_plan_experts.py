@@ -13,7 +13,10 @@ from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.expert_time import make_all_to_all
 from fsdptool.planning.hardware import load_gpu, machine_for
-from fsdptool.records.plan import Plan
+from fsdptool.planning.plan import plan_document
+from fsdptool.planning.request import Request
+from fsdptool.records.plan import Plan, RejectionKind
+from fsdptool.report.mesh_words import mesh_lines
 from fsdptool.report.plan_words import brief, mesh
 
 LAYERS, WIDTH, INNER, EXPERTS, CHOICES, TOKENS = 3, 256, 512, 8, 2, 2048
@@ -77,6 +80,28 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(model: str) 
     assert states[1:] == pytest.approx(states[:1] * 2, rel=0.01)
     gathered = [peak_of(planned(model, ep=ep), "unsharded parameters") for ep in (1, 2, 8)]
     assert gathered == sorted(gathered, reverse=True)
+
+
+def test_a_search_shares_out_experts_and_says_why_its_mesh_won(model: str) -> None:
+    given = ("accumulation", "checkpointing", "cpu_offload", "gradients", "micro_batch", "prefetch", "wrap")
+    fixed = (*given, "optimizer_implementation", "reshard_after_forward")
+    for cp, kind in ((1, None), (2, RejectionKind.UNSUPPORTED)):
+        options = Options(reference=model, gpu=GPU.name, gpus=8, nodes=2, sequence_length=TOKENS, cp=cp)
+        inputs = dataclasses.replace(read_request(options).inputs, search="wide", fixed=(*fixed, "cp", "tp"))
+        plan = make_plan(Request(inputs))
+        spread = [c for c in plan.candidates if c.settings.ep == 8]
+        if kind is not None:
+            assert [c.rejected_by.kind for c in spread if c.rejected_by is not None] == [kind]
+            continue
+        assert all(c.step_seconds for c in spread) and spread
+        choice = plan.details["mesh"]
+        sizes = {(other["dp_replicate"], other["ep"]) for other in choice["alternatives"]}
+        assert len(sizes) == len(choice["alternatives"]) == 3
+        groups = {group["dimension"]: (group["ranks"], group["nodes"]) for group in choice["groups"]}
+        assert groups["dp_shard"] in ((16, 2), (8, 1))
+        lines = list(mesh_lines(plan_document(plan)))
+        assert len(lines) == 4
+        assert lines[0].startswith("mesh: ")
 
 
 def peak_of(plan: Plan, component: str) -> int:

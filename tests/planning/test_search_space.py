@@ -10,7 +10,7 @@ from test_choice import POINT
 from fsdptool.inspection import inspect
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu
-from fsdptool.planning.search_space import enumerate_space, tensor_sizes
+from fsdptool.planning.search_space import enumerate_space, expert_sizes, tensor_sizes
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.plan import SearchPoint
 from fsdptool.report.plan_words import mesh
@@ -58,6 +58,18 @@ def test_groups_stay_inside_a_node_and_given_sizes_are_kept() -> None:
     assert tensor_sizes(START, NODES, ("tp",)) == tensor_sizes(START, NODES, ("mesh",)) == []
     assert tensor_sizes(START, make_cluster(None, 8), ()) == []
     assert tensor_sizes(replace(START, layout="accelerate"), NODES, ()) == []
+
+
+def test_experts_are_shared_out_in_whole_nodes(anatomy: Anatomy) -> None:
+    assert expert_sizes(START, NODES, (), 128) == [8, 16, 32]
+    assert expert_sizes(START, NODES, (), 8) == [8]
+    assert expert_sizes(replace(START, ep=8), NODES, (), 128) == [16, 32]
+    assert expert_sizes(START, NODES, ("ep",), 128) == expert_sizes(START, NODES, (), None) == []
+    # What the trainer refuses beside them is not proposed: replicas of less than a group, or an integer reshard.
+    points = space(anatomy, start=replace(START, ep=16))
+    assert {point.ep for point in points} == {16}
+    assert {(point.dp_replicate, point.dp_shard) for point in points} == {(1, 32), (2, 16)}
+    assert {point.reshard_after_forward for point in points} == {True, False}
 
 
 def test_a_mesh_in_words_names_the_tensor_parallel_ranks() -> None:

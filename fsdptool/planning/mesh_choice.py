@@ -1,0 +1,97 @@
+"""Why a mesh was chosen: which of its groups span nodes, what its ranks wait for, and what other meshes cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fsdptool.planning.choice import merit, roomy
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.plan import Candidate, SearchPoint
+
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+def mesh_choice(
+    candidates: Sequence[Candidate], chosen: Candidate, cluster: Cluster, *, prefer: str = "speed"
+) -> dict[str, Any] | None:
+    """Return why the chosen mesh won over the others that were evaluated; None where there was no other.
+
+    Returns:
+        ``groups`` (the groups that exchange data: dimension, ranks, and nodes that one group spans),
+        ``waits`` (seconds per step: ``group`` for sums, all-to-alls and exchanged sequences, ``sharding`` for
+        gathers and reductions that no compute hides), and ``alternatives``, the best candidate of every other
+        mesh, fastest first: its sizes, ``id``, ``fits`` with the headroom that a search leaves,
+        ``relative_speed`` (1 is the chosen one's) and ``waits``.
+    """
+    best: dict[tuple[int, ...], Candidate] = {}
+    for candidate in candidates:
+        if candidate.settings.cluster != chosen.settings.cluster or candidate.step_seconds is None:
+            continue
+        key = _sizes(candidate.settings)
+        if key not in best or _rank(candidate, prefer) > _rank(best[key], prefer):
+            best[key] = candidate
+    own = _sizes(chosen.settings)
+    others = sorted(
+        (c for key, c in best.items() if key != own), key=lambda c: _rank(c, prefer), reverse=True
+    )
+    if not others:
+        return None
+    speed = merit(chosen, prefer)
+    return {
+        "groups": _groups(chosen.settings, cluster),
+        "waits": _waits(chosen),
+        "alternatives": [
+            {
+                **dict(zip(_DIMENSIONS, _sizes(other.settings), strict=True)),
+                "id": other.id,
+                "fits": _fits(other),
+                "relative_speed": merit(other, prefer) / speed if speed else None,
+                "waits": _waits(other),
+            }
+            for other in others
+        ],
+    }
+
+
+def _sizes(point: SearchPoint) -> tuple[int, ...]:
+    return tuple(getattr(point, name) for name in _DIMENSIONS)
+
+
+def _fits(candidate: Candidate) -> bool:
+    reason = candidate.rejected_by
+    return roomy(candidate) and not (reason is not None and reason.kind.does_not_fit)
+
+
+def _rank(candidate: Candidate, prefer: str) -> tuple[bool, float]:
+    if _fits(candidate):
+        return True, merit(candidate, prefer)
+    return False, candidate.slack_bytes or 0.0
+
+
+def _groups(point: SearchPoint, cluster: Cluster) -> list[dict[str, Any]]:
+    """Return every group of more than one rank, and the nodes that one such group spans."""
+    inner = point.cp * point.tp
+    groups = (
+        ("tp", point.tp, 1),
+        ("ep", point.ep, point.tp),
+        ("cp", point.cp, point.tp),
+        ("dp_shard", point.dp_shard * point.cp, point.tp),
+        ("experts_shard", point.dp_shard // point.ep if point.ep > 1 else 1, inner * point.ep),
+        ("dp_replicate", point.dp_replicate, inner * point.dp_shard),
+    )
+    return [
+        {"dimension": name, "ranks": ranks, "nodes": _nodes(ranks, stride, cluster.gpus_per_node)}
+        for name, ranks, stride in groups
+        if ranks > 1
+    ]
+
+
+def _nodes(ranks: int, stride: int, per_node: int) -> int:
+    return -(-ranks // max(per_node // stride, 1))
+
+
+def _waits(candidate: Candidate) -> dict[str, float]:
+    group = candidate.seconds.get("group_communication", 0.0)
+    exposed = candidate.seconds.get("exposed_communication", 0.0)
+    return {"group": group, "sharding": max(exposed - group, 0.0)}
