@@ -1,4 +1,4 @@
-"""Why a mesh was chosen: which of its groups span nodes, what its ranks wait for, and what other meshes cost."""
+"""Why a mesh was chosen: the nodes its groups span, what its ranks wait for, and what other meshes cost."""
 
 from __future__ import annotations
 

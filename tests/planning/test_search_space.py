@@ -65,7 +65,7 @@ def test_experts_are_shared_out_in_whole_nodes(anatomy: Anatomy) -> None:
     assert expert_sizes(START, NODES, (), 8) == [8]
     assert expert_sizes(replace(START, ep=8), NODES, (), 128) == [16, 32]
     assert expert_sizes(START, NODES, ("ep",), 128) == expert_sizes(START, NODES, (), None) == []
-    # What the trainer refuses beside them is not proposed: replicas of less than a group, or an integer reshard.
+    # What the trainer refuses is not proposed: replicas of less than a group, or an integer reshard.
     points = space(anatomy, start=replace(START, ep=16))
     assert {point.ep for point in points} == {16}
     assert {(point.dp_replicate, point.dp_shard) for point in points} == {(1, 32), (2, 16)}
