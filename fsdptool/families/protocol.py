@@ -114,6 +114,9 @@ class Objective(ABC):
     name: str
     unit: str = "tokens"
     """What ``weight`` counts."""
+    divides_vocabulary: bool = False
+    """Whether the loss takes logits of a part of the vocabulary, which tensor-parallel ranks divide
+    (``families/objectives/vocabulary.py``)."""
 
     @abstractmethod
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:

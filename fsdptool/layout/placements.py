@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.anatomy import Parameter
@@ -26,7 +27,10 @@ def placements(parameters: Sequence[Parameter], plan: TensorPlan) -> tuple[Place
     split = {module.path: module for module in plan.modules}
     regions = frozenset(plan.regions)
     shared = frozenset(plan.shared)
-    return tuple(_place(parameter, split, regions, shared, plan) for parameter in parameters)
+    placed = (_place(parameter, split, regions, shared, plan) for parameter in parameters)
+    return tuple(
+        replace(item, aliases=parameter.aliases) for item, parameter in zip(placed, parameters, strict=True)
+    )
 
 
 def _place(

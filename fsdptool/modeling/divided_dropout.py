@@ -5,8 +5,9 @@ copies of each other. The ranks therefore keep equal generators. Dropout of a di
 the same elements on all ranks, or the heads of different ranks would share their masks. A region therefore
 seeds the generator anew, from its state and the rank, and puts the state back at its first sum, behind which
 tensors are whole (Megatron-LM has a second generator for this,
-``megatron/core/tensor_parallel/random.py``). The seed depends on nothing else: activation checkpointing
-restores the generator before it recomputes a block, which then draws the same numbers again.
+``megatron/core/tensor_parallel/random.py``). With sequence parallelism whole blocks do so, since each rank
+holds other positions behind a sum. The seed depends on nothing else: activation checkpointing restores the
+generator before it recomputes a block, which then draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from fsdptool.modeling.tensor_group import TensorGroup
-    from fsdptool.records.parallel import TensorPlan
+    from fsdptool.records.parallel import SequenceSpan, TensorPlan
 
 _STEP = 4
 """What the offset of a CUDA generator is a multiple of (``ATen/cuda/CUDAGeneratorImpl.cpp``, torch 2.13)."""
@@ -40,15 +41,22 @@ def draw_apart(model: nn.Module, plan: TensorPlan, group: TensorGroup) -> None:
     """
     if group.process_group is None or any(module.style == "experts" for module in plan.modules):
         return
-    for path in plan.regions:
+    divided, sums = (
+        (plan.regions, plan.sums) if plan.sequence is None else (_blocks(model, plan.sequence), ())
+    )
+    for path in divided:
         region = model.get_submodule(path)
         if not _drops(region):
             continue
         numbers = _OwnNumbers(group.rank)
         object.__setattr__(region, "forward", _between(region.forward, region, numbers))
-        for summed in plan.sums:
+        for summed in sums:
             if summed == path or summed.startswith(f"{path}."):
                 model.get_submodule(summed).register_forward_hook(numbers.put_back)
+
+
+def _blocks(model: nn.Module, span: SequenceSpan) -> list[str]:
+    return [f"{span.blocks}.{name}" for name, _ in model.get_submodule(span.blocks).named_children()]
 
 
 def agree(group: TensorGroup) -> None:

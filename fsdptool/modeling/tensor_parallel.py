@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdptool.errors import ConfigError
+from fsdptool.families.objectives.common import unwrapped
+from fsdptool.families.objectives.vocabulary import PART, VocabularyPart
 from fsdptool.modeling.divided_dropout import draw_apart
 from fsdptool.modeling.expert_parallel import spread
 from fsdptool.modeling.optimizers import optimizer_spec
@@ -73,7 +75,13 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
     if tensor is None:
         return
     _replace_parameters(model, plan.placements, group)
-    parts = divide_sequence(model, tensor.sequence, group) if tensor.sequence is not None else None
+    heads = _heads(model, tensor)
+    parts = None
+    if tensor.sequence is not None:
+        parts = divide_sequence(model, tensor.sequence, group, head=bool(heads))
+    if heads:
+        rows = next(p.shape[0] for p in model.get_submodule(heads[0]).parameters(recurse=False))
+        setattr(unwrapped(model), PART, VocabularyPart(group, group.rank * rows))
     leaving = partial(leave, group=group) if parts is None else parts.leave
     for path, sizes in tensor.attributes.items():
         module = _module(model, path)
@@ -91,7 +99,7 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
     for name in tensor.shared:
         path, _, leaf = name.rpartition(".")
         _share(_module(model, path), leaf, group.size)
-    for path in _entered(tensor):
+    for path in (*_entered(tensor), *(heads if parts is None else ())):
         region = _module(model, path)
         if parts is not None:
             region.register_forward_pre_hook(parts.entry(path, region), with_kwargs=True, prepend=True)
@@ -110,6 +118,12 @@ def _entered(tensor: TensorPlan) -> list[str]:
     alone = [m.path for m in tensor.modules if m.style == "column" and not m.path.startswith(inside)]
     spread_out = {module.path for module in tensor.modules if module.style == "experts"}
     return [*(path for path in tensor.regions if path not in spread_out), *alone]
+
+
+def _heads(model: nn.Module, tensor: TensorPlan) -> list[str]:
+    """Return the layers whose logits are divided: their input is whole."""
+    paths = (module.path for module in tensor.modules if module.style == "vocabulary")
+    return [path for path in paths if not isinstance(_module(model, path), nn.Embedding)]
 
 
 def _attribute(model: nn.Module, path: str) -> Any:
@@ -163,9 +177,8 @@ def _divide_layer(
     """Tell a layer its local sizes, and let what it computes leave its region where it must."""
     if item.style == "vocabulary":
         if isinstance(layer, nn.Embedding):
-            first = group.rank * (layer.num_embeddings // group.size)
             _divide_names(layer, ("num_embeddings",), group.size)
-            _replace_forward(layer, _lookup(layer, first, group))
+            _replace_forward(layer, _lookup(layer, group.rank * layer.num_embeddings, group))
         else:
             _divide_names(layer, _OUTPUTS, group.size)
         return
@@ -254,13 +267,18 @@ def _row_forward(
 
 def _lookup(module: nn.Embedding, first: int, group: TensorGroup) -> Callable[[Tensor], Tensor]:
     """Return the forward of a table whose rows are divided: foreign rows are zero before the sum."""
+    forward = module.forward
+    if module.padding_idx is not None:
+        padding = module.padding_idx - first
+        module.padding_idx = padding if 0 <= padding < module.num_embeddings else None
 
-    def forward(ids: Tensor) -> Tensor:
+    def lookup(ids: Tensor) -> Tensor:
         inside = (ids >= first) & (ids < first + module.num_embeddings)
-        rows = F.embedding(torch.where(inside, ids - first, 0), module.weight)
+        # The table's own forward: Gemma's scales the rows.
+        rows = forward(torch.where(inside, ids - first, 0))
         return leave(rows * inside.unsqueeze(-1).to(rows.dtype), group)
 
-    return forward
+    return lookup
 
 
 def partial_names(placements: Sequence[Placement]) -> frozenset[str]:
@@ -269,5 +287,5 @@ def partial_names(placements: Sequence[Placement]) -> frozenset[str]:
 
 
 def by_name(placements: Sequence[Placement]) -> Mapping[str, Placement]:
-    """Return the placements by parameter name."""
-    return {item.fqn: item for item in placements}
+    """Return the placements by parameter name, every name of a tied parameter included."""
+    return {name: item for item in placements for name in (item.fqn, *item.aliases)}

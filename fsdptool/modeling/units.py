@@ -10,10 +10,11 @@ from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import cache_parts, decode, encode
 from fsdptool.layout import compute_dtype, group
-from fsdptool.layout.placements import placements
+from fsdptool.layout.placements import placements, published
 from fsdptool.layout.refusals import EXPERT, TENSOR, refuse_indivisible
 from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
 from fsdptool.modeling.methods import method_of
+from fsdptool.modeling.objective import objective_for
 from fsdptool.records.codec import to_json
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
 
         check_tensor_parallel(recipe, settings)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
-    tensor = _division(trained.published or trained.anatomy, recipe, settings)
+    tensor = _division(trained, recipe, settings)
     if tensor is None:
         return group(trained.anatomy, settings, recipe.sharding, replicated=trained.replicated)
     placed = placements(trained.anatomy.parameters, tensor)
@@ -151,14 +152,18 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
     return dataclasses.replace(units, tensor=tensor, placements=placed)
 
 
-def _division(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> TensorPlan | None:
+def _division(trained: TrainedModel, recipe: Recipe, settings: FsdpSettings) -> TensorPlan | None:
     """Return how a group divides the layers or the experts of the published model, or None."""
+    anatomy = trained.published or trained.anatomy
     if recipe.sharding.expert_parallel > 1:
         plan = plan_expert_parallel(anatomy, recipe.sharding.expert_parallel)
         refuse_indivisible(plan, EXPERT)
     elif settings.mesh.tp > 1:
         plan = plan_tensor_parallel(
-            anatomy, settings.mesh.tp, vocabulary=False, sequence=recipe.sharding.sequence_parallel
+            anatomy,
+            settings.mesh.tp,
+            vocabulary=_divides_vocabulary(trained, recipe),
+            sequence=recipe.sharding.sequence_parallel,
         )
         refuse_indivisible(plan, TENSOR)
     elif recipe.sharding.sequence_parallel:
@@ -169,6 +174,17 @@ def _division(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Tenso
     else:
         return None
     return plan
+
+
+def _divides_vocabulary(trained: TrainedModel, recipe: Recipe) -> bool:
+    """Whether the ranks of a group may divide the vocabulary: the loss is computed from parts of the logits,
+    and no adapter changes the table or the head."""
+    anatomy = trained.published or trained.anatomy
+    if recipe.method.distillation is not None or not objective_for(recipe, anatomy.spec).divides_vocabulary:
+        return False
+    ends = {anatomy.input_embedding, anatomy.output_embedding}
+    changed = (published(name) for p in trained.anatomy.parameters for name in p.names)
+    return not any(adapter and name.rpartition(".")[0] in ends for name, adapter in changed)
 
 
 def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:

@@ -17,7 +17,7 @@ from fsdptool.memory.simulation.program import traced_path
 from fsdptool.planning.overlap import Ring
 from fsdptool.planning.step_time import Cost, copies_of, owners_of
 from fsdptool.records.sharding import UnitPlan
-from fsdptool.records.trace import Repeat, Trace
+from fsdptool.records.trace import Repeat, Segment, Trace
 
 
 def summed_seconds(trace: Trace, group: Ring) -> dict[str, Cost]:
@@ -61,13 +61,28 @@ def model_flops(trace: Trace, plan: UnitPlan | None = None, teacher: UnitPlan | 
             path for region in divided for path in _upwards(region.rpartition(".")[0]) if _is_block(path)
         }
     total = model_flops(trace.teacher, teacher) if trace.teacher is not None else 0.0
-    for owner, segment in owners_of(trace):
+    for owner, segment in _innermost(trace):
         flops = (sum(segment.flops.values()) - segment.recomputed) * copies_of(owner, trace.repeats)
         inside = any(path in divided for path in _upwards(owner))
         # What lies between the regions computes with a part of the sequence.
         shared = size > 1 and (owner not in whole if inside else span is not None and span.covers(owner))
         total += flops * (size if shared else 1)
     return total
+
+
+def _innermost(trace: Trace) -> Iterator[tuple[str, Segment]]:
+    """Yield every segment with the innermost module whose code runs in it.
+
+    What a head returns is what its model returns: the gradient arrives at both before the head's backward.
+    """
+    inner = ""
+    for owner, segment in owners_of(trace):
+        if segment.marker != "grad_enter":
+            inner = ""
+        elif inner and (not owner or inner.startswith(f"{owner}.")):
+            owner = inner
+        yield owner, segment
+        inner = owner if segment.marker == "grad_enter" and not segment.kernels else ""
 
 
 def _paths(plan: UnitPlan | None, repeats: Sequence[Repeat]) -> tuple[frozenset[str], frozenset[str]]:

@@ -79,6 +79,7 @@ class Placement:
         partial_gradient: Whether the ranks' gradients must be summed over the group: the parameter is whole
             and its input or output divided.
         reason: Why it is whole; None where it is divided.
+        aliases: Further names of the same tensor (ties).
     """
 
     fqn: str
@@ -87,6 +88,7 @@ class Placement:
     sections: tuple[int, ...] = ()
     partial_gradient: bool = False
     reason: WholeReason | None = None
+    aliases: tuple[str, ...] = ()
 
     def local_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape on one of ``size`` ranks."""

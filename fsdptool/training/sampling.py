@@ -37,12 +37,16 @@ def continue_text(
     """
     import torch
 
+    from fsdptool.families.objectives.vocabulary import whole_logits
+
     length = prompt.shape[1]
     tokens = torch.nn.functional.pad(prompt, (0, new_tokens))
     for at in range(length, length + new_tokens):
         # Without a name for it, one position's view does not keep all logits until the next forward ends.
         tokens[:, at] = _choose(
-            model(input_ids=tokens, use_cache=False).logits[:, at - 1], temperature, generator
+            whole_logits(model, model(input_ids=tokens, use_cache=False).logits[:, at - 1]),
+            temperature,
+            generator,
         )
     return tokens
 
@@ -59,11 +63,15 @@ def translate(
     """Return what a decoder says about the encoder's inputs, [1, new_tokens]."""
     import torch
 
+    from fsdptool.families.objectives.vocabulary import whole_logits
+
     source = {name: tensor for name, tensor in batch.items() if name != "labels"}
     translated = torch.full((1, new_tokens + 1), start, dtype=torch.int64, device=batch["input_ids"].device)
     for at in range(new_tokens):
         translated[:, at + 1] = _choose(
-            model(**source, decoder_input_ids=translated[:, :-1], use_cache=False).logits[:, at],
+            whole_logits(
+                model, model(**source, decoder_input_ids=translated[:, :-1], use_cache=False).logits[:, at]
+            ),
             temperature,
             generator,
         )

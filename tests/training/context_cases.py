@@ -108,7 +108,7 @@ def dropping(folder: Path, recipe: Recipe, mesh: ParallelDims, recomputed: bool)
         assembled.stepper.run(share(session, step, "gpt2", 4, torch.float32), rate=assembled.rate).loss
         for step in range(3)
     ]
-    whole = [p for name, p in sorted(weights_of(assembled).items()) if ".ln_" in name or "wte" in name]
+    whole = [p for name, p in sorted(weights_of(assembled).items()) if ".ln_" in name or "wpe" in name]
     return {"losses": losses, "whole": replica_hash(whole), "numbers": numbers}
 
 

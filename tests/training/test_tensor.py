@@ -147,6 +147,16 @@ def test_memory_is_what_was_predicted(
     )
 
 
+def test_samples_are_those_of_a_whole_model(pool: Pool, tmp_path: Path) -> None:
+    """The whole vocabulary is chosen from, also where a group does not divide the sequence so far."""
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
+    whole = pool.run(context_cases.continued, 1, folder, recipe, ParallelDims())[0]
+    recipe = dataclasses.replace(recipe, sharding=SEQUENCE)
+    assert (
+        pool.run(context_cases.continued, 2, folder, recipe, ParallelDims(dp_shard=1, tp=2))[0] == whole != ""
+    )
+
+
 def test_validation_counts_a_sample_once(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["moe"], tmp_path, "full")
     whole = pool.run(context_cases.validated, 1, folder, recipe, ParallelDims())[0]
@@ -190,6 +200,11 @@ def test_ranks_drop_the_same_of_whole_tensors_only(pool: Pool, tmp_path: Path) -
     # Recomputation draws the same numbers again.
     again = pool.run(context_cases.dropping, 2, folder, recipe, mesh, True)[0]
     assert again["losses"] == kept["losses"]
+    parts = dataclasses.replace(recipe, sharding=SEQUENCE)
+    first, second = pool.run(context_cases.dropping, 2, folder, parts, mesh, True)
+    assert first["whole"] == second["whole"]
+    # Behind the sum of a region, too, each rank has other positions.
+    assert not set(first["numbers"]["whole"]) & set(second["numbers"]["whole"])
     without = pool.run(context_cases.dropping, 1, folder, recipe, ParallelDims(), False)[0]
     assert without["losses"] != kept["losses"]
 

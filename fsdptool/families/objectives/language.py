@@ -24,6 +24,7 @@ class _Tokens(Objective):
     """
 
     unit = "tokens"
+    divides_vocabulary = True
 
     def __init__(self, chunk: int = 1024) -> None:
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 0:
@@ -39,13 +40,19 @@ class _Tokens(Objective):
         return (self.targets(batch) != IGNORED).sum()
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the logits, [batch, positions, vocabulary]."""
-        return {"prediction": model(**inputs(batch)).logits}
+        """Return the logits, [batch, positions, vocabulary]; of a part of it where ranks divide it."""
+        from fsdptool.families.objectives.vocabulary import divided_vocabulary
+
+        return {"prediction": model(**inputs(batch)).logits, **divided_vocabulary(model)}
 
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross-entropy summed over targets."""
         from fsdptool.families.objectives.entropy import cross_entropy
+        from fsdptool.families.objectives.vocabulary import PART, divided_cross_entropy
 
+        if PART in prediction:
+            part: Any = prediction[PART]
+            return divided_cross_entropy(prediction["prediction"], self.targets(batch), self.chunk, part)
         return cross_entropy(prediction["prediction"], self.targets(batch), self.chunk)
 
     def distance(
@@ -110,6 +117,7 @@ class CausalLM(_Tokens):
         """Return the logits, and the routers' logits of models that balance their experts' load."""
         from fsdptool.families.objectives.context import documents
         from fsdptool.families.objectives.context_attention import complete
+        from fsdptool.families.objectives.vocabulary import divided_vocabulary
 
         arguments: dict[str, Any] = {**self.arguments(batch), "use_cache": False}
         coefficient = router_loss_coefficient(unwrapped(model), self.auxiliary)
@@ -118,7 +126,7 @@ class CausalLM(_Tokens):
         base = unwrapped(model)
         with complete(base), masks(base, documents(batch) if self.document_mask else None):
             outputs = model(**arguments)
-        result = {"prediction": outputs.logits}
+        result = {"prediction": outputs.logits, **divided_vocabulary(model)}
         # Some classes have the setting without having experts (Doge with ``is_moe`` off, transformers 5.23).
         if coefficient and outputs.router_logits:
             result |= router_loss(unwrapped(model), outputs.router_logits, coefficient)
@@ -166,13 +174,15 @@ class Seq2Seq(_Tokens):
     name = "seq2seq"
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the decoder's logits, [B, T, vocabulary]."""
+        """Return the decoder's logits, [B, T, vocabulary], or those of a part of the vocabulary."""
+        from fsdptool.families.objectives.vocabulary import divided_vocabulary
+
         arguments: dict[str, Any] = {**inputs(batch), "use_cache": False}
         if "decoder_input_ids" not in batch:
             arguments["decoder_input_ids"] = shifted_right(
                 require(batch, "labels", self.name), unwrapped(model).config
             )
-        return {"prediction": model(**arguments).logits}
+        return {"prediction": model(**arguments).logits, **divided_vocabulary(model)}
 
 
 def shifted_right(labels: Tensor, config: Any) -> Tensor:
