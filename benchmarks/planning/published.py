@@ -138,7 +138,7 @@ def _group(row: Mapping[str, Any], what: str) -> str:
 
 
 def _tensor(row: Mapping[str, Any]) -> bool:
-    """Whether a row divides layers, as which the plan does in another way: no rate is fitted to it."""
+    """Whether a row divides layers, which the plan does without compilation: no rate is fitted to it."""
     return bool(row["options"].get("tp", 1) > 1)
 
 
