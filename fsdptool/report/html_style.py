@@ -42,7 +42,7 @@ STYLE = (
 body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
 main{max-width:66rem;margin:0 auto;padding:1.5rem 1.25rem 4rem}
 h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .6rem;overflow-wrap:anywhere}
-h2{font-size:1.1rem;margin:2.2rem 0 .6rem}
+h2{font-size:1.1rem;margin:2.2rem 0 .6rem}h3{font-size:1rem;margin:1.4rem 0 .5rem}
 p{margin:.3rem 0;max-width:48rem;overflow-wrap:anywhere}
 .soft,small{color:var(--soft)}
 .fits{color:var(--good)}.does_not_fit{color:var(--bad)}.unknown{color:var(--maybe)}

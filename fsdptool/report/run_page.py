@@ -245,13 +245,13 @@ def _ranks(run: Mapping[str, Any]) -> str:
     rows = []
     for rank in run["ranks"]:
         step = rank["step"] if rank["step"] is not None else ""
-        waits = "waiting for other ranks" if rank["waiting"] else ""
+        waits = "for other ranks" if rank["waiting"] else ""
         rows.append(
             f'<tr><th scope="row">{rank["rank"]}</th><td>{escape(_safe(rank["phase"]))}</td>'
             f'<td class="n">{step}</td><td class="n">{elapsed(latest - rank["progressed"])}</td>'
             f"<td>{waits}</td></tr>"
         )
-    heads = ("rank", "last phase", "step", "behind", "")
+    heads = ("rank", "last phase", "step", "behind", "waiting")
     table = html_table("What every rank did last", heads, rows, numbers=(2, 3), tall=len(rows) > 16)
     return f"<section><h2>Ranks</h2>{table}</section>"
 

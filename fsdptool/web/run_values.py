@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -214,17 +215,27 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _sample_items(folder: Path) -> list[Mapping[str, str]]:
-    items: list[Mapping[str, str]] = []
+def _sample_items(folder: Path) -> list[Mapping[str, Any]]:
+    items: list[Mapping[str, Any]] = []
     for path in sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name)):
         if not SAMPLE_NAME.fullmatch(path.name) or not is_plain_file(path):
             continue
-        text = ""
-        if path.suffix == ".txt":
-            with path.open("rb") as stream:
-                text = stream.read(_SAMPLE_BYTES).decode("utf-8", errors="replace")
-        items.append({"name": path.name, "text": printable_lines(text)})
+        with path.open("rb") as stream:
+            data = stream.read(_SAMPLE_BYTES)
+        text = data.decode("utf-8", errors="replace") if path.suffix == ".txt" else ""
+        items.append({"name": path.name, "text": printable_lines(text), "size": _png_size(data)})
     return items
+
+
+def _png_size(data: bytes) -> tuple[int, int] | None:
+    """Return width and height in pixels, so that a page keeps the place of a picture that is not loaded yet.
+
+    The header stands first (PNG, third edition, 11.2.1); None where it does not.
+    """
+    if not data.startswith(b"\x89PNG\r\n\x1a\n") or data[12:16] != b"IHDR" or len(data) < 24:
+        return None
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
 
 
 def inputs_of(folder: Path) -> Sequence[str]:

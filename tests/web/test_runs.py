@@ -80,6 +80,8 @@ def test_pictures_come_from_the_run_alone(site: Site, queue: Queue, tmp_path: Pa
     client = site.client()
     place = "/run/sample?run=models/one&step=step-00000010&file="
     assert client.get(f"{place}1.png").content == PICTURE
+    # Its place is kept before it is loaded.
+    assert 'loading="lazy" width="160" height="96"' in client.get("/run?run=models/one").text
     (tmp_path / "secret.png").write_bytes(b"secret")
     (folder / "samples" / "step-00000010" / "2.png").symlink_to(tmp_path / "secret.png")
     for file in ("0.txt", "../../../secret.png", "2.png", "9.png", quote("../1.png")):
