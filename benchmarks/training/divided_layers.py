@@ -3,11 +3,11 @@
 Each row trains a small model for twenty steps on two or four ranks over one mesh: data parallelism beside
 tensor parallelism, context parallelism beside both, or experts shared out over ranks. It holds losses and
 weights against a plain loop that shares no code with the engine. On three of the meshes it also holds the
-measured peak of a wider copy of the model (eight times the widths) against the planned one. Rows of models
-that are not named stay in the result as they are.
+measured peak of a wider copy of the model (sixteen times the widths) against the planned one. Rows that are
+not asked for stay in the result as they are.
 
     python benchmarks/training/divided_layers.py
-    python benchmarks/training/divided_layers.py --names causal,gpt2
+    python benchmarks/training/divided_layers.py --names causal,gpt2 --meshes "tp 2;dp 2, tp 2"
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _WIDTHS = (
     "attention_head_dim",
     "caption_projection_dim",
 )
-_WIDER = 8
+_WIDER = 16
 
 
 def wider(case: Case) -> Case:
@@ -78,12 +78,12 @@ def wider(case: Case) -> Case:
     return dataclasses.replace(case, config=config)
 
 
-def rows(names: list[str]) -> Iterator[dict[str, Any]]:
+def rows(names: list[str], meshes: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the results of every case, method and mesh; a mesh that is refused says why."""
     pool = Pool()
     for name in names:
         for method in METHODS:
-            for mesh in MESHES:
+            for mesh in (item for item in MESHES if item[0] in meshes):
                 sys.stderr.write(f"{name}, {method}, {mesh[0]}\n")
                 yield {"case": name, "method": method, "mesh": mesh[0], **_row(pool, name, method, mesh)}
     pool.close()
@@ -147,23 +147,30 @@ def _accumulated(recipe: Recipe, accumulation: int) -> Recipe:
     return dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, accumulation=accumulation))
 
 
+def _place(row: dict[str, Any]) -> tuple[int, int, int]:
+    """Return where a row stands in the result."""
+    meshes = [mesh[0] for mesh in MESHES]
+    return NAMES.index(row["case"]), METHODS.index(row["method"]), meshes.index(row["mesh"])
+
+
 def main() -> int:
     """Run the rows and write the result; return 1 if a row exceeds its bound."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--names", default=",".join(NAMES))
+    parser.add_argument("--meshes", default=";".join(mesh[0] for mesh in MESHES))
     parser.add_argument(
         "--output", type=Path, default=Path("benchmarks/results/training_divided_layers.json")
     )
     chosen = parser.parse_args()
     # The ranks compute with one thread each, and so does the loop that they are held against.
     torch.set_num_threads(1)
-    names = chosen.names.split(",")
     known = json.loads(chosen.output.read_text())["rows"] if chosen.output.exists() else []
-    results = [row for row in known if row["case"] not in names]
-    for row in rows(names):
-        results.append(row)
+    placed = {_place(row): row for row in known}
+    for row in rows(chosen.names.split(","), chosen.meshes.split(";")):
+        placed[_place(row)] = row
+        results = [placed[key] for key in sorted(placed)]
         trained = [item for item in results if "within" in item]
         errors = [abs(item["memory_error"]) for item in trained if "memory_error" in item]
         document = {
