@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdptool.errors import ConfigError
+from fsdptool.layout.refusals import EXPERT, TENSOR
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.parallel import Placement, SplitModule, TensorPlan
 
@@ -51,7 +52,7 @@ def _place(
     if adapter is not None and any(
         path == module or path.startswith(f"{module}.") for path in (name,) for module in split
     ):
-        raise _refusal(parameter, "an adapter of fused parameters")
+        raise _refusal(parameter, "an adapter of fused parameters", plan)
     if adapter is not None:
         reason = "latent"
     inside = name in shared or _inside(name, regions) or _sees_parts(name, plan)
@@ -82,7 +83,7 @@ def _split(
     parameter: Parameter, name: str, adapter: str | None, module: SplitModule, plan: TensorPlan
 ) -> Placement:
     if adapter is None and parameter.dtype in ("uint8", "int8"):
-        raise _refusal(parameter, "a quantised base")
+        raise _refusal(parameter, "a quantised base", plan)
     if adapter is not None:
         return _adapter(parameter, name, adapter, module, plan)
     dim = split_dim(parameter, name, module)
@@ -110,7 +111,7 @@ def _adapter(
 ) -> Placement:
     """Place a low-rank matrix: ``lora_A`` is (rank, in), ``lora_B`` (out, rank), whatever the base stores."""
     if adapter not in _ADAPTERS or len(parameter.shape) != 2 or module.style not in ("column", "row"):
-        raise _refusal(parameter, f"{adapter} on a layer split by {module.style}")
+        raise _refusal(parameter, f"{adapter} on a layer split by {module.style}", plan)
     if (module.style, adapter) == ("column", "lora_B"):
         return _along(parameter, 0, module, plan)
     if (module.style, adapter) == ("row", "lora_A"):
@@ -131,8 +132,10 @@ def _along(parameter: Parameter, dim: int, module: SplitModule, plan: TensorPlan
     return Placement(parameter.fqn, parameter.shape, dim, sections)
 
 
-def _refusal(parameter: Parameter, what: str) -> ConfigError:
+def _refusal(parameter: Parameter, what: str, plan: TensorPlan) -> ConfigError:
+    experts = any(module.style == "experts" for module in plan.modules)
+    group, setting = ("an expert", EXPERT.rstrip(":")) if experts else ("a tensor", TENSOR)
     return ConfigError(
-        f"{parameter.fqn}: {what} cannot be divided over a tensor-parallel group",
-        help="use LoRA on linear layers with an unquantised base, or leave tensor_parallel out",
+        f"{parameter.fqn}: {what} cannot be divided over {group}-parallel group",
+        help=f"use LoRA on linear layers with an unquantised base, or set {setting} to 1",
     )

@@ -67,6 +67,13 @@ def test_a_run_goes_on_with_its_experts_on_other_ranks(pool: Pool, tmp_path: Pat
         assert later["losses"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_adapters_of_shared_out_experts_are_refused_by_name(tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["moe"], tmp_path, "lora_parameters")
+    with pytest.raises(ConfigError, match="cannot be divided over an expert-parallel group") as error:
+        inputs_for(CASES["moe"], folder, spread(recipe, 3), num_processes=3)
+    assert error.value.help and error.value.help.endswith("set sharding.expert_parallel to 1")
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "mesh", "changes", "words"),
     [
