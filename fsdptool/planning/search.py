@@ -171,8 +171,9 @@ def _divide(
         added += found
         if _promise(found, inputs) <= best:
             break  # a larger group sends more tokens between nodes
-    if not _calls_for_dividing([*whole, *added], inputs):
-        return added
+    spread = any(c.rejected_by is None and roomy(c) for c in added)
+    if not _calls_for_dividing([*whole, *added], inputs) or (spread and inputs.search != "wide"):
+        return added  # dividing the small layers of a mixture sums whole hidden states, and excludes this
     divisible = []
     point = point if "ep" in inputs.fixed else replace(point, ep=1)
     for size in tensor_sizes(point, cluster, inputs.fixed):
