@@ -59,12 +59,10 @@ class SequenceParts:
 
     Args:
         group: This rank's group.
-        head: Whether a divided head reads the final norm's output, so that the gradient is summed.
     """
 
-    def __init__(self, group: TensorGroup, *, head: bool) -> None:
+    def __init__(self, group: TensorGroup) -> None:
         self._group = group
-        self._head = head
         # Samples and positions of the whole hidden states; None: this forward does not divide them.
         self._whole: tuple[int, int] | None = None
         self._dim: int = 1
@@ -101,9 +99,7 @@ class SequenceParts:
 
     def end(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Gather what the final norm returns."""
-        if self._whole is None:
-            return output
-        return (enter_divided if self._head else collect)(output, self._group, 1)
+        return output if self._whole is None else collect(output, self._group, 1)
 
     def complete_routers(self, module: nn.Module, args: Any, output: Any) -> None:
         """Gather the routers' logits among a model's outputs: load is balanced over whole sequences."""
@@ -183,16 +179,15 @@ class SequenceParts:
         return scatter(value, self._group, self._dim)
 
 
-def divide_sequence(model: nn.Module, span: SequenceSpan, group: TensorGroup, *, head: bool) -> SequenceParts:
+def divide_sequence(model: nn.Module, span: SequenceSpan, group: TensorGroup) -> SequenceParts:
     """Let a model divide its hidden states along the sequence.
 
     Args:
         model: Its regions gather by :meth:`SequenceParts.entry` and scatter by :meth:`SequenceParts.leave`.
         span: Where they are divided.
         group: This rank's group.
-        head: Whether a divided head alone reads the final norm's output, as a region would.
     """
-    parts = SequenceParts(group, head=head)
+    parts = SequenceParts(group)
     first = model.get_submodule(f"{span.blocks}.0")
     first.register_forward_pre_hook(parts.begin(first), with_kwargs=True, prepend=True)
     model.get_submodule(span.end).register_forward_hook(parts.end)

@@ -78,7 +78,7 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
     heads = _heads(model, tensor)
     parts = None
     if tensor.sequence is not None:
-        parts = divide_sequence(model, tensor.sequence, group, head=bool(heads))
+        parts = divide_sequence(model, tensor.sequence, group)
     if heads:
         rows = next(p.shape[0] for p in model.get_submodule(heads[0]).parameters(recurse=False))
         setattr(unwrapped(model), PART, VocabularyPart(group, group.rank * rows))
@@ -99,9 +99,10 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
     for name in tensor.shared:
         path, _, leaf = name.rpartition(".")
         _share(_module(model, path), leaf, group.size)
-    for path in (*_entered(tensor), *(heads if parts is None else ())):
+    for path in (*_entered(tensor), *heads):
         region = _module(model, path)
-        if parts is not None:
+        # Between the final norm, which gathers the sequence, and a head there may be further layers.
+        if parts is not None and path not in heads:
             region.register_forward_pre_hook(parts.entry(path, region), with_kwargs=True, prepend=True)
             continue
         entry = _entry(region, group, frozenset(tensor.divided_arguments))
