@@ -8,6 +8,7 @@ not asked for stay in the result as they are.
 
     python benchmarks/training/divided_layers.py
     python benchmarks/training/divided_layers.py --names causal,gpt2 --meshes "tp 2;dp 2, tp 2"
+    python benchmarks/training/divided_layers.py --sequence   # sequence parallelism
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ MESHES = (
     ("dp 4, ep 2", 4, ParallelDims(dp_shard=4), 2),
     ("dp 4, ep 4", 4, ParallelDims(dp_shard=4), 4),
 )
+SEQUENCE_NAMES = ("causal", "qwen3 tied", "gpt2", "qwen3 moe")
+SEQUENCE_MESHES = ("dp 2, tp 2",)
 MEASURED = ("tp 2", "dp 2, tp 2", "dp 2, ep 2")
 """Meshes on which memory is measured."""
 _WIDTHS = (
@@ -78,20 +81,24 @@ def wider(case: Case) -> Case:
     return dataclasses.replace(case, config=config)
 
 
-def rows(names: list[str], meshes: list[str]) -> Iterator[dict[str, Any]]:
+def rows(names: list[str], meshes: list[str], *, sequence: bool) -> Iterator[dict[str, Any]]:
     """Yield the results of every case, method and mesh; a mesh that is refused says why."""
     pool = Pool()
     for name in names:
         for method in METHODS:
             for mesh in (item for item in MESHES if item[0] in meshes):
                 sys.stderr.write(f"{name}, {method}, {mesh[0]}\n")
-                yield {"case": name, "method": method, "mesh": mesh[0], **_row(pool, name, method, mesh)}
+                sharding = Sharding(expert_parallel=mesh[3], sequence_parallel=sequence)
+                row = _row(pool, name, method, mesh, sharding)
+                yield {"case": name, "method": method, "mesh": mesh[0], **row}
     pool.close()
 
 
-def _row(pool: Pool, name: str, method: str, mesh: tuple[str, int, ParallelDims, int]) -> dict[str, Any]:
-    _, world, dims, experts = mesh
-    changes = {"sharding": Sharding(expert_parallel=experts)} if experts > 1 else {}
+def _row(
+    pool: Pool, name: str, method: str, mesh: tuple[str, int, ParallelDims, int], sharding: Sharding
+) -> dict[str, Any]:
+    _, world, dims, _ = mesh
+    changes = {"sharding": sharding} if sharding != Sharding() else {}
     with tempfile.TemporaryDirectory() as folder:
         recipe, path = prepare_case(CASES[name], Path(folder), method, **changes)
         try:
@@ -158,17 +165,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--names", default=",".join(NAMES))
-    parser.add_argument("--meshes", default=";".join(mesh[0] for mesh in MESHES))
+    parser.add_argument("--names")
+    parser.add_argument("--meshes")
     parser.add_argument(
-        "--output", type=Path, default=Path("benchmarks/results/training_divided_layers.json")
+        "--sequence", action="store_true", help="divide hidden states along the sequence, too"
     )
+    parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
+    what = "sequences" if chosen.sequence else "layers"
+    output: Path = chosen.output or Path(f"benchmarks/results/training_divided_{what}.json")
+    names = chosen.names.split(",") if chosen.names else list(SEQUENCE_NAMES if chosen.sequence else NAMES)
+    usual = SEQUENCE_MESHES if chosen.sequence else tuple(mesh[0] for mesh in MESHES)
+    meshes = chosen.meshes.split(";") if chosen.meshes else list(usual)
     # The ranks compute with one thread each, and so does the loop that they are held against.
     torch.set_num_threads(1)
-    known = json.loads(chosen.output.read_text())["rows"] if chosen.output.exists() else []
+    known = json.loads(output.read_text())["rows"] if output.exists() else []
     placed = {_place(row): row for row in known}
-    for row in rows(chosen.names.split(","), chosen.meshes.split(";")):
+    for row in rows(names, meshes, sequence=chosen.sequence):
         placed[_place(row)] = row
         results = [placed[key] for key in sorted(placed)]
         trained = [item for item in results if "within" in item]
@@ -186,7 +199,7 @@ def main() -> int:
             "rows": results,
         }
         # After every row: a sweep that is stopped keeps what it has.
-        chosen.output.write_text(json.dumps(document, indent=2) + "\n")
+        output.write_text(json.dumps(document, indent=2) + "\n")
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
     return 1 if document["rows_outside"] else 0
