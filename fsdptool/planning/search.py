@@ -157,6 +157,11 @@ def _divide(
     cluster = inputs.clusters[point.cluster]
     added: list[Candidate] = []
     count = experts_of(estimator.anatomy.parameters)
+    best: tuple[bool, float] | None = None
+    around = inputs
+    if _promise(whole, inputs)[0]:
+        # CPU offload is for want of memory, which experts of other ranks leave more of.
+        around = replace(inputs, fixed=(*inputs.fixed, "cpu_offload"))
     for size in expert_sizes(point, cluster, inputs.fixed, count):
         if not _calls_for_dividing([*whole, *added], inputs):
             break
@@ -166,11 +171,12 @@ def _divide(
         if refusal is not None:
             added.append(refused(f"c{before + len(added):04d}", divided, refusal))
             continue
-        best = _promise([*whole, *added], inputs)
-        found = _evaluate(estimator, inputs, divided, ("", before + len(added)), progress=progress)
+        found = _evaluate(estimator, around, divided, ("", before + len(added)), progress=progress)
         added += found
-        if _promise(found, inputs) <= best:
-            break  # a larger group sends more tokens between nodes
+        promise = _promise(found, inputs)
+        if best is not None and promise <= best:
+            break  # a larger group sends more tokens between nodes, for gathers that hardly shrink any more
+        best = promise
     spread = any(c.rejected_by is None and roomy(c) for c in added)
     if not _calls_for_dividing([*whole, *added], inputs) or (spread and inputs.search != "wide"):
         return added  # dividing the small layers of a mixture sums whole hidden states, and excludes this
