@@ -13,13 +13,12 @@ from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_origi
 
 from fsdptool.errors import PlanError
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
-from fsdptool.records.plan import Preference
+from fsdptool.records.plan import PipelineSchedule, Preference
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
 from fsdptool.spelling import unknown_option
 
 Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
-
 
 LOSSES = ("whole", "kept", "chunked")
 """``whole`` keeps fp32 logits of all tokens, as transformers does; ``chunked`` those of 1,024 at a time."""
@@ -229,6 +228,10 @@ class Options(TypedDict, total=False):
     ep: Annotated[int | None, Option(
         "Expert-parallel ranks: each holds whole experts, and tokens travel to them.", "Sharding",
         "recipe.sharding.expert_parallel", closes=("ep",), minimum=1)]
+    pp: Annotated[int | None, Option("Pipeline stages: planned, never trained.", "Sharding", minimum=1)]
+    pp_schedule: Annotated[str | None, Option(
+        "Pipeline schedule", "Sharding", choices=get_args(PipelineSchedule))]
+    pp_virtual: Annotated[int | None, Option("Virtual stages per pipeline rank.", "Sharding", minimum=2)]
     prefetch: Annotated[int | None, Option(
         "FSDP units to prefetch.", "Sharding", "recipe.sharding.prefetch", closes=("prefetch",), minimum=1)]
     reduce_dtype: Annotated[str | None, Option(

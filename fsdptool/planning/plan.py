@@ -22,6 +22,8 @@ from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.lengths import replay_lengths
 from fsdptool.planning.mesh_choice import mesh_choice
 from fsdptool.planning.offers import describe_offers
+from fsdptool.planning.pipeline import NOTE as PIPELINE_NOTE
+from fsdptool.planning.pipeline import pipeline_flags, plan_pipeline, stage_cluster
 from fsdptool.planning.request import Request
 from fsdptool.planning.requested_recipe import check_sizes
 from fsdptool.planning.routing import routing, routing_note
@@ -145,10 +147,12 @@ def search(
     profile: Any = inputs.profile
     estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings, profile=profile, loop=inputs.loop)
     extra: dict[str, Any] = {}
+    noticed = [*diagnostics, *_serious(anatomy.diagnostics)]
+    if inputs.pipeline.ranks > 1:
+        return _plan_stages(estimator, inputs, requested[0], noticed)
     if inputs.max_batch:
         requested, extra["max_batch"] = largest_batch(estimator, inputs, requested, progress=progress)
     result = run_search(estimator, inputs, requested, progress=progress)
-    noticed = [*diagnostics, *_serious(anatomy.diagnostics)]
     return _conclude(estimator, inputs, requested, result, noticed, extra, progress)
 
 
@@ -156,7 +160,9 @@ def _requested_points(inputs: PlanInputs) -> list[SearchPoint]:
     """Where the person stands on each cluster; further offers size the sharded dimension themselves."""
     free = replace(inputs.settings, mesh=replace(inputs.settings.mesh, dp_shard=None))
     return [
-        read_search_point(inputs.recipe, free if index else inputs.settings, cluster, index)
+        read_search_point(
+            inputs.recipe, free if index else inputs.settings, stage_cluster(inputs.pipeline, cluster), index
+        )
         for index, cluster in enumerate(inputs.clusters)
     ]
 
@@ -165,8 +171,17 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
     """Return recipe, settings and cluster of the chosen candidate, or of the requested one if none is.
 
     What ``emit-config`` writes and ``train`` runs.
+
+    Raises:
+        PlanError: The plan has pipeline stages, which are planned only.
     """
     inputs = inputs_of(plan)
+    if inputs.pipeline.ranks > 1:
+        raise PlanError(
+            f"this plan has --pp {inputs.pipeline.ranks}: pipeline parallelism is planned only, and no"
+            " configuration or training run has it",
+            help="plan the run without --pp",
+        )
     candidate = chosen_candidate(plan)
     cluster = inputs.clusters[candidate.settings.cluster]
     recipe, settings = apply_search_point(candidate.settings, inputs.recipe, inputs.settings, cluster)
@@ -304,14 +319,9 @@ def _conclude(
         "asked": list(result.requested),
         "flags": _decided_flags(inputs, shown_point),
         "front": list(result.front),
-        "model": dict(inputs.model),
-        "clusters": [describe(cluster) for cluster in inputs.clusters],
+        **_common_details(estimator, inputs, shown_point, inputs.clusters[shown_point.cluster]),
         "offers": describe_offers(inputs, result.candidates, result.best),
-        "notes": list(estimator.notes),
         "states": estimator.states(shown_point, inputs.clusters[shown_point.cluster]),
-        "dtypes": estimator.stored_dtypes(shown_point, inputs.clusters[shown_point.cluster]),
-        "wrap_classes": list(estimator.anatomy.wrap.classes),
-        "headroom": HEADROOM,
         "searched": len(result.candidates),
         "changes_from": start.id,
         **extra,
@@ -327,5 +337,51 @@ def _conclude(
         unknowns=tuple(estimator.unknowns),
         shortfall=shortfall,
         lengths=lengths,
+        details=details,
+    )
+
+
+def _common_details(
+    estimator: Estimator, inputs: PlanInputs, point: SearchPoint, cluster: Cluster
+) -> dict[str, Any]:
+    return {
+        "model": dict(inputs.model),
+        "clusters": [describe(cluster) for cluster in inputs.clusters],
+        "notes": list(estimator.notes),
+        "dtypes": estimator.stored_dtypes(point, cluster),
+        "wrap_classes": list(estimator.anatomy.wrap.classes),
+        "headroom": HEADROOM,
+    }
+
+
+def _plan_stages(
+    estimator: Estimator, inputs: PlanInputs, point: SearchPoint, diagnostics: Sequence[Diagnostic]
+) -> Plan:
+    """Return the plan of a pipeline: one candidate, which no search turns."""
+    cluster, machine = inputs.clusters[0], inputs.machines[0]
+    candidate, stages = plan_pipeline(estimator, inputs.pipeline, point, cluster, machine)
+    estimator.notes[PIPELINE_NOTE] = None
+    reason = candidate.rejected_by
+    known = candidate.device_total_bytes is not None and candidate.usable_bytes is not None
+    chosen = candidate.id if reason is None else None
+    details = {
+        "asked": [candidate.id],
+        "flags": [*pipeline_flags(inputs.pipeline), *_decided_flags(inputs, point)],
+        "front": [candidate.id] if chosen else [],
+        **_common_details(estimator, inputs, point, stage_cluster(inputs.pipeline, cluster)),
+        "offers": describe_offers(inputs, [candidate], [chosen]),
+        "searched": 1,
+        "changes_from": candidate.id,
+        "pipeline": stages,
+    }
+    return Plan(
+        verdict="fits" if chosen else "does_not_fit" if known else "unknown",
+        chosen=chosen,
+        candidates=(candidate,),
+        next_steps=(),
+        inputs=to_json(inputs),
+        confidence=estimator.confidence,
+        diagnostics=tuple(dict.fromkeys(diagnostics)),
+        unknowns=tuple(estimator.unknowns),
         details=details,
     )

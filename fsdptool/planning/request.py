@@ -21,7 +21,14 @@ from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.lengths import LengthCount, SampleLengths
-from fsdptool.records.plan import PlanInputs, Preference, SearchScope, TrainingLoop
+from fsdptool.records.plan import (
+    Pipeline,
+    PipelineSchedule,
+    PlanInputs,
+    Preference,
+    SearchScope,
+    TrainingLoop,
+)
 from fsdptool.records.recipe import PADDING_MULTIPLE
 from fsdptool.records.sharding import FsdpSettings, Loading
 
@@ -65,6 +72,9 @@ def read_request(options: Options) -> Request:
         raise PlanError(
             "sequence parallelism needs tensor-parallel ranks", help="give --tp 2 or more, or leave it out"
         )
+    pipeline = _pipeline(options, clusters)
+    if pipeline.ranks > 1:
+        search = "none"
     inputs = PlanInputs(
         recipe=with_stored_dtypes(recipe, settings),
         settings=settings,
@@ -82,8 +92,38 @@ def read_request(options: Options) -> Request:
             cast("Loading | None", options.get("loading")), keeps_logits=options.get("loss") == "kept"
         ),
         lengths=lengths,
+        pipeline=pipeline,
     )
     return Request(inputs, diagnostics)
+
+
+def _pipeline(options: Options, clusters: Sequence[Cluster]) -> Pipeline:
+    """Return the pipeline that is planned; no search turns it, and no other question can be asked of it."""
+    ranks = options.get("pp") or 1
+    virtual = options.get("pp_virtual")
+    schedule = cast(
+        "PipelineSchedule", options.get("pp_schedule") or ("interleaved" if virtual is not None else "1f1b")
+    )
+    if ranks == 1:
+        for name in ("pp_schedule", "pp_virtual"):
+            if name in options:
+                flag = declared()[name].flags[0]
+                raise PlanError(f"{flag} needs pipeline stages", help="give --pp 2 or more, or leave it out")
+        return Pipeline()
+    if schedule == "1f1b" and virtual is not None:
+        raise PlanError(
+            "--pp-virtual needs the interleaved schedule",
+            help="give --pp-schedule interleaved, or leave it out",
+        )
+    given = [name for name in ("search", "max_batch", "lengths") if options.get(name)]
+    given += ["checkpointing"] if options.get("checkpointing") == OPTIMAL else []
+    if given:
+        flag = declared()[given[0]].flags[0].split("/")[0]
+        value = f" {OPTIMAL}" if given[0] == "checkpointing" else ""
+        raise PlanError(f"{flag}{value} is not supported beside --pp", help="leave one of the two out")
+    if len(clusters) > 1:
+        raise PlanError("--pp plans one cluster", help="give one --cluster")
+    return Pipeline(ranks, schedule, (virtual or 2) if schedule == "interleaved" else 1)
 
 
 def _lengths(options: Options) -> SampleLengths | None:

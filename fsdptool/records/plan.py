@@ -269,6 +269,24 @@ OWN_LOOP = TrainingLoop("rows")
 """What ``fsdptool train`` does."""
 
 
+PipelineSchedule = Literal["1f1b", "interleaved"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Pipeline parallelism: planned only, never trained.
+
+    Attributes:
+        ranks: Stages; each runs on an equal part of the run's ranks, which the mesh divides further.
+        schedule: The order of forwards and backwards.
+        virtual: Virtual stages per rank; 1 unless the schedule is interleaved.
+    """
+
+    ranks: Positive = 1
+    schedule: PipelineSchedule = "1f1b"
+    virtual: Positive = 1
+
+
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
     """The canonical inputs of a plan: plain data that means the same on any machine.
@@ -287,6 +305,7 @@ class PlanInputs:
         model: What the reference resolved to: family, class, library and a digest of its configuration.
         loop: What is supposed of the training loop where it is not fsdptool's.
         lengths: Of the data set's samples; None plans micro-batches of one length.
+        pipeline: Stages that are planned, each with the settings' mesh.
     """
 
     recipe: Recipe
@@ -304,6 +323,7 @@ class PlanInputs:
     model: Mapping[str, Any] = field(default_factory=dict)
     loop: TrainingLoop = TrainingLoop()
     lengths: SampleLengths | None = None
+    pipeline: Pipeline = Pipeline()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from fsdptool.report import plan_words as words
 from fsdptool.report.curve import curve
 from fsdptool.report.mesh_words import mesh_lines
 from fsdptool.report.plan_lengths import print_lengths
+from fsdptool.report.plan_pipeline import print_pipeline
 from fsdptool.report.plan_words import duration
 from fsdptool.report.tables import (
     print_command,
@@ -60,6 +61,7 @@ def print_plan(
     _components(candidate, explain=explain)
     _timeline(candidate)
     _mesh(document, explain=explain)
+    print_pipeline(document)
     if explain:
         _states(document)
         _peak(document, candidate)

@@ -143,6 +143,7 @@ _SPELLINGS = {
     "gpus": "GPUs",
     "hsdp": "HSDP",
     "lora": "LoRA",
+    "pp": "pipeline",
     "tp": "tensor-parallel ranks",
 }
 
