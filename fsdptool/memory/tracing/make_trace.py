@@ -244,7 +244,9 @@ def trained_model(
     method.prepare(model, recipe, family_of(spec), spec.config)
     model.train()
     # A checkpointed module that the method wrapped: it has to be wrapped first.
-    return model if before == list(recomputed(model)) else trained_model(spec, recipe, settings, plan)
+    if before == list(recomputed(model)):
+        return model
+    return trained_model(spec, recipe, settings, plan, staged=staged)
 
 
 def _trace_teacher(
