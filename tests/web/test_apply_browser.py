@@ -33,7 +33,9 @@ def test_from_a_model_to_a_written_configuration(visit: Any, server: Server, tmp
     page.fill("#field-gpus", "2")
     page.fill("#field-sequence_length", "64")
     page.click("#question button:has-text('Plan')")
-    page.locator("text=Apply this configuration").first.click()
+    # Answers to the fields that were filled one by one may come first.
+    page.locator('a[href*="sequence_length=64"]', has_text="Apply this configuration").click()
+    page.wait_for_url("**/apply?**")
 
     page.locator("text=The file, as").wait_for()
     assert "fsdptool emit-config --plan plan.json" in page.content()
