@@ -235,7 +235,10 @@ def _gather(
     components = Counter(_inside(worst))
     for item in needs:
         if item is not worst:
-            components.update({n: size for n, size in _inside(item).items() if _lasting(n)})
+            resharded = item.settings.reshard_after_forward is True
+            components.update(
+                {n: size for n, size in _inside(item).items() if _lasting(n, resharded=resharded)}
+            )
     moments = (moment for item in needs for moment in item.timeline)
     kept = max((moment.components.get(Component.ACTIVATIONS.value, 0) for moment in moments), default=0)
     components[Component.ACTIVATIONS] += kept * (held - 1)
@@ -251,8 +254,14 @@ def _inside(candidate: Candidate) -> dict[Component, int]:
     return {item.name: item.bytes or 0 for item in candidate.components if item.name not in _OUTSIDE}
 
 
-def _lasting(name: Component) -> bool:
-    """Whether a virtual stage keeps it while another one of the same rank runs."""
+def _lasting(name: Component, *, resharded: bool) -> bool:
+    """Whether a virtual stage keeps it while another one of the same rank runs.
+
+    Parameters that are not resharded after forward stay gathered until backward, which other virtual stages
+    begin before.
+    """
+    if name in (Component.UNSHARDED, Component.RESHARDED):
+        return not resharded
     return name.group is ColourGroup.STATES or name is Component.UNSHARDED_GRADIENTS
 
 

@@ -17,6 +17,7 @@ from fsdptool.planning.plan import inputs_of, inspect_model, plan_document, plan
 from fsdptool.planning.search_point import read_search_point
 from fsdptool.planning.stage_cut import cut_trace, cut_units, divide
 from fsdptool.records.plan import Pipeline, Plan
+from fsdptool.records.trace import Component
 from fsdptool.report.plan_pipeline import pipeline_rows
 
 LAYERS, WIDTH, INNER, TOKENS, WORDS = 14, 256, 512, 1024, 8000
@@ -125,6 +126,16 @@ def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(model: 
     assert (interleaved["schedule"], interleaved["bubble"]) == ("interleaved", 1 / 24)
     blocks = [item for stage in interleaved["stages"] for item in stage["blocks"]]
     assert sorted(number for first, last in blocks for number in range(first, last)) == list(range(LAYERS))
+
+    # What is not resharded after forward stays gathered while the rank's other virtual stages run.
+    kept = [
+        planned(model, pp=2, reshard="false", gradients="sharded", **schedule).candidates[0]
+        for schedule in ({}, {"pp_virtual": 3})
+    ]
+    gathered = [
+        next(item.bytes or 0 for item in one.components if item.name is Component.UNSHARDED) for one in kept
+    ]
+    assert gathered[1] == pytest.approx(gathered[0], rel=0.1)
 
     line, heads, rows = pipeline_rows(json.loads(json.dumps(plan_document(plan)))) or ("", (), [])
     assert "planned only" in line
