@@ -1,6 +1,6 @@
 #!/bin/sh
 # Check formatting, lint and types, then run the tests, in the same environment as run.sh.
-# --quick (the first argument) omits the tests that are marked distributed or slow and takes about five
+# --quick (the first argument) omits the tests that are marked distributed or slow and takes under four
 # minutes on two cores. Other arguments are passed to pytest.
 group=dev
 . "$(dirname -- "$0")/environment.sh"
