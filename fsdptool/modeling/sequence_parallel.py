@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdptool.errors import ConfigError
-from fsdptool.modeling.tensor_group import TensorGroup, collect, divide, enter, enter_divided, leave
-from fsdptool.modeling.tensor_group import leave_divided as scatter
+from fsdptool.modeling.tensor_group import (
+    TensorGroup,
+    collect,
+    divide,
+    enter,
+    enter_divided,
+    leave,
+    leave_divided,
+)
 
 if TYPE_CHECKING:
     from fsdptool.records.parallel import SequenceSpan
@@ -176,7 +183,7 @@ class SequenceParts:
                 f" samples of {positions} positions",
                 help=_SUPPORT,
             )
-        return scatter(value, self._group, self._dim)
+        return leave_divided(value, self._group, self._dim)
 
 
 def divide_sequence(model: nn.Module, span: SequenceSpan, group: TensorGroup) -> SequenceParts:

@@ -82,7 +82,7 @@ class FindingCounts:
 
 @dataclass(frozen=True, slots=True)
 class CodeCount:
-    """The number of findings with one code and severity in all files, and how many of them have a fix."""
+    """How many findings of all files have one code and severity, and how many of these can be fixed."""
 
     code: Annotated[str, Keywords(pattern="^FSD[1-5][0-9]{2}$")]
     severity: Severity
