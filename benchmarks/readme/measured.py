@@ -61,7 +61,10 @@ def rows() -> Iterator[tuple[str, str, str]]:
     )
     published = _read("planning_published")["summary"]
     for group, what in (
-        ("memory, allocated, alike", "allocated peak on GPUs that others measured, of runs that are alike"),
+        (
+            "memory, allocated, alike",
+            "allocated peak on GPUs that others measured, for runs with the same model, loss and grouping",
+        ),
         (
             "throughput, H100, eager",
             "throughput that others measured on H100, to which its rates were fitted",
