@@ -264,9 +264,9 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     assert "does not take frames" in complaint(
         lambda: make(tiny_material.clips(tmp_path / "v", 1, 5, (32, 32)), frames=5)
     )
-    films = tiny_material.clips(tmp_path / "films", 2, 5, (32, 32))
-    (films / "a.mp4").write_bytes(b"")
-    assert "a.mp4 cannot be read" in complaint(lambda: plan(films, frames=5))
+    videos = tiny_material.clips(tmp_path / "videos", 2, 5, (32, 32))
+    (videos / "a.mp4").write_bytes(b"")
+    assert "a.mp4 cannot be read" in complaint(lambda: plan(videos, frames=5))
     assert "neither spread nor a number" in complaint(lambda: plan(good, fps="slow"))
     assert "prompt_embeds of a cached text is (16, 16), memory is planned for (8, 16)" in complaint(
         lambda: prepare(

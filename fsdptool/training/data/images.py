@@ -16,15 +16,15 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import UnreadableError, read_lines, read_source
 from fsdptool.files.values import load_json
 from fsdptool.records.recipe import Data
-from fsdptool.training.data.films import FILMS, film_size, read_film, spread
 from fsdptool.training.data.sources import path_of
+from fsdptool.training.data.videos import VIDEOS, read_video, spread, video_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
 STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-CLIPS = (".gif", *FILMS)
+CLIPS = (".gif", *VIDEOS)
 """Files with several frames; a folder of stills with a caption beside it is a clip, too."""
 
 
@@ -201,8 +201,8 @@ def _no_image(file: str | Path, error: Exception) -> ConfigError:
 
 
 def _size(file: Path) -> tuple[int, int]:
-    if file.suffix.lower() in FILMS:
-        return film_size(file)
+    if file.suffix.lower() in VIDEOS:
+        return video_size(file)
     with _open(file) as image:
         # A camera held upright writes the picture lying and notes how to turn it.
         lies = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) > 4
@@ -276,7 +276,7 @@ def nearest(aspect: float, buckets: Sequence[Bucket]) -> int:
 def read_pixels(picture: Picture, bucket: Bucket, *, rate: float | None = None) -> Pixels:
     """Return the picture resized to cover its bucket and cut at the centre.
 
-    A film gives ``bucket.frames`` frames, ``rate`` a second from its beginning; a film without a rate,
+    A video gives ``bucket.frames`` frames, ``rate`` a second from its beginning; a video without a rate,
     and a clip, as many evenly spread over its length.
 
     Raises:
@@ -310,8 +310,8 @@ _HALF = 1 << 62
 
 
 def _frames(picture: Picture, count: int, rate: float | None) -> Iterator[Image]:
-    if Path(picture.files[0]).suffix.lower() in FILMS:
-        yield from read_film(Path(picture.files[0]), count, rate)
+    if Path(picture.files[0]).suffix.lower() in VIDEOS:
+        yield from read_video(Path(picture.files[0]), count, rate)
         return
     image = _open(picture.files[0]) if len(picture.files) == 1 else None
     length = getattr(image, "n_frames", 1) if image is not None and count > 1 else len(picture.files)

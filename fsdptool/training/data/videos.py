@@ -1,4 +1,4 @@
-"""Films (MP4 and the like): how large one is, and frames of it. Decoded by PyAV, the extra ``video``."""
+"""Videos (MP4 and the like): how large one is, and frames of it. Decoded by PyAV, the extra ``video``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fsdptool.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 
 _LATE = 1e-4, 2e-3
 """Least and most seconds by which a frame may begin late: Matroska rounds times to milliseconds."""
 
 
-def film_size(file: Path) -> tuple[int, int]:
-    """Return height and width of a film as it is shown.
+def video_size(file: Path) -> tuple[int, int]:
+    """Return height and width of a video as it is shown.
 
     Raises:
         ConfigError: It cannot be read, or PyAV is missing.
@@ -33,13 +33,13 @@ def film_size(file: Path) -> tuple[int, int]:
         return shown[::-1] if _turned(first) % 180 else shown
 
 
-def read_film(file: Path, count: int, rate: float | None) -> Iterator[Image]:
-    """Yield ``count`` frames of a film in order.
+def read_video(file: Path, count: int, rate: float | None) -> Iterator[Image]:
+    """Yield ``count`` frames of a video in order.
 
     Args:
-        file: The film.
+        file: The video.
         count: How many.
-        rate: Frames a second from the film's beginning, each the one shown at its moment; None spreads
+        rate: Frames a second from the video's beginning, each the one shown at its moment; None spreads
             them evenly over all frames.
 
     Raises:
@@ -66,7 +66,7 @@ def read_film(file: Path, count: int, rate: float | None) -> Iterator[Image]:
                 if yielded == count:
                     return
     raise ConfigError(
-        f"film {file} ends after {number + 1} frames, its container lists {len(times)}",
+        f"video {file} ends after {number + 1} frames, its container lists {len(times)}",
         help="repair it or take it out of data.path",
     )
 
@@ -92,15 +92,16 @@ def _moments(
         return spread(str(file), len(times), count)
     if (count - 1) / rate > seconds - late and count > 1:
         raise ConfigError(
-            f"film {file} lasts {seconds:.2f} s, {count} frames at {rate:g} a second take {count / rate:.2f}",
-            help="take it out, lower batch.frames, or set data.options.fps (spread: over the whole film)",
+            f"video {file} lasts {seconds:.2f} s; {count} frames at {rate:g} a second take"
+            f" {count / rate:.2f}",
+            help="remove it, lower batch.frames, or set data.options.fps (spread: over the whole video)",
         )
     moments = (times[0] + number / rate for number in range(count))
     return [max(bisect_right(times, moment + late) - 1, 0) for moment in moments]
 
 
 def _turned(frame: Any) -> int:
-    """Degrees, counter-clockwise, a player turns a frame by: telephones write films lying on their side."""
+    """Degrees, counter-clockwise, a player turns a frame by: telephones write videos lying on their side."""
     return int(getattr(frame, "rotation", 0))
 
 
@@ -110,7 +111,7 @@ def _opened(file: Path) -> Iterator[tuple[Any, Any]]:
         import av
     except ImportError as error:
         raise ConfigError(
-            f"film {file} needs PyAV, which is not installed",
+            f"video {file} needs PyAV, which is not installed",
             help="pip install av, or unpack it: ffmpeg -i NAME.mp4 NAME/%05d.png",
         ) from error
     try:
@@ -120,10 +121,10 @@ def _opened(file: Path) -> Iterator[tuple[Any, Any]]:
             yield container, container.streams.video[0]
     except av.error.FFmpegError as error:
         raise ConfigError(
-            f"film {file} cannot be read: {error.strerror or error}",
+            f"video {file} cannot be read: {error.strerror or error}",
             help="repair it or take it out of data.path",
         ) from error
 
 
 def _empty(file: Path) -> ConfigError:
-    return ConfigError(f"film {file} has no pictures", help="take it out of data.path")
+    return ConfigError(f"video {file} has no pictures", help="take it out of data.path")
