@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    reference: Annotated[str | None, typer.Argument(help="Model: family:flavour, hub id, folder.")] = None,
+    reference: Annotated[
+        str | None, typer.Argument(help="Model: family:flavour, Hugging Face id or folder.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan written by `fsdptool plan -o`.")] = None,
     candidate: Annotated[
         str | None, typer.Option(help="Candidate of the plan; default: the selected one.")
@@ -59,7 +61,7 @@ def command(
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU.")] = False,
     tp: Annotated[
-        int | None, typer.Option("--tp", help="Tensor-parallel ranks, among the processes.")
+        int | None, typer.Option("--tp", help="Tensor-parallel ranks; a divisor of the number of processes.")
     ] = None,
     layout: Annotated[
         str, typer.Option("--layout", help="FSDP unit layout: native or accelerate.")
@@ -109,7 +111,7 @@ def command(
         _write_recipe(emission.recipe, recipe_output, force)
         say(f"wrote {recipe_output}")
         if emission.recipe.data.source == "synthetic":
-            say(f"note: {recipe_output} trains on generated samples until you name yours under data:")
+            say(f"note: {recipe_output} trains on generated samples until you name your own under data:")
     return 0
 
 

@@ -42,12 +42,13 @@ def command(
     ] = None,
     method: Annotated[str, typer.Option("--method", help="Method: full, lora or qlora.")] = "full",
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="GPU; default: this machine's, or its CPU without one.")
+        str | None, typer.Option("--gpu", help="GPU; default: this machine's GPU, or its CPU if it has none.")
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs per node.")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")] = None,
     seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Tokens per sample; default: by the data.")
+        int | None,
+        typer.Option("--seq-len", help="Tokens per sample; default: the longest sample that was read."),
     ] = None,
     height: Annotated[int | None, typer.Option("--height", help="Image height in pixels.")] = None,
     width: Annotated[int | None, typer.Option("--width", help="Image width in pixels.")] = None,
@@ -58,7 +59,7 @@ def command(
     trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Look at a model and its data, plan, and write a recipe and a configuration that run together."""
+    """Inspect a model and its data, plan the run, and write a recipe and a configuration for it."""
     from fsdptool.api.starter import prepare_starter
     from fsdptool.errors import ConfigError
 

@@ -62,7 +62,7 @@ def command(
     trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Print the command line of every node for RECIPE, or a Slurm script; does not start anything."""
+    """Print the command line of every node for RECIPE, or a Slurm script, without starting anything."""
     if not slurm:
         refuse(context, _SLURM, "requires --slurm", "add --slurm, or remove the option")
     from fsdptool.launch.prepare import absolute_job

@@ -53,8 +53,8 @@ DialectOption = Annotated[str | None, typer.Option(help="Dialect of the input, i
 TargetOption = Annotated[
     str | None,
     typer.Option(
-        help="Version of the consuming program to check against, accelerate==1.15; behind a comma that of a"
-        " package beside it, accelerate==1.12,transformers==5.0."
+        help="Version of the consuming program to check against: accelerate==1.15. A package that runs beside"
+        " it follows a comma: accelerate==1.12,transformers==5.0."
     ),
 ]
 SelectOption = Annotated[
@@ -64,7 +64,7 @@ ExcludeOption = Annotated[
     list[str] | None, typer.Option("--exclude", help="Pattern of files or folders to leave out (repeatable).")
 ]
 SkipUnknownOption = Annotated[
-    bool, typer.Option("--skip-unknown", help="Pass over named files of unknown kinds, as in folders.")
+    bool, typer.Option("--skip-unknown", help="Skip named files of unknown kinds, as in folders.")
 ]
 IsolatedOption = Annotated[
     bool, typer.Option("--isolated", help="Do not read settings from pyproject.toml or fsdptool.toml.")

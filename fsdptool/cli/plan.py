@@ -58,7 +58,7 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="Write plan.json, plan.html or plan.svg; of a sweep .json, .csv or .svg.",
+            help="Write plan.json, plan.html or plan.svg; for a sweep, .json, .csv or .svg.",
             rich_help_panel=_ANSWER,
         ),
     ] = None,

@@ -23,10 +23,12 @@ from fsdptool.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from fsdptool.launch.queue import Queue
 
-group = typer.Typer(help="Queue runs of this machine; those that share GPUs run one after another.")
+group = typer.Typer(help="Queue runs on this machine; runs that share GPUs run one after another.")
 
 EntryArgument = Annotated[int, typer.Argument(help="Number of the entry.", metavar="ENTRY")]
-FirstOption = Annotated[bool, typer.Option("--first", help="Start it before the entries that wait already.")]
+FirstOption = Annotated[
+    bool, typer.Option("--first", help="Start it before all entries that are already waiting.")
+]
 
 
 class Direction(StrEnum):
@@ -112,21 +114,21 @@ def move(
     entry: EntryArgument,
     direction: Annotated[Direction, typer.Argument(help="up, down, first or last.", metavar="DIRECTION")],
 ) -> int:
-    """Change the place of a waiting entry."""
+    """Move a waiting entry to another place in the queue."""
     _queue().move(entry, direction.value)
     return int(ExitCode.CLEAN)
 
 
 @group.command("hold")
 def hold(entry: EntryArgument) -> int:
-    """Keep a waiting entry from being started until it is released."""
+    """Hold a waiting entry: it does not start until it is released."""
     _queue().hold(entry)
     return int(ExitCode.CLEAN)
 
 
 @group.command("release")
 def release(entry: EntryArgument) -> int:
-    """Let a held entry be started."""
+    """Release a held entry, so that it can start."""
     _queue().release(entry)
     return int(ExitCode.CLEAN)
 
@@ -167,10 +169,10 @@ def resume(entry: EntryArgument, first: FirstOption = False) -> int:
 @group.command("slots")
 def slots(
     count: Annotated[
-        int, typer.Argument(help="Processes of CPU runs that may run together.", metavar="COUNT")
+        int, typer.Argument(help="Most processes that all CPU runs together may have.", metavar="COUNT")
     ],
 ) -> int:
-    """Set how many processes the runs on the CPU may have together; default: the cores."""
+    """Set how many processes all CPU runs together may have; default: the number of cores."""
     _queue().set_slots(count)
     return int(ExitCode.CLEAN)
 
@@ -181,7 +183,7 @@ def run(
         bool, typer.Option("--until-idle", help="Exit when no entry waits or runs.")
     ] = False,
 ) -> int:
-    """Start the entries when what they need is free, until Ctrl-C. Runs that were started continue."""
+    """Start entries as soon as what they need is free. Ctrl-C ends this command; started runs continue."""
     import threading
 
     from fsdptool.launch.scheduler import Scheduler
@@ -189,11 +191,12 @@ def run(
     scheduler = Scheduler(_queue())
     if not scheduler.acquire():
         raise ConfigError(
-            "another program starts the entries of the queue", help="`fsdptool queue list` names its process"
+            "another program already starts the entries of the queue",
+            help="`fsdptool queue list` names its process",
         )
     try:
         scheduler.run(threading.Event(), until_idle=until_idle)
     except KeyboardInterrupt:
-        say("stopped; runs that were started continue, entries that wait start with the next `queue run`")
+        say("stopped; started runs continue, and waiting entries start with the next `queue run`")
         return int(ExitCode.INTERRUPTED)
     return int(ExitCode.CLEAN)

@@ -1,4 +1,4 @@
-"""``fsdptool runs``, ``watch`` and ``report``: what runs, how a run stands, and a page of it."""
+"""``fsdptool runs``, ``watch`` and ``report``: the list of runs, the state of one, and its page."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def command(
     roots: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Folders to look in; default: runs/, the working directory and what runs on this machine.",
+            help="Folders to look in; default: runs/, the working directory, and live runs on this machine.",
             metavar="ROOT",
         ),
     ] = None,
     format: Annotated[RowFormat, typer.Option("--format", help="Output format.")] = RowFormat.TEXT,
 ) -> int:
-    """List the runs in folders and on this machine: what runs, on which GPUs, and what ended how."""
+    """List the runs in folders and on this machine: their state, their GPUs and how they ended."""
     from fsdptool.api.run_lists import list_runs
     from fsdptool.records.codec import to_json
     from fsdptool.records.diagnostic import envelope
@@ -48,10 +48,10 @@ def command(
 
 def watch(
     run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Print how the run stands, and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state of the run, and exit.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Show a run while it lasts: loss, throughput, memory against the plan, remaining time and ranks.
+    """Show a run while it is running: loss, throughput, memory against the plan, time left and ranks.
 
     Ends when the run ends, with the exit status of the run. Ctrl-C leaves the run alone.
     """
@@ -130,11 +130,11 @@ def _follow(run: Path) -> RunView:
 def report(
     source: Annotated[Path, typer.Argument(help="A run folder, or a saved plan.", metavar="RUN|PLAN.json")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page to write; of a plan also a picture, .svg.")
+        Path, typer.Option("--output", "-o", help="Page to write (.html); for a plan, also a picture (.svg).")
     ],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> int:
-    """Write a page about a run or a saved plan; one file, nothing fetched.
+    """Write a run or a saved plan as one self-contained page.
 
     The page of a run has its curves, its memory against the plan, and its events.
     """

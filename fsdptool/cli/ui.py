@@ -37,9 +37,9 @@ def command(
     ] = None,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> int:
-    """Serve the web interface from this machine: models, hardware, plans.
+    """Serve the web interface on this machine: models, hardware, plans, runs and configurations.
 
-    Nothing is fetched from elsewhere, and other machines cannot connect. Ctrl-C ends it.
+    Nothing is fetched from elsewhere. Other machines cannot connect unless --host permits it. Ctrl-C ends it.
     """
     missing = [name.replace("_", "-") for name in _LIBRARIES if find_spec(name) is None]
     if missing:

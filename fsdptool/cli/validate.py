@@ -73,10 +73,10 @@ def command(
     ] = None,
     exclude: ExcludeOption = None,
     baseline: Annotated[
-        Path | None, typer.Option("--baseline", help="File of old findings not to report.")
+        Path | None, typer.Option("--baseline", help="File of accepted findings, which are not reported.")
     ] = None,
     write_baseline: Annotated[
-        bool, typer.Option("--write-baseline", help="Accept what is found now into the baseline.")
+        bool, typer.Option("--write-baseline", help="Store the current findings in the baseline.")
     ] = False,
     statistics: Annotated[
         bool, typer.Option("--statistics", help="Count the findings by code instead of listing them.")

@@ -149,8 +149,8 @@ class Options(TypedDict, total=False):
     teacher: Annotated[str | None, Option("Teacher model of a distillation.", "Recipe")]
     objective: Annotated[str | None, Option("Training objective.", "Recipe", "recipe.objective.name")]
     loss: Annotated[str | None, Option(
-        "What a loss over tokens keeps for backward, as another training loop computes it (kept is whole, and"
-        " holds the fp32 logits until backward ends)", "Recipe",
+        "Logits that a loss over tokens holds, to plan for another training loop (kept: as whole, with the"
+        " fp32 logits until backward ends)", "Recipe",
         choices=LOSSES)]
     optimizer: Annotated[str | None, Option("Optimizer", "Recipe", "recipe.optimizer.name")]
     optimizer_implementation: Annotated[str | None, Option(
@@ -160,7 +160,7 @@ class Options(TypedDict, total=False):
         "Mixed precision", "Recipe", "settings.mixed_precision",
         choices=("fp32", "bf16", "fp16", "fp8", "no"), value=lambda name: "no" if name == "fp32" else name)]
     dtype: Annotated[str | None, Option(
-        "Stored parameters (auto is float32, and the precision's dtype for a frozen base)", "Recipe",
+        "dtype of the stored parameters (auto: float32; for a frozen base that of --precision)", "Recipe",
         "recipe.model.dtype")]
     attention: Annotated[str | None, Option("Attention implementation", "Recipe", "recipe.model.attention")]
     ema: Annotated[float | None, Option(
@@ -197,8 +197,9 @@ class Options(TypedDict, total=False):
         "settings.reshard_after_forward", value=bool, closes=("reshard_after_forward",))]
     checkpointing: Annotated[str | None, Option(
         "Activation checkpointing: none, full, every_N, selective, selective:every-2-matmuls,"
-        " selective:OPERATOR,..., or optimal to have the policy found (docs/checkpointing.md).", "Sharding",
-        "settings.activation_checkpointing", value=lambda mode: mode != "none", closes=("checkpointing",))]
+        " selective:OPERATOR,..., or optimal, which finds the best policy (docs/checkpointing.md).",
+        "Sharding", "settings.activation_checkpointing", value=lambda mode: mode != "none",
+        closes=("checkpointing",))]
     offload: Annotated[bool | None, Option(
         "CPU offload of parameters, gradients and optimizer.", "Sharding", "settings.cpu_offload",
         ("--offload/--no-offload",), closes=("cpu_offload",))]
@@ -212,23 +213,25 @@ class Options(TypedDict, total=False):
     group_head: Annotated[str | None, Option(
         "FSDP unit of the final norm and an untied head", "Sharding", "recipe.sharding.grouping.head")]
     last_block: Annotated[str | None, Option(
-        "The last block between forward and backward", "Sharding", "recipe.sharding.grouping.last_block")]
+        "State of the last block between forward and backward", "Sharding",
+        "recipe.sharding.grouping.last_block")]
     loading: Annotated[str | None, Option(
-        "How the training loop fills the model on GPUs: each rank its rows (fsdptool), whole parameters that"
-        " are broadcast, or whole units (accelerate with and without cpu_ram_efficient_loading). Default: as"
-        " the layout's program does", "Sharding", choices=get_args(Loading))]
+        "How the training loop fills the model on GPUs: by each rank's rows (fsdptool), by whole parameters"
+        " that are broadcast, or by whole units (accelerate with and without cpu_ram_efficient_loading). By"
+        " default, as the program of the layout does", "Sharding", choices=get_args(Loading))]
     cp: Annotated[int | None, Option(
         "Context-parallel ranks.", "Sharding", "settings.mesh.cp", closes=("cp",))]
     tp: Annotated[int | None, Option(
         "Tensor-parallel ranks: each holds a part of every layer.", "Sharding", "settings.mesh.tp",
         closes=("tp",), minimum=1)]
     sequence_parallel: Annotated[bool | None, Option(
-        "Divide hidden states over the tensor-parallel ranks, too.", "Sharding",
+        "Also divide the hidden states between layers over the tensor-parallel ranks.", "Sharding",
         "recipe.sharding.sequence_parallel")]
     ep: Annotated[int | None, Option(
-        "Expert-parallel ranks: each holds whole experts, and tokens travel to them.", "Sharding",
+        "Expert-parallel ranks: each holds whole experts and receives the tokens for them.", "Sharding",
         "recipe.sharding.expert_parallel", closes=("ep",), minimum=1)]
-    pp: Annotated[int | None, Option("Pipeline stages: planned, never trained.", "Sharding", minimum=1)]
+    pp: Annotated[int | None, Option(
+        "Pipeline stages; they can be planned, but not trained.", "Sharding", minimum=1)]
     pp_schedule: Annotated[str | None, Option(
         "Pipeline schedule", "Sharding", choices=get_args(PipelineSchedule))]
     pp_virtual: Annotated[int | None, Option("Virtual stages per pipeline rank.", "Sharding", minimum=2)]
@@ -239,7 +242,8 @@ class Options(TypedDict, total=False):
         choices=("float32", "bfloat16", "float16", "param"),
         value=lambda name: None if name == "param" else name)]
     gradients: Annotated[str | None, Option(
-        "Keep accumulated gradients", "Sharding", "recipe.sharding.accumulation", closes=("gradients",))]
+        "How accumulated gradients are kept", "Sharding", "recipe.sharding.accumulation",
+        closes=("gradients",))]
     revision: Annotated[str | None, Option(
         "Revision of a Hugging Face id.", "Model", "recipe.model.revision")]
     component: Annotated[str | None, Option(
