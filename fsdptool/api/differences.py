@@ -28,7 +28,9 @@ def list_differences(anatomy: Anatomy, settings: FsdpSettings, sharding: Shardin
     if settings.use_cpu:
         differences.insert(0, "on CPU, accelerate 1.15 does not shard the model")
     if settings.mesh.tp > 1:
-        differences.insert(0, "accelerate 1.15 divides no layer over the tensor-parallel ranks (FSD356)")
+        differences.insert(
+            0, "accelerate 1.15 does not divide layers over the tensor-parallel ranks (FSD356)"
+        )
     return tuple(differences)
 
 

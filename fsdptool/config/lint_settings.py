@@ -210,7 +210,7 @@ def _settings(file: Path, table: Any, section: str) -> LintSettings:
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{where} must be a list of texts")
+        raise ConfigError(f"{where} must be a list of strings")
     return tuple(value)
 
 

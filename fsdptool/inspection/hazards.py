@@ -247,7 +247,7 @@ def _plan(anatomy: Anatomy) -> Iterator[Diagnostic]:
     if anatomy.fsdp_plan_unmatched:
         yield _info(
             LIBRARY_PLAN,
-            f"transformers' own FSDP plan has rules that match nothing here:"
+            f"transformers' own FSDP plan has rules that do not match any module: "
             f" {', '.join(anatomy.fsdp_plan_unmatched[:6])}",
             "a script that relies on DistributedConfig(fsdp_plan=...) shards fewer modules than expected",
         )
@@ -299,9 +299,9 @@ def holds_embedding(census: Census, path: str) -> bool:
 
 RULES = (
     Rule("DET120", "misspelt configuration key", "warning",
-         "The class does not know the key and knows one like it. The library silently drops it and "
+         "The class does not know the key, but knows a similar one. The library silently drops the key and "
          "uses the default.",
-         "Write the key that was meant."),
+         "Write the similar key, if that is what was meant."),
     Rule("DET121", "configuration keys that are not read", "info",
          "The class does not know these keys.",
          "No action, unless one of them is a size."),
@@ -317,7 +317,7 @@ RULES = (
     Rule("DET140", "model that a group of ranks does not divide", "error",
          "Tensor parallelism gives every rank the same number of heads and features, expert parallelism the "
          "same number of experts. Keys and values are not repeated over ranks.",
-         "Use a group size that divides what the message counts."),
+         "Use a group size that divides the numbers in the message."),
     Rule("DET201", "persistent buffers", "warning",
          "accelerate 1.15 crashes on persistent buffers while `fsdp_cpu_ram_efficient_loading` is on, "
          "which is its launcher's default: `AttributeError: 'Tensor' object has no attribute "

@@ -269,7 +269,7 @@ def _structural_reasons(
 
 def _dropped_text(code: WrapReason, count: int, share: float) -> str:
     if code == "too_small":
-        return f"{count} instances hold {share:.2%} of the parameters: not worth a collective for each"
+        return f"{count} instances hold {share:.2%} of the parameters: too little for a collective each"
     if code == "helper":
         return f"no inner structure and {share:.1%} of the parameters: a helper module"
     return "occurs once outside other blocks"

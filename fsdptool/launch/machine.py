@@ -63,7 +63,7 @@ def requested_gpus(settings: FsdpSettings) -> frozenset[str]:
 
 @contextmanager
 def claim_gpus(settings: FsdpSettings, device: str, folder: Path) -> Iterator[frozenset[str]]:
-    """Register a run and its GPUs while it lasts; CPU runs use none.
+    """Register a run and its GPUs while it is running; CPU runs use none.
 
     Raises:
         ConfigError: A live run uses one of them.

@@ -366,5 +366,5 @@ def _require(row: Row, stages: tuple[str, ...]) -> None:
     said = {"started": "was started", "ended": "has ended", "cancelled": "was cancelled"}
     raise ConfigError(
         f"entry {row.id} {said.get(row.stage, 'was not started')}",
-        help="`fsdptool queue list` shows how the entries stand",
+        help="`fsdptool queue list` shows the state of every entry",
     )

@@ -87,7 +87,7 @@ def _ended_early(row: Row, folder: Path, log: Path) -> Standing:
     if error is not None:
         return Standing(EntryState.FAILED, message=error.removeprefix("error: "))
     if row.started is not None and _written_after(folder / RUN, row.started):
-        return Standing(EntryState.UNKNOWN, message="the folder was started again outside the queue")
+        return Standing(EntryState.UNKNOWN, message="a run was started in the folder outside the queue")
     return Standing(EntryState.DEAD, message=NO_MESSAGE)
 
 

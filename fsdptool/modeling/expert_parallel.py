@@ -46,7 +46,7 @@ def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
     elif settings.ignored_modules is not None:
         reason = "ignored_modules may leave experts out of sharding"
     elif not spec.elementwise:
-        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be divided again"
+        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
     elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
         reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
     if reason is not None:

@@ -46,7 +46,7 @@ def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
     spec = optimizer_spec(recipe.optimizer)
     reason = None
     if not spec.elementwise:
-        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be divided again"
+        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
     elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
         reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
     elif recipe.sharding.compile:

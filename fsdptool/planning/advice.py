@@ -276,8 +276,8 @@ RULES = (
          "The whole run fits on one GPU, including DDP's buckets. DDP communicates a third less.",
          "Use DDP, or FSDP for larger batches or models."),
     Rule("PLN012", "packed documents cannot be separated", "warning",
-         "Recurrent and convolutional layers carry a state over the border between packed documents, whatever"
-         " the attention mask says; some models take no positions to find the border by.",
+         "Recurrent and convolutional layers carry a state across the boundary between packed documents,"
+         " whatever the attention mask says; some models take no positions, which would mark the boundary.",
          "Set data.document_mask: false to accept it, or data.packing: false."),
     Rule("PLN013", "sample size assumed", "info",
          "Neither the options nor the recipe give the sample size, so the default of the family is planned"

@@ -44,17 +44,18 @@ if TYPE_CHECKING:
 
 
 _CONTEXT_PARALLEL = (
-    "context parallel on GPUs is unverified: which attention kernel runs follows torch's rules, and what"
-    " NCCL keeps for its group is not known"
+    "context parallelism on GPUs is unverified: the attention kernel follows torch's rules, and the memory"
+    " that NCCL keeps for the group is not known"
 )
 
 _TENSOR_PARALLEL = (
-    "tensor parallel on GPUs is unverified: embedding, head and what lies between divided layers are whole on"
-    " every rank, and every sum over the ranks counts as waiting"
+    "tensor parallelism on GPUs is unverified: no collective of the group is assumed to overlap with"
+    " computation"
 )
 
 _EXPERT_PARALLEL = (
-    "expert parallel on GPUs is unverified: routing counts as balanced, and every all-to-all as waiting"
+    "expert parallelism on GPUs is unverified: routing is assumed to be balanced, and no all-to-all is"
+    " assumed to overlap with computation"
 )
 
 

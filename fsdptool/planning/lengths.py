@@ -85,7 +85,7 @@ def replay_lengths(
         shape = "packed into" if data.padded == "packed" else "padded to"
         estimator.notes[
             f"samples are {shape} sequences of {limit:,} tokens, so that all steps have one shape: their"
-            " lengths change nothing about memory"
+            " lengths do not change memory"
         ] = None
         return _constant(lengths, inputs, candidate, limit)
     reason = _unsupported(estimator.spec, inputs, point)

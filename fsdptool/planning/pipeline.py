@@ -27,7 +27,7 @@ from fsdptool.records.trace import ColourGroup, Component
 
 NOTE = (
     "pipeline parallelism is planned only: fsdptool train does not run it; memory and time of the stages are"
-    " estimates, and every transfer between stages counts as waiting"
+    " estimates, and no transfer between stages is assumed to overlap with computation"
 )
 _OUTSIDE = (Component.ALLOCATOR_SLACK, Component.CONTEXT, Component.COMMUNICATORS)
 

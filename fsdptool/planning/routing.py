@@ -88,5 +88,5 @@ def routing_note(routing: Mapping[str, Any]) -> str:
     )
     if "all_to_all_bytes" in routing:
         least, most = amount(routing["all_to_all_bytes"]), amount(routing["worst_all_to_all_bytes"])
-        note += f"; an all-to-all brings {least} to {most} to a rank"
+        note += f"; each rank receives {least} to {most} in an all-to-all"
     return note

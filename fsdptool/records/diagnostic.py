@@ -1,4 +1,4 @@
-"""Findings of every room, what their codes mean, and the envelope of the documents that carry them."""
+"""Findings of every package, what their codes mean, and the envelope of the documents that carry them."""
 
 from __future__ import annotations
 

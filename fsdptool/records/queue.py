@@ -41,7 +41,7 @@ class EntryState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run occupies while it lasts.
+    """What a run occupies while it is running.
 
     Attributes:
         folder: The run folder; two starts never share one.

@@ -101,7 +101,7 @@ class RankProgress:
         phase: What the main thread does.
         step: The optimizer step it works on, from 1; null before the first.
         alive: When the record was written.
-        progressed: When the main thread last got on.
+        progressed: When the main thread last made progress.
         waiting: Whether the main thread was inside a collective, and so waits for other ranks.
         interval: Seconds between two records; 0 if an event told this, which nothing repeats.
     """

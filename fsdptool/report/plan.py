@@ -191,7 +191,7 @@ def _peak(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
     print_line(text)
     if candidate.get("allocated_peak_range_bytes"):
         _, most = candidate["allocated_peak_range_bytes"]
-        print_line(f"allocated if compiled blocks fused nothing: {amount(most)}")
+        print_line(f"allocated if compiled blocks fuse nothing: {amount(most)}")
     alive = ", ".join(f"{item['name']} {amount(item['bytes'])}" for item in peak["live"][:5])
     print_line(f"allocated at the peak: {alive}")
 

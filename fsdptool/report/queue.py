@@ -37,7 +37,7 @@ def print_queue(document: Mapping[str, Any], *, now: float) -> None:
             optional=(5,),
         )
     if document["scheduler"] is None and any(entry["state"] == "waiting" for entry in entries):
-        print_line("no program starts the entries: `fsdptool queue run` or `fsdptool ui` does")
+        print_line("no program is running the queue; start one: `fsdptool queue run` or `fsdptool ui`")
 
 
 def needs_text(entry: Mapping[str, Any]) -> str:

@@ -160,7 +160,8 @@ def _absent_ranks(logs: Sequence[LogText], failures: Sequence[RecognisedFailure]
     absent = sorted(named - waited)
     if absent:
         shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-        yield f"no timeout is reported by rank{'s' if len(absent) > 1 else ''} {shown}: look there first"
+        some = f"ranks {shown} do" if len(absent) > 1 else f"rank {shown} does"
+        yield f"{some} not report a timeout: look there first"
 
 
 def _matches(log: LogText) -> Iterator[RecognisedFailure]:

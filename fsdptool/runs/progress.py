@@ -1,7 +1,7 @@
 """Each rank's latest sign of life, in a small file that its watchdog rewrites, and which ranks are silent.
 
 When a rank hangs, the others report a timeout of a collective. Their message says who waited, not who was
-waited for. These files say it: what every rank was doing, when it last got on, and whether it was itself
+waited for. These files say what every rank was doing, when it last made progress, and whether it was itself
 waiting for others.
 """
 
@@ -89,7 +89,7 @@ def silent_ranks(
 
     A rank is silent if, in this order of certainty, the operating system has stopped it; it never started;
     its watchdog no longer writes; it is not inside a collective although the ranks that gave up were; or it
-    last got on clearly before they did. Only the most certain kind is returned.
+    last made progress clearly before they did. Only the most certain kind is returned.
 
     Args:
         ranks: The progress of every rank of the run, None for one that never started.
@@ -128,7 +128,7 @@ def silent_ranks(
 
 
 def describe_silence(progress: RankProgress | None, *, stopped: bool, now: float | None = None) -> str:
-    """Return what is known of a silent rank: its last phase, and how long ago it last got on."""
+    """Return what is known of a silent rank: its last phase, and how long ago it last made progress."""
     if progress is None:
         return "it never started"
     seconds = max((time.time() if now is None else now) - progress.progressed, 0.0)

@@ -110,7 +110,7 @@ def test_the_nearest_settings_count(project: Path) -> None:
     ("text", "said"),
     [
         ("slect = []", "does not know slect"),
-        ('select = "FSD3"', "select must be a list of texts"),
+        ('select = "FSD3"', "select must be a list of strings"),
         ('ignore = ["FSD9"]', "FSD9 is not a rule"),
         ("strict = 1", "strict must be true or false"),
         ('per-file-ignores = ["a"]', "must be a table"),

@@ -294,7 +294,7 @@ def test_a_tensor_parallel_file_is_for_the_trainer_and_only_where_the_model_divi
     reading = read_settings(path)
     assert reading.settings is not None and reading.settings.mesh == ParallelDims(1, 4, tp=2)
     assert reading.consumer.name == "fsdptool" and not reading.errors
-    assert "divides no layer" in path.read_text()
+    assert "does not divide layers" in path.read_text()
     assert "FSD356" in {item.code for item in read_settings(path, consumer="accelerate").diagnostics}
     for model, size, words in (("llama3:tiny", "2", "5 attention heads"), ("llama3:8b", "8", "no rank")):
         assert run(["emit-config", model, "--tp", size, "--processes", "8"]) == 2

@@ -330,7 +330,7 @@ def test_the_commands_do_what_the_functions_do(desk: Desk, capsys: pytest.Captur
     call("release", first)
     call("hold", third)
     assert [entry["state"] for entry in listed()] == ["waiting", "held", "waiting"]
-    assert "starts the entries" in call("list")
+    assert "no program is running the queue" in call("list")
     for entry in (first, second, third):
         call("cancel", entry)
     assert call("run", "--until-idle") == ""

@@ -453,7 +453,7 @@ def test_ranks_that_share_a_sequence_hold_less_and_talk_more(
     assert held[0]["parameters"] == held[1]["parameters"]
     assert held[0]["activations"] > held[1]["activations"] > held[0]["activations"] // 2
     assert after["seconds"]["communication"] > before["seconds"]["communication"]
-    assert any("context parallel on GPUs is unverified" in note for note in shared["details"]["notes"])
+    assert any("context parallelism on GPUs is unverified" in note for note in shared["details"]["notes"])
 
 
 def test_sequences_that_cannot_be_split_are_no_candidates(

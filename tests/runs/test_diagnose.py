@@ -205,7 +205,7 @@ def test_messages_of_fsdp2_checkpoints_and_accelerate(tmp_path: Path) -> None:
 def test_the_rank_that_reports_no_timeout_is_named() -> None:
     text = "[rank3]: INFO step 7\n" + "".join(TIMEOUT.format(rank) for rank in (0, 1, 2))
     answer = diagnose_logs("log", (LogText("log", text, len(text), len(text)),))
-    assert answer.notes == ("no timeout is reported by rank 3: look there first",)
+    assert answer.notes == ("rank 3 does not report a timeout: look there first",)
 
 
 def test_messages_are_in_the_sources_that_the_table_names() -> None:

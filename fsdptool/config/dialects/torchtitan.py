@@ -213,7 +213,7 @@ def _selective(lint: LintContext) -> None:
     if mode in ("selective", "memory_budget"):
         origin = f"{mode} checkpointing recomputes a part of a block only"
         if entry is not None:
-            lint.ignore(entry, f"{origin}: see activation_checkpointing of the recipe")
+            lint.ignore(entry, f"{origin}: see sharding.checkpointing of the recipe")
         lint.set("activation_checkpointing", False, origin=origin)
 
 
@@ -237,7 +237,9 @@ def _judge_dimensions(lint: LintContext) -> None:
         size = entry.node.value if entry is not None else 1
         if isinstance(size, int) and size > 1:
             lint.configures_fsdp = False
-            lint.report_value("FSD361", f"{key} {size}: fsdptool has no such dimension", entry)
+            lint.report_value(
+                "FSD361", f"{key} {size}: fsdptool's settings do not have this dimension", entry
+            )
     if lint.get("dp_shard") == 1 and lint.get("cp") == 1 and lint.configures_fsdp:
         lint.runs_fsdp = lint.configures_fsdp = False
         entry = lint.at("dp_shard")

@@ -64,8 +64,8 @@ PARSE = (
          "Check the file for the program that reads it, or migrate it to a dialect that this one reads."),
     Rule("FSD115", "dialect plugin left out", "warning",
          "An installed package registers a dialect that cannot be used: it does not load, implements "
-         "another version of the protocol, raises while a file is recognised, or bears a name that another "
-         "package registers, too. Files are read without it.",
+         "another version of the protocol, raises an exception while a file is recognised, or has a "
+         "name that another package also registers. Files are read without it.",
          "Repair, update or uninstall the package that the message names."),
 )  # fmt: skip
 

@@ -258,10 +258,10 @@ MEANING = (
          "per_device_train_batch_size x num_processes, and of num_generations. torchtitan 0.2 (`train.py`) "
          "refuses a `global_batch_size` that is not a multiple of local_batch_size x data-parallel ranks.",
          "Choose a multiple."),
-    Rule("FSD361", "dimension that fsdptool does not have", "info",
-         "torchtitan splits models over pipeline stages and experts over ranks; fsdptool plans and writes "
-         "neither. The file is explained, but its settings cannot be planned from or migrated.",
-         "Set the degree to 1 to plan the rest."),
+    Rule("FSD361", "dimension that fsdptool's settings do not have", "info",
+         "torchtitan splits models over pipeline stages and experts over ranks; an accelerate YAML can "
+         "express neither. The file is explained, but its settings cannot be planned from or migrated.",
+         "Set the degree to 1, and give `fsdptool plan` --pp or --ep instead."),
     Rule("FSD362", "sharding depends on the recipe that is run", "info",
          "torchtune reads the same file for single-device and for distributed recipes, and only the latter "
          "shard. The file has no key that only a distributed recipe reads.",

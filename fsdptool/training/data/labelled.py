@@ -73,7 +73,7 @@ def open_labelled(
     root = Path(path_of(data)).expanduser()
     if not root.is_dir():
         raise ConfigError(
-            f"data.path {root} is not a folder", help="name the folder that holds a folder per class"
+            f"data.path {root} is not a folder", help="name the folder that holds one folder per class"
         )
     names = sorted(
         place.name for place in root.iterdir() if place.is_dir() and not place.name.startswith(".")

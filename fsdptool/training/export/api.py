@@ -285,7 +285,7 @@ class _Export:
         model.save_config(str(target))
         if component:
             return []
-        return ["the other components of a pipeline were not at hand: this is the denoiser alone"]
+        return ["the other components of the pipeline are not available: only the denoiser was exported"]
 
     def _pipeline(self, folder: Path) -> str | None:
         """Copy the rest of the pipeline the model came from; returns the folder name of its component."""

@@ -274,7 +274,7 @@ class EightBitAdamW(ShardedOptimizer):
         if saved is None:
             raise ConfigError(
                 "the 8-bit states of optimizer adamw8bit were saved on another number of ranks, and their"
-                " blocks cannot be divided again",
+                " blocks cannot be resharded",
                 help="resume on as many ranks as before, or start a run from its exported weights",
             )
         for name, state in self._states():

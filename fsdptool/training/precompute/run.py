@@ -60,7 +60,7 @@ class Work:
         name: Class of the pipeline.
         length: Tokens of a caption, where the model takes captions of one length.
         frames: Whether the denoiser's latents have frames.
-        rate: Frames a second that are taken of films; None spreads them over the whole film.
+        rate: Frames a second that are taken of videos; None spreads them over the whole video.
         trust_remote_code: Whether code from the pipeline's folder may run.
     """
 
