@@ -213,8 +213,7 @@ class Options(TypedDict, total=False):
     group_head: Annotated[str | None, Option(
         "FSDP unit of the final norm and an untied head", "Sharding", "recipe.sharding.grouping.head")]
     last_block: Annotated[str | None, Option(
-        "State of the last block between forward and backward", "Sharding",
-        "recipe.sharding.grouping.last_block")]
+        "Last block, between forward and backward", "Sharding", "recipe.sharding.grouping.last_block")]
     loading: Annotated[str | None, Option(
         "How the training loop fills the model on GPUs: by each rank's rows (fsdptool), by whole parameters"
         " that are broadcast, or by whole units (accelerate with and without cpu_ram_efficient_loading). By"
@@ -230,8 +229,7 @@ class Options(TypedDict, total=False):
     ep: Annotated[int | None, Option(
         "Expert-parallel ranks: each holds whole experts and receives the tokens for them.", "Sharding",
         "recipe.sharding.expert_parallel", closes=("ep",), minimum=1)]
-    pp: Annotated[int | None, Option(
-        "Pipeline stages; they can be planned, but not trained.", "Sharding", minimum=1)]
+    pp: Annotated[int | None, Option("Pipeline stages (planned, not trained).", "Sharding", minimum=1)]
     pp_schedule: Annotated[str | None, Option(
         "Pipeline schedule", "Sharding", choices=get_args(PipelineSchedule))]
     pp_virtual: Annotated[int | None, Option("Virtual stages per pipeline rank.", "Sharding", minimum=2)]
@@ -242,8 +240,7 @@ class Options(TypedDict, total=False):
         choices=("float32", "bfloat16", "float16", "param"),
         value=lambda name: None if name == "param" else name)]
     gradients: Annotated[str | None, Option(
-        "How accumulated gradients are kept", "Sharding", "recipe.sharding.accumulation",
-        closes=("gradients",))]
+        "State of accumulated gradients", "Sharding", "recipe.sharding.accumulation", closes=("gradients",))]
     revision: Annotated[str | None, Option(
         "Revision of a Hugging Face id.", "Model", "recipe.model.revision")]
     component: Annotated[str | None, Option(
