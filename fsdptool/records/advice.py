@@ -29,7 +29,7 @@ class GatheredUnit:
     Attributes:
         id, class_name: Which one; the first of several equal ones.
         bytes: What the whole unit takes in the dtype it computes in, padding included.
-        padding_bytes: What of it is padding, because rows do not divide among the ranks.
+        padding_bytes: The part of it that is padding, because rows do not divide among the ranks.
         parameter: Its largest parameter.
         parameter_bytes: What that takes, padding included.
     """
@@ -47,13 +47,13 @@ class Shortfall:
     """Why nothing fits, judged by the candidate that needs the least device memory.
 
     Attributes:
-        kind: What needs most.
+        kind: What needs the most memory.
         candidate: Id of the candidate.
         bytes: What ``kind`` takes at the candidate's peak.
-        needed_bytes, available_bytes: All that it needs, and what there is (of the device, or of the host
-            memory of a node).
+        needed_bytes, available_bytes: Memory that it needs, and that is available (on the device, or on the
+            host of a node).
         more_gpus_help: Whether the same configuration fits on some larger number of these GPUs.
-        unit: The largest unit, where gathered units need most.
+        unit: The largest unit, if gathered units need the most memory.
     """
 
     kind: ShortfallKind
@@ -120,12 +120,12 @@ class Suggestion:
     Attributes:
         change: The change, as a phrase.
         settings: The search point's settings it changes, with their new values.
-        device_total_bytes: What a rank then needs; None is unknown.
+        device_total_bytes: What a rank needs with the change; None is unknown.
         fits: Whether the changed configuration fits; None is unknown.
         cost: Every cost in one phrase.
         kind: What is changed.
         costs: The same costs, one by one.
-        samples_per_second, tokens_per_second: What it then does, by estimate; None is unknown.
+        samples_per_second, tokens_per_second: Estimated speed with the change; None is unknown.
         environment: Variables of the workers that it sets: ``environment`` in a cluster file, which
             ``launch`` and its Slurm scripts export.
         hardware: Options of ``plan`` that name other hardware (``gpu``, ``gpus``, ``nodes``), or none.

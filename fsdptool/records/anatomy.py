@@ -184,7 +184,7 @@ class Anatomy:
             in its tail group: ``accelerate/utils/fsdp_utils.py:_find_final_norm``), or None.
         no_split_modules: The built instance's ``_no_split_modules``, sorted.
         repeated_blocks: diffusers' ``_repeated_blocks``.
-        fsdp_plan_unmatched: Rules of transformers' own FSDP plan that match nothing in this model.
+        fsdp_plan_unmatched: Rules of transformers' own FSDP plan that do not match any module.
         class_modules: Python module that defines each class, by unqualified class name.
         weights_read: Paths of embeddings whose weight the model's code reads without calling them:
             they cannot be units of their own.

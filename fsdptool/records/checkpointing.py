@@ -95,7 +95,7 @@ class BlockPolicy:
         count: Blocks, in the order in which the model calls them.
         mode: ``none`` keeps what autograd saves, ``full`` the block's input only, ``selective`` the
             outputs of ``save_operators`` as well.
-        save_operators: Selectors; empty with ``selective`` is :data:`SAVED_OPERATORS`.
+        save_operators: Selectors; empty with ``selective`` keeps matrix products and attention.
     """
 
     count: Positive
@@ -115,7 +115,7 @@ class Checkpointing:
     Attributes:
         mode: ``every_n`` recomputes every n-th block; ``per_block`` follows ``blocks``.
         every_n: For ``every_n``.
-        save_operators: Selectors for ``selective``; empty is :data:`SAVED_OPERATORS`.
+        save_operators: Selectors for ``selective``; empty keeps matrix products and attention.
         blocks: For ``per_block``: runs of blocks that together count every outermost wrapped block.
     """
 

@@ -120,9 +120,8 @@ class GpuEntry:
 
 @dataclass(frozen=True, slots=True)
 class GpuFile:
-    """GPUs by data: what the driver reports as memory, peak rates of the datasheet (dense), and where the
-    figures come from. Entries of a file given by --gpus-file come before the shipped ones.
-    """
+    """Descriptions of GPUs: what the driver reports as memory, peak rates of the datasheet (dense), and
+    where the figures come from. Entries of a file given by --gpus-file come before the shipped ones."""
 
     gpus: Annotated[tuple[GpuEntry, ...], Keywords(minItems=1)]
     version: Literal[1] = 1
@@ -170,7 +169,7 @@ class AttentionRate:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Figures a measurement replaces. Bytes, seconds, and fractions of the datasheet's rates.
+    """Figures that measurements replace, in bytes, seconds, and fractions of the datasheet's rates.
 
     Attributes:
         name: What the table calls it.
@@ -230,9 +229,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MachineFile:
-    """What no trace can see: context, communicators and achieved efficiencies; written by fsdptool calibrate,
-    read by plan --machine.
-    """
+    """What a trace cannot show: context, communicators and achieved efficiencies; written by fsdptool
+    calibrate, read by plan --machine."""
 
     machines: Annotated[tuple[Machine, ...], Keywords(minItems=1)]
     version: Literal[1] = 1

@@ -70,7 +70,7 @@ class Comparison:
     Attributes:
         kind: Whether the right side is another plan or a run.
         left, right: What the sides are called.
-        rows: Figures of the whole.
+        rows: Totals.
         moments: Allocated bytes moment by moment (plans); phase by phase, rank by rank, and at every step
             whose peak exceeds that of the steps before it (a run).
         error_percent: For a run: predicted over measured allocated peak, in percent.
@@ -188,7 +188,7 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class FamilySummary:
-    """A model family, its flavours and the distribution that brings it."""
+    """A model family, its flavours and the distribution that provides it."""
 
     name: str
     title: str

@@ -49,7 +49,7 @@ class FileVerdict:
         fsdp_version: FSDP version the consumer would run; null if it would not run FSDP.
         status: ``error`` with an error finding, ``fixable`` if fixes remove all of them, else ``ok``.
         effective: Every setting that takes effect, with its origin.
-        ignored: What is written and does nothing.
+        ignored: Entries of the file that have no effect.
         findings: Findings, in the order of the file.
         suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
     """

@@ -237,7 +237,7 @@ class Detection:
         classes: Every class that was considered as a wrap class.
         no_split_modules: The entries of the model's ``_no_split_modules``, checked.
         repeated_blocks: diffusers' ``_repeated_blocks``.
-        fsdp_plan_unmatched: Rules of transformers' own FSDP plan that match nothing in this model.
+        fsdp_plan_unmatched: Rules of transformers' own FSDP plan that do not match any module.
         units: Every FSDP unit; the root is last.
         largest_unit: The unit that owns most parameters.
         embeddings: Embeddings and the last norm.
@@ -245,7 +245,7 @@ class Detection:
         experts: Experts in fused tensors, or null.
         ties: Groups of names that share one tensor.
         buffers: Every buffer.
-        world_size: Ranks that ``uneven`` is worked out for, or null.
+        world_size: Number of ranks that ``uneven`` is computed for, or null.
         uneven: Parameters that shard unevenly across the ranks.
         cached: Whether the answer comes from the cache.
         leaves: Classes that own parameters directly (``--leaves``).

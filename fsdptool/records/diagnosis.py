@@ -125,7 +125,7 @@ class RecognisedFailure:
 
 @dataclass(frozen=True, slots=True)
 class LastException:
-    """The last exception of a log: what there is where nothing known matches."""
+    """The last exception of a log that no known failure explains."""
 
     file: str
     line: Positive
@@ -144,7 +144,7 @@ class FailureDiagnosis:
         read_bytes: Bytes of logs that were read.
         total_bytes: Bytes of all logs; of a large log the beginning and the end are read.
         notes: Facts from the run folder, one sentence each.
-        run: The run as it stands, or null for a log.
+        run: The state of the run, or null for a log.
         memory: The rank's own account of a lack of memory (``logs/out-of-memory.json``), or null.
     """
 

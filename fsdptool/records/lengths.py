@@ -79,7 +79,7 @@ class AllocatorReplay:
         first_retry_step: The earliest such step; None if there is none.
         failed_orders: Orders that ran out of memory.
         first_failure_step: The earliest such step; None if there is none.
-        failed_share_of_runs: The chance that any rank of a run runs out of memory, if ranks draw
+        failed_share_of_runs: Probability that any rank of a run runs out of memory, if ranks draw
             independently; 0 to 1.
     """
 

@@ -112,7 +112,7 @@ class Indivisible:
 
     Attributes:
         what: What is counted: ``attention heads``, ``key and value heads``, ``experts``, ...
-        where: Path of the module, or of the first of several alike.
+        where: Path of the module, or of the first of several similar ones.
         count: How many there are.
         valid: Group sizes nearest to the requested one that divide the whole model, ascending.
     """
@@ -165,7 +165,7 @@ class TensorPlan:
             summed (T5's ``position_bias``, which the first layer makes for all).
         whole: Why parameters of the published model stay whole, by every name of theirs.
         indivisible: What the group does not divide; empty where the model can be split.
-        notes: Findings about the library's own plan: entries that match nothing, or contradict the modules.
+        notes: Findings about the library's own plan: entries that match no module, or contradict the modules.
         sequence: Where hidden states are divided along the sequence; None: they are whole between regions.
     """
 

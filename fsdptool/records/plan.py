@@ -32,10 +32,10 @@ class SearchPoint:
         layout: Who groups parameters.
         wrap_policy, wrap_classes: The FSDP units; empty classes are the detected ones.
         micro_batch, accumulation: Samples per rank and forward; forwards per step.
-        checkpointing: The policy as text (:func:`fsdptool.records.checkpointing.format_policy`).
+        checkpointing: The policy as text, for example ``full`` or ``12*full+20*selective:attention``.
         reshard_after_forward: True, False or a number of ranks.
         dp_replicate, dp_shard, cp, tp: The mesh.
-        ep: Ranks of ``dp_shard`` that share out the experts.
+        ep: Ranks of ``dp_shard`` over which the experts of a layer are distributed.
         cpu_offload: Shards, gradients and optimizer in host memory.
         optimizer_implementation: ``auto`` is fused on CUDA.
         prefetch: FSDP units to prefetch.
@@ -242,22 +242,22 @@ class Candidate:
     phases: tuple[Phase, ...] = field(default=(), repr=False)
     """Every phase of the run; the highest of them decides the verdict. Empty where searches leave it out."""
     step_seconds_range: tuple[float, float] | None = None
-    """Between which the step takes 8 times of 10, by what others published for the GPU's generation."""
+    """10th to 90th percentile of the step time, from runs that others published for the GPU's generation."""
     tokens_per_second_range: tuple[float, float] | None = None
     """The same for the throughput."""
     reserved_range_bytes: tuple[int, int] | None = None
-    """Between which the reserved peak lies, by what others published of runs without expandable segments: its
-    slack depends on fragmentation. None where segments expand, or nothing was replayed."""
+    """Range of the reserved peak, from published runs without expandable segments: its slack depends on
+    fragmentation. None where segments expand, or nothing was replayed."""
     allocated_peak_range_bytes: tuple[int, int] | None = None
     """With compiled blocks, the allocated peak if they fuse as on a CPU, and if they fuse nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLoop:
-    """What a plan supposes of a training loop that neither accelerate's YAML nor a recipe can say.
+    """What a plan assumes about a training loop, beyond what accelerate's YAML and a recipe can express.
 
     Attributes:
-        loading: How it fills the model on GPUs; None: as the program does whose layout is planned.
+        loading: How it fills the model on GPUs; None: as the program of the planned layout does.
         keeps_logits: Whether it holds the whole fp32 logits until backward ends; fsdptool's loss frees them.
     """
 
@@ -274,7 +274,7 @@ PipelineSchedule = Literal["1f1b", "interleaved"]
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Pipeline parallelism: planned only, never trained.
+    """Pipeline parallelism, which is planned but not trained.
 
     Attributes:
         ranks: Stages; each runs on an equal part of the run's ranks, which the mesh divides further.
@@ -297,14 +297,14 @@ class PlanInputs:
         machines: The machine table's row for each of them.
         profile: Device profile whose memory is predicted.
         wrap, exclude: Wrap classes named or excluded by the user.
-        search: ``none``, ``open`` (settings nobody chose) or ``wide`` (settings not on the command line).
+        search: ``none``, ``open`` (settings that were left open) or ``wide`` (all not on the command line).
         fixed: Settings the search leaves alone.
-        max_batch: Whether the largest micro-batch is looked for.
-        optimal_checkpointing: Whether a checkpointing policy is made for the memory there is.
+        max_batch: Whether to find the largest micro-batch.
+        optimal_checkpointing: Whether to create a checkpointing policy for the available memory.
         prefer: ``speed`` or ``price``.
         model: What the reference resolved to: family, class, library and a digest of its configuration.
-        loop: What is supposed of the training loop where it is not fsdptool's.
-        lengths: Of the data set's samples; None plans micro-batches of one length.
+        loop: What is assumed about the training loop; fsdptool's own by default.
+        lengths: Lengths of the data set's samples; None plans micro-batches of one length.
         pipeline: Stages that are planned, each with the settings' mesh.
     """
 

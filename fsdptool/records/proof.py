@@ -41,7 +41,7 @@ class Difference:
 
     Attributes:
         kind: What differs.
-        where: The parameter, unit or mesh dimension; the first one of several alike.
+        where: The parameter, unit or mesh dimension; the first of several similar ones.
         planned: What was planned.
         found: What the model has.
         places: How many parameters or units differ in this way.

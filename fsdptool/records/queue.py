@@ -80,7 +80,7 @@ class QueueEntry:
 
     Attributes:
         id: Number of the entry; never used again.
-        state: How it stands.
+        state: Its state.
         recipe: The recipe.
         config: The accelerate YAML, or another dialect.
         folder: The run folder.

@@ -197,9 +197,9 @@ class Sharding:
     grouping: Grouping = field(default_factory=Grouping)
     """Which parameters outside the blocks form units, in the native layout."""
     expert_parallel: int = 1
-    """Ranks that share out the experts of a mixture, whole ones each; divides the mesh's ``dp_shard``."""
+    """Ranks over which the experts of each layer are distributed; a divisor of the mesh's ``dp_shard``."""
     sequence_parallel: bool = False
-    """Whether the ranks of a tensor-parallel group divide the hidden states between its regions, too."""
+    """Whether the ranks of a tensor-parallel group also divide the hidden states between its regions."""
 
 
 @dataclass(frozen=True, slots=True)

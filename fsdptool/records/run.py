@@ -94,16 +94,16 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """What one rank does, as its watchdog last wrote it. Times are in seconds since 1970.
+    """What one rank is doing, as its watchdog last wrote it. Times are in seconds since 1970.
 
     Attributes:
         rank: The rank.
-        phase: What the main thread does.
+        phase: What the main thread is doing.
         step: The optimizer step it works on, from 1; null before the first.
         alive: When the record was written.
         progressed: When the main thread last made progress.
         waiting: Whether the main thread was inside a collective, and so waits for other ranks.
-        interval: Seconds between two records; 0 if an event told this, which nothing repeats.
+        interval: Seconds between two records; 0 if the record comes from an event, which is not repeated.
     """
 
     rank: Count
@@ -207,7 +207,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run as it stands: an entry of `fsdptool runs`, and what `fsdptool watch` shows.
+    """The state of a run: an entry of `fsdptool runs`, and what `fsdptool watch` shows.
 
     Attributes:
         folder: The run folder.

@@ -85,7 +85,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "runs": DocumentFormat("run.RunList", "Runs"),
     "summary": DocumentFormat("run.Summary", "Run summary", "saved"),
     "sweep": DocumentFormat("command_documents.Sweep", "Sweep"),
-    "watch": DocumentFormat("run.RunView", "Run as it stands"),
+    "watch": DocumentFormat("run.RunView", "State of a run"),
     "validate": DocumentFormat("config_documents.ValidationReport", "Verdict"),
 }
 """Every document that a record describes. The accelerate YAML's schema comes from its dialect's keys."""
@@ -252,5 +252,9 @@ def _field_texts(record: type) -> Iterator[tuple[str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Return documentation on one line, with the backticks of Markdown."""
-    return " ".join(text.replace("``", "`").split())
+    """Return documentation on one line, in the words of JSON: Markdown's backticks, bare names, ``null``."""
+    import re
+
+    text = re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"`\1`", text.replace("``", "`"))
+    text = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), text)
+    return " ".join(re.sub(r"\bNone\b", "null", text).split())

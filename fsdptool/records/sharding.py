@@ -51,8 +51,8 @@ class ParallelDims:
         dp_replicate: Copies of the sharded model (HSDP).
         dp_shard: Ranks to shard over; None takes whatever the other sizes leave.
         cp, tp, sp: Context, tensor and sequence parallelism.
-        ep: Expert parallelism: ranks that share out the experts, neighbours in ``dp_shard``, over whose rest
-            FSDP shards the experts. No dimension of its own: it divides ``dp_shard``.
+        ep: Expert parallelism: neighbouring ranks of ``dp_shard`` among which experts are distributed. FSDP
+            shards each rank's experts over the ranks that hold the same ones. It divides ``dp_shard``.
     """
 
     dp_replicate: Positive = 1

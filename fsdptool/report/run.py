@@ -1,4 +1,4 @@
-"""A run as it stands, and lists of runs, in terminals and pipes. Reads the documents, decides nothing."""
+"""The state of a run, and lists of runs, in terminals and pipes. Reads the documents, decides nothing."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _end(run: Mapping[str, Any]) -> str:
 
 
 def run_lines(run: Mapping[str, Any], *, now: float | None = None) -> list[str]:
-    """Return a run as it stands, as lines of text."""
+    """Return the state of a run, as lines of text."""
     now = time.time() if now is None else now
     lines = [f"{_shown(run['folder'])}: {_headline(run, now)}"]
     figures = _figures(run)
@@ -127,7 +127,7 @@ def run_lines(run: Mapping[str, Any], *, now: float | None = None) -> list[str]:
 
 
 def print_run(run: Mapping[str, Any], stream: TextIO | None = None) -> None:
-    """Print a run as it stands."""
+    """Print the state of a run."""
     for line in run_lines(run):
         print_line(line, stream=stream)
 
@@ -198,7 +198,7 @@ def sparkline(values: Iterable[float | None], width: int = _BAR_WIDTH - 5) -> st
 
 
 def run_panel(run: Mapping[str, Any], losses: Sequence[float | None], *, now: float) -> RenderableType:
-    """Return a run as it stands for a live display.
+    """Return the state of a run for a live display.
 
     Args:
         run: A :class:`~fsdptool.records.run.RunView` as a document.

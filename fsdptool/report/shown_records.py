@@ -99,7 +99,7 @@ def comparison_page(document: Mapping[str, Any]) -> str:
     body = [
         f"<header><h1>{breaking(title)}</h1>{summary}</header>",
         section("Memory", chart),
-        section("Figures", _figures("Figures of the whole", document["rows"], sides)),
+        section("Figures", _figures("Totals", document["rows"], sides)),
         section("Memory by moment", _figures("Moments", document["moments"], sides)),
         section("Notes", notes(document["notes"])),
         foot(document),

@@ -41,7 +41,7 @@ _TOP: Mapping[str, dict[str, Any]] = {
         "anyOf": [{"type": "null"}, {"type": "object", "maxProperties": 0}],
     },
     "distributed_type": {"const": "FSDP"},
-    "gpu_ids": {"description": "Text: all, or ids with commas.", "type": ["string", "null"]},
+    "gpu_ids": {"description": "Text: all, or ids separated by commas.", "type": ["string", "null"]},
     "machine_rank": {"type": "integer", "minimum": 0},
     "main_process_ip": {"type": ["string", "null"]},
     "main_process_port": {"type": ["integer", "null"], "minimum": 0, "maximum": 65535},
@@ -60,7 +60,7 @@ _TOP: Mapping[str, dict[str, Any]] = {
 
 _FSDP: Mapping[str, dict[str, Any]] = {
     "fsdp_version": {
-        "description": "2 for FSDP2; accelerate 1.15 runs FSDP1 when it is missing.",
+        "description": "2 for FSDP2; without it accelerate 1.15 runs FSDP1.",
         "anyOf": [{"const": 2}, {"const": "2"}],
     },
     "fsdp_reshard_after_forward": {
@@ -68,12 +68,12 @@ _FSDP: Mapping[str, dict[str, Any]] = {
         **_BOOLEAN,
     },
     "fsdp_auto_wrap_policy": {
-        "description": "Missing means NO_WRAP in accelerate and TRANSFORMER_BASED_WRAP in TrainingArguments: "
+        "description": "Without it accelerate takes NO_WRAP, and TrainingArguments TRANSFORMER_BASED_WRAP: "
         "write it.",
         **_any_case(WRITTEN["wrap_policy"].values()),
     },
     "fsdp_transformer_layer_cls_to_wrap": {
-        "description": "Class names with commas and no spaces; fsdptool detect finds them.",
+        "description": "Class names separated by commas, without spaces; fsdptool detect finds them.",
         "type": "string",
         "pattern": "^[A-Za-z_][A-Za-z0-9_]*(,[A-Za-z_][A-Za-z0-9_]*)*$",
     },
@@ -111,11 +111,11 @@ _PARALLELISM: Mapping[str, dict[str, Any]] = {
         "description": "Ranks that share one copy; 1 when missing, never filled in.",
         **_SIZE,
     },
-    "parallelism_config_tp_size": {"description": "Tensor parallel ranks.", **_SIZE},
+    "parallelism_config_tp_size": {"description": "Tensor-parallel ranks.", **_SIZE},
     "parallelism_config_cp_size": {"description": "Ranks that share one sequence.", **_SIZE},
     "parallelism_config_cp_comm_strategy": {"enum": ["allgather", "alltoall"]},
     "parallelism_config_sp_size": {
-        "description": "DeepSpeed Ulysses; does nothing under FSDP2.",
+        "description": "DeepSpeed Ulysses; has no effect under FSDP2.",
         "const": 1,
     },
     "parallelism_config_cp_backend": {"const": "torch"},
