@@ -43,8 +43,14 @@ def held(x: torch.Tensor) -> torch.Tensor:
     return (y + z + y * 4 + z * 5).exp().sum()
 
 
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Gradients that arrive as views, which keep what they are views of: a tied head's, for example."""
+    y, row = x * 2, torch.ones(SIDE)
+    return (y.t() * row).sum() + (y.t() * row).sum()
+
+
 COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    function.__name__: function for function in (branches, one_node_twice, a_formula, expanded, held)
+    function.__name__: function for function in (branches, one_node_twice, a_formula, expanded, held, transposed)
 }
 
 

@@ -53,7 +53,8 @@ class GradientSums:
         maker = self._maker.get(before.untyped_storage()._cdata)
         if maker is None or (maker == node._sequence_nr() and not _serves_one_input_twice(node)):
             return None
-        return before if _dense(before) else None
+        # A view keeps its base, without grad mode too, so that its memory has two references.
+        return before if not before._is_view() and _dense(before) else None
 
 
 def _serves_one_input_twice(node: Any) -> bool:
