@@ -18,43 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptool.errors import ConfigError
-from fsdptool.modeling.optimizers import optimizer_spec
-
 if TYPE_CHECKING:
     from fsdptool.modeling.tensor_group import TensorGroup
-    from fsdptool.records.recipe import Recipe
-    from fsdptool.records.sharding import FsdpSettings
-
-KEY = "sharding.expert_parallel"
-
-
-def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
-    """Refuse what cannot be trained over an expert-parallel group, before anything is written.
-
-    Raises:
-        ConfigError: Names the setting.
-    """
-    size, sharding, spec = recipe.sharding.expert_parallel, recipe.sharding, optimizer_spec(recipe.optimizer)
-    reason = None
-    if sharding.layout != "native":
-        reason = f"the {sharding.layout} layout has no units of experts"
-    elif sharding.reshard_after_forward is not None:
-        reason = "experts are sharded over fewer ranks than sharding.reshard_after_forward supposes"
-    elif sharding.compile:
-        reason = "compiled blocks cannot exchange tokens in numbers that change with each batch"
-    elif settings.ignored_modules is not None:
-        reason = "ignored_modules may leave experts out of sharding"
-    elif not spec.elementwise:
-        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
-    elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
-        reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
-    if reason is not None:
-        raise ConfigError(f"{KEY}: {size} is not supported: {reason}", help=f"set {KEY} to 1, or change it")
-    dims = settings.mesh
-    if settings.num_processes is not None and not any(dims.violations(settings.num_processes)):
-        dims = dims.resolve(settings.num_processes)
-    dims.with_experts(size)
 
 
 def _exchange(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: TensorGroup) -> Tensor:

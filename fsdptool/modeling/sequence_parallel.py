@@ -30,35 +30,10 @@ from fsdptool.modeling.tensor_group import (
 
 if TYPE_CHECKING:
     from fsdptool.records.parallel import SequenceSpan
-    from fsdptool.records.recipe import Recipe
-    from fsdptool.records.sharding import FsdpSettings
 
 _Hook = Callable[..., Any]
 
 _SUPPORT = "leave sharding.sequence_parallel out: this model does not support it"
-
-
-def refuse_uneven(recipe: Recipe, settings: FsdpSettings) -> None:
-    """Refuse sequences that the ranks of a group cannot divide evenly.
-
-    Raises:
-        ConfigError: Names the length.
-    """
-    length, mesh = recipe.batch.sequence_length, settings.mesh
-    if recipe.data.padded == "longest":
-        raise ConfigError(
-            "sharding.sequence_parallel needs sequences of one length",
-            help="pack them, or set data.padding: length",
-        )
-    if length is not None and mesh.cp > 1:
-        # Context parallelism fills sequences up to two chunks for each rank.
-        length = -(-length // (2 * mesh.cp)) * 2
-    if length is not None and length % mesh.tp:
-        each = " of each context-parallel rank" if mesh.cp > 1 else ""
-        raise ConfigError(
-            f"sharding.sequence_parallel: {mesh.tp} ranks cannot divide the {length} positions{each}",
-            help=f"set batch.sequence_length to a multiple of {mesh.tp * mesh.cp}",
-        )
 
 
 class SequenceParts:

@@ -27,36 +27,12 @@ from fsdptool.families.objectives.common import unwrapped
 from fsdptool.families.objectives.vocabulary import PART, VocabularyPart
 from fsdptool.modeling.divided_dropout import draw_apart
 from fsdptool.modeling.expert_parallel import spread
-from fsdptool.modeling.optimizers import optimizer_spec
-from fsdptool.modeling.sequence_parallel import divide_sequence, refuse_uneven
+from fsdptool.modeling.sequence_parallel import divide_sequence
 from fsdptool.modeling.tensor_group import TensorGroup, enter, leave
 from fsdptool.records.parallel import Placement, SplitModule, SplitStyle, TensorPlan
 
 if TYPE_CHECKING:
-    from fsdptool.records.recipe import Recipe
-    from fsdptool.records.sharding import FsdpSettings, UnitPlan
-
-
-def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
-    """Refuse what cannot be trained over a tensor-parallel group, before anything is written.
-
-    Raises:
-        ConfigError: Names the setting.
-    """
-    spec = optimizer_spec(recipe.optimizer)
-    reason = None
-    if not spec.elementwise:
-        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
-    elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
-        reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
-    elif recipe.sharding.compile:
-        reason = "sharding.compile does not support the sums over the group"
-    elif settings.mixed_precision == "fp8":
-        reason = "mixed_precision fp8 scales whole layers"
-    if reason is not None:
-        raise ConfigError(f"tp_size is not supported: {reason}", help="set tp_size to 1, or change it")
-    if recipe.sharding.sequence_parallel:
-        refuse_uneven(recipe, settings)
+    from fsdptool.records.sharding import UnitPlan
 
 
 def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:

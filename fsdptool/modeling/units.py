@@ -13,6 +13,7 @@ from fsdptool.layout import compute_dtype, group
 from fsdptool.layout.placements import placements, published
 from fsdptool.layout.refusals import EXPERT, TENSOR, refuse_indivisible
 from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
+from fsdptool.modeling.group_settings import check_expert_parallel, check_tensor_parallel
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.codec import to_json
@@ -128,14 +129,9 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
         ConfigError: The settings or the method do not suit the model.
     """
     recipe = with_stored_dtypes(recipe, settings)
-    # Imported where they are needed: a cached plan runs without torch.
     if recipe.sharding.expert_parallel > 1:
-        from fsdptool.modeling.expert_parallel import check_expert_parallel
-
         check_expert_parallel(recipe, settings)
     if settings.mesh.tp > 1:
-        from fsdptool.modeling.tensor_parallel import check_tensor_parallel
-
         check_tensor_parallel(recipe, settings)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
     tensor = _division(trained, recipe, settings)

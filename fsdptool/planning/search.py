@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from fsdptool.errors import ConfigError
@@ -15,6 +15,7 @@ from fsdptool.planning.routing import experts_of
 from fsdptool.planning.search_space import enumerate_space, expert_sizes, tensor_sizes
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
+from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.runs.work import Countdown, left_text
 
 Progress = Callable[[str], None]
@@ -72,6 +73,7 @@ def _evaluate(
     names: tuple[str, int],
     tensor: Sequence[int] = (),
     *,
+    without: Collection[str] = (),
     progress: Progress | None,
 ) -> list[Candidate]:
     """Evaluate the configurations around a point.
@@ -83,6 +85,7 @@ def _evaluate(
         names: What the point is called (empty: numbered like the others), and how many candidates there are
             already.
         tensor: Tensor-parallel sizes other than the point's, which is then left out; empty: the point's.
+        without: Checkpointing policies to leave out.
         progress: Called with a line of progress from time to time.
     """
     cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
@@ -99,7 +102,11 @@ def _evaluate(
             kernels=optimizer_spec(inputs.recipe.optimizer).kernels,
             tensor=tensor,
         )
-        space = [option for option in around if not tensor or option.tp in tensor]
+        space = [
+            option
+            for option in around
+            if (not tensor or option.tp in tensor) and option.checkpointing not in without
+        ]
     name, before = names
     failed: set[tuple[int, int]] = set()
     countdown = Countdown(len(space))
@@ -171,7 +178,9 @@ def _divide(
         if refusal is not None:
             added.append(refused(f"c{before + len(added):04d}", divided, refusal))
             continue
-        found = _evaluate(estimator, around, divided, ("", before + len(added)), progress=progress)
+        names = "", before + len(added)
+        outgrown = _outgrown(whole, around)
+        found = _evaluate(estimator, around, divided, names, without=outgrown, progress=progress)
         added += found
         promise = _promise(found, inputs)
         if best is not None and promise <= best:
@@ -194,6 +203,31 @@ def _divide(
         names = "", before + len(added)
         added += _evaluate(estimator, inputs, point, names, divisible, progress=progress)
     return added
+
+
+def _outgrown(candidates: Sequence[Candidate], inputs: PlanInputs) -> set[str]:
+    """Return the checkpointing policies whose activations fit beside the states on no expert-parallel mesh.
+
+    Groups of experts shrink what is gathered. What a micro-batch keeps for backward stays as it is while
+    routing is balanced, and states take the least where one copy is sharded over all ranks.
+    """
+    shards: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+    for candidate in candidates:
+        point = candidate.settings
+        if candidate.peak is None or candidate.usable_bytes is None or point.cp * point.tp * point.ep > 1:
+            continue
+        if point.cpu_offload and "cpu_offload" in inputs.fixed:
+            continue
+        live = candidate.peak.live
+        states = sum(h.bytes for h in live if h.name in (Component.PARAMETERS, Component.OPTIMIZER))
+        kept = sum(h.bytes for h in live if h.name.group in (ColourGroup.ACTIVATIONS, ColourGroup.OUTSIDE))
+        sizes = kept, states, candidate.usable_bytes
+        shards.setdefault((point.checkpointing, point.micro_batch), []).append(sizes)
+    beyond = {
+        key: max(kept for kept, _, _ in rows) + min(states for _, states, _ in rows) > rows[0][2]
+        for key, rows in shards.items()
+    }
+    return {policy for policy, _ in beyond if all(out for key, out in beyond.items() if key[0] == policy)}
 
 
 def _promise(candidates: Sequence[Candidate], inputs: PlanInputs) -> tuple[bool, float]:

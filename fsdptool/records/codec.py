@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from fsdptool.errors import ConfigError
 
 T = TypeVar("T")
+
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 def to_json(value: Any) -> Any:
@@ -23,8 +25,14 @@ def to_json(value: Any) -> Any:
 
     A field called ``class_`` is the key ``class``: the underscore only keeps Python's keyword apart.
     """
+    kind: type = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (tuple, list):
+        # A trace has a million numbers: no call for each.
+        return [item if type(item) in _PLAIN else to_json(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {key_of(f): to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {key: to_json(getattr(value, name)) for key, name in _keys(kind)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -32,6 +40,11 @@ def to_json(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [to_json(item) for item in value]
     return value
+
+
+@cache
+def _keys(record: type) -> tuple[tuple[str, str], ...]:
+    return tuple((key_of(field), field.name) for field in dataclasses.fields(record))
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
@@ -50,101 +63,141 @@ def from_json(record: type[T], data: Any, *, where: str = "") -> T:
     Raises:
         ConfigError: A field is unknown, missing or of the wrong type; the message names it.
     """
-    result = _convert(record, data, where or record.__name__)
+    result = _converter(cast(Any, record))(data, (where or record.__name__,))
     return result  # type: ignore[no-any-return]
 
 
+_Path = tuple[Any, ...]
+"""Where data lie in a document: a name, or the path of what holds them with a key or an index.
+
+It becomes text in messages only: a trace has a hundred thousand places."""
+
+_Converter = Callable[[Any, _Path], Any]
+
+
+def _where(path: _Path) -> str:
+    if len(path) == 1:
+        return str(path[0])
+    parent, part = path
+    return f"{_where(parent)}[{part}]" if isinstance(part, int) else f"{_where(parent)}.{part}"
+
+
 @cache
-def _hints(record: type) -> dict[str, Any]:
-    return get_type_hints(record)
-
-
-def _build(record: type, data: Any, where: str) -> Any:
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: expected an object, got {type(data).__name__}")
-    fields = {key_of(f): f for f in dataclasses.fields(record)}
-    if unknown := sorted(set(data) - set(fields)):
-        raise ConfigError(f"{where}: unknown field {unknown[0]!r}")
-    required = [
-        name
-        for name, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing := [name for name in required if name not in data]:
-        raise ConfigError(f"{where}: missing field {missing[0]!r}")
-    hints = _hints(record)
-    values = {
-        field.name: _convert(hints[field.name], data[key], f"{where}.{key}")
-        for key, field in fields.items()
-        if key in data
-    }
-    return record(**values)
-
-
-def _convert(hint: Any, data: Any, where: str) -> Any:
+def _converter(hint: Any) -> _Converter:
+    """Return what makes a value of an annotation of data, raising ConfigError."""
     origin = get_origin(hint)
     if hint is Any:
-        return data
+        return lambda data, path: data
     if origin in (Union, types.UnionType):
-        return _convert_union(hint, data, where)
+        return _union(get_args(hint))
     if origin is Literal:
-        if data not in get_args(hint):
-            raise ConfigError(f"{where}: {data!r} is not one of {', '.join(map(repr, get_args(hint)))}")
-        return data
+        return _one_of({value: value for value in get_args(hint)})
     if origin is tuple:
-        return _convert_tuple(hint, data, where)
+        return _items(get_args(hint))
     if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(data, Mapping):
-            raise ConfigError(f"{where}: expected an object, got {type(data).__name__}")
-        item_hint = get_args(hint)[1] if get_args(hint) else Any
-        return {key: _convert(item_hint, item, f"{where}.{key}") for key, item in data.items()}
+        return _mapping(get_args(hint)[1] if get_args(hint) else Any)
     if dataclasses.is_dataclass(hint):
-        return _build(hint, data, where)  # type: ignore[arg-type]
+        return _record(hint)  # type: ignore[arg-type]
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return _convert_enum(hint, data, where)
-    return _convert_scalar(hint, data, where)
+        return _one_of({member.value: member for member in hint})
+    return _scalar(hint)
 
 
-def _convert_union(hint: Any, data: Any, where: str) -> Any:
-    options = get_args(hint)
-    if data is None and type(None) in options:
-        return None
-    failures = []
-    for option in options:
-        if option is type(None):
-            continue
-        try:
-            return _convert(option, data, where)
-        except ConfigError as error:
-            failures.append(error)
-    raise failures[0]
+def _record(record: type) -> _Converter:
+    fields = {key_of(field): field for field in dataclasses.fields(record)}
+    required = [
+        key
+        for key, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    converters: dict[str, tuple[str, _Converter]] = {}
+
+    def convert(data: Any, path: _Path) -> Any:
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"{_where(path)}: expected an object, got {type(data).__name__}")
+        if not converters:
+            hints = get_type_hints(record)
+            converters.update({key: (f.name, _converter(hints[f.name])) for key, f in fields.items()})
+        if unknown := data.keys() - converters.keys():
+            raise ConfigError(f"{_where(path)}: unknown field {min(unknown)!r}")
+        if missing := [key for key in required if key not in data]:
+            raise ConfigError(f"{_where(path)}: missing field {missing[0]!r}")
+        values = {}
+        for key, item in data.items():
+            name, converter = converters[key]
+            values[name] = converter(item, (path, key))
+        return record(**values)
+
+    return convert
 
 
-def _convert_enum(hint: type[Enum], data: Any, where: str) -> Enum:
-    values = [member.value for member in hint]
-    if data not in values:
-        raise ConfigError(f"{where}: {data!r} is not one of {', '.join(map(repr, values))}")
-    return hint(data)
+def _mapping(hint: Any) -> _Converter:
+    item = _converter(hint)
+
+    def convert(data: Any, path: _Path) -> Any:
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"{_where(path)}: expected an object, got {type(data).__name__}")
+        return {key: item(value, (path, key)) for key, value in data.items()}
+
+    return convert
 
 
-def _convert_tuple(hint: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, list | tuple):
-        raise ConfigError(f"{where}: expected a list, got {type(data).__name__}")
-    items = get_args(hint)
-    if len(items) == 2 and items[1] is Ellipsis:
-        if items[0] in (int, str) and all(type(item) is items[0] for item in data):
-            return tuple(data)  # a trace holds a hundred thousand of them
-        return tuple(_convert(items[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if len(items) != len(data):
-        raise ConfigError(f"{where}: expected {len(items)} items, got {len(data)}")
-    return tuple(
-        _convert(h, item, f"{where}[{i}]") for i, (h, item) in enumerate(zip(items, data, strict=True))
-    )
+def _union(options: Sequence[Any]) -> _Converter:
+    optional = type(None) in options
+    converters = [_converter(option) for option in options if option is not type(None)]
+
+    def convert(data: Any, path: _Path) -> Any:
+        if data is None and optional:
+            return None
+        failures = []
+        for converter in converters:
+            try:
+                return converter(data, path)
+            except ConfigError as error:
+                failures.append(error)
+        raise failures[0]
+
+    return convert
 
 
-def _convert_scalar(hint: Any, data: Any, where: str) -> Any:
-    if hint is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    if not isinstance(data, hint) or (hint in (int, float) and isinstance(data, bool)):
-        raise ConfigError(f"{where}: expected {hint.__name__}, got {type(data).__name__} {data!r}")
-    return data
+def _one_of(values: Mapping[Any, Any]) -> _Converter:
+    def convert(data: Any, path: _Path) -> Any:
+        if not isinstance(data, Hashable) or data not in values:
+            known = ", ".join(map(repr, values))
+            raise ConfigError(f"{_where(path)}: {data!r} is not one of {known}")
+        return values[data]
+
+    return convert
+
+
+def _items(hints: Sequence[Any]) -> _Converter:
+    repeated = len(hints) == 2 and hints[1] is Ellipsis
+    converters = [_converter(hint) for hint in hints if hint is not Ellipsis]
+
+    def convert(data: Any, path: _Path) -> Any:
+        if not isinstance(data, list | tuple):
+            raise ConfigError(f"{_where(path)}: expected a list, got {type(data).__name__}")
+        if repeated:
+            if hints[0] in (int, str) and all(type(item) is hints[0] for item in data):
+                return tuple(data)  # a trace holds a hundred thousand of them
+            return tuple([converters[0](item, (path, i)) for i, item in enumerate(data)])
+        if len(hints) != len(data):
+            raise ConfigError(f"{_where(path)}: expected {len(hints)} items, got {len(data)}")
+        return tuple([c(item, (path, i)) for i, (c, item) in enumerate(zip(converters, data, strict=True))])
+
+    return convert
+
+
+def _scalar(hint: type) -> _Converter:
+    number = hint in (int, float)
+
+    def convert(data: Any, path: _Path) -> Any:
+        if type(data) is hint:
+            return data
+        if hint is float and isinstance(data, int) and not isinstance(data, bool):
+            return float(data)
+        if not isinstance(data, hint) or (number and isinstance(data, bool)):
+            raise ConfigError(f"{_where(path)}: expected {hint.__name__}, got {type(data).__name__} {data!r}")
+        return data
+
+    return convert

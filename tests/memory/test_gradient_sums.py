@@ -50,7 +50,8 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
 
 COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    function.__name__: function for function in (branches, one_node_twice, a_formula, expanded, held, transposed)
+    function.__name__: function
+    for function in (branches, one_node_twice, a_formula, expanded, held, transposed)
 }
 
 

@@ -13,6 +13,8 @@ COMMON: Options = {"gpu": "A100-40GB-SXM", "gpus": 2, "sequence_length": 64, "se
 CASES: dict[str, Options] = {
     "all parameters": {"reference": "qwen3:tiny", **COMMON},
     "adapters": {"reference": "qwen3:tiny", "method": "lora", **COMMON},
+    "tensor parallel": {"reference": "granitemoe:3.0-1b-a400m", "tp": 2, **COMMON},
+    "expert parallel": {"reference": "granitemoe:3.0-1b-a400m", "ep": 2, **COMMON},
 }
 PROGRAM = """
 import sys

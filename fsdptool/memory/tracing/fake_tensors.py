@@ -53,7 +53,8 @@ class Conditions:
         ring: Whether ranks that share a sequence pass keys and values round.
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
         master: dtype trainable parameters are stored in.
-        recipe: What traces share that differ in their micro-batch only; empty where it is not known.
+        recipe: What traces share that differ in their micro-batch only, or in how many ranks share out
+            experts; empty where it is not known.
     """
 
     profile: Profile

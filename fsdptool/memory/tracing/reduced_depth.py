@@ -126,6 +126,9 @@ def trace_at_depth(
         deep = attempts.at(_DEEP, built)
         if known is None and shallow is not None:
             known = _learn(attempts, shallow, deep)
+        grown = None
+        if isinstance(known, GrowthRule) and shallow is not None:
+            known, grown = _apply(known, attempts, shallow, deep)
     except (*BY_VALUE, UncompiledBlockError):
         raise
     except Exception:
@@ -135,12 +138,7 @@ def trace_at_depth(
         _extrapolates[conditions, values] = known
     if known is True:
         return lengthened(deep.trace, deep.shortened)
-    missing = missing_periods(deep.shortened)
-    if known and shallow is not None and missing is not None:
-        grown = known.apply(shallow.trace, deep.trace, _DEEP - _SHALLOW + missing)
-        if grown is not None:
-            return grown
-    return attempts.at(None).trace
+    return attempts.at(None).trace if grown is None else grown
 
 
 def _learn(attempts: _Attempts, shallow: _Attempt, deep: _Attempt) -> bool | GrowthRule:
@@ -150,6 +148,27 @@ def _learn(attempts: _Attempts, shallow: _Attempt, deep: _Attempt) -> bool | Gro
     missing = missing_periods(deep.shortened)
     if missing is None or missing < _WORTH_A_RULE:
         return False
+    return _rule(attempts, shallow, deep) or False
+
+
+def _apply(
+    rule: GrowthRule, attempts: _Attempts, shallow: _Attempt, deep: _Attempt
+) -> tuple[GrowthRule, Trace | None]:
+    """Return the trace at full depth by a rule, or by one learnt anew, with that rule; None if neither does.
+
+    The loss of another micro-batch may take another number of chunks, which the rule has not seen.
+    """
+    missing = missing_periods(deep.shortened)
+    if missing is None:
+        return rule, None
+    periods = _DEEP - _SHALLOW + missing
+    grown = rule.apply(shallow.trace, deep.trace, periods)
+    if grown is None and (other := _rule(attempts, shallow, deep)) is not None:
+        return other, other.apply(shallow.trace, deep.trace, periods)
+    return rule, grown
+
+
+def _rule(attempts: _Attempts, shallow: _Attempt, deep: _Attempt) -> GrowthRule | None:
     deeper = attempts.at(_DEEPER).trace
     paths = [item.path for item in deep.shortened]
-    return GrowthRule.learn(shallow.trace, deep.trace, deeper, _DEEPER - _SHALLOW, paths) or False
+    return GrowthRule.learn(shallow.trace, deep.trace, deeper, _DEEPER - _SHALLOW, paths)

@@ -72,7 +72,9 @@ def trace(
     from fsdptool.memory.tracing.make_trace import make_trace
     from fsdptool.modeling import expert_parallel
 
-    alike = digest({**parts, "batch": {**parts["batch"], "micro_batch": None}})
+    batch = {**parts["batch"], "micro_batch": None}
+    tp, ep = parts["tensor"]
+    alike = digest({**parts, "batch": batch, "tensor": [tp, ep > 1]})
     with expert_parallel.worst_routing() if worst_routing else nullcontext():
         traced = make_trace(spec, recipe, settings, assumed, teacher, staged=staged, alike=alike)
     if store is not None and traced.known:

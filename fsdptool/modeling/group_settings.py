@@ -1,0 +1,89 @@
+"""Which settings the ranks of a tensor- or expert-parallel group support, judged without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdptool.errors import ConfigError
+from fsdptool.layout.refusals import EXPERT
+from fsdptool.modeling.optimizers import optimizer_spec
+
+if TYPE_CHECKING:
+    from fsdptool.records.recipe import Recipe
+    from fsdptool.records.sharding import FsdpSettings
+
+
+def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
+    """Refuse what cannot be trained over a tensor-parallel group, before anything is written.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    spec = optimizer_spec(recipe.optimizer)
+    reason = None
+    if not spec.elementwise:
+        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
+    elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
+        reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
+    elif recipe.sharding.compile:
+        reason = "sharding.compile does not support the sums over the group"
+    elif settings.mixed_precision == "fp8":
+        reason = "mixed_precision fp8 scales whole layers"
+    if reason is not None:
+        raise ConfigError(f"tp_size is not supported: {reason}", help="set tp_size to 1, or change it")
+    if recipe.sharding.sequence_parallel:
+        _refuse_uneven(recipe, settings)
+
+
+def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
+    """Refuse what cannot be trained over an expert-parallel group, before anything is written.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    size, sharding, spec = recipe.sharding.expert_parallel, recipe.sharding, optimizer_spec(recipe.optimizer)
+    reason = None
+    if sharding.layout != "native":
+        reason = f"the {sharding.layout} layout has no units of experts"
+    elif sharding.reshard_after_forward is not None:
+        reason = "experts are sharded over fewer ranks than sharding.reshard_after_forward supposes"
+    elif sharding.compile:
+        reason = "compiled blocks cannot exchange tokens in numbers that change with each batch"
+    elif settings.ignored_modules is not None:
+        reason = "ignored_modules may leave experts out of sharding"
+    elif not spec.elementwise:
+        reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
+    elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
+        reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
+    if reason is not None:
+        name = EXPERT.removesuffix(":")
+        raise ConfigError(
+            f"{EXPERT} {size} is not supported: {reason}", help=f"set {name} to 1, or change it"
+        )
+    dims = settings.mesh
+    if settings.num_processes is not None and not any(dims.violations(settings.num_processes)):
+        dims = dims.resolve(settings.num_processes)
+    dims.with_experts(size)
+
+
+def _refuse_uneven(recipe: Recipe, settings: FsdpSettings) -> None:
+    """Refuse sequences that the ranks of a group cannot divide evenly.
+
+    Raises:
+        ConfigError: Names the length.
+    """
+    length, mesh = recipe.batch.sequence_length, settings.mesh
+    if recipe.data.padded == "longest":
+        raise ConfigError(
+            "sharding.sequence_parallel needs sequences of one length",
+            help="pack them, or set data.padding: length",
+        )
+    if length is not None and mesh.cp > 1:
+        # Context parallelism fills sequences up to two chunks for each rank.
+        length = -(-length // (2 * mesh.cp)) * 2
+    if length is not None and length % mesh.tp:
+        each = " of each context-parallel rank" if mesh.cp > 1 else ""
+        raise ConfigError(
+            f"sharding.sequence_parallel: {mesh.tp} ranks cannot divide the {length} positions{each}",
+            help=f"set batch.sequence_length to a multiple of {mesh.tp * mesh.cp}",
+        )
