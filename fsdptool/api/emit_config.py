@@ -33,7 +33,7 @@ class Emission:
         plan_digest: Digest of the plan it came from, or None.
         recipe: The recipe of the plan, or None.
         anatomy: The inspected model, or None.
-        environment: Variables of the workers that the plan supposes; no configuration file can set them.
+        environment: Variables of the workers that the plan assumes; no configuration file can set them.
     """
 
     settings: FsdpSettings
@@ -56,7 +56,7 @@ class Emission:
     def text(self) -> str:
         """Return the file."""
         notes = [
-            f"The plan supposes {name}={value} in the environment of the launch: export it first."
+            f"The plan assumes {name}={value} in the environment of the launch: export it first."
             for name, value in self.environment.items()
         ]
         if self.reference is None:

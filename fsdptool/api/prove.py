@@ -1,4 +1,4 @@
-"""``fsdptool.prove``: a live model of anybody's script against a plan or a configuration."""
+"""``fsdptool.prove``: compares a live model of any script with a plan or a configuration."""
 
 from __future__ import annotations
 

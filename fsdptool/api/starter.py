@@ -208,7 +208,7 @@ class Starter:
         look: What the data turned out to be, or None without data.
         has_weights: Whether there are weights to start from.
         hub_id: The Hugging Face id whose weights fit a flavour, or None.
-        on_cpu: Whether it was written for the CPU, for want of GPUs.
+        on_cpu: Whether it was written for the CPU because there are no GPUs.
         latents: Whether its images are encoded before training (``precompute``).
     """
 

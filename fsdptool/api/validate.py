@@ -232,7 +232,7 @@ def _sequence(anatomy: Anatomy) -> int | None:
 def expand(paths: Iterable[Path], excluded: Callable[[Path], bool] = lambda path: False) -> dict[Path, bool]:
     """Return the files to read, each once, and whether it was named itself (not found in a folder).
 
-    A folder stands for its YAML, JSON and TOML files; names that begin with a dot are passed over, as are
+    A folder stands for its YAML, JSON and TOML files; names that begin with a dot are skipped, as are
     the folders of installed packages.
 
     Args:

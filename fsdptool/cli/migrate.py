@@ -81,7 +81,7 @@ def command(
 def _migrate(
     files: list[Path], to: str | None, dialect: str | None, linter: Linter, check: bool
 ) -> list[Migrated]:
-    """Migrate files, and what is a configuration in folders; the rest of a folder is passed over.
+    """Migrate files, and what is a configuration in folders; the rest of a folder is skipped.
 
     A check leaves out the files in which the project's settings do not report FSDP1.
     """

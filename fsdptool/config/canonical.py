@@ -148,7 +148,7 @@ def values_written(settings: FsdpSettings, keys: Mapping[str, str]) -> dict[str,
 
     Args:
         settings: What is to be written.
-        keys: A dialect's keys with their canonical names; those of version 1 are passed over.
+        keys: A dialect's keys with their canonical names; those of version 1 are skipped.
     """
     facts = facts_from(settings)
     values = {}

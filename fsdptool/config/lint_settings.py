@@ -35,7 +35,7 @@ class LintSettings:
         per_file_ignores: Pattern of files to codes that are not reported in them.
         baseline: File of accepted old findings, relative to ``root``, or None.
         strict: Whether warnings fail the command.
-        skip_unknown: Whether files of unknown kinds are passed over although they were named.
+        skip_unknown: Whether files of unknown kinds are skipped although they were named.
         root: Folder that patterns are relative to: the one of ``file``.
         file: Where the settings come from, or None.
     """

@@ -1,4 +1,4 @@
-"""Proof that a live model is sharded as planned: before a run's first step, and in anybody's script."""
+"""Proof that a live model is sharded as planned: before a run's first step, and in any script."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def available_cores() -> int:
 
 
 _ANYWHERE = "192.0.2.1"
-"""An address of nobody's (RFC 5737): the way to it is the default route."""
+"""An address reserved for documentation (RFC 5737): the way to it is the default route."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def foresee(
         trace, mesh, recipe, timeline, reserved, saves, workspaces: As there.
         rank: The units as this rank holds them (:func:`prepared`).
         expandable: Whether the replayed allocator uses expandable segments.
-        loop: What is supposed of the loop that trains.
+        loop: What is assumed about the training loop.
     """
 
     def play(ledger: Ledger, *, warm: bool = False, trace: Trace = trace) -> Simulated:

@@ -105,7 +105,7 @@ class Estimator:
         spec, anatomy: The model.
         recipe, settings: What no search point changes.
         profile: Device profile whose memory is predicted.
-        loop: What is supposed of the loop that trains.
+        loop: What is assumed about the training loop.
         worst_routing: Whether the tokens of a whole expert-parallel group come to one rank.
     """
 

@@ -167,7 +167,7 @@ def _divide(
     best: tuple[bool, float] | None = None
     around = inputs
     if _promise(whole, inputs)[0]:
-        # CPU offload is for want of memory, which experts of other ranks leave more of.
+        # CPU offload is for lack of memory, and experts of other ranks leave more of it.
         around = replace(inputs, fixed=(*inputs.fixed, "cpu_offload"))
     for size in expert_sizes(point, cluster, inputs.fixed, count):
         if not _calls_for_dividing([*whole, *added], inputs):

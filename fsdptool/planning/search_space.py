@@ -101,13 +101,13 @@ def _worth(point: SearchPoint, start: SearchPoint) -> bool:
     if point.ep > 1 and (point.cp > 1 or point.dp_shard % point.ep):
         return False  # the trainer shares out experts over whole sequences, among the ranks of dp_shard
     if point.ep > 1 and not isinstance(point.reshard_after_forward, bool):
-        return False  # experts are sharded over fewer ranks than an integer supposes
+        return False  # experts are sharded over fewer ranks than an integer assumes
     if point.gradients != start.gradients and point.accumulation == 1:
         return False  # nothing is accumulated: both are the same run
     if ranks == 1 and (point.reshard_after_forward is not True or point.prefetch > 1):
         return False  # one rank gathers nothing
     if point.cpu_offload and (point.prefetch > 1 or point.reshard_after_forward is not True):
-        return False  # offload is for want of memory: keeping units gathered undoes it
+        return False  # offload is for lack of memory: keeping units gathered undoes it
     if point.reshard_after_forward is False and point.prefetch > 1 and point.accumulation == 1:
         return False  # backward gathers nothing, and forward's gathers are hidden by one unit ahead
     if not isinstance(point.reshard_after_forward, bool):

@@ -142,7 +142,7 @@ class EmittedConfig:
     differences: tuple[str, ...]
     text: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the workers that the plan supposes."""
+    """Variables of the workers that the plan assumes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,7 @@ def _one(document: Mapping[str, Any]) -> None:
     print_line(f"{family['name']}: {family['title']} ({family['library']})", style="bold")
     print_line(f"default objective {family['objective']}; from {family['distribution']} {family['version']}")
     if not document["flavours"]:
-        print_line("no flavours: this family takes configurations by their class")
+        print_line("no flavours: configurations are matched to this family by their class")
         return
     print_table(
         ("reference", "class", "parameters", "hub id"),

@@ -126,7 +126,7 @@ def make_record(kind: str, rank: int, attempt: int, fields: Mapping[str, Any]) -
 
 
 def write_to_stderr(record: Mapping[str, Any]) -> None:
-    """Say an event on standard error, for want of a disk."""
+    """Write an event to standard error, because the disk cannot be written."""
     with contextlib.suppress(OSError):
         fallback_stream.write(f"{STDERR_MARK}{json.dumps(record)}\n")
         fallback_stream.flush()
@@ -254,7 +254,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole, valid JSON lines of a file; a damaged line is passed over."""
+    """Yield the whole, valid JSON lines of a file; a damaged line is skipped."""
     if not path.exists():
         return
     if not path.is_file():

@@ -65,7 +65,7 @@ def prepare(
         recipe: Optimizer and average.
         device: Whose memory is counted.
         trace: Tells which trainable parameters no gradient reaches (a vision tower in training on text);
-            None supposes that one reaches all.
+            None assumes that one reaches all.
     """
 
     def cut_plan(plan: UnitPlan) -> Rank:
@@ -132,7 +132,7 @@ def simulate(
             has reserved by step 2 depends on it.
         saves: Whether checkpoints are sharded or full.
         workspaces: Bytes of each workspace that matrix products keep on the device.
-        loop: What is supposed of the loop that trains.
+        loop: What is assumed about the training loop.
         middle: Play up to three micro-batches before the last one, so that the third can stand for any
             further one: it takes over and leaves the same memory.
     """

@@ -72,7 +72,7 @@ def make_trace(
     staged: bool = False,
     alike: str = "",
 ) -> Trace:
-    """Trace afresh. See :func:`fsdptool.memory.trace`; ``alike`` is ``Conditions.recipe``."""
+    """Trace without the cache. See :func:`fsdptool.memory.trace`; ``alike`` is ``Conditions.recipe``."""
     method = method_of(recipe)
     method.check(recipe, settings)
     check_context(spec, recipe, settings)

@@ -46,7 +46,7 @@ def trace(
             (``Device.direct`` of ``memory/simulation/collectives.py``).
         worst_routing: Whether the tokens of a whole expert-parallel group come to this rank.
         use_cache: Whether to read and keep cached traces.
-        refresh: Trace afresh and keep it.
+        refresh: Ignore the cached trace and replace it.
 
     Raises:
         FsdptoolError: The recipe does not suit the model (a sequence beyond its positions, unknown

@@ -181,7 +181,7 @@ def _agree(
 def choose(
     resume: str, folder: Path, group: dist.ProcessGroup | None, events: Events
 ) -> tuple[Path, Manifest] | None:
-    """Agree on the checkpoint to load; ``auto`` passes over damaged ones.
+    """Agree on the checkpoint to load; ``auto`` skips damaged ones.
 
     Each rank digests its share of the files. All ranks return the same answer.
 
