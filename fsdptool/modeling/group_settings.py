@@ -46,7 +46,7 @@ def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
     if sharding.layout != "native":
         reason = f"the {sharding.layout} layout has no units of experts"
     elif sharding.reshard_after_forward is not None:
-        reason = "experts are sharded over fewer ranks than sharding.reshard_after_forward supposes"
+        reason = "experts are sharded over fewer ranks than sharding.reshard_after_forward assumes"
     elif sharding.compile:
         reason = "compiled blocks cannot exchange tokens in numbers that change with each batch"
     elif settings.ignored_modules is not None:
