@@ -91,7 +91,7 @@ def measure(client: Any, address: str) -> dict[str, Any]:
     """Return the median CPU time of one answer, once its work has ended, and its size."""
     deadline = time.monotonic() + 600
     answer = client.get(address)
-    while "sse-connect=" in answer.text and "/work/" in answer.text and 'class="working"' in answer.text:
+    while "sse-connect=" in answer.text and "/jobs/" in answer.text and 'class="working"' in answer.text:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the work of {address} has not ended")
         time.sleep(0.5)

@@ -39,7 +39,7 @@ PAGES = (
     "diagnose",
     "cache",
     "calibrate",
-    "work",
+    "jobs",
 )
 """Modules of ``fsdptool.web.pages``, in the order of the menu. Each has a list ``routes``; one that has a
 place in the menu also has ``page``."""

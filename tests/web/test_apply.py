@@ -17,7 +17,7 @@ def shown(site: Site, **query: str) -> str:
     """Return the page once its work has ended."""
     for _ in range(2):
         page = site.get("/apply", **query)
-        if 'sse-connect="/work/' not in page:
+        if 'sse-connect="/jobs/' not in page:
             return page
         job = next(iter(site.jobs._jobs.values()))
         assert job.wait(300)
@@ -96,7 +96,7 @@ def test_mistakes_are_shown_beside_their_fields_or_in_one_line(site: Site) -> No
         assert "<script>" not in page
     (site.folder / "plan.json").write_text("{}")
     job_page = site.client().get("/apply", params={"plan_file": "models/plan.json"})
-    if 'sse-connect="/work/' in job_page.text:
+    if 'sse-connect="/jobs/' in job_page.text:
         assert list(site.jobs._jobs.values())[-1].wait(300)
         job_page = site.client().get("/apply", params={"plan_file": "models/plan.json"})
     assert job_page.status_code == 400 and "is not a plan" in job_page.text

@@ -28,7 +28,7 @@ def test_a_one_time_address_becomes_a_strict_cookie(site: Site) -> None:
 
 def test_without_the_cookie_nothing_is_served(site: Site) -> None:
     stranger = site.client(known=False)
-    for path in ("/", "/static/style.css", "/work/x/events", "/nowhere"):
+    for path in ("/", "/static/style.css", "/jobs/x/events", "/nowhere"):
         assert stranger.get(path).status_code == 401
     stranger.headers["cookie"] = "fsdptool_ui_8400=guessed"
     assert stranger.get("/static/style.css").status_code == 401
@@ -38,7 +38,7 @@ def test_without_the_cookie_nothing_is_served(site: Site) -> None:
     "host", ["evil.example:8400", "127.0.0.1", "127.0.0.1:80", "localhost.evil.example:8400"]
 )
 def test_a_foreign_host_is_refused(site: Site, host: str) -> None:
-    for path in ("/static/style.css", "/work/x/events", f"/open?token={site.session.new_token()}"):
+    for path in ("/static/style.css", "/jobs/x/events", f"/open?token={site.session.new_token()}"):
         answer = site.client().get(path, headers={"host": host})
         assert answer.status_code == 421
         assert "set-cookie" not in answer.headers
@@ -62,7 +62,7 @@ def test_requests_from_other_pages_are_refused(site: Site) -> None:
 
 def test_a_write_needs_origin_and_token(site: Site) -> None:
     client, right = site.client(), site.write_headers()
-    path = "/work/none/forget"
+    path = "/jobs/none/forget"
     assert client.post(path, headers=right).status_code == 404  # let through: there is no such work
     for left_out in right:
         headers = {key: value for key, value in right.items() if key != left_out}
@@ -76,7 +76,7 @@ def test_a_write_needs_origin_and_token(site: Site) -> None:
 
 
 def test_a_form_without_javascript_writes_with_its_hidden_field(site: Site) -> None:
-    client, path = site.client(), "/work/none/forget"
+    client, path = site.client(), "/jobs/none/forget"
     for options in ({}, {"files": {"upload": ("config.json", b"{}")}}):
         form = {"write_token": site.session.write_token}
         assert client.post(path, headers={"origin": ORIGIN}, data=form, **options).status_code == 404
@@ -101,14 +101,14 @@ def test_every_answer_has_the_headers(site: Site) -> None:
 
 def test_a_long_body_is_refused(site: Site) -> None:
     client, headers = site.client(), site.write_headers()
-    assert client.post("/work/none/forget", headers=headers, content=b"x" * 70_000).status_code == 413
+    assert client.post("/jobs/none/forget", headers=headers, content=b"x" * 70_000).status_code == 413
 
     def pieces() -> Iterator[bytes]:
         for _ in range(70):
             yield b"x" * 1000
 
-    assert client.post("/work/none/forget", headers=headers, content=pieces()).status_code == 413
-    assert client.post("/work/none/forget", headers=headers, content=b"x" * 1000).status_code == 404
+    assert client.post("/jobs/none/forget", headers=headers, content=pieces()).status_code == 413
+    assert client.post("/jobs/none/forget", headers=headers, content=b"x" * 1000).status_code == 404
 
 
 def test_static_files_end_at_their_folder(site: Site) -> None:
@@ -198,8 +198,8 @@ def test_a_body_that_arrives_late_is_refused(impatient_site: Site) -> None:
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/work/none/forget",
-        "raw_path": b"/work/none/forget",
+        "path": "/jobs/none/forget",
+        "raw_path": b"/jobs/none/forget",
         "query_string": b"",
         "headers": headers,
         "http_version": "1.1",

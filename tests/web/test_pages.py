@@ -18,7 +18,7 @@ SCRIPT = "<script>alert(1)</script>"
 def settled(client: TestClient, site: Site, path: str) -> str:
     """Return a page after its work has ended."""
     text = client.get(path).text
-    while match := re.search(r"/work/([0-9a-f]{32})/events", text):
+    while match := re.search(r"/jobs/([0-9a-f]{32})/events", text):
         job = site.jobs.get(match[1])
         assert job is None or job.wait(300)
         text = client.get(path).text
@@ -95,7 +95,7 @@ def test_a_form_leads_back_to_this_server_only(site: Site) -> None:
     job = site.jobs.submit("none:none", {})
     assert job.wait(120)
     for target in ("https://evil.example/", "//evil.example/", "/\\evil.example", "evil"):
-        answer = client.post(f"/work/{job.id}/forget", headers=headers, data={"back": target})
+        answer = client.post(f"/jobs/{job.id}/forget", headers=headers, data={"back": target})
         assert answer.headers["location"] == "/"
         job = site.jobs.submit("none:none", {})
         assert job.wait(120)
@@ -185,4 +185,4 @@ def test_suggestions_and_points_are_addresses() -> None:
 
 
 def test_a_page_whose_work_was_dropped_is_told_to_load_again(site: Site) -> None:
-    assert "event: ended" in site.get("/work/none/events")
+    assert "event: ended" in site.get("/jobs/none/events")

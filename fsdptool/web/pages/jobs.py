@@ -1,4 +1,4 @@
-"""Background work: its progress as a stream of events, cancelling it, and asking again after an error."""
+"""Background jobs: their progress as a stream of events, cancelling them, and asking again after an error."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def forget(request: Request) -> Response:
 def _job(request: Request) -> Job:
     job = services(request).jobs.get(request.path_params["job"])
     if job is None:
-        raise HTTPException(404, "this work has ended, and its answer was dropped")
+        raise HTTPException(404, "this job has ended, and its answer was dropped")
     return job
 
 
@@ -60,7 +60,7 @@ async def _back(request: Request) -> Response:
 
 
 routes = [
-    Route("/work/{job}/events", events),
-    Route("/work/{job}/cancel", cancel, methods=["POST"]),
-    Route("/work/{job}/forget", forget, methods=["POST"]),
+    Route("/jobs/{job}/events", events),
+    Route("/jobs/{job}/cancel", cancel, methods=["POST"]),
+    Route("/jobs/{job}/forget", forget, methods=["POST"]),
 ]
