@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import IO, Any
@@ -49,6 +49,7 @@ class Job:
         id: Digest of the task and its arguments: the same question is the same job.
         task: ``module:function`` of ``fsdptool.web.tasks``.
         arguments: Plain JSON data.
+        lasting: Whether it goes on when nobody listens.
         state: Where it stands.
         progress: What it does, for people.
         result: What the task returned, once ``done``.
@@ -58,11 +59,13 @@ class Job:
     id: str
     task: str
     arguments: Mapping[str, Any]
+    lasting: bool = False
     state: JobState = JobState.WAITING
     progress: str = "waiting"
     result: Any = None
     error: FsdptoolError | None = None
     _groups: set[str] = field(default_factory=set, repr=False)
+    _asked: int = 0
     _cancelling: bool = False
     _ended: threading.Event = field(default_factory=threading.Event, repr=False)
 
@@ -106,6 +109,9 @@ class Jobs:
         waiting: The most jobs that wait; more are refused.
         kept: The most ended jobs whose results are kept, the last used longest.
         grace_seconds: Time in which a cancelled task must end before its process is killed.
+        unheard_seconds: How long a job goes on that nobody listens to or asks for again, such as that of a
+            page that was left before its stream opened; None for as long as it takes. A page without
+            JavaScript asks again every two seconds.
         child: The command of the child process.
     """
 
@@ -115,10 +121,12 @@ class Jobs:
         waiting: int = 8,
         kept: int = 48,
         grace_seconds: float = 30.0,
+        unheard_seconds: float | None = None,
         child: Sequence[str] = CHILD,
     ) -> None:
         self._command = tuple(child)
         self._limit, self._kept, self._grace = waiting, kept, grace_seconds
+        self._unheard = unheard_seconds
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._queue: list[Job] = []
         self._running: Job | None = None
@@ -133,7 +141,9 @@ class Jobs:
             if self._child is None and not self._closed:
                 self._start_child()
 
-    def submit(self, task: str, arguments: Mapping[str, Any], *, group: str | None = None) -> Job:
+    def submit(
+        self, task: str, arguments: Mapping[str, Any], *, group: str | None = None, lasting: bool = False
+    ) -> Job:
         """Return the job for a question, new or known.
 
         Args:
@@ -142,6 +152,7 @@ class Jobs:
                 in them too.
             group: Whose question it is. A new question of a group overtakes the earlier one, which is
                 cancelled unless another group waits for it.
+            lasting: Whether the job goes on when its page is left, as one that writes files does.
 
         Raises:
             BusyError: Too many jobs wait.
@@ -154,11 +165,13 @@ class Jobs:
             if job is None or job.state is JobState.CANCELLED:
                 if self._closed or len(self._queue) >= self._limit:
                     raise BusyError("too many questions are waiting", help="try again in a moment")
-                job = self._jobs[name] = Job(name, task, dict(arguments))
+                job = self._jobs[name] = Job(name, task, dict(arguments), lasting)
                 self._queue.append(job)
             self._jobs.move_to_end(name)
             if group is not None:
                 job._groups.add(group)
+            job._asked += 1
+            self._expect_listeners(job)
             self._trim()
             self._start_next()
         return job
@@ -178,15 +191,15 @@ class Jobs:
             elif job.state is JobState.RUNNING:
                 self._tell({"cancel": job.id})
                 child = self._child
-                timer = threading.Timer(self._grace, self._kill_if_running, (job, child))
-                timer.daemon = True
-                timer.start()
+                _later(self._grace, self._kill_if_running, job, child)
 
     def abandon(self, job: Job) -> None:
-        """Cancel a job that nobody listens to any longer, unless a group waits for it."""
+        """Cancel a job that nobody listens to any longer; that of a group may be asked for again first."""
         with self._lock:
-            if not job._groups and not job._listeners and not job.state.ended:
-                self.cancel(job)
+            if job._groups:
+                self._expect_listeners(job)
+            else:
+                self._cancel_unheard(job, job._asked)
 
     def forget(self, job: Job) -> None:
         """Forget the result of an ended job, so that the same question is worked out again."""
@@ -207,6 +220,15 @@ class Jobs:
             for stream in (child.stdin, child.stdout):
                 if stream is not None:
                     stream.close()
+
+    def _expect_listeners(self, job: Job) -> None:
+        if self._unheard is not None and not job.state.ended:
+            _later(self._unheard, self._cancel_unheard, job, job._asked)
+
+    def _cancel_unheard(self, job: Job, asked: int) -> None:
+        with self._lock:
+            if job._asked == asked and not (job.lasting or job._listeners or job.state.ended):
+                self.cancel(job)
 
     def _overtake(self, group: str, keep: Job | None) -> None:
         for other in [job for job in self._jobs.values() if group in job._groups and job is not keep]:
@@ -309,6 +331,12 @@ class Jobs:
         with self._lock:
             if self._running is job and self._child is child and child is not None:
                 child.kill()
+
+
+def _later(seconds: float, act: Callable[..., None], *arguments: Any) -> None:
+    timer = threading.Timer(seconds, act, arguments)
+    timer.daemon = True
+    timer.start()
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[str]:

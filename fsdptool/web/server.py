@@ -25,6 +25,8 @@ from fsdptool.web.scheduling import QueueRunner
 from fsdptool.web.security import OPEN_PATH, Limits, Policy
 from fsdptool.web.session import Session
 
+UNHEARD_SECONDS = 20.0
+"""How long a question is worked on that no page listens to."""
 HEADER_SECONDS = 10.0
 """Time in which a client must send the head of a request."""
 CONNECTIONS = 100
@@ -135,7 +137,7 @@ class Interface:
         names = {self._origin, f"localhost:{self.port}"} if _is_loopback(address.host) else {self._origin}
         self._session = _AnnouncingSession(self.port, address.token)
         self._session.used = lambda: announce(self.new_address())
-        self.jobs = Jobs()
+        self.jobs = Jobs(unheard_seconds=UNHEARD_SECONDS)
         app = build_app(Policy(self._session, frozenset(names), limits or Limits()), roots, self.jobs, queue)
         self.server = _Server(
             app.state.services.streams,

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sites import await_in_thread
+from sites import PATIENCE, await_in_thread
 
 from fsdptool.errors import ExitCode
 from fsdptool.web.jobs import BusyError, Job, Jobs, JobState
@@ -167,6 +167,37 @@ def test_work_that_nobody_listens_to_is_cancelled(jobs: Jobs) -> None:
     running(grouped)
     jobs.abandon(grouped)
     assert grouped.state is JobState.RUNNING
+
+
+def test_a_page_that_is_left_before_it_listens_cancels_its_job() -> None:
+    jobs = Jobs(unheard_seconds=0.05, child=CHILD)
+    try:
+        for group in (None, "a"):
+            unheard = play(jobs, "wait", group=group)
+            assert unheard.wait(PATIENCE)
+            assert unheard.state is JobState.CANCELLED
+        jobs._unheard = None
+        heard = play(jobs, "wait", group="a", number=1)
+
+        async def listen_and_leave() -> None:
+            changes = heard.changes()
+            await anext(changes)
+            jobs._cancel_unheard(heard, heard._asked)
+            assert not heard._cancelling
+            await changes.aclose()
+
+        await_in_thread(listen_and_leave())
+        jobs._unheard = 0.05
+        jobs.abandon(heard)
+        assert heard.wait(PATIENCE)
+        assert heard.state is JobState.CANCELLED
+        # An export goes on when its page is loaded again, or left.
+        export = jobs.submit("play:play", {"act": "wait", "number": 2}, lasting=True)
+        jobs.abandon(export)
+        assert not export.wait(0.2)
+        assert not export._cancelling
+    finally:
+        jobs.close()
 
 
 def test_a_full_queue_refuses(jobs: Jobs) -> None:
