@@ -1,1 +1,1 @@
-"""What the library offers as functions, each composed of several rooms."""
+"""What the library offers as functions, each composed of several packages."""

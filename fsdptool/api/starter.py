@@ -62,7 +62,7 @@ class DataLook:
 
 
 def look_at(path: str, objective: str) -> DataLook:
-    """Look at data: its files, the columns of its first rows, and whether they are chats, texts or images.
+    """Inspect data: its files, the columns of its first rows, and whether they are chats, texts or images.
 
     Args:
         path: File or folder, or the Hugging Face id of a dataset (which is not looked at).
@@ -230,7 +230,7 @@ def prepare_starter(
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Starter:
-    """Look at the model and the data, plan, and write both files' texts.
+    """Inspect the model and the data, plan, and return the text of both files.
 
     Args:
         options: Options of ``plan``: reference, method, hardware and sizes; None where not given.
@@ -288,7 +288,7 @@ _MORE = "Every key: fsdptool schema recipe, and docs/recipes.md"
 
 
 def _complete_hardware(given: dict[str, Any]) -> bool:
-    """Take this machine's GPUs if none are named, else two processes on its CPU; say whether it is those."""
+    """Use this machine's GPUs if none are named, else two processes on its CPU (returns True)."""
     from fsdptool.launch.machine import count_gpus, gpu_name
 
     if given.get("gpu") is None and given.get("profile") is None:

@@ -156,7 +156,7 @@ def _list_presets(format: Format) -> int:
 
 
 def _merge(emission: Emission, into: Path, force: bool, format: Format) -> bool:
-    """Merge into a file after showing the difference; return False where that was not wanted."""
+    """Merge into a file after showing the difference; return False if the user declined."""
     from fsdptool.config.writer import merge_into
     from fsdptool.files.text import replace_file
     from fsdptool.report.findings import unified

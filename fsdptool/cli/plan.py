@@ -265,7 +265,7 @@ def answer(
 
 
 def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = False) -> int:
-    """Derive a saved plan anew, print what changed and return the exit status."""
+    """Recompute a saved plan, print what changed and return the exit status."""
     from fsdptool.planning.compare import check_plan
     from fsdptool.planning.plan import plan_document
     from fsdptool.report.comparison import print_changes

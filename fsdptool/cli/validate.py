@@ -130,7 +130,7 @@ def _path(reading: Reading) -> Path:
 
 
 def _accept(linter: Linter, files: list[Path], judged: dict[str, Any]) -> int:
-    """Write what is found now into the baseline; what it holds of other files stays."""
+    """Store the current findings in the baseline; its entries for other files stay."""
     from fsdptool.config.baseline import NAME, Baseline, read_baseline
 
     settings = linter.settings(files[0])
@@ -217,7 +217,7 @@ def _show(repaired: list[Repaired | None]) -> bool:
 def _write(
     repaired: list[Repaired | None], readings: list[Reading], after: list[Reading]
 ) -> tuple[list[Reading], ExitCode]:
-    """Write what was fixed; a file that cannot be written is said, and does not keep the others from it."""
+    """Write what was fixed; a file that cannot be written is reported, and the others are still written."""
     from fsdptool.cli.app import complain
     from fsdptool.files.text import replace_file
 

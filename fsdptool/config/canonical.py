@@ -164,12 +164,12 @@ _DEFAULT = facts_from(FsdpSettings())
 
 
 def check_expressible(settings: FsdpSettings, dialect: str, cannot: Iterable[str] = ()) -> None:
-    """Refuse settings that contradict each other or that a dialect has no words for.
+    """Refuse settings that contradict each other or that a dialect cannot express.
 
     Args:
         settings: What is to be written.
         dialect: Name of the dialect, for the message.
-        cannot: Canonical settings the dialect has no word for: only their defaults can be "written".
+        cannot: Canonical settings that the dialect cannot express: only their defaults can be "written".
 
     Raises:
         ConfigError: Naming the first setting that cannot be expressed, and its value.

@@ -278,7 +278,7 @@ class LintContext:
         return frozenset(names)
 
     def withhold_dependent_fixes(self) -> None:
-        """Take back the fixes that rest on a setting which is itself about to begin to count."""
+        """Withdraw the fixes that rely on a setting which is about to take effect."""
         pending = self.pending()
         codes = {code for name, codes in _DEPENDENT.items() if name in pending for code in codes}
         for index, finding in enumerate(self.findings):

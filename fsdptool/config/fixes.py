@@ -1,4 +1,4 @@
-"""Applying fixes: edits to spans, the file read again after each pass, nothing changed that was not said."""
+"""Applying fixes: edits to spans; the file is read again after each pass; only announced changes are made."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _plain(value: Any) -> Any:
 
 
 def fulfils(promise: Any, now: Any) -> bool:
-    """A promise names the canonical value, or the text whose canonical value the reader decides."""
+    """A fix announces the canonical value, or the text whose canonical value the reader decides."""
     if promise is None:
         return now is None
     if isinstance(promise, bool | int) and not isinstance(now, str):

@@ -20,7 +20,7 @@ from fsdptool.records.diagnostic import envelope
 from fsdptool.records.sharding import FsdpSettings
 
 _LAUNCH = tuple(name for name in LAUNCH if name != "use_cpu")
-"""What a dialect without words for it leaves to the launch."""
+"""Settings that a dialect which cannot express them leaves to the launch."""
 
 _CODES = frozenset({"FSD301"})
 
@@ -160,7 +160,7 @@ def _across(path: Path, reading: Reading, to: str) -> Migrated:
 def write_across(
     settings: FsdpSettings, to: str, *, header: Sequence[str] = ()
 ) -> tuple[str, tuple[str, ...]]:
-    """Write settings in another dialect; launch settings it has no words for become notes.
+    """Write settings in another dialect; launch settings that it cannot express become notes.
 
     Raises:
         ConfigError: A setting that shapes the run cannot be expressed; the message names it.

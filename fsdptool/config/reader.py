@@ -266,7 +266,7 @@ class Comments:
         return "*" in codes or diagnostic.code in codes
 
     def take(self, source: SourceText, number: int, match: re.Match[str]) -> None:
-        """Take in the comment on a line: words one after another, up to the first that is none of ours."""
+        """Read the comment on a line: word after word, up to the first that is not fsdptool's."""
         at, text = source.line_start(number) + match.start(), match.group(1).rstrip()
         own_line = not source.line(number)[: match.start()].strip()
         while text:

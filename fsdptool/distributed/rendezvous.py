@@ -145,7 +145,7 @@ def _local_handler(parameters: Any) -> Any:
             return False
 
         def set_closed(self) -> None:
-            """Nobody else could come."""
+            """Nobody else can connect."""
 
         def num_nodes_waiting(self) -> int:
             return 0
@@ -182,7 +182,7 @@ def _nodes_handler(parameters: Any) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    """Hand over to ``torchrun`` or ``accelerate launch`` with both back ends known."""
+    """Run ``torchrun`` or ``accelerate launch`` with both back ends registered."""
     launcher, *rest = arguments
     collect_seldom()
     register_backends()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Where this process stands.
+    """The place of this process in the run.
 
     Attributes:
         rank, world_size, local_rank: As torchrun set them.

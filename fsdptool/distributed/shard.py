@@ -302,7 +302,7 @@ def managed_names(model: nn.Module, module: FSDPModule) -> list[str]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Stop the run where a promise about sharding is broken.
+    """Stop the run if it is not sharded as planned.
 
     Raises:
         WorkerError: ``condition`` does not hold.

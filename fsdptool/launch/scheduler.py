@@ -28,7 +28,7 @@ COMMAND = (sys.executable, "-P", "-m", "fsdptool")
 
 
 class Scheduler:
-    """Starts entries, and writes down how those that have ended stood.
+    """Starts entries, and records how they ended.
 
     Everything that it knows is in the file of the queue and in the run folders, so another one continues
     where a killed one left off.
@@ -126,7 +126,7 @@ class Scheduler:
         return bool(waiting) or any(standing.occupied for standing in standings.values())
 
     def _settle(self, row: Row) -> Standing:
-        """Write down how an entry ended, if it has; kill what a kill has left."""
+        """Record how an entry ended, if it has; kill processes that survived a request to end at once."""
         standing = read_standing(row, self.queue.log_path(row.id))
         if standing.occupied:
             if row.kill_requested is not None and time.time() - row.kill_requested > _KILL_SECONDS:
@@ -150,7 +150,7 @@ class Scheduler:
         return standing
 
     def _start(self, row: Row) -> None:
-        """Start an entry. It is written down before the command begins, so that it is never begun twice."""
+        """Start an entry. The start is recorded before the command begins, so that no entry starts twice."""
         log = self.queue.log_path(row.id)
         gate = None
         try:

@@ -37,7 +37,7 @@ FAILURE_GRACE_SECONDS = 5.0
 """How long the other ranks may take to notice that one has gone before they are killed."""
 
 FATAL_GRACE_SECONDS = 0.5
-"""How long last words may take when another start could not help: torchrun must not come to make one."""
+"""How long the last events may take if a restart cannot help: torchrun must not restart the workers."""
 
 REMOTE_SECONDS = 30.0
 """How long the last events of other machines may take to be seen here (NFS caches attributes)."""

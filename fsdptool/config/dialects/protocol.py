@@ -32,7 +32,7 @@ class Dialect(ABC):
         name: What ``--dialect`` calls it; the entry point has the same name.
         consumers: The programs that read such files, by name; the first unless somebody says otherwise.
         programs: Those of ``consumers`` that fsdptool does not know.
-        cannot: Canonical settings (``canonical.COMMON``) that the dialect has no word for.
+        cannot: Canonical settings (``canonical.COMMON``) that the dialect cannot express.
         base: Settings that every file of the dialect can say, where those are not the defaults.
         in_place: Whether FSDP1 becomes FSDP2 by edits of the text (:meth:`migrate`); otherwise the file is
             written again.

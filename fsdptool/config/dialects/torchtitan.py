@@ -124,7 +124,7 @@ class Torchtitan(Dialect):
         """Return the sections on training, mesh and checkpointing.
 
         Raises:
-            ConfigError: torchtitan has no word for a setting.
+            ConfigError: torchtitan cannot express a setting.
         """
         check_expressible(settings, self.name, self.cannot)
         if settings.mixed_precision not in ("bf16", "no"):

@@ -88,7 +88,7 @@ class Torchtune(Dialect):
         """Return the part of a file that concerns sharding, precision and checkpointing.
 
         Raises:
-            ConfigError: torchtune has no word for a setting.
+            ConfigError: torchtune cannot express a setting.
         """
         from fsdptool.config.edits import block_lines
 

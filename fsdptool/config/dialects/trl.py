@@ -129,7 +129,7 @@ class Trl(Trainer):
         """Return the FSDP part of a file, in YAML.
 
         Raises:
-            ConfigError: TRL has no word for a setting.
+            ConfigError: TRL cannot express a setting.
         """
         from fsdptool.config.edits import block_lines
 

@@ -83,7 +83,7 @@ class Ledger:
     at_best: list[int] = field(default_factory=lambda: [0] * len(Component))
     moment: str = ""
     prefix: str = ""
-    """Put before the name of every moment."""
+    """Prefix of every moment's name."""
     peak_moment: str = ""
     timeline: list[tuple[str, int, tuple[int, ...]]] | None = None
     """The total when each moment begins, and what is alive by component; None keeps nothing."""
@@ -133,7 +133,7 @@ class Ledger:
         self.total -= block.total
 
     def run(self, body: Body, copy: int = 0) -> None:
-        """Let a piece of the trace happen."""
+        """Play a segment of the trace."""
         if self.total + body.peak > self.best:
             self.best = self.total + body.peak
             at_best = list(self.live)
@@ -150,7 +150,7 @@ class Ledger:
             self.hosted = live[OFFLOADED]
 
     def note(self, moment: str) -> None:
-        """Say what happens next, and remember the level before it."""
+        """Name the next moment, and record the level before it."""
         self.moment = f"{self.prefix}{moment}"
         if self.timeline is not None:
             self.timeline.append((moment, self.total, tuple(self.live)))

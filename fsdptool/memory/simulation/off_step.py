@@ -293,7 +293,7 @@ def host_bytes(run: OffStep, phase: RunPhase) -> tuple[int, int]:
 
 
 def _spike(run: OffStep, kind: int, *sizes: int) -> None:
-    """Let allocations come and go."""
+    """Play allocations and their releases."""
     kept = tuple(size for size in sizes if size)
     if kept:
         block = Block(kind, sum(rounded(size, run.schedule.grain) for size in kept), kept)

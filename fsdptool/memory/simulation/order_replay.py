@@ -205,7 +205,7 @@ class OrderReplay:
     def _squeezed(
         self, states: Mapping[PoolKey, int], order: Sequence[Sequence[int]], limit: int, *, first: bool
     ) -> list[StepOutcome]:
-        """Go on where the device is too small for what was free: pools empty each other's cache now."""
+        """Continue once the device is full: from now on, pools empty each other's cache."""
         allocator = LimitedAllocator(expandable=self._expandable, limit=limit)
         parts = {}
         for pool in self._pools:

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         (self._group_sums if summed else self._group_gathers)[-1].append(size)
 
     def phase(self, kind: str) -> None:
-        """Say what tensors made from now on are, until something better is known of them."""
+        """Set the kind of tensors created from now on, until more is known about them."""
         self._phase = kind
 
     def keep(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held.add(number)
 
     def release_gradients(self) -> None:
-        """From now on gradients are freed by nobody: the trace ends with them alive."""
+        """From now on gradients are not freed: the trace ends with them alive."""
         self._held.update(self.gradients.values())
 
     @classmethod
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return gone
 
     def _reused(self, key: int, number: int) -> bool:
-        """Take back the allocation of a sum if it ends what it was added to: it was added in place."""
+        """Undo the allocation of a sum if what it was added to ends with it: it was added in place."""
         if self._summed is None or self._summed[0] != key:
             return False
         sum_key = self._summed[1]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAME = "accelerate"
 CANNOT: tuple[str, ...] = ()
-"""Settings that there is no word for."""
+"""Settings that this dialect cannot express."""
 
 TOP_LEVEL = frozenset([
     "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes",
@@ -40,7 +40,7 @@ INERT = {
     "downcast_bf16": False,
     "main_training_function": "main",
 }
-"""Keys whose file value never wins, with the value that harms nobody."""
+"""Keys whose value in the file never takes effect, with a value that is harmless."""
 
 FSDP_KEYS = {
     "fsdp_version": "fsdp_version",

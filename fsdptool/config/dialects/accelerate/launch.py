@@ -134,7 +134,7 @@ def read_parallelism(lint: LintContext, name: str, entry: Entry) -> None:
 
 
 def report_size(lint: LintContext, key: str, name: str, entry: Entry, meant: int | None = None) -> None:
-    """Report a mesh size that is none; ``meant`` is what it can only have meant, or None."""
+    """Report an invalid mesh size; ``meant`` is the only size that it can have meant, or None."""
     message = f"{key} must be a whole number of at least 1, not {to_python(entry.node)!r}"
     lint.report_value("FSD306" if name == "cp" else "FSD205", message, entry, meant, safe=True)
 

@@ -1,4 +1,4 @@
-"""Keys of accelerate's files that nobody reads, or in a place where nobody reads them."""
+"""Keys of accelerate's files that are not read, or not in the place where they are written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdptool.files.tree import Entry, Node
 
 
 def report_inside(lint: LintContext, block: Node, entry: Entry, full: str) -> None:
-    """Report a key of ``fsdp_config`` that nobody reads; ``full`` is the key with its prefix."""
+    """Report a key of ``fsdp_config`` that is not read; ``full`` is the key with its prefix."""
     key = str(entry.key)
     if key.startswith("_"):
         lint.report("FSD220", f"{key} is a note", entry)
@@ -60,7 +60,7 @@ def report_inside(lint: LintContext, block: Node, entry: Entry, full: str) -> No
 
 
 def report_in_parallelism(lint: LintContext, block: Node, entry: Entry, known: dict[str, str]) -> None:
-    """Report a key of ``parallelism_config`` that nobody reads; ``known`` are the keys that are."""
+    """Report a key of ``parallelism_config`` that is not read; ``known`` are the keys that are."""
     key = str(entry.key)
     lint.ignore(entry, "prefixes are not added in parallelism_config: the key is not read")
     full = f"parallelism_config_{key}"
@@ -146,7 +146,7 @@ def _moved(entry: Entry, key: str) -> dict[str, Any]:
 
 
 def _report_dead(lint: LintContext, block: Node, entry: Entry, full: str, meant: str | None) -> None:
-    """Report a key that looks right and that nobody reads."""
+    """Report a key that looks right and is not read."""
     key = str(entry.key)
     if meant is not None and block.get(meant) is None:
         lint.ignore(entry, f"not read; the key is {meant}")

@@ -1,4 +1,4 @@
-"""How accelerate reads truth: the text of the YAML value, exported, and parsed again."""
+"""How accelerate reads booleans: the text of the YAML value, exported, and parsed again."""
 
 from __future__ import annotations
 

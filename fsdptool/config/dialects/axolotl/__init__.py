@@ -97,7 +97,7 @@ class Axolotl(Dialect):
         """Return the FSDP part of an axolotl file.
 
         Raises:
-            ConfigError: axolotl has no word for a setting.
+            ConfigError: axolotl cannot express a setting.
         """
         check_expressible(settings, NAME, CANNOT)
         if settings.wrap_policy == "none":

@@ -70,10 +70,10 @@ def mapping(settings: FsdpSettings, name: str = NAME, cannot: tuple[str, ...] = 
     Args:
         settings: What is to be written.
         name: Name of the dialect, for the message.
-        cannot: Canonical settings that the dialect has no word for.
+        cannot: Canonical settings that the dialect cannot express.
 
     Raises:
-        ConfigError: The dialect has no word for a setting.
+        ConfigError: The dialect cannot express a setting.
     """
     check_expressible(settings, name, cannot)
     config = values_written(settings, KEYS)
