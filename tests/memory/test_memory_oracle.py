@@ -72,6 +72,11 @@ DEEP = LLAMA | {"num_hidden_layers": 9}
 
 CASES: dict[str, Case] = {
     "2 ranks": Case(ranks=2),
+    "a reduction of one large gradient": Case(
+        overrides=LLAMA | {"vocab_size": 20000, "num_hidden_layers": 1},
+        ranks=2,
+        batch={"sequence_length": 8, "micro_batch": 1},
+    ),
     "64 ranks": Case(ranks=64),
     "512 ranks, most shards padded": Case(ranks=512),
     "one rank": Case(ranks=1),

@@ -24,9 +24,12 @@ from cases import (
     write_model,
 )
 from ranks import replica_hash, share, weights_of
+from torch import nn
 
 from fsdptool.distributed.session import Session, open_session
 from fsdptool.errors import FsdptoolError
+from fsdptool.families.registry import family_of
+from fsdptool.families.synthetic import synthesise
 from fsdptool.modeling.divided_dropout import agree
 from fsdptool.modeling.tensor_parallel import by_name
 from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Recipe, Sharding
@@ -71,22 +74,55 @@ def validated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[str, Any
     }
 
 
-def measured(folder: Path, recipe: Recipe, mesh: ParallelDims, name: str = "causal", count: int = 2) -> int:
+def measured(
+    folder: Path, recipe: Recipe, mesh: ParallelDims, name: str = "causal", balanced: bool = False
+) -> int:
     """Return the bytes alive at the peak of a step, once optimizer states exist.
 
-    The least of three: the profiler may miss a release by gloo's own threads, never an allocation. What
-    the process holds from earlier cases does not count.
+    Batches are what the family says that a run of the recipe has. The least of three steps counts: the
+    profiler may miss a release by gloo's own threads, never an allocation. What the process holds from
+    earlier cases does not count.
+
+    Args:
+        folder, recipe, mesh, name: What is trained.
+        balanced: Whether routers send every expert equally many tokens, as plans suppose.
     """
     gc.collect()
     before = live_bytes()
     session, assembled = _opened(folder, recipe, mesh, name)
+    if balanced:
+        _balance(assembled.model, recipe.sharding.expert_parallel)
+    spec = resolve(recipe.model.reference)
+    specs = family_of(spec).batch_spec(spec.config, recipe)
+    generator = torch.Generator().manual_seed(session.data_rank)
     peaks = []
     for step in range(4):
+        batches = [_padded(synthesise(specs, generator)) for _ in range(recipe.batch.accumulation)]
         meter = CpuMeter()
         with meter.step(step + 1):
-            assembled.stepper.run(share(session, step, name, count, torch.float32), rate=assembled.rate)
+            assembled.stepper.run(batches, rate=assembled.rate)
         peaks.append(meter.last()[0])
     return min(peak for peak in peaks[1:] if peak is not None) - before
+
+
+def _padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Pad a sample, where there is a mask: transformers drops one that masks nothing."""
+    if "attention_mask" in batch:
+        batch["attention_mask"][0, -1] = 0
+    return batch
+
+
+def _balance(model: nn.Module, ranks: int) -> None:
+    """Let the tokens of each micro-batch choose all experts of a mixture in turn."""
+
+    def choose(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, index, *rest = args
+        held = next(module.parameters()).shape[0]
+        return hidden, torch.arange(index.numel()).remainder(held * ranks).view_as(index), *rest
+
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == "experts":
+            module.register_forward_pre_hook(choose)
 
 
 def dropping(folder: Path, recipe: Recipe, mesh: ParallelDims, recomputed: bool) -> dict[str, Any]:

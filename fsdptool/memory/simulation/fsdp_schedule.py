@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdptool.memory.simulation.collectives import gradient_block, reduction, staging, widened
+from fsdptool.memory.simulation.collectives import (
+    Reduction,
+    gradient_block,
+    reduction,
+    staging,
+    widened,
+)
 from fsdptool.memory.simulation.groups import (
     FORWARD,
     IDLE,
@@ -268,8 +274,18 @@ class Schedule(Unshard):
         if buffers.copies is not None:
             ledger.add(buffers.copies)
             ledger.drop(buffers.copies)
-        for block in gradients.values():
+        # In ``foreach_reduce``, the variable of a loop over the gradients keeps the last one until the
+        # function returns. On one rank the loop does not run.
+        early = [gradients[name] for name in group.share.by_name if name in gradients]
+        late = [early.pop()] if group.share.ranks > 1 else []
+        for block in early:
             ledger.drop(block)
+        self._scatter(group, buffers)
+        for block in late:
+            ledger.drop(block)
+
+    def _scatter(self, group: Group, buffers: Reduction) -> None:
+        ledger = self.ledger
         ledger.add(buffers.output)
         received = staging(buffers.input, self.device, group.share.ranks)
         if received is not None:
