@@ -10,20 +10,20 @@ from html import escape
 from typing import Any
 
 from fsdptool.formatting import amount, elapsed, printable
+from fsdptool.report.html_charts import NARROW, in_both_widths
 from fsdptool.report.html_page import foot, html_table, page
 from fsdptool.report.train import Progress
 from fsdptool.runs.history import History
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 960, 260, 84, 14, 214
+_HEIGHT, _TOP, _BOTTOM = 260, 14, 214
 
 _STATES = {"completed": "fits", "running": "fits", "failed": "does_not_fit", "dead": "does_not_fit"}
 
-RUN_STYLE = """.chart{overflow-x:auto}.loss{fill:none;stroke:var(--accent);stroke-width:1.8}
+RUN_STYLE = """.loss{fill:none;stroke:var(--accent);stroke-width:1.8}
 .held{fill:var(--gathered);stroke:var(--bg)}
 .planned{fill:var(--outside);background:var(--outside)}
 .measured{fill:var(--accent);background:var(--accent)}
-.run-note{overflow-wrap:anywhere}
-@media (max-width:40rem){svg.curve{min-width:38rem;font-size:13px}}"""
+.run-note{overflow-wrap:anywhere}"""
 """What the page of a run needs besides the style sheet of all pages."""
 
 
@@ -113,7 +113,7 @@ def _failure(run: Mapping[str, Any]) -> str:
 
 def _loss(history: History) -> str:
     points = [(point.step, point.loss) for point in history.points if point.loss is not None]
-    chart = _curve("Training loss", "loss", points, "{:.4g}".format, marks=history.evaluations)
+    chart = _curves("Training loss", "loss", points, "{:.4g}".format, marks=history.evaluations)
     marks = " Circles are validation losses." if history.evaluations else ""
     return _chart_section("Loss", chart, f"{_thinned(history)}{marks}")
 
@@ -121,7 +121,7 @@ def _loss(history: History) -> str:
 def _rate(history: History, run: Mapping[str, Any]) -> str:
     # The first step of a run compiles and allocates.
     points = [(point.step, point.rate) for point in history.points[1:] if point.rate is not None]
-    chart = _curve("Throughput", f"{history.unit}/s", points, "{:,.4g}".format, zero=True)
+    chart = _curves("Throughput", f"{history.unit}/s", points, "{:,.4g}".format, zero=True)
     return _chart_section("Throughput", chart, _thinned(history))
 
 
@@ -133,11 +133,10 @@ def _thinned(history: History) -> str:
 def _chart_section(title: str, chart: str, note: str) -> str:
     if not chart:
         return ""
-    box = f'<div class="chart" tabindex="0" role="region" aria-label="{title}">{chart}</div>'
-    return f'<section><h2>{title}</h2>{box}<p class="soft">{note}</p></section>'
+    return f'<section><h2>{title}</h2>{chart}<p class="soft">{note}</p></section>'
 
 
-def _curve(
+def _curves(
     title: str,
     unit: str,
     points: Sequence[tuple[int, float]],
@@ -146,9 +145,24 @@ def _curve(
     marks: Sequence[tuple[int, float]] = (),
     zero: bool = False,
 ) -> str:
-    """Return a line over the steps with both axes' ticks; empty with fewer than two points."""
+    """Return a line over the steps, for broad and for narrow screens; empty with fewer than two points."""
     if len(points) < 2:
         return ""
+    return in_both_widths(lambda width: _curve(title, unit, points, form, width, marks=marks, zero=zero))
+
+
+def _curve(
+    title: str,
+    unit: str,
+    points: Sequence[tuple[int, float]],
+    form: Callable[[float], str],
+    width: int,
+    *,
+    marks: Sequence[tuple[int, float]],
+    zero: bool,
+) -> str:
+    """Return a line over the steps with both axes' ticks, ``width`` units wide."""
+    left = 84 if width > NARROW else 56
     values = [value for _, value in (*points, *marks)]
     low, high = (0.0 if zero else min(values)), max(values)
     ticks = axis_ticks(low, high)
@@ -156,21 +170,21 @@ def _curve(
     first, last = points[0][0], points[-1][0]
 
     def place(step: float, value: float) -> tuple[float, float]:
-        x = _LEFT + (step - first) / max(last - first, 1) * (_WIDTH - _LEFT - 24)
+        x = left + (step - first) / max(last - first, 1) * (width - left - 24)
         return x, _BOTTOM - (value - low) / ((high - low) or 1.0) * (_BOTTOM - _TOP)
 
     body = []
     for value in ticks:
         _, y = place(first, value)
-        body.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH}" y2="{y:.1f}"/>')
-        body.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{form(value)}</text>')
+        body.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{width}" y2="{y:.1f}"/>')
+        body.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{form(value)}</text>')
     for step in axis_ticks(first, last):
         if first <= step <= last and step == int(step):
             x, _ = place(step, low)
             body.append(f'<line class="grid" x1="{x:.1f}" y1="{_BOTTOM}" x2="{x:.1f}" y2="{_BOTTOM + 6}"/>')
             body.append(f'<text x="{x:.1f}" y="{_BOTTOM + 22}" text-anchor="middle">{step:,.0f}</text>')
-    body.append(f'<text x="{_WIDTH - 4}" y="{_HEIGHT - 6}" text-anchor="end">step</text>')
-    body.append(f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{escape(unit)}</text>')
+    body.append(f'<text x="{width - 4}" y="{_HEIGHT - 6}" text-anchor="end">step</text>')
+    body.append(f'<text x="{left}" y="{_HEIGHT - 6}">{escape(unit)}</text>')
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
     body.append(f'<polyline class="loss" points="{line}"/>')
     for step, value in marks:
@@ -182,8 +196,7 @@ def _curve(
             )
     label = f"{title}, step {first} to {last}: {form(points[0][1])} to {form(points[-1][1])}"
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" class="curve" aria-label="{escape(label)}">'
-        f"{''.join(body)}</svg>"
+        f'<svg viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
     )
 
 

@@ -194,7 +194,8 @@ def test_a_page_of_a_run_fetches_nothing_and_escapes_names(
 
     Tags().feed(page)
     assert "script" not in tags
-    assert tags.count("polyline") == 2, "the curves of loss and throughput"
+    assert tags.count("polyline") == 4, "the curves of loss and throughput, for broad and narrow screens"
+    assert 'viewBox="0 0 380 ' in page and "min-width:38rem" not in page, "a telephone shows all steps"
     assert "http" not in page.replace("http-equiv", "")
     assert "\x1b" not in page
     assert "step 10: 4.5" in page
