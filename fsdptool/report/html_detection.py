@@ -84,7 +84,8 @@ def _wrap_classes(document: Mapping[str, Any], choice: Callable[[Mapping[str, An
         for item in document["classes"]
     ]
     heads = ("class", "wrap", "instances", "parameters", "share", "reason")
-    table = html_table("Classes that were considered", heads, rows, numbers=(2, 3, 4), tall=True, cards=True)
+    tall = len(rows) > 16
+    table = html_table("Classes that were considered", heads, rows, numbers=(2, 3, 4), tall=tall, cards=True)
     return section("Wrap classes", table if rows else "")
 
 

@@ -102,10 +102,20 @@ def section(title: str, body: str, *, raw: bool = False) -> str:
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     """Return figures as cards: name, value and a note each, as text."""
     items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{breaking(value)}<small>{breaking(note)}</small></dd></div>"
+        f"<div{_size(value)}><dt>{escape(name)}</dt><dd>{breaking(value)}<small>{breaking(note)}</small></dd></div>"
         for name, value, note in figures
     )
     return f"<dl>{items}</dl>"
+
+
+def _size(value: str) -> str:
+    """Return the class of a card that keeps a long word of its value, such as a model's class, whole."""
+    longest = max(map(len, value.split()), default=0)
+    return "" if longest <= _PLAIN else " class=small" if longest <= _SMALL else ' class="small twice"'
+
+
+_PLAIN, _SMALL = 13, 18
+"""Characters of a word that fits into a card, and of one that fits in smaller letters."""
 
 
 def notes(texts: Iterable[str]) -> str:
@@ -126,8 +136,13 @@ def findings(diagnostics: Sequence[Mapping[str, Any]]) -> str:
 
 
 def breaking(text: str) -> str:
-    """Return a name as HTML that may break after its dots, slashes and underscores, and within CamelCase."""
-    return _BREAKS.sub("<wbr>", escape(text))
+    """Return a name as HTML that may break after its dots, slashes and underscores.
+
+    The name of a class breaks between its words only where no narrow screen has room for all of it.
+    """
+    return _BREAKS.sub("<wbr>", _LONG.sub(lambda name: _WORDS.sub("\u200b", name[0]), escape(text)))
 
 
-_BREAKS = re.compile(r"(?<=[._/])(?![\s\d])|(?<=[a-z0-9])(?=[A-Z][a-z])")
+_BREAKS = re.compile(r"(?<=[._/])(?![\s\d])|\u200b")
+_LONG = re.compile(r"\w{25,}")
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")

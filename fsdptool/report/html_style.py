@@ -51,7 +51,8 @@ dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(10.5rem,1fr));gap:.
 dl div{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem}
 dt{color:var(--soft);font-size:.82rem}
 dd{margin:0;font-size:1.15rem;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
-dd small{display:block;font-size:.8rem}
+dd small{display:block;font-size:.8rem}dl .small dd{font-size:.98rem}
+@media (min-width:24rem){dl .twice{grid-column:span 2}}
 svg{display:block;width:100%;height:auto;margin:.4rem 0}
 svg.share{height:.8rem}svg.pair{height:1.4rem}
 .narrow{display:none}

@@ -26,6 +26,7 @@ from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.report.curve import curve
 from fsdptool.report.html import plan_page
 from fsdptool.report.html_charts import plan_picture
+from fsdptool.report.html_page import breaking, cards
 from fsdptool.report.plan import print_plan
 
 NASTY = '<script>alert("x")</script>'
@@ -165,6 +166,14 @@ def test_a_pipe_gets_whole_rows(document: dict[str, Any], capsys: pytest.Capture
     rows = [re.split(" {2,}", line) for line in told.splitlines() if line.startswith(("asked ", "c000"))]
     assert len(rows) == 3
     assert {len(row) for row in rows} == {6}
+
+
+def test_names_of_classes_break_only_where_nothing_has_room_for_them() -> None:
+    assert breaking("LlamaDecoderLayer") == "LlamaDecoderLayer"
+    assert breaking("model.layers") == "model.<wbr>layers"
+    assert breaking("CombinedTimestepGuidanceTextProjEmbeddings").count("<wbr>") == 5
+    assert "class=small>" in cards([("wrap", "LlamaDecoderLayer", "")])
+    assert "twice" in cards([("wrap", "FluxSingleTransformerBlock", "")])
 
 
 def test_unknown_is_said_and_never_zero(capsys: pytest.CaptureFixture[str], document: dict[str, Any]) -> None:
