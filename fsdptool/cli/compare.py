@@ -13,7 +13,9 @@ from fsdptool.errors import ExitCode, PlanError
 
 def command(
     left: Annotated[Path, typer.Argument(help="A plan (plan.json) or a run folder.")],
-    right: Annotated[Path, typer.Argument(help="Another plan or run folder.")],
+    right: Annotated[
+        Path | None, typer.Argument(help="Another plan or run folder; a run alone is compared with its plan.")
+    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -24,17 +26,24 @@ def command(
         Path | None, typer.Option("--output", "-o", help="Write comparison.json or comparison.html.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every moment of a step of two plans.")
+    ] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Compare two plans, or a plan with the measurements of a run.
 
-    A run folder that is given twice is compared with its own prediction.
+    A run folder alone, or given twice, is compared with its own prediction.
     """
     from fsdptool.planning.compare import compare
     from fsdptool.records.diagnostic import envelope
     from fsdptool.report.comparison import print_comparison
 
     check_output(output, force, {"a comparison": (".json", ".html")})
+    if right is None:
+        if not left.is_dir():
+            raise PlanError(f"{left} is compared with nothing", help="give a second plan or a run folder")
+        right = left
     comparison = compare(left, right)
     if tolerance is not None and comparison.kind == "plans":
         raise PlanError("--tolerance requires a plan and a run", help="two plans do not contain measurements")
@@ -42,7 +51,7 @@ def command(
     if format is Format.JSON:
         print_document(document)
     else:
-        print_comparison(document)
+        print_comparison(document, explain=explain)
     if output is not None:
         from fsdptool.report.shown_records import comparison_page
 

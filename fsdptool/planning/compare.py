@@ -141,7 +141,7 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
             _row(f"rank {rank}", expected, value, "bytes")
             for rank, value in enumerate(summary["measured_peak_bytes"])
         ),
-        *_rising(expected, metrics),
+        *_fullest(expected, metrics),
     ]
     notes = [f"measured with {summary.get('instrument', 'an unnamed instrument')}"]
     if summary.get("world_size") != _ranks(predicted):
@@ -179,14 +179,16 @@ def _phases(predicted: Candidate, measured: Mapping[str, Sequence[int | None]]) 
         yield _row(name, expected.get(name), max(known, default=None), "bytes")
 
 
-def _rising(expected: int | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[ComparedFigure]:
-    """Name the steps whose peak exceeded that of every step before them."""
-    highest = -1
-    for line in metrics:
-        value = line.get("memory_allocated_peak_bytes")
-        if value is not None and value > highest:
-            highest = value
-            yield _row(f"step {line['step']}", expected, value, "bytes")
+def _fullest(expected: int | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[ComparedFigure]:
+    """Name the step with the highest peak. Those of earlier steps say nothing: shorter batches need less."""
+    peaks = [(line["memory_allocated_peak_bytes"], -line["step"]) for line in metrics if _measured(line)]
+    if peaks:
+        value, step = max(peaks)
+        yield _row(f"step {-step}", expected, value, "bytes")
+
+
+def _measured(line: Mapping[str, Any]) -> bool:
+    return line.get("memory_allocated_peak_bytes") is not None
 
 
 def _ranks(candidate: Candidate) -> int:

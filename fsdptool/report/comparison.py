@@ -36,17 +36,21 @@ def headline(document: Mapping[str, Any]) -> str:
     return f"{sides}: the predicted peak is {abs(error):.2f} % {where} the measured one"
 
 
-def print_comparison(document: Mapping[str, Any]) -> None:
-    """Print a comparison document: figures, then moment by moment."""
+def print_comparison(document: Mapping[str, Any], *, explain: bool = False) -> None:
+    """Print a comparison document: figures, then phases; ``explain`` adds every moment of a step."""
     run = document["kind"] == "run"
     heads = ("predicted", "measured", "measured over predicted") if run else ("left", "right", "difference")
     print_line(headline(document), style="bold")
     print_line()
     print_table(("", *heads), [figure_cells(row) for row in document["rows"]], numeric=(1, 2, 3))
-    if document["moments"]:
+    every = document["moments"]
+    moments = every if run or explain else [row for row in every if row["what"].startswith("phase ")]
+    if moments:
         print_line()
         title = "measured" if run else "moment"
-        print_table((title, *heads), [figure_cells(row) for row in document["moments"]], numeric=(1, 2, 3))
+        print_table((title, *heads), [figure_cells(row) for row in moments], numeric=(1, 2, 3))
+    if len(every) > len(moments):
+        print_line(f"--explain shows {len(every) - len(moments)} moments of a step", style="dim")
     for note in document["notes"]:
         print_line(f"note: {note}")
 

@@ -313,6 +313,12 @@ def test_two_plans_are_compared_moment_by_moment(
     assert (rows["micro_batch"]["left"], rows["micro_batch"]["right"]) == (1, 2)
     assert rows["activations"]["percent"] > 0
     assert all(row["left"] is not None and row["right"] is not None for row in found["moments"])
+    assert run(["compare", *paths]) == 0
+    brief = capsys.readouterr().out
+    assert "phase backward" in brief and "forward root" not in brief and "--explain" in brief
+    assert run(["compare", *paths, "--explain"]) == 0
+    assert "forward root" in capsys.readouterr().out
+    assert run(["compare", paths[0]]) == 2, "a plan alone has nothing to be compared with"
 
 
 def run_folder(folder: Path, candidate: dict[str, Any], *, factor: float, reserved: int | None) -> Path:
@@ -372,7 +378,10 @@ def test_a_run_is_held_against_its_plan(
     assert run(["compare", str(path), str(folder), "--tolerance", "10"]) == 1
     with (folder / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 3, "memo')
-    assert run(["compare", str(folder), str(folder)]) == 0
+    with (folder / "metrics.jsonl").open("a") as more:
+        more.write('\n{"step": 3, "memory_allocated_peak_bytes": 1}\n')
+    found = document(capsys, ["compare", str(folder)])
+    assert [row["what"] for row in found["moments"]][-1] == "step 2", "only the fullest step is named"
     assert run(["compare", str(path), str(tmp_path)]) == 2
     assert run(["compare", str(path), str(path), "--tolerance", "10"]) == 2
     unknown = json.loads((folder / "prediction.json").read_text()) | {"allocated_peak_bytes": None}
