@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Protocol
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -71,13 +72,23 @@ def shortened(text: str, width: int) -> str:
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
-def by_size(flavours: Iterable[str]) -> list[str]:
-    """Return names of flavours in the order of the sizes they begin with; those without one come first.
+class Sized(Protocol):
+    """A flavour: its exact number of parameters, or None where that was never counted."""
 
-    ``14b`` comes after ``4b``, ``1.5t`` after ``671b``, and ``8x7b`` counts as its product.
+    @property
+    def parameters(self) -> int | None: ...
+
+
+def by_size(flavours: Mapping[str, Sized]) -> list[str]:
+    """Return names of flavours by their parameters; without a count, by the size that a name begins with.
+
+    ``14b`` stands for 14e9 parameters, and ``8x7b`` counts as its product. Names without either come first.
     """
 
     def size(name: str) -> tuple[float, str]:
+        counted = flavours[name].parameters
+        if counted is not None:
+            return float(counted), name
         found = re.match(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])", name.casefold())
         if found is None:
             return 0.0, name

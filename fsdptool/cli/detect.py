@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from fsdptool.cli.options import (
-    Format,
-    FormatOption,
     OverrideOption,
+    RowFormat,
+    RowFormatOption,
     TrustOption,
     check_output,
     override_values,
@@ -61,7 +61,7 @@ def command(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Also exit with 1 on warnings.")] = False,
-    format: FormatOption = Format.TEXT,
+    format: RowFormatOption = RowFormat.TEXT,
 ) -> int:
     """Show a model's wrap classes with reasons, exact totals and hazards, without loading its weights."""
     if layout not in ("native", "accelerate"):
@@ -94,12 +94,16 @@ def command(
         expert_parallel=ep,
         diagnostics=load_registry().diagnostics,
     )
-    if format is Format.JSON:
+    if format is RowFormat.JSON:
         print_document(document)
-    else:
+    elif format is RowFormat.TEXT:
         from fsdptool.report.detect import print_detect
 
         print_detect(document)
+    else:
+        from fsdptool.report.detect import print_class_rows
+
+        print_class_rows(document, format.value)
     if output is not None:
         from fsdptool.report.html_detection import detection_page
 

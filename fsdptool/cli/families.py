@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, print_document
+from fsdptool.cli.options import RowFormat, RowFormatOption, print_document
 from fsdptool.errors import ExitCode
 from fsdptool.formatting import by_size
 
@@ -21,7 +21,7 @@ def command(
         str | None,
         typer.Argument(help="Family, or family:flavour, to show in detail; any other text is searched for."),
     ] = None,
-    format: FormatOption = Format.TEXT,
+    format: RowFormatOption = RowFormat.TEXT,
 ) -> int:
     """List the model families, or show the flavours and facts of one family."""
     from fsdptool.families.registry import load_registry
@@ -46,12 +46,16 @@ def command(
         FamilyList(tuple(shown), detail if detail is None else tuple(detail)),
         diagnostics=registry.diagnostics,
     )
-    if format is Format.JSON:
+    if format is RowFormat.JSON:
         print_document(document)
-    else:
+    elif format is RowFormat.TEXT:
         from fsdptool.report.detect import print_families
 
         print_families(document)
+    else:
+        from fsdptool.report.detect import print_family_rows
+
+        print_family_rows(document, format.value)
     return int(ExitCode.CLEAN)
 
 

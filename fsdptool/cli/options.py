@@ -36,6 +36,9 @@ class RowFormat(StrEnum):
     CSV = "csv"
 
 
+RowFormatOption = Annotated[
+    RowFormat, typer.Option("--format", help="Output format; tsv and csv print rows for programs.")
+]
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 RevisionOption = Annotated[str | None, typer.Option(help="Revision of a Hugging Face id.")]
 OverrideOption = Annotated[

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, RowFormat, print_document, say, write_file
+from fsdptool.cli.options import (
+    Format,
+    FormatOption,
+    RowFormat,
+    RowFormatOption,
+    print_document,
+    say,
+    write_file,
+)
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -28,7 +36,7 @@ def command(
             metavar="ROOT",
         ),
     ] = None,
-    format: Annotated[RowFormat, typer.Option("--format", help="Output format.")] = RowFormat.TEXT,
+    format: RowFormatOption = RowFormat.TEXT,
 ) -> int:
     """List the runs in folders and on this machine: their state, their GPUs and how they ended."""
     from fsdptool.api.run_lists import list_runs

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdptool.formatting import amount
 from fsdptool.report.split import print_split
-from fsdptool.report.tables import count, print_finding, print_line, print_table
+from fsdptool.report.tables import count, print_finding, print_line, print_rows, print_table
 
 _SHOWN_CLASSES = 12
 
@@ -33,6 +33,30 @@ def print_detect(document: Mapping[str, Any]) -> None:
     _details(document)
     for finding in document["diagnostics"]:
         print_finding(finding["severity"], finding["code"], finding["message"], finding["help"])
+
+
+def print_class_rows(document: Mapping[str, Any], separator: Any) -> None:
+    """Print the classes that were considered, or with ``--leaves`` the leaf layers, as rows for programs."""
+    found = document["classes"] if document["leaves"] is None else document["leaves"]
+    names = [name for name, value in found[0].items() if not isinstance(value, dict)] if found else []
+    rows = [[_joined(item[name]) for name in names] for item in found]
+    print_rows(names, rows, separator=separator)
+
+
+def print_family_rows(document: Mapping[str, Any], separator: Any) -> None:
+    """Print families, or the flavours of one, as rows for programs."""
+    names: tuple[str, ...] = ("name", "title", "library", "objective", "flavours", "distribution", "version")
+    found = document["families"]
+    if document["flavours"] is not None:
+        names, found = (
+            ("name", "class", "component", "parameters", "hub_id", "objective"),
+            document["flavours"],
+        )
+    print_rows(names, [[_joined(item[name]) for name in names] for item in found], separator=separator)
+
+
+def _joined(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _head(document: Mapping[str, Any]) -> None:

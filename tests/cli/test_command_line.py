@@ -62,6 +62,14 @@ def test_families_are_searched_and_flavours_sorted_by_size(capsys: pytest.Captur
     assert run(["families", "qwen3", "--format", "json"]) == 0
     names = [flavour["name"] for flavour in json.loads(capsys.readouterr().out)["flavours"]]
     assert names == [f"qwen3:{size}" for size in ("tiny", "0.6b", "1.7b", "4b", "8b", "14b", "32b")]
+    assert run(["families", "dinov2", "--format", "csv"]) == 0
+    rows = [line.split(",") for line in capsys.readouterr().out.splitlines()]
+    assert rows[0][:2] == ["name", "class"]
+    assert [row[0] for row in rows[1:]] == [f"dinov2:{size}" for size in ("small", "base", "large", "giant")]
+    assert run(["detect", "llama3:tiny", "--format", "tsv"]) == 0
+    heads, *classes = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    chosen = [dict(zip(heads, row, strict=True)) for row in classes]
+    assert [row["name"] for row in chosen if row["chosen"] == "True"] == ["LlamaDecoderLayer"]
     assert run(["families", "nothing-like-it"]) == 2
     assert "unknown family" in capsys.readouterr().err
     assert run(["plan", "qwen3:235b-a22b", "--gpu", "H100-80GB-SXM", "--gpus", "8"]) == 2
