@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.recipe import Data, Recipe
+from fsdptool.records.recipe import DENOISING_OBJECTIVES, TEXT_OBJECTIVES, Data, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +31,6 @@ _LABELS = ("label", "labels", "class", "category", "sentiment")
 _TEXTS = ("text", "content", "body", "document")
 _CHARACTERS = 3
 """Characters per token, on the low side: English has about four."""
-_DENOISING = ("flow_matching", "epsilon", "v_prediction")
-_LANGUAGE = ("causal_lm", "masked_lm", "seq2seq", "classification")
 _OFTEN_ADDED = """
 # Often added (docs/recipes.md):
 # checkpoints: {every_steps: 500}
@@ -75,7 +73,7 @@ def look_at(path: str, objective: str) -> DataLook:
     from fsdptool.training.data.images import STILLS
     from fsdptool.training.data.sources import TEXT_SUFFIXES
 
-    if objective not in (*_DENOISING, *_LANGUAGE):
+    if objective not in (*DENOISING_OBJECTIVES, *TEXT_OBJECTIVES):
         raise ConfigError(
             f"--data {path}: objective {objective} is trained on generated samples only",
             help="leave --data out, and choose another objective.name in the recipe (docs/objectives.md)",
@@ -105,10 +103,10 @@ def look_at(path: str, objective: str) -> DataLook:
     # Pictures come with captions in text files beside them.
     source = "images" if "images" in counted else found
     if source == "images":
-        if objective not in (*_DENOISING, "classification"):
+        if objective not in (*DENOISING_OBJECTIVES, "classification"):
             raise ConfigError(f"--data {path} holds images, and the model is trained on text")
         return DataLook(Data(source="images", path=path), "images")
-    if objective in _DENOISING:
+    if objective in DENOISING_OBJECTIVES:
         raise ConfigError(f"--data {path} holds text, and the model is trained on images")
     return _rows(Data(source=source, path=path), objective)  # type: ignore[arg-type]
 
@@ -275,7 +273,7 @@ def prepare_starter(
     if not has_weights:
         header += f"\n{reference} has no weights: training starts at random."
         header += f" {hub_id} has them: name it as reference." if hub_id else ""
-    latents = look is not None and look.kind == "images" and objective in _DENOISING
+    latents = look is not None and look.kind == "images" and objective in DENOISING_OBJECTIVES
     text = (
         schema_comment("recipe", folder) + dump_recipe(rebased(recipe, folder), header=header) + _OFTEN_ADDED
     )
@@ -303,10 +301,10 @@ def _complete_hardware(given: dict[str, Any]) -> bool:
 
 
 def _complete_sizes(given: dict[str, Any], spec: ModelSpec, objective: str, look: DataLook | None) -> None:
-    if objective in _DENOISING:
+    if objective in DENOISING_OBJECTIVES:
         given.setdefault("height", given.get("width", 1024))
         given.setdefault("width", given["height"])
-    elif "sequence_length" not in given and objective in _LANGUAGE and "image_size" not in spec.config:
+    elif "sequence_length" not in given and objective in TEXT_OBJECTIVES and "image_size" not in spec.config:
         tokens = 2048
         if look is not None and look.longest is not None:
             tokens = min(max(1 << (look.longest // _CHARACTERS).bit_length(), 256), 4096)

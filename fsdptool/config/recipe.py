@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool import spelling
 from fsdptool.config.canonical import COMMON, LAUNCH
-from fsdptool.config.dialects.accelerate import FSDP_KEYS, PARALLELISM_KEYS
+from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.recipe_constraints import contradictions, finite, out_of_range
 from fsdptool.errors import ConfigError
 from fsdptool.files.json_tree import parse_json

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.config.dialects import accelerate, load_registry
+from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.fsdp1 import NotEditableError, Rewriter
 from fsdptool.config.reader import read_settings
@@ -93,7 +94,7 @@ def resolved(settings: FsdpSettings) -> FsdpSettings:
     return replace(settings, mesh=mesh.resolve(settings.num_processes))
 
 
-_OWNED = (*accelerate.FSDP_KEYS, "fsdp_backward_prefetch_policy", "fsdp_limit_all_gathers")
+_OWNED = (*FSDP_KEYS, "fsdp_backward_prefetch_policy", "fsdp_limit_all_gathers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def merge_into(path: str | Path | SourceText, settings: FsdpSettings) -> Merged:
             if key not in ("rdzv_backend", "debug") or steps.root.get(key) is None:
                 steps.put(None, key, value)
         _block(steps, "fsdp_config", block, _OWNED, "fsdp_")
-        _block(steps, "parallelism_config", mesh, accelerate.PARALLELISM_KEYS, "parallelism_config_")
+        _block(steps, "parallelism_config", mesh, PARALLELISM_KEYS, "parallelism_config_")
         if settings.use_cpu or settings.mesh.tp > 1:
             _note_consumer(steps)
     except NotEditableError as error:

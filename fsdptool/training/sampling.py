@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import DENOISING_OBJECTIVES, Recipe
 from fsdptool.training.data.order import mix
 
 if TYPE_CHECKING:
@@ -138,7 +138,6 @@ FOLDER = "samples"
 """Folder of a run folder: ``samples/step-00000100/0.txt`` (or ``.png``, ``.safetensors``)."""
 
 _TEXT = ("causal_lm", "seq2seq")
-_DENOISERS = ("flow_matching", "epsilon", "v_prediction")
 
 
 class Sampler:
@@ -209,7 +208,7 @@ class Sampler:
         return self._save(samples, self._folder / FOLDER / f"step-{step:08d}")
 
     def _one(self, model: nn.Module, number: int) -> Any:
-        if self._objective.name in _DENOISERS:
+        if self._objective.name in DENOISING_OBJECTIVES:
             return self._latents(model, number)
         return self._words(model, number)
 
@@ -290,7 +289,7 @@ class Sampler:
 
     def _write_all(self, samples: list[Any], folder: Path) -> tuple[Path, ...]:
         folder.mkdir(parents=True, exist_ok=True)
-        if self._objective.name in _DENOISERS:
+        if self._objective.name in DENOISING_OBJECTIVES:
             return _write_latents(samples, folder, self._recipe, self._spec)
         encoder = self._encoder() if self._recipe.data.source != "synthetic" else None
         files = []
@@ -350,9 +349,9 @@ def open_sampler(
     """
     if recipe.evaluation.samples <= 0:
         return None
-    if objective.name not in (*_TEXT, *_DENOISERS):
+    if objective.name not in (*_TEXT, *DENOISING_OBJECTIVES):
         raise ConfigError(
             f"evaluation.samples is {recipe.evaluation.samples}, but {objective.name} has nothing to sample",
-            help=f"set it to 0; {', '.join((*_TEXT, *_DENOISERS))} can be sampled",
+            help=f"set it to 0; {', '.join((*_TEXT, *DENOISING_OBJECTIVES))} can be sampled",
         )
     return Sampler(recipe, spec, objective, session, folder, loader)

@@ -394,10 +394,10 @@ def test_the_schema_alone_serves_a_generic_checker(files: Path) -> None:
 
 
 def test_the_schema_knows_every_key() -> None:
-    from fsdptool.config.dialects import accelerate
+    from fsdptool.config.dialects.accelerate import keys
 
     schema = load_schema("accelerate-fsdp2")["properties"]
-    assert set(schema) == accelerate.TOP_LEVEL | {"fp16", "dynamo_backend"}
+    assert set(schema) == keys.TOP_LEVEL | {"fp16", "dynamo_backend"}
     legacy = {
         "sharding_strategy",
         "backward_prefetch",
@@ -405,6 +405,6 @@ def test_the_schema_knows_every_key() -> None:
         "use_orig_params",
         "sync_module_states",
     }
-    modern = {key for key, name in accelerate.FSDP_KEYS.items() if name not in legacy}
+    modern = {key for key, name in keys.FSDP_KEYS.items() if name not in legacy}
     assert set(schema["fsdp_config"]["properties"]) == modern
-    assert set(accelerate.PARALLELISM_KEYS) <= set(schema["parallelism_config"]["properties"])
+    assert set(keys.PARALLELISM_KEYS) <= set(schema["parallelism_config"]["properties"])

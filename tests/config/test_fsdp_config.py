@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdptool.config import read_settings
-from fsdptool.config.dialects.accelerate import FSDP_KEYS
+from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS
 from fsdptool.config.fixes import repair
 
 TRUTHS = [True, False, True, False, "true", "False", "no", 1, 0, None, "maybe", 2]

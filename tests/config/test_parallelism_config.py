@@ -14,7 +14,7 @@ from test_rules_against_accelerate import GOOD, accelerator_refuses
 
 from fsdptool.config import read_settings
 from fsdptool.config.canonical import DETAILS as DETAIL_FACTS
-from fsdptool.config.dialects.accelerate import DETAILS, PARALLELISM_KEYS
+from fsdptool.config.dialects.accelerate.keys import DETAILS, PARALLELISM_KEYS
 from fsdptool.config.fixes import repair
 from fsdptool.config.migrate import migrate_file
 

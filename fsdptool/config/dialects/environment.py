@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fsdptool import spelling
 from fsdptool.config.canonical import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, MESH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import DETAILS, FSDP_KEYS, PARALLELISM_KEYS, values
+from fsdptool.config.dialects.accelerate import values
+from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.launch import (
     read_details,
     read_precision,

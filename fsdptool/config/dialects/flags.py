@@ -8,7 +8,7 @@ from fsdptool import spelling
 from fsdptool.config.canonical import LEGACY_DEFAULTS, MESH, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import accelerate
-from fsdptool.config.dialects.accelerate import DETAILS
+from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.launch import read_details, report_size
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.dialects.simpletuner import reader as simpletuner
@@ -37,8 +37,8 @@ _TOP = (
     "mixed_precision", "gpu_ids", "rdzv_backend", "debug",
 )  # fmt: skip
 KEYS: dict[str, str] = {
-    **accelerate.FSDP_KEYS,
-    **accelerate.PARALLELISM_KEYS,
+    **FSDP_KEYS,
+    **PARALLELISM_KEYS,
     **DETAILS,
     **{key: key for key in _TOP},
     "use_fsdp": "use_fsdp",

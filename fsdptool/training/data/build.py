@@ -15,9 +15,9 @@ from fsdptool.errors import ConfigError
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.recipe import Data, Recipe
+from fsdptool.records.recipe import TEXT_OBJECTIVES, Data, Recipe
 from fsdptool.training.data.labelled import open_labelled
-from fsdptool.training.data.language import LANGUAGE, open_language
+from fsdptool.training.data.language import open_language
 from fsdptool.training.data.latents import Denoising, Latents, read_index, split_pictures
 from fsdptool.training.data.loader import Collate, Loader, Samples, Share, Stack
 from fsdptool.training.data.order import BucketOrder, Order, PlainOrder, mix
@@ -239,10 +239,10 @@ def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str
         return _labelled(recipe, spec, data, part)
     if data.source in ("images", "latents"):
         return _diffusion(recipe, spec, data, cache, part)
-    if kind not in LANGUAGE:
+    if kind not in TEXT_OBJECTIVES:
         raise ConfigError(
             f"objective {kind} cannot be trained on data.source {data.source}",
-            help=f"that source serves {', '.join(LANGUAGE)}; use synthetic for others",
+            help=f"that source serves {', '.join(TEXT_OBJECTIVES)}; use synthetic for others",
         )
     samples, collate = open_language(kind, recipe, spec, data, cache, part)
     return Opened(samples, PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle), collate)

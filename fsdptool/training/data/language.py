@@ -218,8 +218,6 @@ Wanted = Mapping[str, TensorSpec]
 """What the family says a micro-batch is, by name."""
 
 _HASH_RANGE = 1 << 63
-LANGUAGE = ("causal_lm", "masked_lm", "seq2seq", "classification")
-"""Objectives whose samples are made of text."""
 
 
 @dataclass(frozen=True, slots=True)

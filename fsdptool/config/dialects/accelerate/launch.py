@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdptool import spelling
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import DETAILS, PARALLELISM_KEYS
+from fsdptool.config.dialects.accelerate.keys import DETAILS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.unread import report_in_parallelism
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 

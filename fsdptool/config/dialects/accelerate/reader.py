@@ -12,8 +12,9 @@ from typing import Any
 from fsdptool import spelling
 from fsdptool.config.canonical import LEGACY_DEFAULTS
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import CONVERTED, FSDP_KEYS, INERT, NAMES, TOP_LEVEL, launch, values
+from fsdptool.config.dialects.accelerate import launch, values
 from fsdptool.config.dialects.accelerate.fsdp1 import read_legacy
+from fsdptool.config.dialects.accelerate.keys import CONVERTED, FSDP_KEYS, INERT, NAMES, TOP_LEVEL
 from fsdptool.config.dialects.accelerate.unread import report_inside, report_top_level
 from fsdptool.files.tree import Entry, Node, effective_entries
 

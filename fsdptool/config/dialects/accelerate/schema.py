@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from fsdptool.config.canonical import WRITTEN
-from fsdptool.config.dialects.accelerate import (
+from fsdptool.config.dialects.accelerate.keys import (
     CONVERTED,
     DETAILS,
     FSDP_KEYS,

@@ -7,7 +7,7 @@ from typing import Any
 from fsdptool import spelling
 from fsdptool.config.canonical import begins
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import (
+from fsdptool.config.dialects.accelerate.keys import (
     DEAD,
     FSDP_KEYS,
     PARALLELISM_KEYS,
