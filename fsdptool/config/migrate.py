@@ -171,6 +171,11 @@ def write_across(
     notes = tuple(
         f"give {name} = {getattr(settings, name)} at launch: {to} cannot express it" for name in lost
     )
+    if "wrap_classes" in cannot and settings.wrap_policy == "transformer" and settings.wrap_classes:
+        # torchtitan and torchtune wrap the blocks of models of their own, under names of their own.
+        lost.append("wrap_classes")
+        names = ", ".join(settings.wrap_classes)
+        notes = (*notes, f"wrap_classes ({names}) is left out: {to} wraps every block of its own models")
     rest = replace(settings, **{name: getattr(default, name) for name in lost})
     return write_settings(rest, to, header=header), notes
 

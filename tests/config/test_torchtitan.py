@@ -10,10 +10,13 @@ import pytest
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
 from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import write_across
+from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.files.toml_tree import parse_toml
 from fsdptool.files.tree import ParseError, to_python
 from fsdptool.planning.request import read_request_settings
+from fsdptool.records.sharding import FsdpSettings
 
 JOB = """\
 # Llama 3
@@ -121,3 +124,13 @@ def test_the_tree_of_a_toml_file_is_what_tomllib_reads() -> None:
     with pytest.raises(ParseError, match="not TOML") as caught:
         parse_toml("a = 1\nb = = 2\n")
     assert caught.value.index == 10
+
+
+def test_classes_to_wrap_are_left_to_torchtitans_own_models() -> None:
+    text, notes = write_across(
+        FsdpSettings(wrap_classes=("LlamaDecoderLayer",), num_processes=8), "torchtitan"
+    )
+    assert read_settings(text).dialect == "torchtitan"
+    assert [note.partition(" is left out")[0] for note in notes][1:] == ["wrap_classes (LlamaDecoderLayer)"]
+    with pytest.raises(ConfigError, match="wrap_policy"):
+        write_across(FsdpSettings(wrap_policy="none"), "torchtitan")
