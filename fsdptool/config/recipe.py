@@ -24,7 +24,7 @@ from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
 from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.records.codec import from_json
-from fsdptool.records.recipe import DATA_OPTIONS, Recipe
+from fsdptool.records.recipe import DATA_OPTIONS, Data, Recipe
 
 _BLOCKS = {
     "fsdp_config": [item for item in FSDP_KEYS.items() if item[1] in COMMON[2:]],
@@ -161,7 +161,9 @@ def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> Conf
             f"write it there as {owner}",
         )
     near = spelling.nearest(key, fields, cutoff=0.6)
-    if near is None and key in _OTHER_NAMES:
+    if record is Data and key in DATA_OPTIONS:
+        advice = "write it under data.options:"
+    elif near is None and key in _OTHER_NAMES:
         advice = f"write {_OTHER_NAMES[key]}"
     elif near is None:
         elsewhere = [home for home, names in _homes().items() if key in names]

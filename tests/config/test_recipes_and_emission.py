@@ -40,6 +40,7 @@ WRONG = {
     "mixed_precision: bf16\n": ("belongs in the accelerate YAML", "mixed_precision"),
     "fsdp_version: 2\n": ("belongs in the accelerate YAML", "fsdp_config.fsdp_version"),
     "sharding:\n  cpu_offload: true\n": ("sharding.cpu_offload belongs", "fsdp_offload_params"),
+    "data:\n  messages_column: chat\n": ("key 'data.messages_column'", "write it under data.options:"),
     "sharding:\n  layout: natve\n": ("not one of native, accelerate", "did you mean native?"),
     "batch:\n  micro_batch: 0\n": ("must be at least 1", None),
     "batch:\n  accumulation: 2\n  global_batch: 8\n": ("determine each other", "keep one"),
