@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -66,6 +67,10 @@ def run_search(
     return replace(result, best=tuple(best))
 
 
+_PROGRESS_SECONDS = 0.5
+"""Least time between two lines of progress."""
+
+
 def _evaluate(
     estimator: Estimator,
     inputs: PlanInputs,
@@ -109,14 +114,15 @@ def _evaluate(
         ]
     name, before = names
     failed: set[tuple[int, int]] = set()
-    countdown = Countdown(len(space))
+    countdown, told = Countdown(len(space)), time.monotonic()
     candidates: list[Candidate] = []
     for number, option in enumerate(space):
         if (option.cp, option.tp) in failed:
             continue
         count = before + len(candidates)
         label = name if name and option == point else f"c{count:04d}"
-        if progress is not None and count % 100 == 99:
+        if progress is not None and time.monotonic() - told >= _PROGRESS_SECONDS:
+            told = time.monotonic()
             left = left_text(countdown.left(number))
             progress(f"evaluated {number + 1} of {len(space)} configurations{left}")
         try:
