@@ -91,6 +91,7 @@ _UNCHECKED = {
     "gpus": "GPUs (this machine has none)",
     "memory": "memory (`fsdptool plan --recipe RECIPE --config CONFIG --gpu GPU` predicts it)",
     "data": "data after the first row (the start of the run reads all of it)",
+    "rendezvous": "the address of node 0, here node0 (give --rendezvous, or set main_process_ip)",
 }
 
 

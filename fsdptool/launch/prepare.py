@@ -11,7 +11,7 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.launch.command import Nodes
 from fsdptool.launch.machine import count_gpus, local_cluster, untested_versions, visible_gpus
-from fsdptool.launch.slurm import PORT, Job
+from fsdptool.launch.slurm import FIRST_NODE, PORT, Job
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
 from fsdptool.records.command_documents import Unchecked
@@ -349,9 +349,16 @@ def count_processes(
 
 
 def place_nodes(
-    settings: FsdpSettings, node_rank: int | None, rendezvous: str | None, launch_id: str | None
+    settings: FsdpSettings,
+    node_rank: int | None,
+    rendezvous: str | None,
+    launch_id: str | None,
+    *,
+    dry_run: bool = False,
 ) -> Nodes:
     """Return the rendezvous of the nodes: from the command line, else from the YAML.
+
+    A dry run that is given none shows ``node0`` in its place, as ``fsdptool launch`` does.
 
     Raises:
         ConfigError: There are several nodes without a rendezvous endpoint, or a rank is out of range.
@@ -367,6 +374,8 @@ def place_nodes(
     endpoint = rendezvous
     if endpoint is None and settings.main_process_ip:
         endpoint = f"{settings.main_process_ip}:{settings.main_process_port or PORT}"
+    if endpoint is None and dry_run:
+        endpoint = f"{FIRST_NODE}:{PORT}"
     if endpoint is None:
         raise ConfigError(
             f"the configuration is for {count} machines and does not set a rendezvous endpoint",

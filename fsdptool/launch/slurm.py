@@ -11,6 +11,8 @@ from pathlib import Path
 
 from fsdptool.errors import ConfigError
 
+FIRST_NODE = "node0"
+"""What stands for the first node until somebody names it."""
 PORT = 29500
 SIGNAL_LEAD_SECONDS = 300
 """How long before its time limit Slurm asks the run to save."""

@@ -176,7 +176,11 @@ def open_run(
             dry_run=dry_run,
             trust_remote_code=options.trust_remote_code,
         )
-        nodes = place_nodes(prepared.settings, options.node_rank, options.rendezvous, options.launch_id)
+        nodes = place_nodes(
+            prepared.settings, options.node_rank, options.rendezvous, options.launch_id, dry_run=dry_run
+        )
+        if nodes.count > 1 and options.rendezvous is None and not prepared.settings.main_process_ip:
+            prepared = replace(prepared, unchecked=(*prepared.unchecked, "rendezvous"))
         if options.rendezvous is not None:
             # The command line gives the rendezvous, so the finding about the file does not apply.
             remaining = tuple(item for item in prepared.diagnostics if item.code != "FSD329")

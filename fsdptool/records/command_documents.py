@@ -240,8 +240,9 @@ class NodeCommand:
     environment: Mapping[str, str]
 
 
-Unchecked = Literal["gpus", "memory", "data"]
-"""What only the start of a run checks: the GPUs of its machine, their memory, every row of the data."""
+Unchecked = Literal["gpus", "memory", "data", "rendezvous"]
+"""What only the start of a run checks: the GPUs of its machine, their memory, every row of the data, and
+where several machines meet."""
 
 
 @dataclass(frozen=True, slots=True)

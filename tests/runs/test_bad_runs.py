@@ -79,6 +79,12 @@ def test_a_dry_run_on_a_login_node(place: Work, capsys: pytest.CaptureFixture[st
     document = json.loads(capsys.readouterr().out)
     assert document["unchecked"] == ["gpus", "memory", "data"]
     assert "CUDA_VISIBLE_DEVICES" not in document["nodes"][0]["environment"]
+    config.write_text(config.read_text().replace("num_processes: 2", "num_processes: 16\nnum_machines: 2"))
+    assert run([*place.arguments("run"), "--dry-run", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["unchecked"] == ["gpus", "memory", "data", "rendezvous"]
+    assert "node0:29500" in " ".join(document["nodes"][0]["argv"])
+    config.write_text(CONFIG.replace("use_cpu: true\n", ""))
     config.write_text(config.read_text().replace("num_processes: 2\n", ""))
     assert "does not set num_processes" in complain(place, capsys, "--dry-run")
     (place.folder / "text.txt").write_text("")
