@@ -35,7 +35,7 @@ from ranks import train
 
 from fsdptool.errors import ConfigError
 from fsdptool.memory import footprint, trace
-from fsdptool.records.recipe import Recipe, Sharding
+from fsdptool.records.recipe import Sharding
 from fsdptool.records.sharding import ParallelDims
 
 STEPS = 20
@@ -134,7 +134,9 @@ def _memory(
     with tempfile.TemporaryDirectory() as folder:
         recipe, path = prepare_case(wide, Path(folder), method, **changes)
         accumulation = count // dims.resolve(world).data_ranks
-        recipe = _accumulated(recipe, accumulation)
+        recipe = dataclasses.replace(
+            recipe, batch=dataclasses.replace(recipe.batch, accumulation=accumulation, height=64, width=64)
+        )
         inputs = inputs_for(wide, path, recipe, mesh=dims, num_processes=world)
         traced = trace(inputs.spec, recipe, inputs.settings, staged=True, use_cache=False)
         mesh_sizes = dims.resolve(world).with_experts(recipe.sharding.expert_parallel)
@@ -144,10 +146,6 @@ def _memory(
         )[0]
     assert planned is not None, traced.unknowns
     return planned, measured
-
-
-def _accumulated(recipe: Recipe, accumulation: int) -> Recipe:
-    return dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, accumulation=accumulation))
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:

@@ -82,19 +82,23 @@ def test_divided_sequences_train_as_whole_ones(pool: Pool, tmp_path: Path, run: 
 
 
 def test_a_run_continues_on_every_other_mesh(pool: Pool, tmp_path: Path) -> None:
-    """Fused projections are saved in chunks, and read by other divisions and by none."""
+    """Fused projections are saved in chunks, and read by other divisions and by none.
+
+    Dividing sequences changes nothing of what is saved.
+    """
     recipe, folder = prepare_case(CASES["gpt2"], tmp_path, "full")
+    divided = dataclasses.replace(recipe, sharding=SEQUENCE)
     undisturbed = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), None, 8, "gpt2")[0]
     run = tmp_path / "run"
     run.mkdir()
-    for world, mesh, until in (
-        (2, ParallelDims(dp_shard=1, tp=2), 2),
-        (4, ParallelDims(dp_shard=1, tp=4), 4),
-        (1, ParallelDims(), 5),
-        (4, ParallelDims(dp_shard=2, tp=2), 7),
-        (2, ParallelDims(dp_shard=2), 8),
+    for world, mesh, until, chosen in (
+        (2, ParallelDims(dp_shard=1, tp=2), 2, recipe),
+        (4, ParallelDims(dp_shard=1, tp=4), 4, divided),
+        (1, ParallelDims(), 5, recipe),
+        (4, ParallelDims(dp_shard=2, tp=2), 7, divided),
+        (2, ParallelDims(dp_shard=2), 8, recipe),
     ):
-        later = pool.run(context_cases.resumed, world, folder, recipe, mesh, str(run), until, "gpt2")[0]
+        later = pool.run(context_cases.resumed, world, folder, chosen, mesh, str(run), until, "gpt2")[0]
         assert later["losses"] == pytest.approx(
             undisturbed["losses"][until - later["steps"] : until], rel=1e-5
         )
@@ -105,10 +109,11 @@ def test_a_full_checkpoint_is_whole(pool: Pool, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     mesh = ParallelDims(dp_shard=1, tp=2)
-    pool.run(context_cases.resumed, 2, folder, recipe, mesh, str(run), 2, "gpt2", "full")
+    divided = dataclasses.replace(recipe, sharding=SEQUENCE)
+    pool.run(context_cases.resumed, 2, folder, divided, mesh, str(run), 2, "gpt2", "full")
     chunks = tmp_path / "chunks"
     chunks.mkdir()
-    pool.run(context_cases.resumed, 2, folder, recipe, mesh, str(chunks), 2, "gpt2")
+    pool.run(context_cases.resumed, 2, folder, divided, mesh, str(chunks), 2, "gpt2")
     # What an export reads.
     full, sharded = (
         Saved(path, read_manifest(path))
