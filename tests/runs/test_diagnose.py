@@ -198,6 +198,7 @@ def test_messages_of_fsdp2_checkpoints_and_accelerate(tmp_path: Path) -> None:
         "RUN041": lambda: dcp.load({"a": torch.ones(4)}, checkpoint_id=tmp_path / "saved"),
         "RUN043": lambda: dcp.load({"b": torch.ones(3)}, checkpoint_id=tmp_path / "saved"),
         "RUN050": unscale,
+        "RUN061": lambda: torch.load(tmp_path / "pytorch_model_fsdp_0_rank2.bin", weights_only=True),
     }.items():
         assert causes(raised(act)) == [code]
 
