@@ -16,7 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool import spelling
 from fsdptool.config.canonical import COMMON, LAUNCH
+from fsdptool.config.dialects import detect_dialect, sniff_dialect
 from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
+from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.recipe_constraints import contradictions, finite, out_of_range
 from fsdptool.errors import ConfigError
 from fsdptool.files.json_tree import parse_json
@@ -60,13 +62,19 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
         is_json = (source.path or "").endswith(".json")
         document = parse_json(source.text) if is_json else parse_yaml(source.text)
     except ParseError as error:
+        _refuse_configuration(source, sniff_dialect(source.text))
         raise _error(source, error.index, error.message) from error
     root = document.root
     if root is None or root.kind != "map":
+        _refuse_configuration(source, sniff_dialect(source.text))
         raise _error(
             source, 0, "a recipe must be a mapping that begins with `model:`", "see `fsdptool schema recipe`"
         )
-    _check_record(source, Recipe, root, "")
+    try:
+        _check_record(source, Recipe, root, "")
+    except ConfigError:
+        _refuse_configuration(source, detect_dialect(root)[0])
+        raise
     _raise_all(
         [
             _error(source, node.start, message, "leave it out to use the default")
@@ -75,6 +83,15 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
         + [_error(source, node.start, message, advice) for node, message, advice in contradictions(root)]
     )
     return from_json(Recipe, to_python(root), where="recipe")
+
+
+def _refuse_configuration(source: SourceText, dialect: Dialect | None) -> None:
+    """Raise one error for a file that configures sharding, in the place of one for each of its keys."""
+    if dialect is not None:
+        raise ConfigError(
+            f"{source.path or 'the text'} is not a recipe but a configuration ({dialect.name})",
+            help="give it as --config; `fsdptool init` writes a recipe for a model and its data",
+        )
 
 
 def _open(path: str | Path | SourceText) -> SourceText:

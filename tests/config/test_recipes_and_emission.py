@@ -87,6 +87,20 @@ def test_all_mistakes_are_reported_at_once() -> None:
     assert len(caught.value.others) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "dialect"),
+    [
+        ("model: {_component_: torchtune.models.llama3.llama3_8b}\nbatch_size: 2\n", "torchtune"),
+        ("[training]\nseq_len = 8192\n\n[parallelism]\ntensor_parallel_degree = 1\n", "torchtitan"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "accelerate"),
+    ],
+)
+def test_a_configuration_is_not_taken_for_a_recipe(text: str, dialect: str) -> None:
+    with pytest.raises(ConfigError, match=rf"not a recipe but a configuration \({dialect}\)") as caught:
+        read_recipe(text)
+    assert not caught.value.others
+
+
 def test_every_name_of_other_trainers_leads_to_a_field() -> None:
     properties = generate("recipe")
     for name, field in _OTHER_NAMES.items():
