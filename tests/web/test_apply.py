@@ -106,3 +106,11 @@ def test_mistakes_are_shown_beside_their_fields_or_in_one_line(site: Site) -> No
 def test_names_are_escaped(site: Site, field: str) -> None:
     page = site.client().get("/apply", params={**PRESET, field: f"models/{HOSTILE}"}).text
     assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+def test_an_answer_that_comes_while_the_page_is_made_is_not_lost(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown(site, **PRESET)
+    monkeypatch.setattr("fsdptool.web.pages.apply._is_ready", lambda job: False)
+    assert 'sse-connect="/jobs/' in site.get("/apply", **PRESET)

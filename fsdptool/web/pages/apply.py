@@ -108,28 +108,34 @@ def _page(request: Request, query: Mapping[str, str], error: FsdptoolError | Non
     source: Source | None = None
     job: Job | None = None
     unfit: Unfit | None = None
+    ready = False
     try:
         source = read_source_of(shared, query)
         job = submit(request, source) if source.given else None
-        if job is not None and _is_ready(job):
+        ready = job is not None and _is_ready(job)
+        if job is not None and ready:
             unfit = _unfit(source, job.result.get("unfit"))
             if unfit is None:
                 outcome = _outcome(shared, source, job.result, own)
     except FsdptoolError as problem:
         error, status = error or problem, max(status, 400)
-    if job is not None and job.state is JobState.FAILED and error is None:
+    failed = job is not None and job.state is JobState.FAILED
+    if job is not None and failed and error is None:
         error, status = job.error, 400
     if source is not None and any(field.error for field in source.fields):
         status = 400
     values = source.values if source is not None else {}
     state = {**values, **own}
+    # One that has ended since it was looked at is still waited for: its stream loads the page again at once.
+    waiting = job is not None and not (ready or failed)
     result: Mapping[str, Any] = job.result if outcome is not None and job is not None else {}
     return render(
         request,
         "apply.html",
         page=page,
         status=status,
-        refresh=job is not None and not job.state.ended,
+        refresh=waiting,
+        waiting=waiting,
         address=address_of(page.path, **state, written=query.get("written", "")),
         source=source,
         values={name: value for name, value in values.items() if value},

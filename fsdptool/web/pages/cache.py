@@ -47,6 +47,7 @@ def _page(request: Request, fields: tuple[Field, ...]) -> Response:
     query = request.query_params
     probe = query.get("probe") == "yes"
     job = services(request).jobs.submit("machine:examine", {"probe": probe})
+    state = job.state
     store = Store()
     entries = store.entries()
     kinds: dict[str, KindTotal] = {}
@@ -54,14 +55,15 @@ def _page(request: Request, fields: tuple[Field, ...]) -> Response:
         total = kinds.setdefault(entry.kind, KindTotal(entry.kind))
         total.entries, total.bytes = total.entries + 1, total.bytes + entry.bytes
     verify = query.get("verify") == "yes"
-    document: dict[str, Any] = job.result if job.state is JobState.DONE else {}
+    document: dict[str, Any] = job.result if state is JobState.DONE else {}
     return render(
         request,
         "cache.html",
         page=page,
         command=("fsdptool", "doctor", *(() if probe else ("--no-probe",))),
         status=400 if any(field.error for field in fields) else 200,
-        refresh=not job.state.ended,
+        refresh=not state.ended,
+        examining=not state.ended,
         job=job,
         probe=probe,
         probe_address=address_of(page.path, probe="yes"),

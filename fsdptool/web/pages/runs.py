@@ -29,7 +29,7 @@ from fsdptool.web.roots import Roots
 from fsdptool.web.run_values import read_known_view
 from fsdptool.web.tables import moment_text
 
-page = Page("Runs", "/runs", "What runs, the queue, and a new run.")
+page = Page("Runs", "/runs", "See what runs, arrange the queue, and start a run.")
 
 _LOOK_SECONDS = 1.0
 _FILES = (".yaml", ".yml", ".json", ".toml")
@@ -123,12 +123,14 @@ def new(request: Request) -> Response:
         }
         job = shared.jobs.submit("runs:dry_run", arguments, group=group_of(request, "dry-run"))
         result, error = job.result, job.error
+    waiting = job is not None and result is None and error is None
     return render(
         request,
         "run_new.html",
         page=page,
         command=asked.command() if asked is not None else (),
-        refresh=job is not None and not job.state.ended,
+        refresh=waiting,
+        waiting=waiting,
         fields=fields,
         values=values,
         request_of_run=asked,
@@ -207,6 +209,7 @@ def _add(request: Request, values: Mapping[str, str]) -> Response:
         values=values,
         request_of_run=asked,
         job=None,
+        waiting=False,
         result=None,
         error=error,
     )
