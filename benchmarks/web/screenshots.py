@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,22 @@ DOCUMENTED = ("model", "plan", "apply", "config")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 _WAIT_MS = 300_000
+_LOAD_PICTURES = """() => Promise.all([...document.images].map((picture) => new Promise((resolve) => {
+  picture.loading = "eager";
+  if (picture.complete) resolve();
+  picture.addEventListener("load", resolve);
+  picture.addEventListener("error", resolve);
+})))"""
 _TOO_WIDE = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+
+
+def settle(page: Any, address: str) -> None:
+    """Open a page and wait until its work is done, its curves are drawn and its pictures are loaded."""
+    page.goto(address)
+    page.locator(".working").first.wait_for(state="detached", timeout=_WAIT_MS)
+    if page.locator("#curves").count():
+        page.locator("#curves .u-over").nth(2).wait_for()
+    page.evaluate(_LOAD_PICTURES)
 
 
 def photograph(browser: Any, interface: Interface, folder: Path, names: list[str]) -> None:
@@ -120,8 +136,7 @@ def photograph(browser: Any, interface: Interface, folder: Path, names: list[str
         page.goto(opened)
         origin = opened.partition("/open")[0]
         for name in names:
-            page.goto(origin + PAGES[name])
-            page.locator(".working").first.wait_for(state="detached", timeout=_WAIT_MS)
+            settle(page, origin + PAGES[name])
             page.screenshot(path=folder / f"{name}-{view}.png", full_page=True)
             if page.evaluate(_TOO_WIDE):
                 print(f"{name}-{view}: wider than the screen")
@@ -147,20 +162,17 @@ def document(browser: Any, interface: Interface) -> None:
     opened = interface.new_address()
     page.goto(opened)
     for name in DOCUMENTED:
-        page.goto(opened.partition("/open")[0] + PAGES[name])
-        page.locator(".working").first.wait_for(state="detached", timeout=_WAIT_MS)
+        settle(page, opened.partition("/open")[0] + PAGES[name])
         page.screenshot(path=DOCS / f"ui-{name}.png")
     page.close()
 
 
-def main(folder: Path | None, names: list[str]) -> None:
-    """Serve the example files and photograph the pages; without a folder, those of the documentation."""
+@contextlib.contextmanager
+def visiting() -> Iterator[tuple[Any, Interface]]:
+    """Serve the example files; yield a browser and the server."""
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:
         raise SystemExit("Chromium is not installed")
-    if folder is not None:
-        folder = folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
     # Commands on the pages name files as they are from here.
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         work = Path(place, "work")
@@ -178,14 +190,23 @@ def main(folder: Path | None, names: list[str]) -> None:
                 browser = playwright.chromium.launch(
                     executable_path=program, args=["--no-sandbox", "--disable-gpu"]
                 )
-                if folder is None:
-                    document(browser, interface)
-                else:
-                    photograph(browser, interface, folder, names or list(PAGES))
+                yield browser, interface
                 browser.close()
         finally:
             interface.server.should_exit = True
             server.join()
+
+
+def main(folder: Path | None, names: list[str]) -> None:
+    """Photograph the pages into a folder; without one, those of the documentation."""
+    if folder is not None:
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+    with visiting() as (browser, interface):
+        if folder is None:
+            document(browser, interface)
+        else:
+            photograph(browser, interface, folder, names or list(PAGES))
 
 
 if __name__ == "__main__":
