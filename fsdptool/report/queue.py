@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdptool.formatting import elapsed, printable
@@ -41,10 +41,14 @@ def print_queue(document: Mapping[str, Any], *, now: float) -> None:
 
 
 def needs_text(entry: Mapping[str, Any]) -> str:
-    """Return what an entry needs: ``GPU 0,1`` or ``2 slots``."""
+    """Return what an entry needs: ``GPUs 0,1`` or ``2 slots``."""
     if entry["gpus"]:
-        return f"GPU {printable(','.join(entry['gpus']))}"
+        return printable(_gpus(entry["gpus"]))
     return f"{entry['slots']} slot{'s' if entry['slots'] != 1 else ''}"
+
+
+def _gpus(names: Sequence[str]) -> str:
+    return f"GPU{'s' if len(names) > 1 else ''} {','.join(names)}"
 
 
 def note_text(entry: Mapping[str, Any]) -> str:
@@ -53,7 +57,7 @@ def note_text(entry: Mapping[str, Any]) -> str:
     if wait is None:
         return entry["message"] or ""
     what = {
-        "gpus": f"GPU {','.join(wait['gpus'])} is in use",
+        "gpus": f"{_gpus(wait['gpus'])} {'is' if len(wait['gpus']) == 1 else 'are'} in use",
         "slots": "the process slots are in use",
         "folder": "the run folder is in use",
     }[wait["reason"]]

@@ -127,7 +127,8 @@ class Field:
 
 
 def label_of(name: str) -> str:
-    """Return the label of a name: ``micro_batch`` becomes ``Micro batch``."""
+    """Return the label of a name: ``sequence_length`` becomes ``Sequence length``."""
+    name = name.replace("micro_batch", "micro-batch").replace("inter_node", "inter-node")
     words = [_SPELLINGS.get(word, word) for word in name.split("_")]
     words[0] = words[0] if words[0] != words[0].lower() else words[0].capitalize()
     return " ".join(words)

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, Response
 
 from fsdptool.errors import ExitCode, FsdptoolError
 from fsdptool.formatting import amount, printable, printable_lines
+from fsdptool.report.html_page import breaking
 from fsdptool.web.events import Streams
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
@@ -76,6 +77,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     templates.filters["amount"] = amount
+    templates.filters["breaking"] = lambda text: Markup(breaking(text))
     templates.filters["command"] = shlex.join
     templates.filters["lines"] = printable_lines
     templates.filters["marked"] = marked

@@ -118,7 +118,7 @@ def test_the_queue_is_shown_and_changed_without_a_script(site: Site, queue: Queu
     text = client.get("/runs").text
     assert EVIL not in text
     assert f'id="entry-{one}"' in text
-    assert "GPU 0,1" in text
+    assert "GPUs 0,1" in text
     assert "starts after" in text or "in use" in text
     for action, state in (("hold", "held"), ("release", "waiting"), ("cancel", "cancelled")):
         assert post(site, f"/runs/entry/{one}", act=action).status_code == 303

@@ -54,11 +54,11 @@
     },
     memory: {
       title: "Memory of rank 0",
-      columns: (data) => [data.step, data.memory, data.step.map(() => data.planned)],
-      series: () => [
+      columns: (data) => [data.step, data.memory, ...(data.planned == null ? [] : [data.step.map(() => data.planned)])],
+      series: (data) => [
         {label: "step"},
-        {label: "measured", stroke: color("--accent"), width: 1.8, spanGaps: true},
-        {label: "planned peak", stroke: color("--outside"), width: 1.6, dash: [6, 4], points: {show: false}},
+        {label: "measured", stroke: color("--accent"), width: 1.8, spanGaps: true, points: {fill: color("--card")}},
+        ...(data.planned == null ? [] : [{label: "planned peak", stroke: color("--outside"), width: 1.6, dash: [6, 4], points: {show: false}}]),
       ],
       format: bytes,
       increments: Array.from({length: 50}, (_, power) => 2 ** power),
