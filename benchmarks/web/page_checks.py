@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from axe_playwright_python.base import AXE_SCRIPT
 from screenshots import PAGES, VIEWS, settle, visiting
 
 from fsdptool.records.diagnostic import library_versions, tool_version
@@ -61,7 +61,7 @@ def examine(browser: Any, origin: str, opened: str, view: str) -> list[dict[str,
     for name, address in PAGES.items():
         faults.clear()
         settle(page, origin + address)
-        page.evaluate(AXE_SCRIPT)
+        page.evaluate(import_module("axe_playwright_python.base").AXE_SCRIPT)
         violations = page.evaluate("() => axe.run()")["violations"]
         rows.append(
             {
