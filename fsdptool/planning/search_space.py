@@ -119,13 +119,18 @@ def tensor_sizes(start: SearchPoint, cluster: Cluster, fixed: Sequence[str]) -> 
     """Tensor-parallel sizes worth evaluating besides that of ``start``.
 
     Groups stay inside a node: every layer waits for its sums, and links between nodes are slower by an order
-    of magnitude (Megatron-LM, arXiv:2104.04473, section 3.2). Only the native layout divides layers.
+    of magnitude (Megatron-LM, arXiv:2104.04473, section 3.2). Only the native layout divides layers. At least
+    two ranks remain to shard over, without which accelerate and ``fsdptool train`` refuse FSDP.
     """
     if "tp" in fixed or cluster.gpu is None or start.layout != "native":
         return []
     if "mesh" in fixed:
         return []  # the given sizes leave no ranks
-    return [size for size in (1, 2, 4, 8) if cluster.gpus_per_node % size == 0 and size != start.tp]
+    return [
+        size
+        for size in (1, 2, 4, 8)
+        if cluster.gpus_per_node % size == 0 and size < cluster.world_size and size != start.tp
+    ]
 
 
 def expert_sizes(

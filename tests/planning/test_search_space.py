@@ -55,6 +55,8 @@ def test_groups_stay_inside_a_node_and_given_sizes_are_kept() -> None:
     assert tensor_sizes(START, NODES, ()) == [2, 4, 8]
     assert tensor_sizes(replace(START, tp=16, dp_shard=2), NODES, ()) == [1, 2, 4, 8]
     assert tensor_sizes(START, replace(NODES, gpus_per_node=4), ()) == [2, 4]
+    pair = replace(NODES, nodes=1, gpus_per_node=2)
+    assert tensor_sizes(START, pair, ()) == [], "nothing would remain to shard over"
     assert tensor_sizes(START, NODES, ("tp",)) == tensor_sizes(START, NODES, ("mesh",)) == []
     assert tensor_sizes(START, make_cluster(None, 8), ()) == []
     assert tensor_sizes(replace(START, layout="accelerate"), NODES, ()) == []
