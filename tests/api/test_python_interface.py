@@ -211,8 +211,4 @@ def test_the_page_of_python_says_what_a_session_answers() -> None:
     assert set(blocks) == {"errors", "records", "files", "proof", "refusal"}
     assert script["replay"](blocks["errors"], {}) == blocks["errors"]
     listed = set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE))
-    assert listed | {"ProofCallback", "ProofTracker"} == set(fsdptool.__all__) - {
-        "read_recipe",
-        "read_settings",
-        "write_settings",
-    }
+    assert listed | {"ProofCallback", "ProofTracker"} == set(fsdptool.__all__)
