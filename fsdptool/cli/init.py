@@ -116,7 +116,7 @@ def _print(starter: Starter, paths: tuple[Path, Path], reference: str, trusted: 
     answer_line(f"  fsdptool train {recipe} --config {config}{flag} --dry-run")
     answer_line(f"  fsdptool train {recipe} --config {config}{flag}")
     if starter.on_cpu:
-        say("note: no GPU is named and this machine has none, so this is for its CPU; give --gpu and --gpus")
+        say("note: no GPU is named and this machine has none, so the files are for its CPU; --gpu names one")
     if not starter.has_weights:
         source = f"give {starter.hub_id}" if starter.hub_id else "give a Hub id or a folder"
         say(f"note: {reference} has no weights, so training starts at random; {source} to start from weights")

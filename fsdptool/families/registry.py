@@ -127,7 +127,7 @@ class Registry:
         listed = ", ".join(by_size(flavours))
         raise ReferenceError(
             f"family {family!r} has no flavour {name!r}",
-            help=f"{nearest}; it has: {listed}" if nearest else f"it has: {listed}",
+            help=f"{nearest} {family} has: {listed}" if nearest else f"it has: {listed}",
         )
 
     def _elsewhere(self, family: str, name: str) -> str | None:

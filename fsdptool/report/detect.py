@@ -323,7 +323,7 @@ def print_doctor(document: Mapping[str, Any]) -> None:
             optional=(4, 3),
         )
     else:
-        print_line("GPUs: none here; runs use the CPU")
+        print_line("GPUs: none; runs use the CPU")
     origins: dict[str, list[str]] = {}
     for plugin in document["plugins"]:
         origins.setdefault(plugin["origin"], []).append(plugin["family"])

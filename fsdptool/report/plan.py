@@ -281,16 +281,15 @@ def _seconds(candidate: Mapping[str, Any]) -> None:
 
 
 def _limit(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
-    """Say what keeps the answer from being faster."""
+    """Say why candidates were rejected and, of several, what keeps the chosen one from being faster."""
     print_line()
-    reasons: dict[str, int] = {}
-    for item in document["candidates"]:
-        if item["rejected_by"]:
-            kind = words.REJECTIONS[item["rejected_by"]["kind"]]
-            reasons[kind] = reasons.get(kind, 0) + 1
-    if reasons:
-        counted = ", ".join(f"{kind} {number}" for kind, number in sorted(reasons.items()))
-        print_line(f"rejected by: {counted}")
+    kinds = [item["rejected_by"]["kind"] for item in document["candidates"] if item["rejected_by"]]
+    if kinds:
+        reasons = sorted(words.REJECTIONS[kind] for kind in kinds)
+        counted = ", ".join(f"{reason} {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
+        print_line(f"rejected candidates by reason: {counted}")
+    if document["chosen"] is None or len(document["candidates"]) == 1:
+        return
     speed = candidate.get("samples_per_second")
     faster = [
         item

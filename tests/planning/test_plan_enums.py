@@ -116,7 +116,7 @@ def test_every_rejection_through_every_reader(
         changed(plan, rejected_by=Rejection(kind, "the detail")), chosen=None, verdict="does_not_fit"
     )
     console, page, check, comparison = read(rejected, tmp_path, capsys)
-    assert f"rejected by: {plan_words.REJECTIONS[kind]} 1" in console
+    assert f"rejected candidates by reason: {plan_words.REJECTIONS[kind]} 1" in console
     assert "the detail" in plan_words.reason(plan_document(rejected)["candidates"][0])
     assert f"rejected_by\tnone\t{kind.value}" in check
     assert f"rejected by\t{kind.value}" in comparison
