@@ -32,6 +32,7 @@ def advise(
         *_fragmentation(chosen),
         *_network(inputs),
         *_host(inputs, chosen or requested),
+        *_rows(estimator, inputs, (chosen or requested).settings),
         *_sizes(estimator.spec, inputs.recipe),
         *_packing(estimator.spec, inputs.recipe),
         *_needless(estimator, inputs, point, requested, chosen),
@@ -120,6 +121,32 @@ def _host(inputs: PlanInputs, shown: Candidate) -> Iterator[Diagnostic]:
             f"each node needs {amount(needed)} of host memory, which is not checked: its size is not given",
             help="give --host-memory '2 TiB' (per node), or set host_memory in the cluster file",
         )
+
+
+_UNEVEN = 1.25
+"""Times its even share that rank 0 may store without a remark: some padding is everywhere."""
+
+
+def _rows(estimator: Estimator, inputs: PlanInputs, point: SearchPoint) -> Iterator[Diagnostic]:
+    """Say that parameters have fewer rows than there are ranks, which leaves the first ranks the most."""
+    shares = estimator.rank_of(point, inputs.clusters[point.cluster]).shares
+    even = sum(weights.parameter.numel / share.ranks for share in shares for weights in share.weights)
+    stored = sum(weights.shard for share in shares for weights in share.weights)
+    if not even or stored < _UNEVEN * even:
+        return
+    share, worst = max(
+        ((share, weights) for share in shares for weights in share.weights),
+        key=lambda item: item[1].shard - item[1].parameter.numel / item[0].ranks,
+    )
+    parameter = worst.parameter
+    rows = f"{parameter.shape[0]} rows" if parameter.shape[0] > 1 else "one row"
+    yield Diagnostic(
+        "PLN015",
+        "warning",
+        f"rank 0 stores {stored / even:.1f} times its even share of the model: FSDP2 shards the first"
+        f" dimension, and {parameter.fqn} has {rows} for {share.ranks} ranks",
+        help="replicate over the ranks that get no rows (--hsdp), or divide layers (--tp)",
+    )
 
 
 def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
@@ -287,4 +314,9 @@ RULES = (
          "Micro-batches of the given lengths, replayed in shuffled orders, leave the caching allocator with"
          " free blocks that later ones cannot use, until the GPU is full.",
          "Use expandable segments, a smaller micro-batch or packing."),
+    Rule("PLN015", "fewer rows than ranks", "warning",
+         "FSDP2 shards the first dimension of each parameter. Fused experts have one row for each expert: on"
+         " more ranks than experts, some ranks hold a whole expert and others nothing, so that more ranks do"
+         " not lower the memory of rank 0.",
+         "Give --hsdp with as many shards as there are experts, or --tp, which divides the experts' layers."),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.collectives import DEVICES, Weights, stored_dtype
+from fsdptool.memory.simulation.groups import Rank
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
@@ -270,9 +271,13 @@ class Estimator:
 
         Gradients are those of a whole step; at the peak fewer may be alive.
         """
+        return model_states(self.rank_of(point, cluster))
+
+    def rank_of(self, point: SearchPoint, cluster: Cluster) -> Rank:
+        """Return what rank 0 holds at a point."""
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
-        return model_states(self._rank(point, recipe, settings, mesh).memory.rank)
+        return self._rank(point, recipe, settings, mesh).memory.rank
 
     def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit:
         """Return the FSDP unit that takes the most bytes when it is gathered."""
@@ -280,11 +285,7 @@ class Estimator:
         def size(weights: Weights) -> int:
             return weights.whole * weights.computed
 
-        recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
-        rank = self._rank(
-            point, recipe, settings, resolve_dims(settings.mesh, cluster.world_size, point.ep)
-        ).memory.rank
-        share = max(rank.shares, key=lambda share: sum(map(size, share.weights)))
+        share = max(self.rank_of(point, cluster).shares, key=lambda share: sum(map(size, share.weights)))
         largest = max(share.weights, key=size)
         return GatheredUnit(
             id=share.unit.id,
@@ -302,9 +303,7 @@ class Estimator:
             ``trained`` and ``frozen`` (where there are such parameters), and ``compute``, the dtype of
             gathered parameters where it is one for all; each sorted by elements, the largest share first.
         """
-        recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
-        mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
-        plan = self._rank(point, recipe, settings, mesh).memory.rank.plan
+        plan = self.rank_of(point, cluster).plan
         elements: dict[str, Counter[str]] = {"trained": Counter(), "frozen": Counter()}
         for parameter in (*(p for unit in plan.units for p in unit.parameters), *plan.ignored):
             kind = "trained" if parameter.trainable else "frozen"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdptool.errors import ConfigError
+from fsdptool.inspection import inspect
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.expert_time import make_all_to_all
@@ -18,6 +19,7 @@ from fsdptool.planning.request import Request
 from fsdptool.records.plan import Plan, RejectionKind
 from fsdptool.report.mesh_words import mesh_lines
 from fsdptool.report.plan_words import brief, mesh
+from fsdptool.source import resolve
 
 LAYERS, WIDTH, INNER, EXPERTS, CHOICES, TOKENS = 3, 256, 512, 8, 2, 2048
 GPU = load_gpu("H100-80GB-SXM")
@@ -122,3 +124,18 @@ def test_a_size_that_cannot_be_trained_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         planned(model, **options)
+
+
+def test_experts_on_more_ranks_than_there_are_experts_are_said_to_be_stored_unevenly(model: str) -> None:
+    def told(**options: Any) -> list[str]:
+        return [item.message for item in planned(model, **options).diagnostics if item.code == "PLN015"]
+
+    assert told() == told(nodes=2, hsdp="2x8") == []
+    (message,) = told(nodes=2)
+    plan = planned(model, nodes=2)
+    one = plan.details["states"]["parameters"]
+    even = sum(p.numel for p in inspect(resolve(model)).parameters) * 4 / 16
+    assert f"rank 0 stores {one / even:.1f} times its even share" in message
+    assert "mlp.experts.gate_up_proj has 8 rows for 16 ranks" in message
+    (message,) = told(nodes=2, ep=8)
+    assert "has one row for 2 ranks" in message
