@@ -84,7 +84,9 @@ def submit(request: Request, source: Source) -> Job:
             return plan
         arguments = {"plan": plan.result, "candidate": source.values.get("candidate") or None}
     if arguments is None:
-        raise ConfigError("nothing to write is named", help="choose a preset, or open this page from a plan")
+        raise ConfigError(
+            "no plan or preset is selected", help="choose a preset, or open this page from a plan"
+        )
     job = shared.jobs.submit("apply:emit", arguments, group=group_of(request, "apply"))
     job.wait(QUICK_SECONDS)
     return job
@@ -94,7 +96,7 @@ def _plan(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...])
     question = read_question(shared, query)
     if not question.complete:
         wrong = next((field for field in question.fields if field.error), None)
-        reason = f"{wrong.label}: {wrong.error}" if wrong is not None else "the plan names no model"
+        reason = f"{wrong.label}: {wrong.error}" if wrong is not None else "the plan does not name a model"
         raise question.error or ConfigError(reason, help="open this page from a plan")
     candidate = query.get("candidate", "").strip()
     chosen = ("--candidate", candidate) if candidate else ()

@@ -291,7 +291,7 @@ class Jobs:
                 self._end(job, JobState.CANCELLED)
             else:
                 job.error = FsdptoolError(
-                    f"the process that works this out ended with status {status}",
+                    f"the process that computes the answer ended with status {status}",
                     help="try again; if it is killed for memory, close other programs first",
                 )
                 job.error.exit_code = ExitCode.INTERNAL

@@ -141,7 +141,9 @@ class Guard:
         session = self._policy.session
         query = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=8)
         if not session.redeem((query.get("token") or [""])[0]):
-            raise _RefusedError(403, "This address was used already. `fsdptool ui` has printed a new one.")
+            raise _RefusedError(
+                403, "This address has already been used. `fsdptool ui` has printed a new one."
+            )
         response = RedirectResponse("/", 303)
         response.headers["set-cookie"] = session.set_cookie()
         return response

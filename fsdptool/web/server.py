@@ -63,7 +63,7 @@ class Address:
         if self.token is not None and len(self.token) < SHORTEST_TOKEN:
             raise ConfigError(
                 f"--token has {len(self.token)} characters; at least {SHORTEST_TOKEN} are required",
-                help="python -c 'import secrets; print(secrets.token_urlsafe())' makes one",
+                help="python -c 'import secrets; print(secrets.token_urlsafe())' generates one",
             )
         if address.is_loopback:
             return
@@ -95,7 +95,7 @@ def listen(address: Address) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"port {address.port} of {address.host} cannot be opened: {error.strerror}",
-            help="--port 0 takes a free port; another fsdptool ui may be running",
+            help="--port 0 selects a free port; another fsdptool ui may be running",
         ) from error
     listener.listen(128)
     return listener

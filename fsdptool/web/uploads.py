@@ -58,7 +58,7 @@ def path_of(reference: str) -> Path | None:
         return None
     path = _folder() / reference.removeprefix(PREFIX) / "config.json"
     if not path.is_file():
-        raise ConfigError("this configuration is not kept any longer", help="drop the file again")
+        raise ConfigError("this configuration is no longer stored", help="drop the file again")
     return path
 
 

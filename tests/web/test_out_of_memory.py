@@ -45,7 +45,7 @@ def test_a_run_out_of_memory_says_what_was_alive_and_what_to_change(site: Site, 
     page = site.get("/run", run="models/run")
     assert "How it ended" in page
     assert "out of memory" in page
-    assert "What was alive" in page
+    assert "What was allocated" in page
     assert "Change:" in page
     report = json.loads((site.folder / "run" / "summary.json").read_text())["memory_report"]
     assert report, "the ranks reported what they held"

@@ -62,12 +62,12 @@ class PastedTexts:
         """Return a text.
 
         Raises:
-            ConfigError: It is not kept any longer.
+            ConfigError: It is no longer stored.
         """
         with self._lock:
             text = self._texts.get(name)
         if text is None:
-            raise ConfigError("the pasted text is not kept any longer", help="paste it again")
+            raise ConfigError("the pasted text is no longer stored", help="paste it again")
         return text
 
 

@@ -74,7 +74,7 @@ async def save(request: Request) -> Response:
         if path.exists():
             raise ConfigError(f"{form['path']} exists", help="choose another name")
         if path.suffix not in (".yaml", ".yml"):
-            raise ConfigError(f"{form['path']} is not a YAML file", help="let its name end in .yaml")
+            raise ConfigError(f"{form['path']} is not a YAML file", help="use a name that ends in .yaml")
         replace_file(path, offer.yaml.encode())
     except FsdptoolError as error:
         return error_page(request, error)

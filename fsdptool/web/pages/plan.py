@@ -22,7 +22,7 @@ from fsdptool.web.jobs import Job, JobState
 from fsdptool.web.page import Page, group_of, render, services
 from fsdptool.web.plans import Question
 
-page = Page("Plan", "/plan", "Memory of every rank, whether it fits, and the fastest settings that do.")
+page = Page("Plan", "/plan", "Memory of every rank, whether it fits, and the fastest settings that fit.")
 
 QUICK_SECONDS = 0.25
 """Answers that come within this time are shown at once."""
