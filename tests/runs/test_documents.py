@@ -143,7 +143,7 @@ def test_a_real_run_is_watched_listed_and_reported(
     assert "s left" in undisturbed.said()
     assert fsdptool(["report", str(undisturbed.folder), "-o", str(tmp_path / "run.html")]) == 0
     page = (tmp_path / "run.html").read_text()
-    assert page.count("<polyline") == 2
+    assert page.count("<polyline") == 4
     assert "checkpoint written in" in page
     assert fsdptool(["diagnose", str(undisturbed.folder)]) == 0
     assert "the run has not failed" in capsys.readouterr().out
