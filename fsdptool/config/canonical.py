@@ -14,11 +14,15 @@ LAUNCH = (
 )  # fmt: skip
 """Settings of the launch rather than of sharding."""
 
-COMMON = (
+OF_FSDP = (
     "fsdp_version", "reshard_after_forward", "wrap_policy", "wrap_classes", "min_num_params",
     "state_dict_type", "cpu_offload", "cpu_ram_efficient_loading", "activation_checkpointing",
-    "activation_checkpointing_offload", "ignored_modules", "mixed_precision", "dp_replicate", "dp_shard",
-    "cp", "cp_comm_strategy", "tp", "sp", *LAUNCH,
+    "activation_checkpointing_offload", "ignored_modules",
+)  # fmt: skip
+"""Settings that FSDP alone has."""
+
+COMMON = (
+    *OF_FSDP, "mixed_precision", "dp_replicate", "dp_shard", "cp", "cp_comm_strategy", "tp", "sp", *LAUNCH,
 )  # fmt: skip
 """Settings of FSDP2, in the order they are shown and written."""
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, settings_from
+from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, OF_FSDP, settings_from
 from fsdptool.config.checks.meaning import check_meaning
 from fsdptool.config.condense import condense
 from fsdptool.config.context import LintContext
@@ -194,11 +194,14 @@ def _finish(lint: LintContext, comments: Comments) -> Reading:
     )
 
 
-_FSDP_ONLY = (
-    frozenset(COMMON[:11])
-    | frozenset((*DETAILS, *LEGACY))
-    | {"dp_replicate", "dp_shard", "cp", "cp_comm_strategy", "tp", "sp"}
-)
+_FSDP_ONLY = frozenset((*OF_FSDP, *DETAILS, *LEGACY)) | {
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "cp_comm_strategy",
+    "tp",
+    "sp",
+}
 
 
 def _failed(

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any, cast
 
-from fsdptool.config.canonical import COMMON
+from fsdptool.config.canonical import BOOLEANS, COMMON
 from fsdptool.config.dialects import CERTAIN, load_registry, parse_source
 from fsdptool.config.dialects.protocol import API_VERSION, PROGRAMS, Dialect
 from fsdptool.config.edits import Editor, apply_edits
@@ -135,7 +136,9 @@ def _variants(dialect: Dialect) -> Iterator[tuple[str, tuple[FsdpSettings, ...]]
     if "wrap_classes" in dialect.cannot:
         start = replace(start, wrap_classes=())
     yield "the defaults", (start,)
-    for name, variants in VARIANTS.items():
+    others = (name for name in COMMON if name in BOOLEANS and name not in VARIANTS)
+    switched = {name: (replace(BASE, **cast(Any, {name: not getattr(BASE, name)})),) for name in others}
+    for name, variants in {**VARIANTS, **switched}.items():
         yield name, tuple(_moved(settings, start) for settings in variants)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import LAUNCH, MESH, facts_from
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, facts_from
 from fsdptool.config.dialects.protocol import Dialect, Program
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Node, to_python
@@ -42,7 +42,8 @@ class Torchtune(Dialect):
     programs = (Program("torchtune", "torchtune's distributed recipes", "torchtune", "0.6.1"),)
     base = FsdpSettings(mixed_precision="no", state_dict_type="full")
     cannot = (
-        "wrap_policy", "wrap_classes", "min_num_params", "cpu_ram_efficient_loading", "ignored_modules",
+        "wrap_policy", "wrap_classes", "min_num_params", "cpu_ram_efficient_loading",
+        *(name for name in ACCELERATE_ONLY if name != "activation_checkpointing_offload"),
         *MESH, "cp_comm_strategy", *LAUNCH,
     )  # fmt: skip
     in_place = False

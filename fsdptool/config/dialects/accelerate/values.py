@@ -8,6 +8,7 @@ from fsdptool import spelling
 from fsdptool.config.canonical import BOOLEANS, LEGACY_DEFAULTS, WRITTEN
 from fsdptool.config.context import LintContext
 from fsdptool.files.tree import Entry, Node, to_python
+from fsdptool.records.sharding import FsdpSettings
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
@@ -87,7 +88,7 @@ def default(lint: LintContext, key: str, name: str, version: int) -> None:
         "activation_checkpointing_offload": False,
         "ignored_modules": None,
     }
-    lint.set(name, defaults[name])
+    lint.set(name, defaults[name] if name in defaults else getattr(FsdpSettings(), name))
 
 
 def _from_environment(lint: LintContext, key: str, name: str, variable: str) -> None:
