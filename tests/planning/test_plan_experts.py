@@ -126,6 +126,7 @@ def test_a_size_that_cannot_be_trained_is_refused_by_name(
         planned(model, **options)
 
 
+@pytest.mark.slow
 def test_experts_on_more_ranks_than_there_are_experts_are_said_to_be_stored_unevenly(model: str) -> None:
     def told(**options: Any) -> list[str]:
         return [item.message for item in planned(model, **options).diagnostics if item.code == "PLN015"]

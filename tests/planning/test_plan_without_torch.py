@@ -25,6 +25,7 @@ print(plan.verdict, plan.chosen, sorted(heavy))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_cached_plan_imports_no_torch(case: str) -> None:
     options = CASES[case]
