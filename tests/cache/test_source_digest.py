@@ -117,10 +117,12 @@ def test_a_traces_digest_covers_what_makes_it(names: tuple[str, ...]) -> None:
     assert unreached(names, TRACER) == set()
 
 
+@pytest.mark.slow
 def test_an_anatomys_digest_covers_what_makes_it() -> None:
     assert unreached(("LoRA",), ANATOMY) == set()
 
 
+@pytest.mark.slow
 def test_a_module_that_no_import_statement_names_is_noticed() -> None:
     missed = unreached(("LoRA",), TRACER, planted="fsdptool.launch")
     assert [path for path in missed if path.endswith("fsdptool/launch/__init__.py")]

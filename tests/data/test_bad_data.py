@@ -305,6 +305,7 @@ def test_a_killed_maker_leaves_nothing_and_others_wait(tmp_path: Path) -> None:
     assert answers == ["found [0, 1, 2, 3, 4]", "made [0, 1, 2, 3, 4]"]
 
 
+@pytest.mark.slow
 def test_loading_processes_end_with_their_trainer(tmp_path: Path) -> None:
     """A trainer that is killed leaves no loading process behind, though they ignore stop signals."""
     script = """

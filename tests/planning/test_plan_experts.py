@@ -84,6 +84,7 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(model: str) 
     assert gathered == sorted(gathered, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_search_shares_out_experts_and_says_why_its_mesh_won(model: str) -> None:
     given = ("accumulation", "checkpointing", "cpu_offload", "gradients", "micro_batch", "prefetch", "wrap")
     fixed = (*given, "optimizer_implementation", "reshard_after_forward")

@@ -486,6 +486,7 @@ def test_recipes_that_cannot_run_say_why_in_one_line(
         assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_detecting_first_leaves_initialisation_alone(tmp_path: Path) -> None:
     """A fresh interpreter that inspects before anything imports transformers still draws values."""
     import subprocess
