@@ -1,8 +1,7 @@
-"""Plans of pipeline parallelism: memory of every stage, the schedule's bubble, and the time of a step.
+"""Plans of pipeline parallelism: memory of every stage, and the time of a step.
 
-A pipeline of p ranks and m micro-batches (the accumulation) idles for (p - 1) / m of the ideal time under
-1F1B, and for (p - 1) / (v m) under interleaved 1F1B with v virtual stages per rank (Narayanan et al.,
-arXiv:2104.04473, sections 2.2.1 and 2.2.2). Nothing here is trained: all figures are estimates.
+Nothing here is trained: all figures are estimates. The schedule is that of
+:mod:`fsdptool.planning.pipeline_schedule`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from fsdptool.errors import PlanError
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.overlap import StepTime, network_bandwidth
+from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
 from fsdptool.planning.search_point import apply_search_point
 from fsdptool.planning.stage_cut import VirtualStage, cut_trace, cut_units, divide, find_stack, sent_bytes
 from fsdptool.planning.step_time import Timing
@@ -36,25 +36,6 @@ def pipeline_flags(pipeline: Pipeline) -> list[str]:
     """Return the options of ``fsdptool plan`` that say what ``pipeline`` says."""
     flags = ["--pp", str(pipeline.ranks), "--pp-schedule", pipeline.schedule]
     return [*flags, "--pp-virtual", str(pipeline.virtual)] if pipeline.virtual > 1 else flags
-
-
-def bubble_fraction(pipeline: Pipeline, micro_batches: int) -> float:
-    """Return the idle time of a step divided by its ideal time (arXiv:2104.04473, section 2.2)."""
-    return (pipeline.ranks - 1) / (pipeline.virtual * micro_batches)
-
-
-def in_flight(pipeline: Pipeline, micro_batches: int, rank: int) -> int:
-    """Return the most forwards of a virtual stage whose activations pipeline rank ``rank`` holds at once.
-
-    torch 2.13 (``distributed/pipelining/schedules.py``): 1F1B begins with min(m, p - rank) forwards;
-    interleaved 1F1B with (v - 1) p + 2 (p - 1 - rank) (``_get_warmup_ops``), and runs one more forward before
-    the first backward.
-    """
-    stages = pipeline.ranks - rank
-    if pipeline.schedule == "1f1b":
-        return min(micro_batches, stages)
-    warmup = (pipeline.virtual - 1) * pipeline.ranks + 2 * (stages - 1)
-    return min(micro_batches * pipeline.virtual, warmup + 1)
 
 
 def stage_cluster(pipeline: Pipeline, cluster: Cluster) -> Cluster:
@@ -145,8 +126,8 @@ def plan_pipeline(
     ranks = []
     for rank in range(pipeline.ranks):
         mine = range(rank, len(parts), pipeline.ranks)
-        held = in_flight(pipeline, micro_batches, rank)
-        ranks.append(_gather([parts[i] for i in mine], [needs[i] for i in mine], held, micro_batches))
+        held = [parts[i] for i in mine], [needs[i] for i in mine]
+        ranks.append(_gather(*held, pipeline, micro_batches, rank))
     worst = max(ranks, key=lambda rank: rank.allocated)
     sent = sent_bytes(trace, stack) if len(parts) > 1 else 0
     transfer = _transfer(pipeline, micro_batches, sent, cluster, machine)
@@ -158,7 +139,7 @@ def plan_pipeline(
     machine = replace(machine, communicator_bytes=machine.communicator_bytes + further)
     footprint = Footprint(
         allocated_peak_bytes=worst.allocated,
-        reserved_peak_bytes=None,
+        reserved_peak_bytes=_reserved(estimator, worst, point, small, machine),
         components=tuple(ComponentBytes(name, size, name.basis) for name, size in worst.components.items()),
         peak=None,
         timeline=(),
@@ -207,7 +188,13 @@ def _check(pipeline: Pipeline, stack: str, total: int, micro_batches: int, clust
 
 
 def _evaluate(
-    estimator: Estimator, part: VirtualStage, point: SearchPoint, cluster: Cluster, machine: Machine
+    estimator: Estimator,
+    part: VirtualStage,
+    point: SearchPoint,
+    cluster: Cluster,
+    machine: Machine,
+    *,
+    replay: bool = False,
 ) -> Candidate:
     """Return what a virtual stage needs as if it were a model of its own, with one micro-batch in flight."""
     trace = estimator.trace_of(point, cluster)
@@ -220,38 +207,74 @@ def _evaluate(
         _ranks={},
     )
     name = f"{part.stack}.{part.first}"
-    return staged.candidate(name, point, cluster, machine, detail=True, replay=False)
+    return staged.candidate(name, point, cluster, machine, detail=True, replay=replay)
+
+
+def _reserved(
+    estimator: Estimator, rank: _Rank, point: SearchPoint, cluster: Cluster, machine: Machine
+) -> int | None:
+    """Return the reserved peak of a rank: allocated bytes, and the slack of its largest virtual stage.
+
+    The allocator is replayed for that stage with one micro-batch in flight: streams have pools of their own,
+    whose slack does not grow with the activations that wait for backward.
+    """
+    sizes = [item.allocated_peak_bytes or 0 for item in rank.needs]
+    part = rank.parts[sizes.index(max(sizes))]
+    alone = _evaluate(estimator, part, point, cluster, machine, replay=True)
+    if alone.allocated_peak_bytes is None or alone.reserved_peak_bytes is None:
+        return None
+    return rank.allocated + alone.reserved_peak_bytes - alone.allocated_peak_bytes
 
 
 def _gather(
-    parts: Sequence[VirtualStage], needs: Sequence[Candidate], held: int, micro_batches: int
+    parts: Sequence[VirtualStage],
+    needs: Sequence[Candidate],
+    pipeline: Pipeline,
+    micro_batches: int,
+    rank: int,
 ) -> _Rank:
-    """Return a rank: the states of all its virtual stages, the peak of one, and what waits for backward.
-
-    Each forward in flight counts as one of the virtual stage that keeps most, which is a bound where the
-    stages of a rank differ.
-    """
-    worst = max(needs, key=lambda item: item.allocated_peak_bytes or 0)
-    components = Counter(_inside(worst))
-    for item in needs:
-        if item is not worst:
-            resharded = item.settings.reshard_after_forward is True
-            components.update(
-                {n: size for n, size in _inside(item).items() if _lasting(n, resharded=resharded)}
-            )
-    moments = (moment for item in needs for moment in item.timeline)
-    kept = max((moment.components.get(Component.ACTIVATIONS.value, 0) for moment in moments), default=0)
-    components[Component.ACTIVATIONS] += kept * (held - 1)
+    """Return a rank at its peak: one virtual stage runs; the others, and waiting forwards, keep theirs."""
+    kept = [
+        max((moment.components.get(Component.ACTIVATIONS.value, 0) for moment in item.timeline), default=0)
+        for item in needs
+    ]
+    states = [_others(needs, own) for own in range(len(needs))]
+    alive: Counter[int] = Counter()
+    peaks: dict[int, int] = {}
+    for own, backward in schedule_order(pipeline, micro_batches, rank):
+        alive[own] += not backward
+        # What a stage needs contains the activations of the micro-batch that runs.
+        waiting = sum(kept[stage] * count for stage, count in alive.items()) - kept[own]
+        peaks[own] = max(peaks.get(own, 0), waiting)
+        alive[own] -= backward
+    components = max(
+        (
+            _inside(needs[own]) + states[own] + Counter({Component.ACTIVATIONS: size})
+            for own, size in peaks.items()
+        ),
+        key=Counter.total,
+    )
     seconds = None
     if all(item.step_seconds is not None for item in needs):
         busy = (sum(item.seconds.get(n, 0.0) for n in ("optimizer", "offload")) for item in needs)
         seconds = (sum(item.step_seconds or 0.0 for item in needs) - sum(busy)) / micro_batches
+    held = in_flight(pipeline, micro_batches, rank)
     return _Rank(tuple(parts), tuple(needs), held, dict(components), seconds)
 
 
-def _inside(candidate: Candidate) -> dict[Component, int]:
+def _others(needs: Sequence[Candidate], own: int) -> Counter[Component]:
+    """Return what the other virtual stages of a rank keep while stage ``own`` runs."""
+    kept: Counter[Component] = Counter()
+    for place, item in enumerate(needs):
+        if place != own:
+            resharded = item.settings.reshard_after_forward is True
+            kept += Counter({n: s for n, s in _inside(item).items() if _lasting(n, resharded=resharded)})
+    return kept
+
+
+def _inside(candidate: Candidate) -> Counter[Component]:
     """Return what the allocator holds at the peak, by component."""
-    return {item.name: item.bytes or 0 for item in candidate.components if item.name not in _OUTSIDE}
+    return Counter({i.name: i.bytes or 0 for i in candidate.components if i.name not in _OUTSIDE})
 
 
 def _lasting(name: Component, *, resharded: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from fsdptool.errors import PlanError
 from fsdptool.memory.simulation.program import program
 from fsdptool.planning import Options, chosen_run, make_plan, read_request
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.pipeline import bubble_fraction, in_flight, plan_pipeline
+from fsdptool.planning.pipeline import plan_pipeline
+from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
 from fsdptool.planning.plan import inputs_of, inspect_model, plan_document, plan_from
 from fsdptool.planning.search_point import read_search_point
 from fsdptool.planning.stage_cut import cut_trace, cut_units, divide
@@ -59,9 +61,33 @@ def test_schedules_follow_the_published_formulas() -> None:
     # (v - 1) p + 2 (p - 1 - rank) + 1 forwards of virtual stages, and never more than there are.
     assert [in_flight(interleaved, 8, rank) for rank in range(4)] == [11, 9, 7, 5]
     assert [in_flight(interleaved, 4, rank) for rank in range(4)] == [8, 8, 7, 5]
+    # The order is that of torch's own schedule, which has one entry for every action of a rank.
+    for ranks, virtual, micro_batches in ((4, 2, 4), (4, 2, 8), (2, 3, 6)):
+        for rank in range(ranks):
+            ours = list(schedule_order(Pipeline(ranks, "interleaved", virtual), micro_batches, rank))
+            assert ours == _torch_order(ranks, virtual, micro_batches, rank)
+            alive = accumulate(-1 if backward else 1 for _, backward in ours)
+            assert max(alive) == in_flight(Pipeline(ranks, "interleaved", virtual), micro_batches, rank)
+    assert list(schedule_order(simple, 3, 2)) == [
+        (0, backward) for backward in (False, False, True, False, True, True)
+    ]
     # The outer stages, which also hold embedding and head, are the first to have a block less.
     assert [stage.blocks for stage in divide("layers", 14, 4)] == [3, 4, 4, 3]
     assert [stage.blocks for stage in divide("layers", 126, 8)] == [15, *[16] * 6, 15]
+
+
+def _torch_order(ranks: int, virtual: int, micro_batches: int, rank: int) -> list[tuple[int, bool]]:
+    from torch.distributed.pipelining.schedules import FULL_BACKWARD, ScheduleInterleaved1F1B
+
+    schedule = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    schedule.pp_group_size, schedule.n_local_stages = ranks, virtual
+    schedule._n_microbatches, schedule.microbatches_per_round = micro_batches, ranks
+    actions = schedule._calculate_single_rank_operations(rank)
+    return [
+        (item.stage_index // ranks, item.computation_type is FULL_BACKWARD)
+        for item in actions
+        if item is not None
+    ]
 
 
 def test_one_stage_is_the_whole_model_and_the_parts_of_several_add_up_to_it(model: str) -> None:
@@ -71,9 +97,10 @@ def test_one_stage_is_the_whole_model_and_the_parts_of_several_add_up_to_it(mode
     cluster, machine = inputs.clusters[0], inputs.machines[0]
     estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings)
     point = read_search_point(inputs.recipe, inputs.settings, cluster)
-    plain = estimator.candidate("plain", point, cluster, machine, replay=False)
+    plain = estimator.candidate("plain", point, cluster, machine)
     candidate, document = plan_pipeline(estimator, Pipeline(), point, cluster, machine)
     assert candidate.allocated_peak_bytes == plain.allocated_peak_bytes
+    assert candidate.reserved_peak_bytes == plain.reserved_peak_bytes
     assert candidate.device_total_bytes == plain.device_total_bytes
     assert candidate.step_seconds == pytest.approx(plain.step_seconds)
     assert (candidate.mfu, document["bubble"]) == (pytest.approx(plain.mfu), 0)
@@ -118,6 +145,13 @@ def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(model: 
     assert least < candidate.step_seconds < 1.2 * least
     assert candidate.tokens_per_second == pytest.approx(2 * 8 * 2 * TOKENS / candidate.step_seconds)
     assert candidate.allocated_peak_bytes == max(stage["allocated_bytes"] for stage in stages)
+    # Only the last stage holds the logits that another training loop keeps.
+    kept = planned(model, pp=4, tp=2, loss="kept").details["pipeline"]["stages"]
+    held = [
+        more["allocated_bytes"] - less["allocated_bytes"] for more, less in zip(kept, stages, strict=True)
+    ]
+    assert held[:3] == [0, 0, 0]
+    assert held[3] > 0
     # Two stages of equal depth differ in the forwards in flight: each keeps the activations of its blocks.
     middle = [stages[rank]["activation_bytes"] for rank in (1, 2)]
     assert middle[0] / middle[1] == pytest.approx(3 / 2, rel=0.1)

@@ -262,8 +262,16 @@ def _distinct_syncs(recipe: Recipe, *, middle: bool = False) -> list[GradientSyn
 
 
 def _wide_logits(trace: Trace, grain: int) -> Block | None:
-    """Return the largest output of the model in fp32, as ``logits.float()`` makes it."""
-    outputs = [size for size, kind in zip(trace.sizes, trace.kinds, strict=True) if kind == _OUTPUT]
+    """Return the largest output of the model in fp32, as ``logits.float()`` makes it.
+
+    Pipeline stages before the last one make none.
+    """
+    made = {event - 1 for segment in trace.segments for event in segment.events if event > 0}
+    outputs = [
+        size
+        for number, (size, kind) in enumerate(zip(trace.sizes, trace.kinds, strict=True))
+        if kind == _OUTPUT and number in made
+    ]
     if not outputs:
         return None
     size = max(outputs) * 4 // WIDTH.get(trace.compute_dtype, 4)
