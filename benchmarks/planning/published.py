@@ -122,10 +122,9 @@ def summary(done: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(row: Mapping[str, Any], what: str) -> str:
-    if _tensor(row):
-        return (
-            f"{'throughput' if what == 'tokens_per_second_and_gpu' else 'memory, reserved'}, tensor parallel"
-        )
+    divided = _division(row)
+    if divided is not None:
+        return f"{'throughput' if what == 'tokens_per_second_and_gpu' else f'memory, {what}'}, {divided}"
     if what != "tokens_per_second_and_gpu":
         kind = "reserved" if what == "reserved" else "allocated"
         return f"memory, {kind}, {'alike' if row['class'] == 'clean' else 'different in known ways'}"
@@ -137,9 +136,10 @@ def _group(row: Mapping[str, Any], what: str) -> str:
     )
 
 
-def _tensor(row: Mapping[str, Any]) -> bool:
-    """Whether a row divides layers, which the plan does without compilation: no rate is fitted to it."""
-    return bool(row["options"].get("tp", 1) > 1)
+def _division(row: Mapping[str, Any]) -> str | None:
+    """Return how a row divides the model besides sharding; no rate is fitted to rows that do."""
+    kinds = {"pp": "pipeline parallel", "tp": "tensor parallel", "ep": "expert parallel"}
+    return next((name for key, name in kinds.items() if row["options"].get(key, 1) > 1), None)
 
 
 _ENOUGH = 3
@@ -151,7 +151,7 @@ def ranges(done: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     speeds: dict[str, list[float]] = {}
     for row in read_rows():
         speed = done.get(row["id"], {}).get("tokens_per_second_and_gpu")
-        if speed is not None and not row.get("gpu_unknown") and not _tensor(row):
+        if speed is not None and not row.get("gpu_unknown") and _division(row) is None:
             gpu = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu
             speeds.setdefault(machine_for(gpu).architecture, []).append(1 / speed["ratio"])
     spreads = {name: sorted(values) for name, values in sorted(speeds.items())}
