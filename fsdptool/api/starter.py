@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.recipe import DENOISING_OBJECTIVES, TEXT_OBJECTIVES, Data, Recipe
+from fsdptool.records.recipe import Data, ModelChoice, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fsdptool.families.protocol import Objective
     from fsdptool.planning.options import Options
     from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.command_documents import DataKind
@@ -59,12 +60,12 @@ class DataLook:
     longest: int | None = None
 
 
-def look_at(path: str, objective: str) -> DataLook:
+def look_at(path: str, objective: Objective) -> DataLook:
     """Inspect data: its files, the columns of its first rows, and whether they are chats, texts or images.
 
     Args:
         path: File or folder, or the Hugging Face id of a dataset (which is not looked at).
-        objective: Name of the objective that they are for.
+        objective: What they are for.
 
     Raises:
         ConfigError: There is nothing, or nothing that the objective can be trained on.
@@ -73,9 +74,9 @@ def look_at(path: str, objective: str) -> DataLook:
     from fsdptool.training.data.images import STILLS
     from fsdptool.training.data.sources import TEXT_SUFFIXES
 
-    if objective not in (*DENOISING_OBJECTIVES, *TEXT_OBJECTIVES):
+    if objective.samples is None:
         raise ConfigError(
-            f"--data {path}: objective {objective} is trained on generated samples only",
+            f"--data {path}: objective {objective.name} is trained on generated samples only",
             help="leave --data out, and choose another objective.name in the recipe (docs/objectives.md)",
         )
     place = Path(path).expanduser()
@@ -103,15 +104,15 @@ def look_at(path: str, objective: str) -> DataLook:
     # Pictures come with captions in text files beside them.
     source = "images" if "images" in counted else found
     if source == "images":
-        if objective not in (*DENOISING_OBJECTIVES, "classification"):
+        if objective.samples not in ("latents", "labelled"):
             raise ConfigError(f"--data {path} holds images, and the model is trained on text")
         return DataLook(Data(source="images", path=path), "images")
-    if objective in DENOISING_OBJECTIVES:
+    if objective.samples == "latents":
         raise ConfigError(f"--data {path} holds text, and the model is trained on images")
     return _rows(Data(source=source, path=path), objective)  # type: ignore[arg-type]
 
 
-def _rows(data: Data, objective: str) -> DataLook:
+def _rows(data: Data, objective: Objective) -> DataLook:
     from fsdptool.training.data.sources import open_source
 
     source = open_source(data)
@@ -121,7 +122,7 @@ def _rows(data: Data, objective: str) -> DataLook:
     if data.source == "text":
         return DataLook(data, "text", (), None)
     columns = tuple(str(name) for name in rows[0])
-    if objective == "causal_lm":
+    if objective.samples == "documents":
         for name in columns:
             turns = rows[0][name]
             if _is_chat(turns):
@@ -130,7 +131,7 @@ def _rows(data: Data, objective: str) -> DataLook:
         if pair is not None:
             data = replace(data, text_column=pair[1], options={"prompt_column": pair[0]})
             return DataLook(data, "prompts", columns, _longest(rows, pair))
-    if objective == "seq2seq":
+    if objective.samples == "pairs":
         pair = _first_pair((*_PAIRS, *_PROMPTS), columns)
         if pair is None:
             raise ConfigError(
@@ -141,7 +142,7 @@ def _rows(data: Data, objective: str) -> DataLook:
         return DataLook(replace(data, options=options), "pairs", columns, _longest(rows, pair))
     text = _text_column(rows, columns, data)
     data = replace(data, text_column=text)
-    if objective != "classification":
+    if objective.samples != "labelled":
         return DataLook(data, "text", columns, None)
     label = next((name for name in _LABELS if name in columns), None)
     if label is None:
@@ -244,13 +245,14 @@ def prepare_starter(
     from fsdptool.config.dialects.accelerate.schema import NAME
     from fsdptool.config.recipe_writer import dump_recipe
     from fsdptool.config.writer import schema_comment
+    from fsdptool.modeling.objective import objective_for
     from fsdptool.planning.plan import make_plan
     from fsdptool.planning.request import read_request
     from fsdptool.source import rebased, resolve
 
     reference = str(options["reference"])
     spec = resolve(reference, trust_remote_code=trust_remote_code)
-    objective = spec.objective or "causal_lm"
+    objective = objective_for(Recipe(ModelChoice(reference)), spec)
     look = look_at(data, objective) if data is not None else None
     given = {name: value for name, value in options.items() if value is not None}
     on_cpu = _complete_hardware(given)
@@ -273,7 +275,7 @@ def prepare_starter(
     if not has_weights:
         header += f"\n{reference} has no weights: training starts at random."
         header += f" {hub_id} has them: name it as reference." if hub_id else ""
-    latents = look is not None and look.kind == "images" and objective in DENOISING_OBJECTIVES
+    latents = look is not None and look.kind == "images" and objective.samples == "latents"
     text = (
         schema_comment("recipe", folder) + dump_recipe(rebased(recipe, folder), header=header) + _OFTEN_ADDED
     )
@@ -300,11 +302,13 @@ def _complete_hardware(given: dict[str, Any]) -> bool:
     return False
 
 
-def _complete_sizes(given: dict[str, Any], spec: ModelSpec, objective: str, look: DataLook | None) -> None:
-    if objective in DENOISING_OBJECTIVES:
+def _complete_sizes(
+    given: dict[str, Any], spec: ModelSpec, objective: Objective, look: DataLook | None
+) -> None:
+    if objective.samples == "latents":
         given.setdefault("height", given.get("width", 1024))
         given.setdefault("width", given["height"])
-    elif "sequence_length" not in given and objective in TEXT_OBJECTIVES and "image_size" not in spec.config:
+    elif "sequence_length" not in given and objective.samples is not None and "image_size" not in spec.config:
         tokens = 2048
         if look is not None and look.longest is not None:
             tokens = min(max(1 << (look.longest // _CHARACTERS).bit_length(), 256), 4096)

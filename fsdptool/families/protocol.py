@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdptool.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
 
 API_VERSION = 1
+
+SampleKind = Literal["documents", "masked", "pairs", "labelled", "latents"]
+"""What a sample of data is made of: a text to continue, one with masked tokens, a source and a target, an
+input and its class (``training/data/text/`` reads these), or an encoded picture."""
+Generated = Literal["continuation", "translation", "latents"]
+"""What a trained model writes during validation: the rest of a text, a target, or latents."""
 
 Fill = Literal["tokens", "labels", "mask", "positions", "normal", "uniform", "timesteps", "constant"]
 
@@ -117,6 +125,30 @@ class Objective(ABC):
     divides_vocabulary: bool = False
     """Whether the loss takes logits of a part of the vocabulary, which tensor-parallel ranks divide
     (``families/objectives/vocabulary.py``)."""
+    samples: SampleKind | None = None
+    """What its samples of data are made of; None: it is trained on generated samples only."""
+    generates: Generated | None = None
+    """What ``evaluation.samples`` writes; None: nothing."""
+    single_length: bool = True
+    """Whether a sample of text has one length: micro-batches can then be padded to their longest sample."""
+    splits_sequences: bool = False
+    """Whether ranks can divide its sequences (context parallelism)."""
+
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return the micro-batch of a transformers model; a family may have another.
+
+        Args:
+            config: A transformers configuration object.
+            recipe: Its sizes.
+
+        Raises:
+            ConfigError: The objective has no batch for it, or the recipe's sizes do not suit the model.
+        """
+        raise ConfigError(
+            f"objective {cls.name!r} is not supported for {type(config).__name__}",
+            help="name another objective, or list its tensors in objective.options.inputs",
+        )
 
     @abstractmethod
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -60,12 +60,13 @@ def check_context(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings) -> No
 def _unsplit(spec: ModelSpec, recipe: Recipe, size: int) -> str | None:
     """Return why sequences of this run cannot be split, or None."""
     from fsdptool.families.registry import family_of
+    from fsdptool.modeling.objective import objective_for
 
     family = family_of(spec)
-    objective = recipe.objective.name or spec.objective or family.objective_for(spec.config)
-    if objective != "causal_lm":
+    objective = objective_for(recipe, spec)
+    if not objective.splits_sequences:
         return (
-            f"objective {objective} does not train on causal token sequences ({spec.model_class}); only"
+            f"objective {objective.name} does not train on causal token sequences ({spec.model_class}); only"
             " causal_lm does"
         )
     if family.library != "transformers":

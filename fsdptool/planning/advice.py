@@ -8,6 +8,7 @@ from dataclasses import replace
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.inspection.micro_batch import batch_spec
+from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.choice import roomy
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
@@ -195,8 +196,8 @@ def advise_lengths(lengths: LengthsReplay | None) -> list[Diagnostic]:
 
 def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     data = recipe.data
-    kind = recipe.objective.name or spec.objective
-    if kind != "causal_lm" or data.source == "synthetic" or not (data.packing and data.document_mask):
+    documents = objective_for(recipe, spec).samples == "documents"
+    if not documents or data.source == "synthetic" or not (data.packing and data.document_mask):
         return []
     names = {item.name for item in batch_spec(spec, recipe)}
     if "position_ids" in names or "pixel_values" in names:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.order_replay import UnlikeStepsError
+from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.hardware import workspaces
 from fsdptool.planning.search_point import apply_search_point, resolve_dims
@@ -162,8 +163,8 @@ def _constant(lengths: SampleLengths, inputs: PlanInputs, candidate: Candidate, 
 def _unsupported(spec: ModelSpec, inputs: PlanInputs, point: SearchPoint) -> str | None:
     if "input_ids" not in {item.name for item in batch_spec(spec, inputs.recipe)}:
         return "the model does not train on text"
-    if (inputs.recipe.objective.name or spec.objective) == "seq2seq":
-        return "source and target have lengths of their own"
+    if not objective_for(inputs.recipe, spec).single_length:
+        return "the texts of a sample have lengths of their own"
     if point.cp > 1:
         return "ranks that share a sequence need one length for all"
     if inputs.recipe.method.name == "distillation":

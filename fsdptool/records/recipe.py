@@ -77,11 +77,6 @@ class Objective:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-TEXT_OBJECTIVES = ("causal_lm", "masked_lm", "seq2seq", "classification")
-"""Objectives whose samples are made of text."""
-DENOISING_OBJECTIVES = ("flow_matching", "epsilon", "v_prediction")
-"""Objectives of diffusion models."""
-
 Padding = Literal["packed", "length", "longest"]
 """How samples of text share a shape: ``packed`` into whole sequences, padded to the sequence length, or to
 the longest sample of their micro-batch."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.recipe import DENOISING_OBJECTIVES, Recipe
+from fsdptool.records.recipe import Recipe
 from fsdptool.training.data.order import mix
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from fsdptool.distributed.session import Session
     from fsdptool.training.data.loader import Loader
-
-
-FLOW, VARIANCE = ("flow_matching",), ("epsilon", "v_prediction")
 
 
 def continue_text(
@@ -93,7 +90,7 @@ def denoise(model: nn.Module, objective: Any, batch: Mapping[str, Tensor], *, st
     Flow matching: Euler steps along the predicted velocity, levels shifted as in training. Noise and
     velocity prediction: DDIM (Song et al. 2021, equation 12, eta 0).
     """
-    if objective.name in FLOW:
+    if objective.name == "flow_matching":
         return _euler(model, objective, batch, steps)
     return _ddim(model, objective, batch, steps)
 
@@ -136,8 +133,6 @@ def _ddim(model: nn.Module, objective: Any, batch: Mapping[str, Tensor], steps: 
 
 FOLDER = "samples"
 """Folder of a run folder: ``samples/step-00000100/0.txt`` (or ``.png``, ``.safetensors``)."""
-
-_TEXT = ("causal_lm", "seq2seq")
 
 
 class Sampler:
@@ -208,7 +203,7 @@ class Sampler:
         return self._save(samples, self._folder / FOLDER / f"step-{step:08d}")
 
     def _one(self, model: nn.Module, number: int) -> Any:
-        if self._objective.name in DENOISING_OBJECTIVES:
+        if self._objective.generates == "latents":
             return self._latents(model, number)
         return self._words(model, number)
 
@@ -228,7 +223,7 @@ class Sampler:
         count = int(self._options.get("sample_tokens", 32))
         temperature = float(self._options.get("temperature", 0.0))
         example = self._example(number)
-        if self._objective.name == "seq2seq":
+        if self._objective.generates == "translation":
             prompt_ids = example["input_ids"][0].tolist()
             generated = translate(
                 model,
@@ -289,7 +284,7 @@ class Sampler:
 
     def _write_all(self, samples: list[Any], folder: Path) -> tuple[Path, ...]:
         folder.mkdir(parents=True, exist_ok=True)
-        if self._objective.name in DENOISING_OBJECTIVES:
+        if self._objective.generates == "latents":
             return _write_latents(samples, folder, self._recipe, self._spec)
         encoder = self._encoder() if self._recipe.data.source != "synthetic" else None
         files = []
@@ -349,9 +344,9 @@ def open_sampler(
     """
     if recipe.evaluation.samples <= 0:
         return None
-    if objective.name not in (*_TEXT, *DENOISING_OBJECTIVES):
+    if objective.generates is None:
         raise ConfigError(
             f"evaluation.samples is {recipe.evaluation.samples}, but {objective.name} has nothing to sample",
-            help=f"set it to 0; {', '.join((*_TEXT, *DENOISING_OBJECTIVES))} can be sampled",
+            help="set it to 0, or choose an objective that generates text or latents (docs/objectives.md)",
         )
     return Sampler(recipe, spec, objective, session, folder, loader)

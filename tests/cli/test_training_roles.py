@@ -12,6 +12,8 @@ from fsdptool.api.starter import look_at
 from fsdptool.cli.app import run
 from fsdptool.config.recipe import read_recipe
 from fsdptool.errors import ConfigError
+from fsdptool.families.objectives import TRANSFORMERS, FlowMatching
+from fsdptool.families.protocol import Objective
 
 GPUS = ("--gpu", "RTX-4090-24GB", "--gpus", "2")
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x" * 700}]}
@@ -120,6 +122,10 @@ def test_a_model_of_your_own(
     monkeypatch.delitem(sys.modules, "rolenet")
 
 
+def objective_named(name: str) -> Objective:
+    return TRANSFORMERS[name]() if name in TRANSFORMERS else FlowMatching(denoise=lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("row", "objective", "kind", "column", "options"),
     [
@@ -133,7 +139,7 @@ def test_a_model_of_your_own(
 def test_columns_are_recognised(
     tmp_path: Path, row: dict[str, object], objective: str, kind: str, column: str, options: dict[str, str]
 ) -> None:
-    look = look_at(str(rows(tmp_path / "rows.jsonl", row)), objective)
+    look = look_at(str(rows(tmp_path / "rows.jsonl", row)), objective_named(objective))
     assert (look.kind, look.data.text_column, dict(look.data.options)) == (kind, column, options)
 
 
@@ -152,4 +158,4 @@ def test_data_that_do_not_suit(
     tmp_path: Path, name: str, row: dict[str, object], objective: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        look_at(str(rows(tmp_path / name, row)), objective)
+        look_at(str(rows(tmp_path / name, row)), objective_named(objective))

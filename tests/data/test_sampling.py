@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from fsdptool.errors import ConfigError
+from fsdptool.families.objectives import Classification
 from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import Recipe
 from fsdptool.source import resolve
@@ -222,13 +223,10 @@ def test_what_cannot_be_sampled_is_refused() -> None:
 
     recipe = from_json(Recipe, _recipe("x"))
 
-    class Task:
-        name = "classification"
-
     spec: Any = None
     session: Any = None
     loader: Any = None
     with pytest.raises(ConfigError, match="classification has nothing to sample"):
-        open_sampler(recipe, spec, Task(), session, Path(), loader)
+        open_sampler(recipe, spec, Classification(), session, Path(), loader)
     none = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, samples=0))
-    assert open_sampler(none, spec, Task(), session, Path(), loader) is None
+    assert open_sampler(none, spec, Classification(), session, Path(), loader) is None

@@ -61,7 +61,7 @@ def test_tokenising_says_how_far_it_is(tmp_path: Path) -> None:
     told: list[str] = []
     with listening(told.append):
         encoder = Encoder(byte_tokenizer(), name="bytes", is_bytes=True)
-        tokenised("causal_lm", Data(source="jsonl", path=str(rows)), encoder, cache=tmp_path / "c")
+        tokenised("documents", Data(source="jsonl", path=str(rows)), encoder, cache=tmp_path / "c")
     assert told[0].endswith("t.jsonl: 1 of about 40 rows")
     assert told[19].endswith("20 of about 40 rows, 20 s left")
     quiet = len(told)
@@ -76,7 +76,7 @@ def test_tokenising_text_counts_bytes(tmp_path: Path) -> None:
     with listening(told.append):
         encoder = Encoder(byte_tokenizer(), name="bytes", is_bytes=True)
         data = Data(source="text", path=str(tmp_path))
-        table = tokenised("causal_lm", data, encoder, cache=tmp_path / "c")
+        table = tokenised("documents", data, encoder, cache=tmp_path / "c")
     assert (len(table), int(table.lengths("input_ids")[0])) == (1, 7_600_001), "one document, and its end"
     assert told[0].endswith("1.06 MiB of 7.25 MiB")
     assert told[3].endswith("4.22 MiB of 7.25 MiB, 3 s left")

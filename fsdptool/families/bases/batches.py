@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, ModelError
@@ -212,43 +212,6 @@ def features(config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
     if any(name.endswith("WithProjection") for name in config.architectures or ()):
         target = (batch, int(config.projection_dim))
     return ids, mask, TensorSpec("target", target, "float32", "normal")
-
-
-_BATCHES: Mapping[str, Callable[[Any, Recipe], tuple[TensorSpec, ...]]] = {
-    "causal_lm": causal,
-    "masked_lm": masked,
-    "token_classification": token_classes,
-    "seq2seq": sequence_to_sequence,
-    "classification": classes,
-    "contrastive": pairs,
-    "features": features,
-}
-
-
-def batch_for(objective: str, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
-    """Return the micro-batch of an objective.
-
-    Args:
-        objective: Name in the library.
-        config: A transformers configuration object.
-        recipe: Its sizes.
-
-    Raises:
-        ConfigError: The objective is unknown, or the recipe's sizes do not suit the model.
-        ModelError: The configuration does not say what its inputs look like.
-    """
-    if objective not in _BATCHES:
-        raise ConfigError(
-            f"objective {objective!r} is not supported for {type(config).__name__}",
-            help=f"choose one of: {', '.join(sorted(_BATCHES))}",
-        )
-    try:
-        return _BATCHES[objective](config, recipe)
-    except AttributeError as error:
-        raise ModelError(
-            f"{type(config).__name__} lacks what objective {objective!r} needs: {error}",
-            help="write a family plugin for the model (docs/families.md)",
-        ) from error
 
 
 Sample = Mapping[str, "Tensor"]

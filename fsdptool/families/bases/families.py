@@ -9,7 +9,7 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.errors import ModelError
+from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.bases.catalogue import CatalogueFamily
 from fsdptool.families.bases.libraries import class_for, objective_for_class, one_line, quiet
 from fsdptool.families.bases.listed import listed_inputs
@@ -240,15 +240,27 @@ class TransformersFamily(CatalogueFamily):
         """Return the tensors that the recipe lists, else the inputs of its objective.
 
         Raises:
-            ConfigError: The list is not one of tensors, or the recipe's sizes do not suit the model.
+            ConfigError: The list is not one of tensors, or objective or sizes do not suit the model.
+            ModelError: The configuration does not say what its inputs look like.
         """
-        from fsdptool.families.bases.batches import batch_for
+        from fsdptool.families.objectives import TRANSFORMERS
 
         if (listed := recipe.objective.options.get("inputs")) is not None:
             return listed_inputs(listed, recipe.batch.micro_batch)
         name = recipe.objective.name or self.objective_for(config)
         configuration = self.config_object(config, self.model_class(config))
-        return batch_for(name, configuration, recipe)
+        if name not in TRANSFORMERS:
+            raise ConfigError(
+                f"objective {name!r} is not supported for {type(configuration).__name__}",
+                help=f"choose one of: {', '.join(sorted(TRANSFORMERS))}",
+            )
+        try:
+            return TRANSFORMERS[name].batch(configuration, recipe)
+        except AttributeError as error:
+            raise ModelError(
+                f"{type(configuration).__name__} lacks what objective {name!r} needs: {error}",
+                help="write a family plugin for the model (docs/families.md)",
+            ) from error
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
         """Return the library's objectives for transformers models."""

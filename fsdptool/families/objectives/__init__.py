@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from fsdptool.families.objectives.diffusion import Epsilon, FlowMatching, VPrediction
 from fsdptool.families.objectives.features import Classification, Contrastive, Features
@@ -10,7 +10,7 @@ from fsdptool.families.objectives.language import CausalLM, MaskedLM, Seq2Seq, T
 from fsdptool.families.objectives.module import ModuleLoss
 from fsdptool.families.protocol import Objective
 
-TRANSFORMERS: Mapping[str, Callable[..., Objective]] = {
+TRANSFORMERS: Mapping[str, type[Objective]] = {
     objective.name: objective
     for objective in (
         CausalLM,

@@ -73,6 +73,8 @@ class FlowMatching(_Denoising):
     """
 
     name = "flow_matching"
+    samples = "latents"
+    generates = "latents"
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the predicted velocity, in the latents' shape."""
@@ -95,6 +97,9 @@ class _Variance(_Denoising):
         schedule: Its name; ``cosine`` is Nichol and Dhariwal 2021, equation 17, with betas below 0.999.
         steps: Its length.
     """
+
+    samples = "latents"
+    generates = "latents"
 
     def __init__(
         self,

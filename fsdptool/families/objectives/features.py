@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, ModelError
+from fsdptool.families.bases import batches
 from fsdptool.families.objectives.common import accumulation_dtype, inputs, require
-from fsdptool.families.protocol import Objective
+from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from fsdptool.records.recipe import Recipe
 
 
 class Classification(Objective):
@@ -21,6 +24,12 @@ class Classification(Objective):
 
     name = "classification"
     unit = "samples"
+    samples = "labelled"
+
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return a text or an image, and its class."""
+        return batches.classes(config, recipe)
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of samples."""
@@ -94,6 +103,11 @@ class Features(SquaredDistance):
     name = "features"
     unit = "samples"
 
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return the inputs, and a target of the last hidden state's shape."""
+        return batches.features(config, recipe)
+
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of samples."""
         import torch
@@ -158,6 +172,11 @@ class Contrastive(Objective):
         if kind not in ("softmax", "sigmoid"):
             raise ConfigError(f"objective contrastive: kind must be softmax or sigmoid, got {kind!r}")
         self.kind = kind
+
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return images with their texts."""
+        return batches.pairs(config, recipe)
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of image-text pairs."""

@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.families.bases import batches
 from fsdptool.families.objectives.common import IGNORED, inputs, require, unwrapped
-from fsdptool.families.protocol import Objective
+from fsdptool.families.protocol import Objective, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from fsdptool.records.recipe import Recipe
 
 
 class _Tokens(Objective):
@@ -90,6 +93,9 @@ class CausalLM(_Tokens):
     """
 
     name = "causal_lm"
+    samples = "documents"
+    generates = "continuation"
+    splits_sequences = True
 
     def __init__(
         self,
@@ -103,6 +109,11 @@ class CausalLM(_Tokens):
         self.arguments = arguments
         self.document_mask = document_mask
         self.auxiliary = auxiliary
+
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return tokens, labels aligned with them, and positions where documents are packed."""
+        return batches.causal(config, recipe)
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the next token of each position."""
@@ -156,12 +167,23 @@ class MaskedLM(_Tokens):
     """Prediction of masked tokens. Batch: ``input_ids``, ``attention_mask``, ``labels`` [B, S]."""
 
     name = "masked_lm"
+    samples = "masked"
+
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return tokens, their mask and a label per token."""
+        return batches.masked(config, recipe)
 
 
 class TokenClassification(_Tokens):
     """One class per token. Batch: ``input_ids``, ``attention_mask``, ``labels`` [B, S]."""
 
     name = "token_classification"
+
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return tokens, their mask and a class per token."""
+        return batches.token_classes(config, recipe)
 
 
 class Seq2Seq(_Tokens):
@@ -172,6 +194,14 @@ class Seq2Seq(_Tokens):
     """
 
     name = "seq2seq"
+    samples = "pairs"
+    generates = "translation"
+    single_length = False
+
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return both sides, each as long as the recipe says."""
+        return batches.sequence_to_sequence(config, recipe)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the decoder's logits, [B, T, vocabulary], or those of a part of the vocabulary."""

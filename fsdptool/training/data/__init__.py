@@ -4,7 +4,6 @@ from fsdptool.training.data.build import (
     build_batches,
     build_evaluation,
     data_cache,
-    objective_of,
     prepare,
     share_of,
 )
@@ -16,7 +15,6 @@ __all__ = [
     "build_evaluation",
     "data_cache",
     "load_tokenizer",
-    "objective_of",
     "prepare",
     "share_of",
 ]

@@ -14,8 +14,9 @@ from fsdptool.cache import cache_folder
 from fsdptool.errors import ConfigError
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
+from fsdptool.modeling.objective import objective_for
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.recipe import TEXT_OBJECTIVES, Data, Recipe
+from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.labelled import open_labelled
 from fsdptool.training.data.language import open_language
 from fsdptool.training.data.latents import Denoising, Latents, read_index, split_pictures
@@ -217,34 +218,15 @@ def _start_method(data: Data) -> str:
     return method
 
 
-def objective_of(recipe: Recipe, spec: ModelSpec) -> str:
-    """Return the objective's name.
-
-    Raises:
-        ConfigError: Neither the recipe nor the family names one.
-    """
-    name = recipe.objective.name or spec.objective
-    if name is None:
-        raise ConfigError(
-            f"no objective is known for {spec.reference.id}", help="name one under objective.name"
-        )
-    return name
-
-
 def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str) -> Opened:
     if data.source == "synthetic":
         return _synthetic(recipe, spec, data, part)
-    kind = objective_of(recipe, spec)
-    if data.source == "images" and kind == "classification":
+    objective = objective_for(recipe, spec)
+    if data.source == "images" and objective.samples == "labelled":
         return _labelled(recipe, spec, data, part)
     if data.source in ("images", "latents"):
         return _diffusion(recipe, spec, data, cache, part)
-    if kind not in TEXT_OBJECTIVES:
-        raise ConfigError(
-            f"objective {kind} cannot be trained on data.source {data.source}",
-            help=f"that source serves {', '.join(TEXT_OBJECTIVES)}; use synthetic for others",
-        )
-    samples, collate = open_language(kind, recipe, spec, data, cache, part)
+    samples, collate = open_language(objective, recipe, spec, data, cache, part)
     return Opened(samples, PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle), collate)
 
 

@@ -1,0 +1,21 @@
+"""Kinds of samples of text: a module each, by the name that an objective gives as its ``samples``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fsdptool.families.protocol import SampleKind
+from fsdptool.training.data.text.common import TextSamples
+from fsdptool.training.data.text.documents import Documents
+from fsdptool.training.data.text.labelled import LabelledTexts
+from fsdptool.training.data.text.masked import Masked
+from fsdptool.training.data.text.pairs import SourcesAndTargets
+
+TEXT_SAMPLES: Mapping[SampleKind, TextSamples] = {
+    "documents": Documents(),
+    "masked": Masked(),
+    "pairs": SourcesAndTargets(),
+    "labelled": LabelledTexts(),
+}
+
+__all__ = ["TEXT_SAMPLES", "TextSamples"]
