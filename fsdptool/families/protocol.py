@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 API_VERSION = 1
 
-SampleKind = Literal["documents", "masked", "pairs", "labelled", "latents"]
-"""What a sample of data is made of: a text to continue, one with masked tokens, a source and a target, an
-input and its class (``training/data/text/`` reads these), or an encoded picture."""
 Generated = Literal["continuation", "translation", "latents"]
 """What a trained model writes during validation: the rest of a text, a target, or latents."""
 
@@ -125,14 +122,17 @@ class Objective(ABC):
     divides_vocabulary: bool = False
     """Whether the loss takes logits of a part of the vocabulary, which tensor-parallel ranks divide
     (``families/objectives/vocabulary.py``)."""
-    samples: SampleKind | None = None
-    """What its samples of data are made of; None: it is trained on generated samples only."""
+    samples: str | None = None
+    """What its samples of data are made of: ``latents``, or a kind of text (``training/data/text/``).
+    None: it is trained on generated samples only."""
     generates: Generated | None = None
     """What ``evaluation.samples`` writes; None: nothing."""
     single_length: bool = True
     """Whether a sample of text has one length: micro-batches can then be padded to their longest sample."""
     splits_sequences: bool = False
     """Whether ranks can divide its sequences (context parallelism)."""
+    needs_teacher: bool = False
+    """Whether it compares with a second, frozen model: the teacher of method ``distillation``."""
 
     @classmethod
     def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:

@@ -28,7 +28,7 @@ def objective_for(recipe: Recipe, spec: ModelSpec) -> Objective:
     """Return the objective the recipe names, or the family's default for this model.
 
     Raises:
-        ConfigError: The family does not train under it, or it has no such option.
+        ConfigError: The family does not train under it, it has no such option, or it needs a second model.
     """
     family = family_of(spec)
     known = family.objectives()
@@ -50,9 +50,15 @@ def objective_for(recipe: Recipe, spec: ModelSpec) -> Objective:
         if option not in offered and (option in taken or not further):
             raise _unknown(name, option, offered)
     try:
-        return known[name](**options)
+        objective = known[name](**options)
     except TypeError as error:
         raise ConfigError(f"objective {name}: {error}", help="check objective.options") from error
+    if objective.needs_teacher and recipe.method.distillation is None:
+        raise ConfigError(
+            f"objective {name} needs a reference model",
+            help="set method.name: distillation, with the reference as its teacher and alpha: 1",
+        )
+    return objective
 
 
 def _unknown(name: str, option: str, offered: list[str]) -> ConfigError:

@@ -50,13 +50,22 @@ class _Tokens(Objective):
 
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross-entropy summed over targets."""
+        return self.cross_entropy(prediction["prediction"], self.targets(batch), prediction)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, prediction: Mapping[str, Any]) -> Tensor:
+        """Return the cross-entropy of some of a prediction's logits, summed over targets.
+
+        Args:
+            logits: [..., vocabulary], or a part of it where ranks divide it.
+            targets: [...], ``-100`` where there is none.
+            prediction: Says which part.
+        """
         from fsdptool.families.objectives.entropy import cross_entropy
         from fsdptool.families.objectives.vocabulary import PART, divided_cross_entropy
 
         if PART in prediction:
-            part: Any = prediction[PART]
-            return divided_cross_entropy(prediction["prediction"], self.targets(batch), self.chunk, part)
-        return cross_entropy(prediction["prediction"], self.targets(batch), self.chunk)
+            return divided_cross_entropy(logits, targets, self.chunk, prediction[PART])
+        return cross_entropy(logits, targets, self.chunk)
 
     def distance(
         self,

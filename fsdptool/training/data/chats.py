@@ -52,6 +52,13 @@ class ChatTemplate:
         )
         return np.asarray(encoded["input_ids"], dtype=np.int64)
 
+    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> NDArray[np.int64]:
+        """Return the tokens of a conversation that the assistant is about to answer."""
+        encoded = self._tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=True, return_dict=True, add_generation_prompt=True
+        )
+        return np.asarray(encoded["input_ids"], dtype=np.int64)
+
     def encode_learned(
         self, messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

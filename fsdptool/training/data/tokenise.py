@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.protocol import SampleKind
 from fsdptool.records.recipe import Data
 from fsdptool.runs.work import LongWork
 from fsdptool.training.data.ragged import Ragged, RaggedWriter, made_once
@@ -24,7 +23,7 @@ _VERSION = 4
 """Raised when the tables' meaning changes, so that old ones are not used."""
 
 
-def tokenised(kind: SampleKind, data: Data, encoder: Encoder, *, cache: Path) -> Ragged:
+def tokenised(kind: str, data: Data, encoder: Encoder, *, cache: Path) -> Ragged:
     """Return the token table of a recipe's data, made now or found in ``cache``.
 
     Args:
@@ -44,7 +43,7 @@ def tokenised(kind: SampleKind, data: Data, encoder: Encoder, *, cache: Path) ->
     return Ragged(folder)
 
 
-def _key(kind: SampleKind, data: Data, encoder: Encoder, source: Source) -> str:
+def _key(kind: str, data: Data, encoder: Encoder, source: Source) -> str:
     options = {name: data.options[name] for name in TEXT_SAMPLES[kind].options if name in data.options}
     parts = [
         _VERSION,
@@ -58,7 +57,7 @@ def _key(kind: SampleKind, data: Data, encoder: Encoder, source: Source) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _make(kind: SampleKind, data: Data, encoder: Encoder, source: Source, folder: Path) -> None:
+def _make(kind: str, data: Data, encoder: Encoder, source: Source, folder: Path) -> None:
     text = TEXT_SAMPLES[kind]
     facts: dict[str, Any] = {"kind": kind, "tokenizer": encoder.name, "source": source.place}
     source = _with_progress(source)

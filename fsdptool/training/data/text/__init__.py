@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdptool.families.protocol import SampleKind
 from fsdptool.training.data.text.common import TextSamples
 from fsdptool.training.data.text.documents import Documents
 from fsdptool.training.data.text.labelled import LabelledTexts
 from fsdptool.training.data.text.masked import Masked
 from fsdptool.training.data.text.pairs import SourcesAndTargets
 
-TEXT_SAMPLES: Mapping[SampleKind, TextSamples] = {
+TEXT_SAMPLES: Mapping[str, TextSamples] = {
     "documents": Documents(),
     "masked": Masked(),
     "pairs": SourcesAndTargets(),

@@ -129,6 +129,11 @@ def column(row: Row, name: str, source: Source, setting: str) -> Any:
 
 
 def text_column(row: Row, name: str, source: Source, setting: str) -> str:
+    """Return a row's column of text.
+
+    Raises:
+        ConfigError: It is not there, or not text.
+    """
     value = column(row, name, source, setting)
     if not isinstance(value, str):
         place = source.where(lambda other: not isinstance(other.get(name), str))
