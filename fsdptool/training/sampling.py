@@ -249,7 +249,7 @@ class Sampler:
 
         prompts = self._options.get("prompts")
         if not prompts:
-            tokens = example["input_ids"]
+            tokens = example["input_ids"].flatten(0, -2)[:1]  # of a pair of answers, the first
             return tokens[:, : max(min(32, tokens.shape[1] // 4), 1)]
         text = str(prompts[number % len(prompts)])
         (ids,) = self._encoder().encode([text], special=False)
