@@ -87,6 +87,7 @@ PADDING_MULTIPLE = 8
 DATA_OPTIONS = (
     *("name", "data_files", "revision", "document", "samples"),
     *("messages_column", "assistant_turns", "prompt_column", "source_column", "target_column", "prefix"),
+    *("chosen_column", "rejected_column"),
     *("label_column", "labels", "packing", "mask_share", "start_method"),
     *("pipeline", "latents", "shard_size", "buckets", "fps", "posterior"),
     *("prompts", "sample_steps", "sample_tokens", "temperature"),

@@ -8,6 +8,7 @@ from fsdptool.families.objectives.diffusion import Epsilon, FlowMatching, VPredi
 from fsdptool.families.objectives.features import Classification, Contrastive, Features
 from fsdptool.families.objectives.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
 from fsdptool.families.objectives.module import ModuleLoss
+from fsdptool.families.objectives.preference import Dpo, Orpo, SimPo
 from fsdptool.families.protocol import Objective
 
 TRANSFORMERS: Mapping[str, type[Objective]] = {
@@ -21,6 +22,9 @@ TRANSFORMERS: Mapping[str, type[Objective]] = {
         Contrastive,
         Features,
         ModuleLoss,
+        Orpo,
+        SimPo,
+        Dpo,
     )
 }
 

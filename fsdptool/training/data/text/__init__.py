@@ -9,12 +9,14 @@ from fsdptool.training.data.text.documents import Documents
 from fsdptool.training.data.text.labelled import LabelledTexts
 from fsdptool.training.data.text.masked import Masked
 from fsdptool.training.data.text.pairs import SourcesAndTargets
+from fsdptool.training.data.text.preferences import Preferences
 
 TEXT_SAMPLES: Mapping[str, TextSamples] = {
     "documents": Documents(),
     "masked": Masked(),
     "pairs": SourcesAndTargets(),
     "labelled": LabelledTexts(),
+    "preferences": Preferences(),
 }
 
 __all__ = ["TEXT_SAMPLES", "TextSamples"]
