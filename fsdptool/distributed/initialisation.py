@@ -227,10 +227,11 @@ def replay(
     name: str,
     shape: torch.Size,
     rows: tuple[int, int],
-    *,
     dtype: torch.dtype,
     seed: int,
     key: str,
+    *,
+    window: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Return rows ``[rows[0], rows[1])`` of a freshly initialised parameter, on the CPU.
 
@@ -243,6 +244,7 @@ def replay(
             the rounded fp32 one.
         seed: The run's seed.
         key: What the values depend on besides the seed; equal for all names of a tied parameter.
+        window: A further dimension, and start and length in it, of which no more is returned; or None.
 
     Raises:
         ModelError: The model does not say how the parameter starts.
@@ -253,7 +255,7 @@ def replay(
         value = blueprint.values[name]
         # A vector of equal elements is kept as one element that is expanded. Fused optimizers write through
         # the pointer, past the end of such a storage (torch 2.13, ``_fused_adamw_``).
-        return (value[first:last] if shape else value.clone()).to(dtype).contiguous()
+        return _cut(value[first:last] if shape else value.clone(), window).to(dtype).contiguous()
     notes = blueprint.notes.get(name)
     if not notes:
         raise ModelError(
@@ -262,14 +264,26 @@ def replay(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     numel, per_row = math.prod(shape), math.prod(shape[1:])
     if shape and all(note.sliceable for note in notes):
-        tensor = torch.empty((last - first, *shape[1:]), dtype=wide)
+        if window is None or window[0] != 1 or len(shape) < 3:
+            tensor = torch.empty((last - first, *shape[1:]), dtype=wide)
+            for draw, note in enumerate(notes):
+                _apply(note, tensor, first * per_row, numel, (seed, key, draw))
+            return _cut(tensor, window).to(dtype).contiguous()
+        # A window of a stack's matrices is one run of elements in each: the rest is not drawn.
+        _, start, length = window
+        tensor = torch.empty((last - first, length, *shape[2:]), dtype=wide)
         for draw, note in enumerate(notes):
-            _apply(note, tensor, first * per_row, numel, (seed, key, draw))
+            for row, part in enumerate(tensor, first):
+                _apply(note, part, row * per_row + start * math.prod(shape[2:]), numel, (seed, key, draw))
         return tensor.to(dtype)
     whole = torch.empty(shape, dtype=wide)
     for draw, note in enumerate(notes):
         _apply(note, whole, 0, numel, (seed, key, draw))
-    return (whole[first:last] if shape else whole).to(dtype)
+    return _cut(whole[first:last] if shape else whole, window).to(dtype).contiguous()
+
+
+def _cut(values: torch.Tensor, window: tuple[int, int, int] | None) -> torch.Tensor:
+    return values if window is None else values.narrow(*window)
 
 
 def _apply(note: Note, tensor: torch.Tensor, start: int, numel: int, key: tuple[object, ...]) -> None:

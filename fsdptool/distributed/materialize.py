@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from fsdptool.distributed.initialisation import Blueprint, loose_tensors, replay
-from fsdptool.distributed.shard import local, sharded_like
+from fsdptool.distributed.shard import local, sharded_dimension, sharded_like
 from fsdptool.errors import ModelError
 from fsdptool.modeling.methods import base_name
 from fsdptool.modeling.methods.quantised_formats import empty_parts, encode
@@ -91,7 +91,7 @@ def _pack(
     device: torch.device,
 ) -> None:
     """Make or read this rank's rows of a weight, quantise them on ``worker`` and keep only the codes."""
-    shape, rows = (layer.out_features, layer.in_features), rows_of(layer.codes)
+    shape, rows = (layer.out_features, layer.in_features), held_range(layer.codes)[1:]
     # What stays is allocated before what goes: the other way round the C allocator keeps the holes.
     into = empty_parts(layer.format, rows[1] - rows[0], layer.in_features, worker)
     weight = _values(shape, rows, layer.plain_dtype, [f"{path}.weight"], origins, missing)
@@ -115,33 +115,39 @@ def _aliases(model: nn.Module) -> dict[int, list[str]]:
     return groups
 
 
-def rows_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return the range of dimension 0 this rank holds; uneven chunks as ``torch.chunk`` cuts them."""
-    total = parameter.shape[0] if parameter.dim() else 1
+def held_range(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Return the dimension along which FSDP shards a parameter, and the range of it that this rank holds.
+
+    Uneven chunks as ``torch.chunk`` cuts them.
+    """
     if not isinstance(parameter, DTensor):
-        return 0, total
-    mesh = parameter.device_mesh
+        return 0, 0, parameter.shape[0] if parameter.dim() else 1
+    mesh, cut = parameter.device_mesh, sharded_dimension(parameter)
+    total = parameter.shape[cut]
     degree, position = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     chunk = -(-total // degree)
-    return min(position * chunk, total), min((position + 1) * chunk, total)
+    return cut, min(position * chunk, total), min((position + 1) * chunk, total)
 
 
 def _part(parameter: torch.Tensor, names: list[str], origins: Origins, missing: list[str]) -> torch.Tensor:
     """Return the values this rank holds of a parameter: its rows of its tensor-parallel rank's part."""
-    rows, dtype, size = rows_of(parameter), parameter.dtype, origins.group.size
+    dtype, size = parameter.dtype, origins.group.size
+    cut, start, end = held_range(parameter)
+    # Experts that are cut along another dimension than the first: all of them, a window of each.
+    rows, window = ((0, parameter.shape[0]), (cut, start, end - start)) if cut else ((start, end), None)
     placement = next((origins.placements[name] for name in names if name in origins.placements), None)
     if placement is None or placement.dim is None:
-        return _values(tuple(parameter.shape), rows, dtype, names, origins, missing)
+        return _values(tuple(parameter.shape), rows, dtype, names, origins, missing, window)
     parts, noted = [], len(missing)
     for inside, whole, length in placement.pieces(size, origins.group.rank):
         if placement.dim > 0:
-            window = (placement.dim, whole, length)
-            parts.append(_values(placement.shape, rows, dtype, names, origins, missing, window))
+            inner = (placement.dim, whole, length)
+            parts.append(_values(placement.shape, rows, dtype, names, origins, missing, inner))
             continue
         first, last = max(rows[0], inside), min(rows[1], inside + length)
         if first < last:
             piece = (first - inside + whole, last - inside + whole)
-            parts.append(_values(placement.shape, piece, dtype, names, origins, missing))
+            parts.append(_values(placement.shape, piece, dtype, names, origins, missing, window))
     del missing[noted + 1 :]
     if not parts:  # more ranks than rows
         return torch.empty((0, *parameter.shape[1:]), dtype=dtype)
@@ -162,8 +168,8 @@ def _values(
     plain = [base_name(name) for name in names]
     if origins.adapters is not None and any(origins.adapters.notes.get(name) for name in names):
         name = next(name for name in names if origins.adapters.notes.get(name))
-        values = replay(origins.adapters, name, size, rows, dtype=dtype, seed=origins.seed, key=names[0])
-        return values if window is None else values.narrow(*window).contiguous()
+        drawn = (dtype, origins.seed, names[0])
+        return replay(origins.adapters, name, size, rows, *drawn, window=window)
     if origins.weights is not None:
         for name in plain:
             if name in origins.weights:
@@ -176,9 +182,7 @@ def _values(
             help="train from pretrained weights (model.weights: pretrained)",
         )
     # One key for all names of a tied parameter: which name comes first differs between builds.
-    key = min(plain)
-    values = replay(origins.blueprint, known[0], size, rows, dtype=dtype, seed=origins.seed, key=key)
-    return values if window is None else values.narrow(*window).contiguous()
+    return replay(origins.blueprint, known[0], size, rows, dtype, origins.seed, min(plain), window=window)
 
 
 def _assign(model: nn.Module, names: Iterable[str], parameter: nn.Parameter, values: torch.Tensor) -> None:

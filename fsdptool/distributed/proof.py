@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdptool.distributed.materialize import rows_of
+from fsdptool.distributed.materialize import held_range
 from fsdptool.distributed.shard import local, managed_names, require, sharded_modules
 from fsdptool.memory.simulation.collectives import stored_dtype
 from fsdptool.modeling.methods.quantised_layers import describe_base
@@ -193,10 +193,11 @@ def _placement_differences(
     names: Mapping[str, nn.Parameter], plan: UnitPlan, dims: ParallelDims
 ) -> Iterable[Difference]:
     kind = DifferenceKind.PLACEMENT
-    expected: tuple[Placement, ...] = (Replicate(), Shard(0)) if dims.dp_replicate > 1 else (Shard(0),)
     for unit in plan.units:
         sizes = tuple(dims.parameter_mesh(experts=unit.kind == "experts").values())
         for listed in unit.parameters:
+            dimension = plan.shard_dimension(unit, listed.shape, sizes[-1])
+            expected: tuple[Placement, ...] = (*[Replicate()] * (len(sizes) - 1), Shard(dimension))
             parameter: Any = names.get(listed.fqn)
             if parameter is None or tuple(parameter.shape) != listed.shape:
                 continue
@@ -209,10 +210,12 @@ def _placement_differences(
             if tuple(parameter.placements) != expected or mesh != sizes:
                 yield Difference(kind, listed.fqn, planned, found)
                 continue
-            first, last = rows_of(parameter)
+            _, first, last = held_range(parameter)
             shard = local(parameter)
-            if shard.shape != (last - first, *listed.shape[1:]):
-                rows = shard.shape[0] if shard.dim() else 0
+            wanted = [*listed.shape]
+            wanted[dimension] = last - first
+            if list(shard.shape) != wanted:
+                rows = shard.shape[dimension] if shard.dim() else 0
                 yield Difference(kind, listed.fqn, f"{last - first} rows", f"{rows} rows")
             elif shard.is_meta:
                 yield Difference(kind, listed.fqn, "values", "no values (meta device)")
@@ -224,8 +227,8 @@ def _placement_differences(
 
 
 def _placed(placements: Iterable[Placement]) -> str:
-    words = ["replicated" if item.is_replicate() else str(item) for item in placements]
-    return " and ".join("sharded by rows" if word in ("S(0)", "Shard(dim=0)") else word for word in words)
+    words = {Replicate(): "replicated", Shard(0): "sharded by rows", Shard(1): "sharded along dimension 1"}
+    return " and ".join(words.get(item, str(item)) for item in placements)
 
 
 def _setting_differences(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.distributed.direct_messages import send_directly, supports_direct_messages
@@ -38,6 +38,13 @@ def sharded_like(rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         shape=whole.shape,
         stride=whole.stride(),
     )
+
+
+def sharded_dimension(parameter: DTensor) -> int:
+    """Return the dimension along which FSDP shards a parameter."""
+    placement = parameter.placements[-1]
+    assert isinstance(placement, Shard)
+    return placement.dim
 
 
 _DTYPES = {
@@ -136,6 +143,7 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
             mp_policy=replace(policy, cast_forward_inputs="" not in unit.modules and not experts),
             offload_policy=offload,
             ignored_params=ignored or None,
+            shard_placement_fn=_placement(plan, unit, mesh.size(mesh.ndim - 1)),
         )
         first = modules[0]
         assert isinstance(first, FSDPModule)
@@ -154,6 +162,17 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     cast_inputs(model, to_dtype(plan.input_dtype), plan.exact_inputs)
     _set_prefetch(plan, model, units)
     return units
+
+
+def _placement(plan: UnitPlan, unit: Unit, ranks: int) -> Callable[[nn.Parameter], Shard | None] | None:
+    """Return what tells ``fully_shard`` the dimension of each parameter; None where all are cut by rows."""
+
+    def dimension(parameter: Any) -> int:
+        return plan.shard_dimension(unit, parameter.shape, ranks)
+
+    if not any(map(dimension, unit.parameters)):
+        return None
+    return lambda parameter: Shard(dimension(parameter))
 
 
 class _Modules:

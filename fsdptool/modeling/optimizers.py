@@ -7,7 +7,7 @@ nothing else tests an optimizer's name. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from math import prod
@@ -39,6 +39,11 @@ class TrainedTensor:
     rows: tuple[int, ...]
     width: int
     ranks: int = 1
+
+    @property
+    def spans_rows(self) -> bool:
+        """Whether the rows of a matrix, or of each of fused experts, are spread over ranks."""
+        return self.ranks > 1 and (len(self.shape) == 2 or self.rows[-2] < self.shape[-2])
 
     @property
     def numel(self) -> int:
@@ -218,16 +223,25 @@ def _by_muon(trained: Trained) -> list[TrainedTensor]:
 
 
 def _muon_rounds(trained: Trained) -> list[list[TrainedTensor]]:
-    """Return the matrices of each exchange; a sharded plan cuts all of them over the same ranks."""
-    cut = [t for t in _by_muon(trained) if len(t.shape) == 2 and t.ranks > 1]
-    if not cut:
-        return []
-    return [[cut[p] for p in places] for places in rounds_of([prod(t.shape) for t in cut], cut[0].ranks)]
+    """Return the matrices of each exchange, each of fused experts by itself.
+
+    Experts that a group shares out are cut over fewer ranks than other matrices, and exchanged apart.
+    """
+    cut: dict[int, list[TrainedTensor]] = {}
+    for tensor in _by_muon(trained):
+        if tensor.spans_rows:
+            matrix = replace(tensor, shape=tensor.shape[-2:], rows=tensor.rows[-2:])
+            cut.setdefault(tensor.ranks, []).extend([matrix] * prod(tensor.shape[:-2]))
+    return [
+        [matrices[place] for place in places]
+        for ranks, matrices in cut.items()
+        for places in rounds_of([prod(t.shape) for t in matrices], ranks)
+    ]
 
 
 def _muon_whole(trained: Trained, cuda: bool) -> list[tuple[TrainedTensor, int]]:
     """Return what a rank orthogonalises without an exchange, and how many matrices of it at once."""
-    own = [t for t in _by_muon(trained) if (len(t.shape) == 3 or t.ranks == 1) and t.numel]
+    own = [t for t in _by_muon(trained) if not t.spans_rows and t.numel]
     return [(t, min(expert_chunk(t.rows, cuda), t.rows[0]) if len(t.shape) == 3 else 1) for t in own]
 
 

@@ -146,7 +146,8 @@ def _rows(estimator: Estimator, inputs: PlanInputs, point: SearchPoint) -> Itera
         "warning",
         f"rank 0 stores {stored / even:.1f} times its even share of the model: FSDP2 shards the first"
         f" dimension, and {parameter.fqn} has {rows} for {share.ranks} ranks",
-        help="replicate over the ranks that get no rows (--hsdp), or divide layers (--tp)",
+        help="use the native layout with a number of ranks that divides the rows of an expert, or replicate"
+        " over the ranks that get no rows (--hsdp)",
     )
 
 
@@ -316,8 +317,11 @@ RULES = (
          " free blocks that later ones cannot use, until the GPU is full.",
          "Use expandable segments, a smaller micro-batch or packing."),
     Rule("PLN015", "fewer rows than ranks", "warning",
-         "FSDP2 shards the first dimension of each parameter. Fused experts have one row for each expert: on"
-         " more ranks than experts, some ranks hold a whole expert and others nothing, so that more ranks do"
-         " not lower the memory of rank 0.",
-         "Give --hsdp with as many shards as there are experts, or --tp, which divides the experts' layers."),
+         "FSDP2 shards the first dimension of each parameter, and fused experts have one row for each expert."
+         " On more ranks than experts, the native layout shards the rows of every expert instead, if they"
+         " divide evenly among the ranks. The accelerate layout, tensor parallelism and resharding to a"
+         " number of ranks do not. Some ranks then hold a whole expert and others nothing, so that more ranks"
+         " do not lower the memory of rank 0.",
+         "Use the native layout and a number of ranks that divides the rows of an expert, or give --hsdp with"
+         " as many shards as there are experts."),
 )  # fmt: skip

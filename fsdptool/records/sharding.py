@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -313,3 +313,22 @@ class UnitPlan:
     prefetch: int = 1
     tensor: TensorPlan | None = None
     placements: tuple[Placement, ...] = ()
+
+    def shard_dimension(self, unit: Unit, shape: Sequence[int], ranks: int) -> int:
+        """Return the dimension along which a parameter of ``unit`` is sharded over ``ranks`` ranks.
+
+        It is dimension 0 but for fused experts ``[experts, rows, columns]`` of which there are fewer than
+        ranks: along dimension 0 most ranks would store nothing and the others whole experts. Their matrices
+        are cut by rows instead, as torchtitan cuts them (``shard_placement_fn`` of ``fully_shard``). torch
+        cuts another dimension than the first only into even parts, reshards it to no smaller group
+        (2.13, ``_fsdp_param.py:_init_sharded_param, _init_sharded_post_forward_param_metadata``), and
+        accelerate 1.15 passes no such function.
+        """
+        if self.layout == "accelerate" or type(unit.reshard_after_forward) is int:
+            return 0
+        if self.tensor is not None and unit.kind != "experts":
+            return 0
+        # One row of three dimensions is an expert that its group has alone, or a table of positions.
+        least = 1 if unit.kind == "experts" else 2
+        fused = len(shape) == 3 and least <= shape[0] < ranks
+        return 1 if fused and shape[1] % ranks == 0 else 0

@@ -8,9 +8,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdptool.memory.simulation.collectives import DEVICES, copies_of_gradients, reduction, weigh
 from fsdptool.records.anatomy import Parameter
-from fsdptool.records.sharding import UnitPlan
+from fsdptool.records.sharding import Unit, UnitPlan
 
 RANKS = 4
+UNIT = Unit("layer", "block", ("layer",), "Layer", ())
 EVEN, UNEVEN = ((8, 100), (16, 50), (8,)), ((6, 100), (15, 50), (9,))
 
 
@@ -43,7 +44,7 @@ def test_gradients_are_padded_and_cast_out_of_place_on_a_cpu(
     shapes: tuple[tuple[int, ...], ...], computed: str, reduced: str | None
 ) -> None:
     plan = plan_of(computed, reduced)
-    weights = [weigh(parameter(shape), plan, RANKS) for shape in shapes]
+    weights = [weigh(parameter(shape), UNIT, plan, RANKS) for shape in shapes]
     buffers = reduction(weights, plan, DEVICES["cpu-fake"])
     gradients = [torch.ones(shape, dtype=getattr(torch, computed)) for shape in shapes]
     into = torch.empty(sum(w.whole for w in weights), dtype=getattr(torch, reduced or computed))
@@ -61,9 +62,9 @@ def test_a_gpu_copies_only_what_its_kernel_cannot_cast(
 ) -> None:
     """bfloat16 to float32 is fused; float16 to float32 is not, and pads uneven gradients first."""
     plan = plan_of(computed, reduced)
-    uneven = [weigh(parameter(shape), plan, RANKS) for shape in UNEVEN]
+    uneven = [weigh(parameter(shape), UNIT, plan, RANKS) for shape in UNEVEN]
     copies = copies_of_gradients(uneven, plan, DEVICES["cuda"])
     padded = tuple(w.whole * 2 for w in uneven)
     assert (copies.sizes if copies is not None else ()) == (padded if copied else ())
-    even = [weigh(parameter(shape), plan, RANKS) for shape in EVEN]
+    even = [weigh(parameter(shape), UNIT, plan, RANKS) for shape in EVEN]
     assert copies_of_gradients(even, plan, DEVICES["cuda"]) is None

@@ -146,6 +146,17 @@ CASES: dict[str, Case] = {
     "tied": Case("gpt2:small", GPT2),
     "tied, accelerate's layout": Case("gpt2:small", GPT2, sharding={"layout": "accelerate"}),
     "experts, uneven": Case("qwen3-moe:30b-a3b", QWEN_MOE, ranks=4),
+    "experts, fewer than ranks": Case("qwen3-moe:30b-a3b", QWEN_MOE, ranks=16),
+    "experts, fewer than ranks, accumulation": Case(
+        "qwen3-moe:30b-a3b",
+        QWEN_MOE,
+        ranks=16,
+        batch={"accumulation": 2},
+        settings={"reshard_after_forward": False},
+    ),
+    "experts, fewer than ranks, resharded to four": Case(
+        "qwen3-moe:30b-a3b", QWEN_MOE, ranks=16, sharding={"reshard_after_forward": 4}
+    ),
     "encoder": Case("bert:base-uncased", BERT),
     "two stacks": Case("flan-t5:base", T5, ranks=2),
     "diffusion": Case("sd3:medium", SD3, batch={"height": 128, "width": 128}),

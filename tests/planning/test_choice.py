@@ -130,7 +130,7 @@ def planned(folder: Path, config: dict[str, Any], memory: int, **options: Any) -
 
 
 def test_a_unit_that_every_gpu_gathers_whole_is_named(tmp_path: Path) -> None:
-    plan = planned(tmp_path, MOE, 950_000_000, gpus=8, nodes=16)
+    plan = planned(tmp_path, MOE, 950_000_000, gpus=8, nodes=16, layout="accelerate")
     document = plan_document(plan)
     jsonschema.validate(document, load_schema("plan"))
     cause = plan.shortfall

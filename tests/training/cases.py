@@ -161,6 +161,7 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.05,
 }
+TWO_EXPERTS = {**MIXTRAL, "num_local_experts": 2}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -247,6 +248,7 @@ CASES = {
         Case("gpt2", GPT2, ("GPT2Block",), "causal_lm", ("c_attn", "c_proj"), beside=True),
         Case("qwen3 moe", MOE_EVEN, ("Qwen3MoeDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("mixtral", MIXTRAL, ("MixtralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
+        Case("two experts", TWO_EXPERTS, ("MixtralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("deepseek", DEEPSEEK, ("DeepseekV3DecoderLayer",), "causal_lm", ("kv_b_proj",), beside=True),
         Case("gpt-oss", GPT_OSS, ("GptOssDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
     )

@@ -19,12 +19,17 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import ParallelDims
 
 STEPS = 12
+ADAFACTOR = dataclasses.replace(CLIPPED, name="adafactor")
 RUNS: dict[str, tuple[str, str, int, int, ParallelDims | None, dict[str, Any]]] = {
     "each rank its own experts": ("qwen3 moe", "full", 2, 2, None, {}),
     "beside sharded experts": ("mixtral", "full", 4, 2, None, {"optimizer": CLIPPED}),
     "shared experts, four ranks": ("deepseek", "full", 4, 4, None, {}),
     "beside replicas": ("gpt-oss", "full", 4, 2, ParallelDims(dp_replicate=2), {"optimizer": CLIPPED}),
     "frozen experts": ("mixtral", "lora", 2, 2, None, {}),
+    "one expert on two ranks": ("two experts", "full", 4, 2, None, {"optimizer": CLIPPED}),
+    "parts of experts": ("moe", "full", 4, 1, None, {"optimizer": CLIPPED}),
+    "parts of experts, Adafactor": ("moe", "full", 4, 1, None, {"optimizer": ADAFACTOR}),
+    "parts of experts, adapters": ("moe", "lora_parameters", 4, 1, None, {}),
 }
 
 
@@ -44,24 +49,29 @@ def test_experts_of_other_ranks_train_as_ones_own(pool: Pool, tmp_path: Path, ru
     losses, weights, _ = hold(results, name, recipe, steps=STEPS)
     assert losses <= 1e-5
     assert weights <= 1e-5
+    # Where ranks outnumber the experts that they share, each holds a part of every expert.
+    parts = any("dim=1" in placed for placed in results[0]["proof"]["placements"])
+    assert parts == run.startswith(("one expert", "parts"))
 
 
 @pytest.mark.distributed
-def test_a_run_goes_on_with_its_experts_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
-    recipe, folder = prepare_case(CASES["mixtral"], tmp_path, "full", optimizer=CLIPPED)
-    undisturbed = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), None, 6, "mixtral")[0]
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("mixtral", ((4, 2, 2), (2, 2, 3), (4, 4, 4), (1, 1, 5), (4, 2, 6))),
+        ("two experts", ((4, 1, 2), (2, 1, 3), (4, 2, 4), (1, 1, 5), (4, 1, 6))),
+    ],
+)
+def test_a_run_goes_on_with_its_experts_on_other_ranks(
+    pool: Pool, tmp_path: Path, name: str, order: tuple[tuple[int, int, int], ...]
+) -> None:
+    recipe, folder = prepare_case(CASES[name], tmp_path, "full", optimizer=CLIPPED)
+    undisturbed = pool.run(context_cases.resumed, 1, folder, recipe, ParallelDims(), None, 6, name)[0]
     run = tmp_path / "run"
     run.mkdir()
-    for world, ranks, until in ((4, 2, 2), (2, 2, 3), (4, 4, 4), (1, 1, 5), (4, 2, 6)):
+    for world, ranks, until in order:
         later = pool.run(
-            context_cases.resumed,
-            world,
-            folder,
-            spread(recipe, ranks),
-            ParallelDims(),
-            str(run),
-            until,
-            "mixtral",
+            context_cases.resumed, world, folder, spread(recipe, ranks), ParallelDims(), str(run), until, name
         )[0]
         expected = undisturbed["losses"][until - later["steps"] : until]
         assert later["losses"] == pytest.approx(expected, rel=1e-5)

@@ -116,7 +116,7 @@ def test_thirty_steps_equal_a_plain_loop(
 
 
 @distributed
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_fused_experts_are_stepped_one_by_one(pool: Pool, tmp_path: Path, world: int) -> None:
     recipe, folder = prepare_case(CASES["moe"], tmp_path, "full", optimizer=MUON)
     losses, weights = hold(pool.run(train, world, "moe", folder, recipe, None, 6), "moe", recipe, 6)

@@ -25,7 +25,7 @@ from fsdptool.memory.simulation.ledger import (
 )
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.cluster import DeviceProfile
-from fsdptool.records.sharding import UnitPlan
+from fsdptool.records.sharding import Unit, UnitPlan
 
 WIDTH = {
     "float64": 8,
@@ -65,14 +65,12 @@ def rounded_sum(sizes: Iterable[int], grain: int) -> int:
     return sum(-(-size // grain) * grain for size in sizes)
 
 
-def shard_numel(shape: tuple[int, ...], ranks: int) -> int:
-    """Return the elements of rank 0's shard, which is the padded size every rank allocates.
+def shard_shape(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> tuple[int, ...]:
+    """Return the shape of rank 0's shard, which is the padded size every rank allocates.
 
-    Dimension 0 is cut in ``ceil(dim0 / ranks)`` rows (``_init_sharded_param``, ``_chunk_with_empty``).
+    A dimension is cut in parts of ``ceil(size / ranks)`` (``_init_sharded_param``, ``_chunk_with_empty``).
     """
-    if not shape:
-        return 1
-    return -(-shape[0] // ranks) * prod(shape[1:])
+    return tuple(-(-size // ranks) if place == dimension else size for place, size in enumerate(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +79,7 @@ class Weights:
 
     Attributes:
         parameter: What it is.
+        dimension: Along which it is sharded (``UnitPlan.shard_dimension``).
         shard: Elements of rank 0's (padded) shard.
         whole: Elements after gathering, padding included.
         stored: Bytes per element of the shard.
@@ -89,6 +88,7 @@ class Weights:
     """
 
     parameter: Parameter
+    dimension: int
     shard: int
     whole: int
     stored: int
@@ -107,13 +107,14 @@ class Weights:
         return self.parameter.trainable
 
 
-def weigh(parameter: Parameter, plan: UnitPlan, ranks: int) -> Weights:
-    """Return the sizes of one sharded parameter."""
+def weigh(parameter: Parameter, unit: Unit, plan: UnitPlan, ranks: int) -> Weights:
+    """Return the sizes of one parameter of ``unit``, sharded over ``ranks`` ranks."""
     stored = stored_dtype(parameter, plan)
     computed = plan.param_dtype if plan.param_dtype and stored in _FLOATING else stored
-    shard = shard_numel(parameter.shape, ranks)
+    dimension = plan.shard_dimension(unit, parameter.shape, ranks)
+    shard = prod(shard_shape(parameter.shape, ranks, dimension))
     widths = WIDTH.get(stored, 4), WIDTH.get(computed, 4)
-    return Weights(parameter, shard, shard * ranks, *widths, computed, stored != computed)
+    return Weights(parameter, dimension, shard, shard * ranks, *widths, computed, stored != computed)
 
 
 def stored_dtype(parameter: Parameter, plan: UnitPlan) -> str:
@@ -172,6 +173,9 @@ class UnshardBuffers:
         cast: Flat copy of the shards in the compute dtype, while gathering.
         gather: The all-gather's output.
         whole: The unsharded parameters.
+        unordered: The parts of parameters that are not sharded along dimension 0, as ranks sent them: they
+            are copied out of the output one after the other before they are put together
+            (``foreach_all_gather_copy_out``).
         smaller: What stays after forward when resharding to fewer ranks, and its cast.
         offloaded: Device copies of host shards while gathering.
     """
@@ -179,6 +183,7 @@ class UnshardBuffers:
     cast: Block | None
     gather: Block | None
     whole: Block
+    unordered: Block | None
     smaller: Block | None
     smaller_cast: Block | None
     offloaded: Block | None
@@ -216,7 +221,9 @@ def unshard_buffers(
     whole_sizes = tuple(w.whole * w.computed for w in weights)
     whole = Block(UNSHARDED, rounded_sum(whole_sizes, grain), whole_sizes, COMPUTE)
     if ranks == 1:
-        return UnshardBuffers(None, None, whole, None, None, None)
+        return UnshardBuffers(None, None, whole, None, None, None, None)
+    sizes = tuple(w.whole * w.computed for w in weights if w.dimension)
+    unordered = Block(GATHER, rounded_sum(sizes, grain), sizes, COMPUTE) if sizes else None
     casts = [w for w in weights if w.casts]
     cast_bytes = sum(w.shard * w.computed for w in casts)
     gather_bytes = sum(whole_sizes)
@@ -234,7 +241,7 @@ def unshard_buffers(
         if casts:
             again = sum(w.whole * w.computed for w in casts) // reshard
             smaller_cast = Block(GATHER, rounded(again, grain), (again,), COPY_IN)
-    return UnshardBuffers(cast, gather, whole, smaller, smaller_cast, offloaded)
+    return UnshardBuffers(cast, gather, whole, unordered, smaller, smaller_cast, offloaded)
 
 
 def reduction(
@@ -336,9 +343,9 @@ def replicated_messages(plan: UnitPlan, grain: int) -> list[Block]:
 def full_tensor(weights: Weights, width: int, device: Device, ranks: int) -> tuple[int, ...]:
     """Return the allocations behind one whole tensor of a full checkpoint.
 
-    ``full_tensor`` gathers padded rows; uneven ones are cut by a copy (torch 2.13,
-    ``placement_types.py``, ``Shard._to_replicate_tensor``). The CPU backend receives into memory of its
-    own.
+    ``full_tensor`` gathers padded rows; uneven ones are cut by a copy, and parts of another dimension are
+    put together by one (torch 2.13, ``placement_types.py``, ``Shard._to_replicate_tensor``). The CPU
+    backend receives into memory of its own.
 
     Args:
         weights: The parameter.
@@ -348,6 +355,8 @@ def full_tensor(weights: Weights, width: int, device: Device, ranks: int) -> tup
     """
     whole = weights.whole * width
     if device.direct and ranks > 1:
+        return whole, whole
+    if weights.dimension:
         return whole, whole
     if weights.whole != weights.parameter.numel:
         return whole, weights.parameter.numel * width

@@ -267,6 +267,7 @@ class Schedule(Unshard):
             ledger.drop(group.all_reduce)
             group.all_reduce = None
         weights = [w for name, w in group.share.by_name.items() if name in gradients]
+        gradients, chunked = self._order_by_rank(group, gradients)
         buffers = group.share.reduction
         if accumulated or len(weights) < sum(w.trainable for w in group.weights):
             buffers = reduction(weights, self.plan, self.device, accumulated=accumulated)
@@ -281,8 +282,34 @@ class Schedule(Unshard):
         for block in early:
             ledger.drop(block)
         self._scatter(group, buffers)
-        for block in late:
+        for block in (*late, *chunked):
             ledger.drop(block)
+
+    def _order_by_rank(
+        self, group: Group, gradients: dict[str, Block]
+    ) -> tuple[dict[str, Block], list[Block]]:
+        """Copy the gradients that are not sharded along dimension 0 into the order of ranks.
+
+        In ``foreach_reduce`` a copy takes its gradient's place in the list of gradients, and the gradient
+        lives until the next one is cut: the variable of its chunks keeps it, the last one until the end.
+
+        Returns:
+            The gradients in the order of the unit's parameters, and what the variable keeps.
+        """
+        ordered: dict[str, Block] = {}
+        kept: list[Block] = []
+        for name, weights in group.share.by_name.items():
+            if name not in gradients:
+                continue
+            block = ordered[name] = gradients[name]
+            if not weights.dimension:
+                continue
+            while kept:
+                self.ledger.drop(kept.pop())
+            ordered[name] = replace(block, kind=REDUCE)
+            self.ledger.add(ordered[name])
+            kept.append(block)
+        return ordered, kept
 
     def _scatter(self, group: Group, buffers: Reduction) -> None:
         ledger = self.ledger

@@ -122,7 +122,7 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
         key = (unit.signature, unit.kind == "experts", reshard)
         ranks = _ranks(unit, plan, degree)
         if key not in known:
-            weights = tuple(weigh(parameter, plan, ranks) for parameter in unit.parameters)
+            weights = tuple(weigh(parameter, unit, plan, ranks) for parameter in unit.parameters)
             trained = [w for w in weights if w.trainable]
             known[key] = (
                 weights,
@@ -214,6 +214,9 @@ class Unshard:
     def _copy_out(self, group: Group) -> None:
         if group.share.ranks > 1:
             self.ledger.add(group.sizes.whole)
+            if group.sizes.unordered is not None:
+                self.ledger.add(group.sizes.unordered)
+                self.ledger.drop(group.sizes.unordered)
             return
         # One rank: each shard is cast and copied by itself (``wait_for_unshard``).
         largest = max((w.shard * w.computed for w in group.weights if w.casts), default=0)

@@ -18,6 +18,7 @@ from fsdptool.memory.simulation.collectives import (
     pinned,
     rounded,
     rounded_sum,
+    shard_shape,
     stored_dtype,
 )
 from fsdptool.memory.simulation.fsdp_schedule import Schedule
@@ -120,9 +121,8 @@ def trained_shards(rank: Rank) -> tuple[TrainedTensor, ...]:
 
 def _shard(weights: Weights) -> TrainedTensor:
     parameter, ranks = weights.parameter, weights.ranks
-    shape = parameter.shape
-    rows = (-(-shape[0] // ranks), *shape[1:]) if shape else ()
-    return TrainedTensor(parameter.fqn, shape, rows, weights.stored, ranks)
+    held = shard_shape(parameter.shape, ranks, weights.dimension)
+    return TrainedTensor(parameter.fqn, parameter.shape, held, weights.stored, ranks)
 
 
 def _whole(parameter: Parameter, plan: UnitPlan) -> TrainedTensor:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdptool.distributed.materialize import rows_of
+from fsdptool.distributed.materialize import held_range
 from fsdptool.distributed.shard import local
 from fsdptool.modeling.tensor_group import ALONE, TensorGroup
 from fsdptool.records.parallel import Placement
@@ -71,13 +71,18 @@ class SplitTensor(torch.Tensor):
         raise NotImplementedError(f"{func} on a tensor that is divided over ranks")
 
     def _chunks(self) -> list[Chunk]:
-        part, (first, last) = local(self.value), rows_of(self.value)
+        part, (cut, first, last) = local(self.value), held_range(self.value)
         dim = self.placement.dim
         assert dim is not None
         chunks = []
         for inside, whole, length in self.placement.pieces(self.group.size, self.group.rank):
             offsets = [0] * part.dim()
-            if dim == 0:
+            if cut != 0:
+                # Fused experts: whole ones of a group, and a part of each.
+                assert dim == 0
+                offsets[0], offsets[cut] = whole, first
+                chunks.append(Chunk(tuple(offsets), part.narrow(0, inside, length)))
+            elif dim == 0:
                 begin, end = max(first, inside), min(last, inside + length)
                 if begin >= end:
                     continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdptool.distributed.shard import sharded_dimension
 from fsdptool.training.optimizers.sharded import Groups, Pairs, ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -25,8 +27,19 @@ _BETA2_DECAY = -0.8
 _LEAST_SCALE = 1e-3
 _THRESHOLD = 1.0
 
-Whole = tuple[tuple[int, ...], "dist.ProcessGroup | None"]
-"""Global shape of a parameter, and the ranks its rows are spread over (None: it is whole)."""
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """How a parameter lies over ranks: its global shape, the sharded dimension, the ranks (None: whole)."""
+
+    shape: tuple[int, ...]
+    cut: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def spans_rows(self) -> bool:
+        """Whether the rows of a matrix, or of each of a stack, are spread over ranks."""
+        return self.cut == len(self.shape) - 2
 
 
 class Adafactor(ShardedOptimizer):
@@ -36,11 +49,11 @@ class Adafactor(ShardedOptimizer):
         return RowAdafactor(groups, rate, {stand_in: _whole(parameter) for parameter, stand_in in pairs})
 
 
-def _whole(parameter: nn.Parameter) -> Whole:
+def _whole(parameter: nn.Parameter) -> _Whole:
     if not isinstance(parameter, DTensor):
-        return tuple(parameter.shape), None
+        return _Whole(tuple(parameter.shape))
     mesh = parameter.device_mesh
-    return tuple(parameter.shape), mesh.get_group(mesh.ndim - 1)
+    return _Whole(tuple(parameter.shape), sharded_dimension(parameter), mesh.get_group(mesh.ndim - 1))
 
 
 class RowAdafactor(torch.optim.Optimizer):
@@ -49,11 +62,11 @@ class RowAdafactor(torch.optim.Optimizer):
     Args:
         groups: torch parameter groups of rows.
         rate: Learning rate.
-        wholes: Global shape and ranks by parameter.
+        wholes: How each parameter lies over ranks.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], rate: float, wholes: Mapping[nn.Parameter, Whole]
+        self, groups: Iterable[dict[str, Any]], rate: float, wholes: Mapping[nn.Parameter, _Whole]
     ) -> None:
         super().__init__(groups, {"lr": rate, "weight_decay": 0.0})
         self._wholes = wholes
@@ -64,7 +77,7 @@ class RowAdafactor(torch.optim.Optimizer):
         work = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
         for _, parameter in work:
             self._prepare(parameter)
-        spans = [self._wholes[parameter][1] for _, parameter in work]
+        spans = [self._wholes[parameter].group for _, parameter in work]
         firsts = [self._first_sums(parameter) for _, parameter in work]
         _reduce([tensor for pair in firsts for tensor in pair], [s for span in spans for s in (span, span)])
         rows = [
@@ -97,9 +110,9 @@ class RowAdafactor(torch.optim.Optimizer):
         """Return the sums of squares over rows (matrices cut along their rows only) and of the values."""
         assert parameter.grad is not None
         squares = parameter.double().square().sum()
-        if parameter.dim() != 2:
+        if not self._wholes[parameter].spans_rows:
             return parameter.new_zeros(0), squares
-        return parameter.grad.square().sum(dim=0), squares
+        return parameter.grad.square().sum(dim=-2, keepdim=True), squares
 
     def _row_sum(self, parameter: nn.Parameter, columns: Tensor) -> Tensor:
         """Update the second moments; return the sum of the row moments, which all ranks need."""
@@ -109,10 +122,9 @@ class RowAdafactor(torch.optim.Optimizer):
             state["variance"].lerp_(parameter.grad.square(), forget)
             return parameter.new_zeros(0)
         state["row_var"].lerp_(parameter.grad.square().mean(dim=-1, keepdim=True), forget)
-        if parameter.dim() == 2:
-            total = self._wholes[parameter][0][0]
-            state["col_var"].lerp_((columns / total).unsqueeze(0), forget)
-            return state["row_var"].sum(dim=0)  # type: ignore[no-any-return]
+        if (whole := self._wholes[parameter]).spans_rows:
+            state["col_var"].lerp_(columns / whole.shape[-2], forget)
+            return state["row_var"].sum(dim=-2, keepdim=True)  # type: ignore[no-any-return]
         state["col_var"].lerp_(parameter.grad.square().mean(dim=-2, keepdim=True), forget)
         return parameter.new_zeros(0)
 
@@ -123,8 +135,8 @@ class RowAdafactor(torch.optim.Optimizer):
         if parameter.dim() < 2:
             estimate = state["variance"].clone()
         else:
-            if parameter.dim() == 2:
-                mean = (row_sum / self._wholes[parameter][0][0]).view(1, 1)
+            if (whole := self._wholes[parameter]).spans_rows:
+                mean = row_sum / whole.shape[-2]
             else:
                 mean = state["row_var"].mean(dim=-2, keepdim=True)
             estimate = (state["row_var"] @ state["col_var"]).div_(mean.clamp(min=least))
@@ -133,7 +145,7 @@ class RowAdafactor(torch.optim.Optimizer):
     def _apply(
         self, group: Mapping[str, Any], parameter: nn.Parameter, squares: float, update: Tensor, size: float
     ) -> None:
-        rate, numel = float(group["lr"]), math.prod(self._wholes[parameter][0])
+        rate, numel = float(group["lr"]), math.prod(self._wholes[parameter].shape)
         step = float(self.state[parameter]["step"])
         scale = max(_LEAST_SCALE, math.sqrt(squares / numel)) * min(rate, 1.0 / math.sqrt(step))
         if group["weight_decay"]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdptool.distributed.shard import sharded_dimension
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.optimizers import expert_chunk, is_hidden_matrix, rounds_of
 from fsdptool.records.recipe import Muon as MuonOptions
@@ -52,23 +53,34 @@ class Muon(ShardedOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """How a parameter lies over ranks: its global shape, rows of each rank, and the ranks (None: whole)."""
+    """How a parameter lies over ranks.
 
-    shape: tuple[int, ...]
+    Attributes:
+        shape: Of the matrix, or of each of fused experts: rows and columns.
+        rows: Rows of a matrix on each rank that holds a part of it.
+        group: These ranks; None where a rank holds whole matrices.
+    """
+
+    shape: tuple[int, int]
     rows: tuple[int, ...]
     group: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> _Matrix:
-        shape = tuple(parameter.shape)
-        if not isinstance(parameter, DTensor):
-            return cls(shape, (shape[0],), None)
-        mesh = parameter.device_mesh
-        ranks = mesh.size(mesh.ndim - 1)
-        chunk = -(-shape[0] // ranks)
-        ends = [min(rank * chunk, shape[0]) for rank in range(ranks + 1)]
-        rows = tuple(end - start for start, end in pairwise(ends))
-        return cls(shape, rows, mesh.get_group(mesh.ndim - 1) if ranks > 1 else None)
+        total, columns = parameter.shape[-2:]
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            ranks = mesh.size(mesh.ndim - 1)
+            if ranks > 1 and sharded_dimension(parameter) == parameter.dim() - 2:
+                chunk = -(-total // ranks)
+                ends = [min(rank * chunk, total) for rank in range(ranks + 1)]
+                rows = tuple(end - start for start, end in pairwise(ends))
+                return cls((total, columns), rows, mesh.get_group(mesh.ndim - 1))
+        return cls((total, columns), (total,), None)
+
+
+_Cut = tuple[nn.Parameter, int | slice]
+"""A matrix whose rows are spread over ranks: a parameter, or one of its fused experts."""
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -108,27 +120,27 @@ class MuonAndAdamW(torch.optim.Optimizer):
         group = self.param_groups[0]
         rate, decay = float(group["lr"]), float(group["weight_decay"])
         present = [parameter for parameter in group["params"] if parameter.grad is not None]
-        cut = []
+        cut: dict[dist.ProcessGroup, list[_Cut]] = {}
         for parameter in present:
-            matrix = self._matrices[parameter]
-            if matrix.group is not None and len(matrix.shape) == 2:
-                cut.append(parameter)
+            group_of = self._matrices[parameter].group
+            if group_of is not None:
+                parts = [slice(None)] if parameter.dim() == 2 else range(len(parameter))
+                cut.setdefault(group_of, []).extend((parameter, part) for part in parts)
             elif parameter.numel():
                 self._step_whole(parameter, rate, decay)
             else:
                 self._update(parameter)  # a rank without experts has the state, too: it is saved
-        if cut:
-            sizes = [math.prod(self._matrices[parameter].shape) for parameter in cut]
-            ranks = len(self._matrices[cut[0]].rows)
-            for places in rounds_of(sizes, ranks):
-                self._step_round([cut[place] for place in places], rate, decay)
+        for ranks, matrices in cut.items():
+            sizes = [math.prod(self._matrices[parameter].shape) for parameter, _ in matrices]
+            for places in rounds_of(sizes, ranks.size()):
+                self._step_round([matrices[place] for place in places], rate, decay)
         if self._adamw is not None:
             for other in self._adamw.param_groups:
                 other["lr"] *= self._adamw_ratio
             self._adamw.step()
 
     def _step_whole(self, parameter: nn.Parameter, rate: float, decay: float) -> None:
-        """Step a matrix, or experts a few at a time: dimension 0 is cut, so each rank has whole experts."""
+        """Step a whole matrix, or whole experts a few at a time."""
         parts: Sequence[int | slice] = [slice(None)]
         if parameter.dim() == 3:
             chunk = expert_chunk(tuple(parameter.shape), parameter.is_cuda)
@@ -137,9 +149,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for part in parts:
             self._apply(parameter, self._orthogonalise(self._update(parameter, part)), rate, decay, part)
 
-    def _step_round(self, parameters: Sequence[nn.Parameter], rate: float, decay: float) -> None:
+    def _step_round(self, cut: Sequence[_Cut], rate: float, decay: float) -> None:
         """Step one matrix per rank: rows to the rank that owns the update, its result back as rows."""
-        matrices = [self._matrices[parameter] for parameter in parameters]
+        matrices = [self._matrices[parameter] for parameter, _ in cut]
         group = matrices[0].group
         assert group is not None
         me, ranks = group.rank(), group.size()
@@ -148,19 +160,19 @@ class MuonAndAdamW(torch.optim.Optimizer):
         rows = [2 * matrix.rows[me] * matrix.shape[1] for matrix in matrices]
         rows += [0] * (ranks - len(rows))
         whole = [2 * count * mine.shape[1] for count in mine.rows] if mine is not None else [0] * ranks
-        device = parameters[0].device
+        device = cut[0][0].device
         sent = torch.empty(sum(rows) // 2, dtype=torch.bfloat16, device=device)
-        parts = torch.split(sent, [size // 2 for size in rows])[: len(parameters)]
-        for parameter, part in zip(parameters, parts, strict=True):
-            part.copy_(self._update(parameter, dtype=None).view(-1))
+        messages = torch.split(sent, [size // 2 for size in rows])[: len(cut)]
+        for (parameter, part), message in zip(cut, messages, strict=True):
+            message.copy_(self._update(parameter, part, dtype=None).view(-1))
         gathered = torch.empty(sum(whole) // 2, dtype=torch.bfloat16, device=device)
         _exchange(gathered, whole, sent, rows, group)
         if mine is not None:
             gathered = self._orthogonalise(gathered.view(mine.shape)).view(-1)
         _exchange(sent, rows, gathered, whole, group)
-        for parameter, part in zip(parameters, parts, strict=True):
+        for (parameter, part), message in zip(cut, messages, strict=True):
             if parameter.numel():
-                self._apply(parameter, part.view_as(parameter), rate, decay)
+                self._apply(parameter, message.view_as(parameter[part]), rate, decay, part)
 
     def _update(
         self,
@@ -215,7 +227,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         decay: float,
         part: int | slice = slice(None),
     ) -> None:
-        rows, columns = self._matrices[parameter].shape[-2:]
+        rows, columns = self._matrices[parameter].shape
         if self._options.adjust_learning_rate == "original":
             ratio = math.sqrt(max(1.0, rows / columns))
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdptool.distributed.shard import local
+from fsdptool.distributed.shard import local, sharded_dimension
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.methods.quantised_formats import load_kernels
 from fsdptool.modeling.optimizers import check_optimizer, optimizer_class, optimizer_spec
@@ -168,10 +168,13 @@ def _as_sharded(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torc
     """Describe a state that is cut as its parameter's rows are; anything else is equal on all ranks."""
     if not isinstance(parameter, DTensor) or value.dim() == 0:
         return value
+    cut = sharded_dimension(parameter)
     # Column moments of a matrix span its rows; those of stacked matrices are cut with the stack.
-    if value.dim() != parameter.dim() or (name == "col_var" and parameter.dim() == 2):
+    if value.dim() != parameter.dim() or (name == "col_var" and cut == parameter.dim() - 2):
         return value
-    shape = torch.Size((parameter.shape[0], *value.shape[1:]))
+    shape = torch.Size(
+        parameter.shape[place] if place == cut else size for place, size in enumerate(value.shape)
+    )
     return DTensor.from_local(
         value,
         parameter.device_mesh,
