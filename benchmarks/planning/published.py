@@ -137,9 +137,16 @@ def _group(row: Mapping[str, Any], what: str) -> str:
 
 
 def _division(row: Mapping[str, Any]) -> str | None:
-    """Return how a row divides the model besides sharding; no rate is fitted to rows that do."""
-    kinds = {"pp": "pipeline parallel", "tp": "tensor parallel", "ep": "expert parallel"}
-    return next((name for key, name in kinds.items() if row["options"].get(key, 1) > 1), None)
+    """Return how a row divides the model or rounds its products; no rate is fitted to rows that do."""
+    options = row["options"]
+    assumed = options.get("assume", ())
+    if options.get("pp", 1) > 1:
+        return "pipeline parallel"
+    if options.get("tp", 1) > 1:
+        return "tensor parallel" + ", float8" * ("float8" in assumed) + ", async TP" * ("async_tp" in assumed)
+    if options.get("ep", 1) > 1:
+        return "expert parallel"
+    return "float8" if options.get("precision") == "fp8" else None
 
 
 _ENOUGH = 3

@@ -14,6 +14,7 @@ from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
 from fsdptool.planning.hardware import expands, machine_for, workspaces
+from fsdptool.planning.notes import CONTEXT_PARALLEL, EXPERT_PARALLEL, TENSOR_PARALLEL, assumed_note
 from fsdptool.planning.operator_time import peak_flops
 from fsdptool.planning.overlap import Stage, make_ring
 from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_dims
@@ -26,6 +27,8 @@ from fsdptool.planning.step_time import (
     measure_traffic,
     model_states,
     module_costs,
+    product_seconds,
+    stacked_modules,
     time_candidate,
     unit_costs,
 )
@@ -42,22 +45,6 @@ if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import Prepared
     from fsdptool.modeling.units import TrainedModel
     from fsdptool.records.trace import Trace
-
-
-_CONTEXT_PARALLEL = (
-    "context parallelism on GPUs is unverified: the attention kernel follows torch's rules, and the memory"
-    " that NCCL keeps for the group is not known"
-)
-
-_TENSOR_PARALLEL = (
-    "tensor parallelism on GPUs is unverified: no collective of the group is assumed to overlap with"
-    " computation"
-)
-
-_EXPERT_PARALLEL = (
-    "expert parallelism on GPUs is unverified: routing is assumed to be balanced, and no all-to-all is"
-    " assumed to overlap with computation"
-)
 
 
 def predict(
@@ -180,14 +167,16 @@ class Estimator:
         if cluster.gpu is not None:
             # Ranks share the work of the whole sequence, whose attention grows with its square.
             if point.cp > 1:
-                self.notes[_CONTEXT_PARALLEL] = None
+                self.notes[CONTEXT_PARALLEL] = None
                 alone = replace(settings, mesh=replace(settings.mesh, cp=1))
                 key, worked = self._trace(recipe, alone)
             if worked.known and trace.known:
-                if point.tp > 1:
-                    self.notes[_TENSOR_PARALLEL] = None
+                if point.tp > 1 and "async_tp" not in self.loop.assumed:
+                    self.notes[TENSOR_PARALLEL] = None
+                if self.loop.assumed:
+                    self.notes[assumed_note(self.loop)] = None
                 if point.ep > 1:
-                    self.notes[_EXPERT_PARALLEL] = None
+                    self.notes[EXPERT_PARALLEL] = None
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
         candidate = assemble(id, point, cluster, footprint, verdict, timing, machine)
@@ -219,19 +208,26 @@ class Estimator:
         group = make_ring(cluster, machine, ranks=point.tp)
         exchange = make_all_to_all(cluster, machine, ranks=point.ep)
 
+        assumed = self.loop.assumed
+        compiled = recipe.sharding.compile or "compile" in assumed
+        float8 = compiled and (self.settings.mixed_precision == "fp8" or "float8" in assumed)
+
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
             units = (name, point.layout, point.wrap_policy, point.wrap_classes, point.tp, point.ep)
             key = (*units, work_key, gpu.name, machine.name)
+            wide = stacked_modules(plan, whole) if float8 else None
             if key not in self._costs:
-                costs = module_costs(whole, gpu, machine, compiled=recipe.sharding.compile)
+                products = product_seconds(whole, gpu, machine, wide=wide)
+                costs = module_costs(whole, gpu, machine, compiled=compiled, products=products)
                 self._costs[key] = unit_costs(costs, whole.repeats, plan)
             shared = None
             if point.cp > 1:
                 shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
             summed = None
             if point.tp > 1:
-                summed = unit_costs(summed_seconds(part, group), part.repeats, plan)
+                hiding = product_seconds(part, gpu, machine, wide=wide) if "async_tp" in assumed else None
+                summed = unit_costs(summed_seconds(part, group, hiding), part.repeats, plan)
             elif point.ep > 1:
                 waits = ("all-to-alls", point.cluster, *key)
                 if waits not in self._costs:

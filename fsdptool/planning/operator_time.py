@@ -43,6 +43,24 @@ def operation_seconds(operation: Operation, gpu: Gpu, machine: Machine) -> float
     return max(arithmetic, operation.bytes_moved / memory_rate(gpu, machine))
 
 
+def float8_seconds(operation: Operation, gpu: Gpu, machine: Machine) -> float:
+    """Return the time of a compiled linear layer's product in float8, with the casts of its inputs.
+
+    Each input is read for its largest magnitude, read again, and written in 8 bits (torchao,
+    ``float8/float8_scaling_utils.py:hp_tensor_to_float8_dynamic``); the output stays in 16. Two of the three
+    matrices of a product are inputs, which are taken to be of equal size. Without float8 units, nothing is
+    gained.
+    """
+    if operation.kind != "product" or not gpu.native_fp8 or operation.dtype != "bfloat16":
+        return operation_seconds(operation, gpu, machine)
+    arithmetic = operation.flops / (peak_flops(gpu, "float8") * machine.matmul_efficiency)
+    inputs = operation.bytes_moved * 2 / 3
+    multiplied = operation.bytes_moved / 3 + inputs / 2
+    cast = inputs + inputs + inputs / 2
+    rate = memory_rate(gpu, machine)
+    return max(arithmetic, multiplied / rate) + cast / rate
+
+
 def memory_rate(gpu: Gpu, machine: Machine) -> float:
     """Return the bytes per second that elementwise operators reach."""
     return gpu.memory_bandwidth * machine.memory_efficiency

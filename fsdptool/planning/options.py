@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_origin, get_type_hints
 
 from fsdptool.errors import PlanError
+from fsdptool.planning.option_values import decay, hsdp_shape, one_of, reshard_value
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
-from fsdptool.records.plan import PipelineSchedule, Preference
+from fsdptool.records.plan import Assumption, PipelineSchedule, Preference
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
 from fsdptool.spelling import unknown_option
@@ -25,44 +26,6 @@ LOSSES = ("whole", "kept", "chunked")
 
 OPTIMAL = "optimal"
 """What ``checkpointing`` takes to have the policy found."""
-
-
-def reshard_value(value: bool | int | str) -> bool | int:
-    """Return ``true``, ``false`` or a number of ranks as a value.
-
-    Raises:
-        PlanError: The text is none of them.
-    """
-    if not isinstance(value, str):
-        return value
-    words = {"true": True, "yes": True, "false": False, "no": False}
-    if value.lower() in words:
-        return words[value.lower()]
-    if value.isdecimal() and int(value) > 1:
-        return int(value)
-    raise PlanError(
-        f"--reshard {value!r} is not supported", help="write true, false or a number of ranks above 1"
-    )
-
-
-def hsdp_shape(text: str) -> tuple[int, int]:
-    """Return the replicate and shard sizes of ``2x8``.
-
-    Raises:
-        PlanError: The text is not a mesh shape.
-    """
-    left, _, right = text.lower().replace(" ", "").partition("x")
-    if not left.isdecimal() or not right.isdecimal():
-        raise PlanError(
-            f"--hsdp {text!r} is not a mesh shape", help="write replicate x shard, for example 2x8"
-        )
-    return int(left), int(right)
-
-
-def _decay(value: float) -> float:
-    if not 0.0 < value < 1.0:
-        raise PlanError(f"EMA decay {value} is not between 0 and 1", help="0.999 is usual")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +127,7 @@ class Options(TypedDict, total=False):
         "recipe.model.dtype")]
     attention: Annotated[str | None, Option("Attention implementation", "Recipe", "recipe.model.attention")]
     ema: Annotated[float | None, Option(
-        "EMA decay, between 0 and 1.", "Recipe", "recipe.ema.decay", value=_decay)]
+        "EMA decay, between 0 and 1.", "Recipe", "recipe.ema.decay", value=decay)]
     sequence_length: Annotated[int | None, Option(
         "Tokens per sample.", "Batch", "recipe.batch.sequence_length", ("--seq-len", "--sequence-length"),
         minimum=1)]
@@ -226,6 +189,9 @@ class Options(TypedDict, total=False):
     sequence_parallel: Annotated[bool | None, Option(
         "Also divide the hidden states between layers over the tensor-parallel ranks.", "Sharding",
         "recipe.sharding.sequence_parallel")]
+    assume: Annotated[Sequence[str], Option(
+        "What another training loop does beside tensor parallelism (repeatable; planned, not trained)",
+        "Sharding", choices=get_args(Assumption))]
     ep: Annotated[int | None, Option(
         "Expert-parallel ranks: each holds whole experts and receives the tokens for them.", "Sharding",
         "recipe.sharding.expert_parallel", closes=("ep",), minimum=1)]
@@ -325,6 +291,8 @@ def read_options(options: Options) -> Options:
             raise PlanError(f"{flag} must be {expected}, not the text {value!r}")
         if isinstance(value, str) and (choices := option.allowed()):
             value = one_of(flag, value, choices)
+        elif isinstance(value, Sequence) and (choices := option.choices):
+            value = tuple(one_of(flag, item, choices) for item in value)
         if option.minimum is not None and value < option.minimum:
             raise PlanError(f"{flag} must be at least {option.minimum}, not {value}")
         values[name] = value
@@ -333,19 +301,6 @@ def read_options(options: Options) -> Options:
     if "reshard" in values:
         values["reshard"] = reshard_value(values["reshard"])
     return cast("Options", values)
-
-
-def one_of(flag: str, value: str, choices: Sequence[str]) -> str:
-    """Return the choice ``value`` spells, forgiving case and dashes.
-
-    Raises:
-        PlanError: It is none of them.
-    """
-    spelled = {choice.replace("-", "_").lower(): choice for choice in choices}
-    match = spelled.get(value.replace("-", "_").lower())
-    if match is None:
-        raise PlanError(f"{flag} {value!r} is not supported", help=f"choose one of: {', '.join(choices)}")
-    return match
 
 
 _FLAG = re.compile(r"--([a-z][a-z-]*)( (?=[A-Z0-9'\"]))?")

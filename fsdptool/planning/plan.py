@@ -173,9 +173,15 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
     What ``emit-config`` writes and ``train`` runs.
 
     Raises:
-        PlanError: The plan has pipeline stages, which are planned only.
+        PlanError: The plan has what is planned only: pipeline stages, or another loop's way to compute.
     """
     inputs = inputs_of(plan)
+    if inputs.loop.assumed:
+        raise PlanError(
+            f"this plan has --assume {inputs.loop.assumed[0]}: it is planned only, and no training run does"
+            " it beside tensor parallelism",
+            help="plan the run without --assume",
+        )
     if inputs.pipeline.ranks > 1:
         raise PlanError(
             f"this plan has --pp {inputs.pipeline.ranks}: pipeline parallelism is planned only, and no"

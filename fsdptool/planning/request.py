@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
@@ -22,6 +22,7 @@ from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.lengths import LengthCount, SampleLengths
 from fsdptool.records.plan import (
+    Assumption,
     Pipeline,
     PipelineSchedule,
     PlanInputs,
@@ -29,7 +30,7 @@ from fsdptool.records.plan import (
     SearchScope,
     TrainingLoop,
 )
-from fsdptool.records.recipe import PADDING_MULTIPLE
+from fsdptool.records.recipe import PADDING_MULTIPLE, Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
 
 
@@ -72,6 +73,7 @@ def read_request(options: Options) -> Request:
         raise PlanError(
             "sequence parallelism needs tensor-parallel ranks", help="give --tp 2 or more, or leave it out"
         )
+    assumed = _assumed(options, recipe, settings)
     pipeline = _pipeline(options, clusters)
     if pipeline.ranks > 1:
         search = "none"
@@ -89,12 +91,41 @@ def read_request(options: Options) -> Request:
         optimal_checkpointing=_optimal_checkpointing(options, clusters),
         prefer=_prefer(options, clusters),
         loop=TrainingLoop(
-            cast("Loading | None", options.get("loading")), keeps_logits=options.get("loss") == "kept"
+            cast("Loading | None", options.get("loading")),
+            keeps_logits=options.get("loss") == "kept",
+            assumed=assumed,
         ),
         lengths=lengths,
         pipeline=pipeline,
     )
     return Request(inputs, diagnostics)
+
+
+def _assumed(options: Options, recipe: Recipe, settings: FsdpSettings) -> tuple[Assumption, ...]:
+    """Return what is assumed about another training loop.
+
+    Raises:
+        PlanError: fsdptool does it itself, or it needs what is not planned.
+    """
+    names = set(options.get("assume", ()))
+    if not names:
+        return ()
+    if settings.mesh.tp == 1:
+        raise PlanError(
+            "--assume is for tensor-parallel plans: without --tp, sharding.compile and --precision fp8 do it",
+            help="give --tp 2 or more, or leave --assume out",
+        )
+    if "async_tp" in names and not recipe.sharding.sequence_parallel:
+        raise PlanError(
+            "--assume async_tp overlaps what sequence parallelism gathers and scatters",
+            help="add --sequence-parallel",
+        )
+    if names != {"compile"} and "compile" not in names:
+        raise PlanError(
+            f"--assume {min(names)} needs compiled blocks: torch.compile fuses the casts and the collectives",
+            help="add --assume compile",
+        )
+    return tuple(name for name in get_args(Assumption) if name in names)
 
 
 def _pipeline(options: Options, clusters: Sequence[Cluster]) -> Pipeline:

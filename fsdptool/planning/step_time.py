@@ -7,7 +7,7 @@ take the times of the block they repeat.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptool.memory.simulation.collectives import WIDTH, stored_dtype
@@ -15,7 +15,12 @@ from fsdptool.memory.simulation.groups import Rank, Share
 from fsdptool.memory.simulation.off_step import trained_shards
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
-from fsdptool.planning.operator_time import memory_rate, operation_seconds, segment_seconds
+from fsdptool.planning.operator_time import (
+    float8_seconds,
+    memory_rate,
+    operation_seconds,
+    segment_seconds,
+)
 from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
 from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.recipe import Recipe
@@ -38,7 +43,47 @@ class Cost:
         return Cost(self.forward * count, self.backward * count)
 
 
-def module_costs(trace: Trace, gpu: Gpu, machine: Machine, *, compiled: bool = False) -> dict[str, Cost]:
+def product_seconds(
+    trace: Trace, gpu: Gpu, machine: Machine, *, wide: Collection[str] | None = None
+) -> list[float]:
+    """Return the time of every product and attention kernel of a micro-batch.
+
+    Args:
+        trace: The micro-batch.
+        gpu, machine: The hardware.
+        wide: Traced modules whose products stay in 16 bits where those of blocks run in float8; None: no
+            product runs in float8.
+    """
+    seconds = [operation_seconds(operation, gpu, machine) for operation in trace.operations]
+    if wide is None:
+        return seconds
+    narrow = {
+        n for owner, s in owners_of(trace) if _in_block(owner) and owner not in wide for n in s.operations
+    }
+    for number in narrow:
+        seconds[number] = float8_seconds(trace.operations[number], gpu, machine)
+    return seconds
+
+
+def stacked_modules(units: UnitPlan, trace: Trace) -> frozenset[str]:
+    """Return the traced modules that multiply by stacked matrices, such as experts, and what calls them.
+
+    torchao converts ``nn.Linear`` alone.
+    """
+    parameters = (p for unit in units.units for p in unit.parameters)
+    paths = {p.fqn.rpartition(".")[0] for p in parameters if len(p.shape) > 2}
+    paths |= {path.rpartition(".")[0] for path in paths}
+    return frozenset(traced_path(path, trace.repeats) for path in paths)
+
+
+def module_costs(
+    trace: Trace,
+    gpu: Gpu,
+    machine: Machine,
+    *,
+    compiled: bool = False,
+    products: Sequence[float] | None = None,
+) -> dict[str, Cost]:
     """Return every traced module's own work; key ``""`` is the root's and the loss's.
 
     A module takes as long as the device needs for it, or the host to launch it.
@@ -47,18 +92,19 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine, *, compiled: bool = F
         trace: The micro-batch.
         gpu, machine: The hardware.
         compiled: Whether blocks are compiled, one by one.
+        products: What :func:`product_seconds` returned; None: no product runs in float8.
     """
     device: dict[str, Cost] = {}
     host: dict[str, Cost] = {}
     backward = False
     operations = trace.operations
-    seconds = [operation_seconds(operation, gpu, machine) for operation in operations]
+    seconds = products if products is not None else product_seconds(trace, gpu, machine)
     for owner, segment in owners_of(trace):
         if segment.marker == "backward":
             backward = True
         if not segment.kernels:
             continue
-        fused = compiled and any(part.isdigit() for part in owner.split("."))
+        fused = compiled and _in_block(owner)
         running, launching = segment_seconds(segment, operations, seconds, gpu, machine, compiled=fused)
         for sums, value in ((device, running), (host, launching)):
             cost = Cost(0.0, value) if backward else Cost(value)
@@ -67,6 +113,10 @@ def module_costs(trace: Trace, gpu: Gpu, machine: Machine, *, compiled: bool = F
         path: Cost(max(cost.forward, host[path].forward), max(cost.backward, host[path].backward))
         for path, cost in device.items()
     }
+
+
+def _in_block(path: str) -> bool:
+    return any(part.isdigit() for part in path.split("."))
 
 
 def exchanged_bytes(trace: Trace) -> dict[str, Cost]:

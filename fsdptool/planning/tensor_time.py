@@ -6,7 +6,7 @@ forward, and the gradient of each region's input in backward, so two sums of a m
 forward and two in backward for each decoder block (Megatron-LM, arXiv:1909.08053, section 3), and the first
 of forward once more where it is recomputed (backward does not need the second). With sequence parallelism
 (arXiv:2205.05198, section 4.2.2) an all-gather and a reduce-scatter take the place of each, which move the
-same bytes. The next operator reads what arrives: nothing hides either.
+same bytes. The next operator reads what arrives: nothing hides either, unless torch's async TP divides both.
 """
 
 from __future__ import annotations
@@ -20,19 +20,31 @@ from fsdptool.records.sharding import UnitPlan
 from fsdptool.records.trace import Repeat, Segment, Trace
 
 
-def summed_seconds(trace: Trace, group: Ring) -> dict[str, Cost]:
+def summed_seconds(trace: Trace, group: Ring, products: Sequence[float] | None = None) -> dict[str, Cost]:
     """Return what every traced module waits for its tensor-parallel group, recomputation included.
+
+    Async TP divides an all-gather and the products that read it, or products and the reduce-scatter of what
+    they make, into a part for each rank, and moves one part while another is multiplied (torch 2.13,
+    ``distributed/_symmetric_memory/__init__.py:_pipelined_multi_all_gather_and_consume`` and
+    ``_pipelined_produce_and_all2all``). One part of N needs no transfer, so products of c seconds hide
+    (N - 1) / N c at most. All products of a module are counted, which is an upper bound: torch fuses with a
+    collective only the products next to it. In blocks alone: the head is not compiled.
 
     Args:
         trace: The micro-batch of one rank.
         group: Its tensor-parallel group.
+        products: Seconds of every operation of the trace if async TP is assumed; None: nothing overlaps.
     """
     waited: dict[str, Cost] = {}
     backward = False
     for owner, segment in owners_of(trace):
         backward = backward or segment.marker == "backward"
         seconds = sum(group.reduce(size) for size in segment.summed)
-        seconds += sum(group.gather(size) for size in segment.gathered)
+        moved = sum(group.gather(size) for size in segment.gathered)
+        if products is not None and any(map(_is_block, _upwards(owner))):
+            multiplied = (n for n in segment.operations if trace.operations[n].kind == "product")
+            moved -= sum(products[n] for n in multiplied) * (group.ranks - 1) / group.ranks
+        seconds += max(moved, 0.0)
         if seconds:
             cost = Cost(0.0, seconds) if backward else Cost(seconds)
             waited[owner] = waited.get(owner, Cost()) + cost

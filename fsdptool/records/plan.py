@@ -252,6 +252,11 @@ class Candidate:
     """With compiled blocks, the allocated peak if they fuse as on a CPU, and if they fuse nothing."""
 
 
+Assumption = Literal["compile", "float8", "async_tp"]
+"""What other training loops do beside tensor parallelism: compile blocks, multiply their linear layers in
+float8, and overlap the group's collectives with matrix products (torch's async TP)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingLoop:
     """What a plan assumes about a training loop, beyond what accelerate's YAML and a recipe can express.
@@ -259,10 +264,12 @@ class TrainingLoop:
     Attributes:
         loading: How it fills the model on GPUs; None: as the program of the planned layout does.
         keeps_logits: Whether it holds the whole fp32 logits until backward ends; fsdptool's loss frees them.
+        assumed: What else it does, in time only: planned, and never trained by fsdptool.
     """
 
     loading: Loading | None = None
     keeps_logits: bool = False
+    assumed: tuple[Assumption, ...] = ()
 
 
 OWN_LOOP = TrainingLoop("rows")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdptool.errors import ConfigError, PlanError
-from fsdptool.planning import Options, make_plan, read_request
+from fsdptool.planning import Options, chosen_run, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.overlap import Ring, make_ring
@@ -39,10 +39,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def planned(model: str, **options: Any) -> Candidate:
+def _options(model: str, **options: Any) -> Options:
     given = {"gpu": "A100-80GB-SXM", "gpus": 2, "sequence_length": TOKENS, "checkpointing": "none"}
     given |= {"precision": "bf16", "search": False}
-    return make_plan(read_request(Options(reference=model, **{**given, **options}))).candidates[0]
+    return Options(reference=model, **{**given, **options})
+
+
+def planned(model: str, **options: Any) -> Candidate:
+    return make_plan(read_request(_options(model, **options))).candidates[0]
 
 
 def loss_seconds(ring: Ring) -> float:
@@ -82,6 +86,41 @@ def test_a_divided_sequence_is_gathered_and_scattered_by_every_region(model: str
     assert again.seconds["communication"] == pytest.approx(11 * LAYERS * once + ends)
     with pytest.raises(PlanError, match="needs tensor-parallel ranks"):
         planned(model, micro_batch=2, sequence_parallel=True)
+
+
+def test_what_another_loop_does_beside_it_changes_the_time_alone(model: str) -> None:
+    given: dict[str, Any] = {"micro_batch": 2, "tp": 2, "sequence_parallel": True, "gpu": "H100-80GB-SXM"}
+    plain = planned(model, **given)
+    compiled = planned(model, **given, assume=("compile",))
+    overlapped = planned(model, **given, assume=("async-tp", "compile"))
+    assert compiled.allocated_peak_bytes == overlapped.allocated_peak_bytes == plain.allocated_peak_bytes
+    assert compiled.seconds["compute"] < plain.seconds["compute"]
+    assert compiled.seconds["communication"] == plain.seconds["communication"]
+    # Two ranks hide behind half of the products at most, and nothing outside the blocks.
+    hidden = compiled.seconds["group_communication"] - overlapped.seconds["group_communication"]
+    products = 6 * LAYERS * (2 * TOKENS) * (2 * WIDTH**2 + 2 * WIDTH * 128 + 3 * WIDTH * 1408) / 2
+    gpu = load_gpu("H100-80GB-SXM")
+    arithmetic = products / (gpu.flops["bfloat16"] * machine_for(gpu).matmul_efficiency)
+    # Traffic bounds the narrow products for keys and values.
+    assert arithmetic / 2 < hidden < 1.3 * arithmetic / 2
+    plan = make_plan(read_request(_options(model, **given, assume=("compile", "float8"))))
+    assert any("linear layers of the blocks in float8" in note for note in plan.details["notes"])
+    with pytest.raises(PlanError, match="planned only"):
+        chosen_run(plan)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"assume": ("compile",)}, "is for tensor-parallel plans"),
+        ({"assume": ("async_tp", "compile"), "tp": 2}, "overlaps what sequence parallelism gathers"),
+        ({"assume": ("float8",), "tp": 2}, "needs compiled blocks"),
+        ({"assume": ("speed",), "tp": 2}, "'speed' is not supported"),
+    ],
+)
+def test_an_assumption_that_means_nothing_is_refused(model: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        read_request(_options(model, micro_batch=1, **given))
 
 
 def test_the_work_of_a_step_does_not_depend_on_who_does_it(model: str) -> None:

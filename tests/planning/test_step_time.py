@@ -9,7 +9,7 @@ import pytest
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
-from fsdptool.planning.operator_time import memory_rate, operation_seconds, segment_seconds
+from fsdptool.planning.operator_time import float8_seconds, memory_rate, operation_seconds, segment_seconds
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
 from fsdptool.planning.step_time import module_costs, with_copies
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
@@ -129,6 +129,17 @@ def test_a_product_takes_the_larger_of_arithmetic_and_traffic() -> None:
     peak, rate = GPU.flops["bfloat16"] * MACHINE.matmul_efficiency, memory_rate(GPU, MACHINE)
     assert operation_seconds(product(1e12, 1), GPU, MACHINE) == pytest.approx(1e12 / peak)
     assert operation_seconds(product(1.0, 10**9), GPU, MACHINE) == pytest.approx(1e9 / rate)
+
+
+def test_a_product_in_float8_computes_at_its_peak_and_casts_its_inputs() -> None:
+    peak, rate = GPU.flops["float8"] * MACHINE.matmul_efficiency, memory_rate(GPU, MACHINE)
+    # Three matrices of 10^8 elements: two are read twice and written in 8 bits.
+    wide = product(1e13, 6 * 10**8)
+    assert float8_seconds(wide, GPU, MACHINE) == pytest.approx(1e13 / peak + 2e8 * 5 / rate)
+    narrow = product(1.0, 6 * 10**8)
+    assert float8_seconds(narrow, GPU, MACHINE) == pytest.approx((2e8 * 6 + 2e8) / rate)
+    for item, gpu in ((attention("attention", causal=True), GPU), (wide, replace(GPU, native_fp8=False))):
+        assert float8_seconds(item, gpu, MACHINE) == operation_seconds(item, gpu, MACHINE)
 
 
 def test_causal_attention_computes_half_and_every_kernel_has_its_rate() -> None:

@@ -27,8 +27,8 @@ EMULATE = "FSDPTOOL_EMULATE_FLOAT8"
 """Set to 1 in the environment, layers round to float8 and multiply in wider numbers, on any device."""
 
 PLANNED = (
-    "fp8 is planned as bf16, in memory and in time; float8 copies of one layer's input and weight are"
-    " added while that layer computes"
+    "fp8 is planned as bf16, in memory and, unless blocks are compiled, in time; float8 copies of one layer's"
+    " input and weight are added while that layer computes"
 )
 """What a plan says of fp8."""
 
