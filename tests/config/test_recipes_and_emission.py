@@ -131,7 +131,7 @@ def test_every_data_option_is_read_and_no_other() -> None:
     )
     found: set[str] = set()
     training = Path(fsdptool.__file__).parent / "training"
-    for pattern in ("data/*.py", "precompute/*.py", "sampling*.py", "sampling/*.py"):
+    for pattern in ("data/**/*.py", "precompute/*.py", "sampling*.py", "sampling/*.py"):
         for file in training.glob(pattern):
             for line in file.read_text(encoding="utf-8").splitlines():
                 if "objective.options" not in line:

@@ -27,8 +27,6 @@ from fsdptool.training.data.text.common import (
 )
 from fsdptool.training.data.tokenizer import Encoder
 
-_ANSWERS = ("chosen", "rejected")
-
 
 class Preferences(TextSamples):
     """Columns ``prompt``, ``chosen`` and ``rejected``: texts, or conversations.
@@ -46,12 +44,15 @@ class Preferences(TextSamples):
         self, data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens of one pair after another."""
-        names = [str(data.options.get(f"{answer}_column", answer)) for answer in _ANSWERS]
+        names = [
+            str(data.options.get("chosen_column", "chosen")),
+            str(data.options.get("rejected_column", "rejected")),
+        ]
         template: ChatTemplate | None = None
         for row in source.rows():
             values = [
                 column(row, name, source, f"data.options.{answer}_column")
-                for answer, name in zip(_ANSWERS, names, strict=True)
+                for answer, name in zip(("chosen", "rejected"), names, strict=True)
             ]
             if all(isinstance(value, str) for value in values):
                 answers = _texts(values, data, encoder, source, row)
