@@ -65,8 +65,9 @@ def command(
     """Print the command line of every node for RECIPE, or a Slurm script, without starting anything."""
     if not slurm:
         refuse(context, _SLURM, "requires --slurm", "add --slurm, or remove the option")
+    from fsdptool.launch.job import node_lines, random_id
     from fsdptool.launch.prepare import absolute_job
-    from fsdptool.launch.slurm import node_lines, random_id, slurm_script
+    from fsdptool.launch.slurm import slurm_script
 
     options: tuple[str, ...] = ("--max-restarts", str(max_restarts)) if max_restarts else ()
     options += ("--timeout", f"{timeout:g}") if timeout is not None else ()

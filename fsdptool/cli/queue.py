@@ -186,7 +186,7 @@ def run(
     """Start entries as soon as what they need is free. Ctrl-C ends this command; started runs continue."""
     import threading
 
-    from fsdptool.launch.scheduler import Scheduler
+    from fsdptool.launch.queue_scheduler import Scheduler
 
     scheduler = Scheduler(_queue())
     if not scheduler.acquire():

@@ -10,8 +10,8 @@ from typing import Literal
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.launch.command import Nodes
+from fsdptool.launch.job import FIRST_NODE, PORT, Job
 from fsdptool.launch.machine import count_gpus, local_cluster, untested_versions, visible_gpus
-from fsdptool.launch.slurm import FIRST_NODE, PORT, Job
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
 from fsdptool.records.command_documents import Unchecked

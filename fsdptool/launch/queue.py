@@ -1,6 +1,6 @@
 """The queue of runs on this machine: entries join, move, are held and cancelled; runs are stopped.
 
-Programs that show the queue and programs that start its entries (:mod:`fsdptool.launch.scheduler`) share
+Programs that show the queue and programs that start its entries (``launch/queue_scheduler.py``) share
 one file. A run is a process of its own that outlives all of them.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.launch.queue import Queue
-from fsdptool.launch.scheduler import COMMAND, Scheduler
+from fsdptool.launch.queue_scheduler import COMMAND, Scheduler
 
 
 class QueueRunner:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsdptool.errors import StorageError
 from fsdptool.launch.queue import Queue
-from fsdptool.launch.scheduler import Scheduler
+from fsdptool.launch.queue_scheduler import Scheduler
 from fsdptool.records.queue import Needs, QueueEntry
 
 PAGE = 4096

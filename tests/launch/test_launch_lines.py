@@ -16,10 +16,11 @@ from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
 from fsdptool.launch.command import Nodes, build_command, interface_towards, reachable_name
+from fsdptool.launch.job import Job, node_lines
 from fsdptool.launch.machine import gpu_set, live_claims, register_claim, requested_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
 from fsdptool.launch.processes import identify
-from fsdptool.launch.slurm import Job, node_lines, slurm_script
+from fsdptool.launch.slurm import slurm_script
 from fsdptool.records.sharding import FsdpSettings
 
 RECIPE = "model: {reference: 'llama:tiny', weights: random}\nbatch: {sequence_length: 16}\nsteps: 2\n"

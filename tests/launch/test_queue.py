@@ -21,7 +21,7 @@ from desk import PLAY, Desk
 
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.launch import queue_file, queue_state, scheduler
+from fsdptool.launch import queue_file, queue_scheduler, queue_state
 from fsdptool.launch.processes import ProcessIdentity, identify, is_alive, start_gated, stop_run
 from fsdptool.launch.queue_file import update
 from fsdptool.launch.queue_needs import find_needs
@@ -35,7 +35,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVER = """\
 import sys, threading
 from fsdptool.launch.queue import Queue
-from fsdptool.launch.scheduler import Scheduler
+from fsdptool.launch.queue_scheduler import Scheduler
 Scheduler(Queue(), command=sys.argv[1:]).run(threading.Event())
 """
 
@@ -189,7 +189,7 @@ def test_stop_saves_and_resume_joins_the_queue_in_the_same_folder(desk: Desk) ->
 
 
 def test_a_run_that_ignores_a_kill_is_killed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(queue_scheduler, "_KILL_SECONDS", 0.0)
     entry = desk.add("deaf", "deaf")
     desk.until(entry, EntryState.RUNNING)
     assert desk.queue.kill(entry)
