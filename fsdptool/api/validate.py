@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.baseline import Baseline, read_baseline
-from fsdptool.config.checks.model import Hardware
+from fsdptool.config.checks.hardware import Hardware
 from fsdptool.config.lint_settings import LintSettings, find_settings, keep
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading, Verdict

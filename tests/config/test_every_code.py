@@ -18,7 +18,7 @@ import fsdptool
 from fsdptool.api.validate import with_model
 from fsdptool.cli.rule import all_rules
 from fsdptool.config import read_settings
-from fsdptool.config.checks.model import Hardware
+from fsdptool.config.checks.hardware import Hardware
 from fsdptool.config.rules import RULES
 from fsdptool.files.text import SIZE_LIMIT
 from fsdptool.inspection import inspect

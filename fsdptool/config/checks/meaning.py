@@ -13,7 +13,7 @@ from fsdptool.config.checks.mesh import check_mesh, check_processes, launched_by
 from fsdptool.config.context import LintContext
 
 if TYPE_CHECKING:
-    from fsdptool.config.checks.model import Hardware
+    from fsdptool.config.checks.hardware import Hardware
     from fsdptool.records.anatomy import Anatomy
 
 _LEAVES = frozenset([
@@ -58,7 +58,7 @@ def check_meaning(
 
         check_model(lint, model)
     if hardware is not None:
-        from fsdptool.config.checks.model import check_hardware
+        from fsdptool.config.checks.hardware import check_hardware
 
         check_hardware(lint, hardware)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fsdptool.config.rules.meaning import HARDWARE, MEANING, MODEL
+from fsdptool.config.rules.hardware import HARDWARE
+from fsdptool.config.rules.meaning import MEANING
+from fsdptool.config.rules.mesh import MESH
+from fsdptool.config.rules.model import MODEL
 from fsdptool.records.diagnostic import Rule
 
 PARSE = (
@@ -159,4 +162,5 @@ SCHEMA = (
          "No action is needed."),
 )  # fmt: skip
 
-RULES: dict[str, Rule] = {rule.code: rule for rule in (*PARSE, *SCHEMA, *MEANING, *MODEL, *HARDWARE)}
+_EVERY = (*PARSE, *SCHEMA, *MEANING, *MESH, *MODEL, *HARDWARE)
+RULES: dict[str, Rule] = {rule.code: rule for rule in sorted(_EVERY, key=lambda rule: rule.code)}

@@ -1,4 +1,4 @@
-"""Rules on what settings do: by themselves (``meaning``), to a model (``model``), on ``hardware``."""
+"""Rules on what settings do by themselves; those on mesh, model and hardware have files of their own."""
 
 from __future__ import annotations
 
@@ -23,39 +23,6 @@ MEANING = (
          "Only one of them can shard the model. accelerate 1.15 uses the one that `distributed_type` names "
          "and ignores the other block; TrainingArguments and SimpleTuner stop.",
          "Keep one of the two."),
-    Rule("FSD305", "context parallelism without FSDP2", "error",
-         "accelerate 1.15 shards the sequence on the mesh that FSDP2 builds; with FSDP1, DDP or no FSDP "
-         "the run stops or ignores it. SimpleTuner 4.8 runs replicas although its documentation says that "
-         "it refuses; axolotl supports it without FSDP, which is a note only.",
-         "Set fsdp_version to 2, or the context-parallel size to 1."),
-    Rule("FSD306", "context-parallel size against process count", "error",
-         "The size must be a whole number of at least 1 that divides the number of processes.",
-         "Choose a divisor of the process count."),
-    Rule("FSD307", "unknown context-parallel rotation", "error",
-         "accelerate 1.15 knows `allgather` and `alltoall`.",
-         "Write one of the two (--fix where the spelling is clear).", "safe"),
-    Rule("FSD308", "mesh does not multiply to the process count", "error",
-         "accelerate 1.15: `ParallelismConfig total_size (...) does not match num_processes (...)`. Sizes "
-         "that are not written are 1, never filled in.",
-         "Make dp_replicate x dp_shard x cp x sp x tp equal to num_processes."),
-    Rule("FSD309", "mesh that only replicates", "error",
-         "With dp_shard 1 and cp 1, FSDP2 cannot shard over any dimension: `FSDP is enabled but the "
-         "parallelism config has no dimension for FSDP to shard across`.",
-         "Give dp_shard a size above 1, or use MULTI_GPU for plain data parallelism."),
-    Rule("FSD310", "tensor parallelism over all processes", "error",
-         "With tp_size equal to the process count, no dimension is left for FSDP2; accelerate 1.15 stops.",
-         "Lower tp_size, or launch without FSDP."),
-    Rule("FSD311", "context and sequence parallelism together", "error",
-         "accelerate 1.15: Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive.",
-         "Set one of the two sizes to 1."),
-    Rule("FSD312", "sequence parallelism without effect", "error",
-         "SP in accelerate 1.15 is DeepSpeed's Ulysses. Under FSDP2 it is accepted, no sequence is split, "
-         "and the parameters shard over the whole world.",
-         "Set sp_size to 1, or use context parallelism (cp_size)."),
-    Rule("FSD313", "replication next to tensor or context parallelism without sharding", "error",
-         "accelerate 1.15: Tensor/Context parallelism cannot be used with pure data parallelism "
-         "(dp_replicate_size > 1 and dp_shard_size == 1).",
-         "Give dp_shard a size above 1, or set dp_replicate to 1."),
     Rule("FSD314", "FSDP on CPU through accelerate", "error",
          "accelerate 1.15 starts FSDP on accelerators only: on CPU the run continues unsharded, as "
          "independent processes or DDP, with exit code 0. fsdptool's own trainer shards on CPU.",
@@ -114,10 +81,6 @@ MEANING = (
     Rule("FSD327", "FSDP over a single process", "warning",
          "There is no other process to shard with: FSDP adds cost without saving memory.",
          "Start more processes, or train without FSDP."),
-    Rule("FSD328", "processes do not divide over the machines", "error",
-         "In accelerate, `num_processes` is the total over all machines: the launcher starts num_processes "
-         "// num_machines on each machine and drops the remainder.",
-         "Make num_processes a multiple of num_machines."),
     Rule("FSD329", "rendezvous address missing", "warning",
          "Several machines need `main_process_ip` and `main_process_port`; otherwise accelerate 1.15 waits "
          "for a host called None. Both can be given on the command line.",
@@ -136,11 +99,6 @@ MEANING = (
          "accelerate 1.15: FSDP2 does not support LOCAL_STATE_DICT.",
          "Use SHARDED_STATE_DICT: each rank writes its shard, and the checkpoint can be read with a "
          "different number of ranks."),
-    Rule("FSD334", "hybrid sharding without a mesh", "error",
-         "Under FSDP2 hybrid sharding is a mesh of dp_replicate x dp_shard, written in "
-         "`parallelism_config`; the strategy name alone shards over all ranks.",
-         "Write the mesh: replicate over machines, shard within. --unsafe-fixes writes it where "
-         "num_processes and num_machines are written, and `fsdptool migrate` does so for FSDP1.", "unsafe"),
     Rule("FSD335", "suspicious wrap class", "warning",
          "The class is a leaf layer, an embedding or a whole model: this gives far too many units, or one.",
          "Name the repeated block (`fsdptool detect REF` finds it)."),
@@ -170,16 +128,6 @@ MEANING = (
          "The file does not contain the setting, accelerate launch does not export it, and the variable is "
          "set in this environment: the variable decides.",
          "Write the setting in the file, or unset the variable."),
-    Rule("FSD342", "parallelism block outside FSDP2", "error",
-         "accelerate 1.15 accepts the block for FSDP2, multi-device and DeepSpeed runs only; with FSDP1 it "
-         "fails when it builds the accelerator.",
-         "Set fsdp_version to 2 or remove the block."),
-    Rule("FSD343", "parallelism block without effect", "warning",
-         "All sizes are 1 (or no key is read): accelerate 1.15 does not build a mesh and shards over all "
-         "processes, as without the block. fsdptool's own trainer refuses a mesh that does not multiply to "
-         "the process count.",
-         "Give dp_shard_size the number of processes, or remove the block (--unsafe-fixes "
-         "removes it).", "unsafe"),
     Rule("FSD344", "setting newer than the target version", "error",
          "The setting does not exist in the accelerate or transformers version named by --target.",
          "Upgrade, or leave the setting out."),
@@ -193,12 +141,6 @@ MEANING = (
          "scatter deadlocks.",
          "In SimpleTuner, choose another base_model_precision; in axolotl, set cpu_ram_efficient_loading "
          "to false (--unsafe-fixes).", "unsafe"),
-    Rule("FSD347", "context parallelism on this device", "error",
-         "On CPU torch 2.13 has no sharding strategy for the attention kernel (`Operator "
-         "aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy "
-         "registered`); MPS and ROCm were never supported.",
-         "Set the context-parallel size to 1 on this device, or train with `fsdptool train`, whose "
-         "attention over gathered keys and values also runs there (consumer fsdptool)."),
     Rule("FSD348", "dotted path as wrap policy", "error",
          "Programs do not accept a dotted path as a policy (accelerate 1.15: `Invalid auto wrap policy`), "
          "and a configuration must not name code to import.",
@@ -227,14 +169,6 @@ MEANING = (
          "given as the file of --fsdp_config, transformers 5.23 looks for its keys one level higher, finds "
          "none and runs on defaults. (ms-swift unwraps the shape itself.)",
          "For --fsdp_config, keep what is inside `fsdp_config` and pass --fsdp on the command line."),
-    Rule("FSD356", "tensor parallelism fails to start", "warning",
-         "accelerate 1.10 to 1.15 (`Accelerator._prepare_tp`) imports a class that transformers has not had "
-         "since 5.1: `cannot import name 'ReplicateParallel'`. Up to accelerate 1.12 that stops every model "
-         "(an error). From 1.13 on it stops models whose parameters are DTensors, as those that transformers "
-         "5.16 and newer divides; preparation skips any other model, and the ranks of the tp dimension "
-         "repeat each other's work.",
-         "Set tp_size to 1 and give the processes to dp_shard_size, train with `fsdptool train`, or use "
-         "accelerate 1.13 or newer with transformers 5.0."),
     Rule("FSD357", "compilation that is not regional", "info",
          "With `dynamo_config`, accelerate 1.15 (`Accelerator._prepare_fsdp2`) compiles the whole model, "
          "whose compile time grows with the number of layers. With `dynamo_use_regional_compilation` it "
@@ -258,97 +192,8 @@ MEANING = (
          "per_device_train_batch_size x num_processes, and of num_generations. torchtitan 0.2 (`train.py`) "
          "refuses a `global_batch_size` that is not a multiple of local_batch_size x data-parallel ranks.",
          "Choose a multiple."),
-    Rule("FSD361", "dimension that fsdptool's settings do not have", "info",
-         "torchtitan splits models over pipeline stages and experts over ranks; an accelerate YAML can "
-         "express neither. The file is explained, but its settings cannot be planned from or migrated.",
-         "Set the degree to 1, and give `fsdptool plan` --pp or --ep instead."),
     Rule("FSD362", "sharding depends on the recipe that is run", "info",
          "torchtune reads the same file for single-device and for distributed recipes, and only the latter "
          "shard. The file has no key that only a distributed recipe reads.",
          "No action is needed; `fsdp_reshard_after_forward: true` states the intention."),
-    Rule("FSD363", "tensor parallelism that accelerate does not see", "warning",
-         "transformers 5.1 to 5.15 divides the layers of a model loaded with `tp_plan` as plain tensors. "
-         "accelerate 1.13 to 1.15 then skips its preparation (`The model parameters are not sharded by "
-         "DTensor`), and FSDP2 takes one rank's part for the whole parameter: gradient norms, clipping and "
-         "the full state dicts that it gathers lack the other ranks of the tp dimension. Without `tp_plan` "
-         "those ranks repeat each other's work.",
-         "Set tp_size to 1 and give the processes to dp_shard_size, or train with `fsdptool train`."),
-    Rule("FSD364", "tensor parallelism needs a model loaded for it", "info",
-         "accelerate builds the mesh and divides no layer. Unless the script loads the model with "
-         "`tp_plan` and the `tp` dimension of the mesh, the ranks of that dimension repeat each other's "
-         "work.",
-         "Load the model with `from_pretrained(..., tp_plan=\"auto\", device_mesh=mesh[\"tp\"])`."),
-)  # fmt: skip
-
-
-MODEL = (
-    Rule("FSD401", "wrap class absent from the model", "error",
-         "accelerate 1.15 stops in prepare: `Could not find the transformer layer class X in the model.`",
-         "Use the classes that `fsdptool detect` chooses (--unsafe-fixes writes them).", "unsafe"),
-    Rule("FSD402", "wrap class is the whole model", "warning",
-         "Wrapping the model's own class puts everything in one unit: the whole model is gathered at once, "
-         "which sharding is meant to avoid.",
-         "Wrap the repeated blocks (--unsafe-fixes writes them).", "unsafe"),
-    Rule("FSD403", "wrap class contains the input embedding", "error",
-         "accelerate 1.15 groups the input embedding separately; when a wrapped class contains it, "
-         "fully_shard fails: `TypeError: Invariant encountered: value was None when it should not be`.",
-         "Wrap the repeated blocks only (--unsafe-fixes writes them).", "unsafe"),
-    Rule("FSD404", "RAM-efficient loading with persistent buffers", "error",
-         "accelerate 1.15 broadcasts the state dict as DTensors; a persistent buffer is a plain tensor: "
-         "`AttributeError: 'Tensor' object has no attribute 'device_mesh'` (accelerate issue 3898).",
-         "Set fsdp_cpu_ram_efficient_loading to false (--unsafe-fixes: every rank then loads "
-         "the weights).", "unsafe"),
-    Rule("FSD405", "parameter shared by more than two modules", "error",
-         "accelerate 1.15 handles a tie of two (input and output embedding); a third name fails: "
-         "`Parameter 'shared.weight' is shared with a parameter already managed by another FSDP group`.",
-         "Train it with fsdptool's own trainer, which keeps tied parameters in one unit."),
-    Rule("FSD406", "model without wrap classes", "error",
-         "The file does not name a class, and the model's `_no_split_modules` are empty: accelerate 1.15 "
-         "does not wrap any module and does not warn; the whole model is one unit.",
-         "Name the classes that `fsdptool detect` chooses (--unsafe-fixes writes them).", "unsafe"),
-    Rule("FSD407", "model does not support context parallelism", "error",
-         "accelerate 1.15 and torch's context parallelism handle full causal attention through SDPA only; "
-         "it refuses sliding, chunked and linear attention layers: `Context parallelism does not support "
-         "attention layers of type [...]`.",
-         "Set cp_size to 1, or train a model with full attention; `fsdptool train` also supports windows "
-         "and chunks (consumer fsdptool)."),
-    Rule("FSD408", "wrap classes leave most parameters in the root", "warning",
-         "Parameters outside the wrap classes stay in the root unit, which is gathered before the first "
-         "layer and kept until backward ends.",
-         "Wrap the classes that hold the parameters (--unsafe-fixes writes detect's choice).", "unsafe"),
-    Rule("FSD409", "size-based wrapping of a container", "error",
-         "When a ModuleList exceeds the threshold, fully_shard refuses it: `fully_shard does not support "
-         "containers that do not implement forward: ModuleList`.",
-         "Wrap by class instead (--unsafe-fixes writes detect's choice).", "unsafe"),
-    Rule("FSD410", "`_no_split_modules` names a class the model lacks", "error",
-         "The file does not name a class, so accelerate 1.15 takes the model's `_no_split_modules`; some "
-         "of their names are absent from this model and preparation stops.",
-         "Name the classes explicitly (--unsafe-fixes writes detect's choice).", "unsafe"),
-    Rule("FSD411", "ignored modules hold trainable parameters", "warning",
-         "Ignored parameters stay plain tensors that accelerate 1.15 does not synchronise: after three "
-         "steps the ranks hold different weights. RAM-efficient loading silently shards them anyway.",
-         "Freeze them, or leave them sharded."),
-)  # fmt: skip
-
-
-HARDWARE = (
-    Rule("FSD501", "GPU does not support bf16 natively", "warning",
-         "The GPU's tensor cores do not compute in bfloat16; torch emulates it slowly.",
-         "Use fp16 on this GPU, or another GPU (--unsafe-fixes writes fp16).", "unsafe"),
-    Rule("FSD502", "not enough host memory for offload", "error",
-         "CPU offload keeps parameters, gradients and optimizer states of all ranks of a node in host "
-         "memory.",
-         "Use more nodes, a smaller optimizer, or no offload."),
-    Rule("FSD503", "does not fit in GPU memory", "error",
-         "The predicted peak exceeds the memory of the GPU (`fsdptool plan` shows its composition).",
-         "Follow the suggestions that `fsdptool plan` prints."),
-    Rule("FSD504", "number of processes differs from number of GPUs", "error",
-         "The number of processes in the file differs from the number of GPUs that was given.",
-         "Set num_processes to the total number of GPUs."),
-    Rule("FSD505", "GPU does not support fp8", "error",
-         "fp8 needs tensor cores of compute capability 8.9 or newer.",
-         "Use bf16 on this GPU."),
-    Rule("FSD506", "hardware not checked", "warning",
-         "The rules on memory could not be checked.",
-         "See the message; `fsdptool plan` gives details."),
 )  # fmt: skip
