@@ -21,8 +21,12 @@ OF_FSDP = (
 )  # fmt: skip
 """Settings that FSDP alone has."""
 
+_SIZES = tuple(
+    name for size in DIMENSIONS for name in ((size, "cp_comm_strategy") if size == "cp" else (size,))
+)
+
 COMMON = (
-    *OF_FSDP, "mixed_precision", "dp_replicate", "dp_shard", "cp", "cp_comm_strategy", "tp", "sp", *LAUNCH,
+    *OF_FSDP, "mixed_precision", *_SIZES, *LAUNCH,
 )  # fmt: skip
 """Settings of FSDP2, in the order they are shown and written."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdptool.config.canonical import LEGACY, RESHARD_OF_STRATEGY, hybrid_mesh
+from fsdptool.config.canonical import LEGACY, MESH, RESHARD_OF_STRATEGY, hybrid_mesh
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import parse_source
 from fsdptool.config.dialects.protocol import Dialect
@@ -61,7 +61,7 @@ def migration(lint: LintContext) -> Migration:
     changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh, **further}
     changes.update(dict.fromkeys(LEGACY))
     if mesh:
-        changes.update(cp=1, tp=1, sp=1)
+        changes |= {name: 1 for name in MESH if name not in mesh}
     return Migration(edits_between(lint.source.text, steps.source.text), changes)
 
 

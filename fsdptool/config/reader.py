@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, OF_FSDP, settings_from
+from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, MESH, OF_FSDP, settings_from
 from fsdptool.config.checks.meaning import check_meaning
 from fsdptool.config.condense import condense
 from fsdptool.config.context import LintContext
@@ -22,7 +22,7 @@ from fsdptool.files.tree import Document, ParseError, duplicates, walk
 from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting
 
 if TYPE_CHECKING:
-    from fsdptool.config.checks.model import Hardware
+    from fsdptool.config.checks.hardware import Hardware
     from fsdptool.records.anatomy import Anatomy
 
 
@@ -194,14 +194,7 @@ def _finish(lint: LintContext, comments: Comments) -> Reading:
     )
 
 
-_FSDP_ONLY = frozenset((*OF_FSDP, *DETAILS, *LEGACY)) | {
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "cp_comm_strategy",
-    "tp",
-    "sp",
-}
+_FSDP_ONLY = frozenset((*OF_FSDP, *DETAILS, *LEGACY, *MESH, "cp_comm_strategy"))
 
 
 def _failed(

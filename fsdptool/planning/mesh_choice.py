@@ -8,8 +8,9 @@ from typing import Any
 from fsdptool.planning.choice import merit, roomy
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.plan import Candidate, SearchPoint
+from fsdptool.records.sharding import PLANNED
 
-_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+_DIMENSIONS = tuple(item.name for item in PLANNED)
 
 
 def mesh_choice(

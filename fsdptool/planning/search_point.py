@@ -10,7 +10,7 @@ from fsdptool.records.checkpointing import format_policy, read_policy
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.plan import SearchPoint
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import GROUPS, PLANNED, TRAINED, FsdpSettings, ParallelDims
 
 
 def read_search_point(
@@ -25,6 +25,7 @@ def read_search_point(
     batch, sharding = recipe.batch, recipe.sharding
     mesh = resolve_dims(settings.mesh, cluster.world_size, sharding.expert_parallel)
     _check_resharding(sharding.reshard_after_forward, mesh)
+    sizes: dict[str, Any] = {item.name: mesh.size(item.name) for item in PLANNED}
     return SearchPoint(
         cluster=index,
         layout=sharding.layout,
@@ -34,16 +35,12 @@ def read_search_point(
         accumulation=resolve_accumulation(recipe, mesh),
         checkpointing=_checkpointing(recipe, settings),
         reshard_after_forward=sharding.reshard_after_forward or settings.reshard_after_forward,
-        dp_replicate=mesh.dp_replicate,
-        dp_shard=mesh.dp_shard or 1,
-        cp=mesh.cp,
         cpu_offload=settings.cpu_offload,
         optimizer_implementation=recipe.optimizer.implementation,
         prefetch=sharding.prefetch,
         reduce_dtype=sharding.reduce_dtype,
         gradients=sharding.accumulation,
-        tp=mesh.tp,
-        ep=mesh.ep,
+        **sizes,
     )
 
 
@@ -69,9 +66,7 @@ def point_flags(point: SearchPoint) -> dict[str, tuple[str, ...]]:
         "checkpointing": ("--checkpointing", point.checkpointing),
         "reshard": ("--reshard", str(reshard).lower()),
         "hsdp": ("--hsdp", f"{point.dp_replicate}x{point.dp_shard}"),
-        "cp": ("--cp", str(point.cp)),
-        "tp": ("--tp", str(point.tp)),
-        "ep": ("--ep", str(point.ep)),
+        **{name: (f"--{name}", str(getattr(point, name))) for name in GROUPS},
         "offload": ("--offload",) if point.cpu_offload else ("--no-offload",),
         "prefetch": ("--prefetch", str(point.prefetch)),
         "optimizer_implementation": ("--optimizer-implementation", point.optimizer_implementation),
@@ -111,13 +106,7 @@ def apply_search_point(
         reshard_after_forward=bool(point.reshard_after_forward),
         activation_checkpointing=policy.mode != "none",
         cpu_offload=point.cpu_offload,
-        mesh=replace(
-            settings.mesh,
-            dp_replicate=point.dp_replicate,
-            dp_shard=point.dp_shard,
-            cp=point.cp,
-            tp=point.tp,
-        ),
+        mesh=replace(settings.mesh, **{name: getattr(point, name) for name in TRAINED}),
         num_processes=cluster.world_size,
         num_machines=cluster.nodes,
         use_cpu=cluster.gpu is None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from typing import Annotated, Any, Literal
 
 from fsdptool.records.advice import Shortfall, Suggestion
@@ -15,7 +16,7 @@ from fsdptool.records.lengths import LengthsReplay, SampleLengths
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
 from fsdptool.records.run import RunPhase
 from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
-from fsdptool.records.sharding import FsdpSettings, Loading, WrapPolicy
+from fsdptool.records.sharding import TRAINED, FsdpSettings, Loading, WrapPolicy
 from fsdptool.records.trace import Basis, Component
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]
@@ -70,7 +71,7 @@ class SearchPoint:
     @property
     def ranks(self) -> int:
         """All ranks of the run."""
-        return self.data_parallel * self.cp * self.tp
+        return prod(getattr(self, name) for name in TRAINED)
 
     @property
     def global_batch(self) -> int:

@@ -25,18 +25,55 @@ each rank moves whole FSDP units to its GPU, as accelerate does without it.
 CheckpointingMode = Literal["none", "full", "every_n", "selective", "per_block"]
 
 
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
-"""Names of the dimensions, outermost first: neighbouring ranks differ in the last one above 1.
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """A dimension of the mesh and its names.
+
+    Attributes:
+        name: Field of :class:`ParallelDims`; a size that an option of ``plan`` sets has its name, too.
+        title: What reports call it.
+        word: What stands before its size in a short description of a mesh.
+        ranks: What a form calls its size.
+        unsupported: Why it can be neither planned nor trained, or None.
+    """
+
+    name: str
+    title: str
+    word: str
+    ranks: str
+    unsupported: str | None = None
+
+
+MESH = (
+    Dimension("dp_replicate", "replication", "replicate", "replicas"),
+    Dimension("dp_shard", "sharding", "shard", "sharding ranks"),
+    Dimension("cp", "context parallelism", "context", "context-parallel ranks"),
+    Dimension("tp", "tensor parallelism", "tensor", "tensor-parallel ranks"),
+    Dimension(
+        "sp",
+        "sequence parallelism",
+        "sequence",
+        "sequence-parallel ranks",
+        unsupported="sequence parallelism is DeepSpeed's, and accelerate ignores it under FSDP2",
+    ),
+)
+"""The dimensions, outermost first: neighbouring ranks differ in the last one above 1.
 
 accelerate 1.15 (``parallelism_config.py``) builds its mesh in this order, but with ``sp`` before ``tp``.
 """
 
-TRAINED = ("dp_replicate", "dp_shard", "cp", "tp")
-"""The dimensions the trainer's own mesh has."""
+EXPERTS = Dimension("ep", "expert parallelism", "experts over", "expert-parallel ranks")
+"""Divides ``dp_shard``; it is not a dimension of its own."""
 
-_UNSUPPORTED = {
-    "sp": "sequence parallelism is DeepSpeed's, and accelerate ignores it under FSDP2",
-}
+DIMENSIONS = tuple(item.name for item in MESH)
+TRAINED = tuple(item.name for item in MESH if item.unsupported is None)
+"""The dimensions that are planned, and that the trainer's own mesh has."""
+
+PLANNED = (*(item for item in MESH if item.unsupported is None), EXPERTS)
+"""What a plan chooses the sizes of: fields of :class:`fsdptool.records.plan.SearchPoint`."""
+
+GROUPS = tuple(item.name for item in PLANNED if not item.name.startswith("dp_"))
+"""Those in which ranks work on the same samples or experts together; each has an option of ``plan``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +123,9 @@ class ParallelDims:
 
     def unsupported(self) -> Iterator[tuple[str, int, str]]:
         """Yield name, size and reason of every dimension that can be neither planned nor trained."""
-        for name, reason in _UNSUPPORTED.items():
-            if self.size(name) > 1:
-                yield name, self.size(name), reason
+        for item in MESH:
+            if item.unsupported is not None and self.size(item.name) > 1:
+                yield item.name, self.size(item.name), item.unsupported
 
     def resolve(self, world_size: int) -> ParallelDims:
         """Return the sizes with ``dp_shard`` filled in.

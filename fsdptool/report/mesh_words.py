@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fsdptool.records.sharding import PLANNED
 from fsdptool.report import plan_words as words
 
-_NAMES = {
-    "tp": "tensor parallelism",
-    "ep": "expert parallelism",
-    "cp": "context parallelism",
-    "dp_shard": "sharding",
-    "experts_shard": "sharding of the experts",
-    "dp_replicate": "replication",
-}
+_NAMES = {**{item.name: item.title for item in PLANNED}, "experts_shard": "sharding of the experts"}
 _SHOWN = 3
 """Other meshes that are listed."""
 

@@ -162,9 +162,8 @@ def _share(size: int | None, total: int) -> str:
 
 def _mesh(document: Mapping[str, Any], *, explain: bool) -> None:
     """Print why the mesh was chosen: always where it is more than sharding over all ranks."""
-    settings = words.shown(document)["settings"]
-    unusual = max(settings["dp_replicate"], settings["cp"], settings.get("tp", 1), settings.get("ep", 1)) > 1
-    lines = list(mesh_lines(document)) if explain or unusual else []
+    plain = words.is_plain(words.shown(document)["settings"])
+    lines = list(mesh_lines(document)) if explain or not plain else []
     if lines:
         print_line()
     for line in lines:

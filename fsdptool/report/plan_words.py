@@ -8,6 +8,7 @@ from typing import Any
 from fsdptool.formatting import amount
 from fsdptool.records.advice import ShortfallKind, SuggestionKind
 from fsdptool.records.plan import RejectionKind
+from fsdptool.records.sharding import PLANNED
 
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "unknown"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}
@@ -77,16 +78,13 @@ def start_of_changes(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def mesh(settings: Mapping[str, Any]) -> str:
     """Return the mesh in words."""
-    parts = [f"shard {settings['dp_shard']}"]
-    if settings["dp_replicate"] > 1:
-        parts.insert(0, f"replicate {settings['dp_replicate']}")
-    if settings["cp"] > 1:
-        parts.append(f"context {settings['cp']}")
-    if settings.get("tp", 1) > 1:
-        parts.append(f"tensor {settings['tp']}")
-    if settings.get("ep", 1) > 1:
-        parts.append(f"experts over {settings['ep']}")
-    return " x ".join(parts)
+    sizes = [(item, settings.get(item.name, 1)) for item in PLANNED]  # earlier plans lack some of them
+    return " x ".join(f"{item.word} {size}" for item, size in sizes if size > 1 or item.name == "dp_shard")
+
+
+def is_plain(settings: Mapping[str, Any]) -> bool:
+    """Whether the mesh is sharding over all ranks and nothing else."""
+    return all(settings.get(item.name, 1) == 1 for item in PLANNED if item.name != "dp_shard")
 
 
 def wrapping(settings: Mapping[str, Any], detected: Sequence[str] = ()) -> str:
@@ -167,8 +165,7 @@ def brief(settings: Mapping[str, Any]) -> str:
         f"checkpointing {settings['checkpointing'].replace('_', ' ')}",
         f"reshard {resharding(settings['reshard_after_forward'])}",
     ]
-    shapes = settings["dp_replicate"], settings["cp"], settings.get("tp", 1), settings.get("ep", 1)
-    if max(shapes) > 1:
+    if not is_plain(settings):
         words.append(mesh(settings))
     if settings["prefetch"] > 1:
         words.append(f"prefetch {settings['prefetch']}")

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, Literal
 
 from fsdptool.formatting import amount
+from fsdptool.records.sharding import PLANNED
 from fsdptool.report import plan_words as words
 from fsdptool.report.tables import print_rows, print_table
 
@@ -29,11 +30,7 @@ _SETTINGS = (
     "accumulation",
     "checkpointing",
     "reshard_after_forward",
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "tp",
-    "ep",
+    *(item.name for item in PLANNED),
     "cpu_offload",
 )
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.codec import from_json, key_of
 from fsdptool.records.schema import field_documentation
+from fsdptool.records.sharding import PLANNED
 
 Record = TypeVar("Record")
 
@@ -135,17 +136,15 @@ def label_of(name: str) -> str:
 
 
 _SPELLINGS = {
-    "cp": "context-parallel ranks",
     "cpu": "CPU",
     "dtype": "dtype",
     "ema": "EMA",
-    "ep": "expert-parallel ranks",
     "gpu": "GPU",
     "gpus": "GPUs",
     "hsdp": "HSDP",
     "lora": "LoRA",
     "pp": "pipeline",
-    "tp": "tensor-parallel ranks",
+    **{item.name: item.ranks for item in PLANNED},
 }
 
 

@@ -13,6 +13,7 @@ from fsdptool.planning.options import declared
 from fsdptool.planning.search_point import point_flags
 from fsdptool.records.codec import from_json
 from fsdptool.records.plan import SearchPoint
+from fsdptool.records.sharding import GROUPS
 from fsdptool.web import references
 from fsdptool.web.forms import Field, FieldKind, option_fields, parse
 from fsdptool.web.jobs import Job
@@ -24,7 +25,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Hardware": ("gpu", "gpus", "nodes"),
     "Batch": ("sequence_length", "micro_batch"),
     "Training": ("method", "precision", "checkpointing", "reshard", "offload"),
-    "Mesh": ("hsdp", "cp", "tp", "ep"),
+    "Mesh": ("hsdp", *GROUPS),
 }
 """Fields that are always shown; every other option is under "More"."""
 
@@ -38,9 +39,9 @@ _POWERS = {
     "micro_batch": (1, 64),
     "gpus": (1, 16),
     "nodes": (1, 64),
+    **dict.fromkeys(GROUPS, (1, 64)),
     "cp": (1, 16),
     "tp": (1, 8),
-    "ep": (1, 64),
     "height": (256, 2048),
     "width": (256, 2048),
 }

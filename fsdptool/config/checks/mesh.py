@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.protocol import PROGRAMS, is_before
+from fsdptool.records.sharding import DIMENSIONS
 
 
 def check_mesh(lint: LintContext) -> None:
@@ -14,7 +15,7 @@ def check_mesh(lint: LintContext) -> None:
     Sources: ``parallelism_config.py:__post_init__`` and ``_validate_accelerator``; SimpleTuner 4.8.0's
     context-parallel checks.
     """
-    sizes = {key: lint.get(key) or 1 for key in ("dp_replicate", "dp_shard", "cp", "tp", "sp")}
+    sizes = {key: lint.get(key) or 1 for key in DIMENSIONS}
     if sizes["cp"] > 1 and lint.get("fsdp_version") == 1:
         lint.report("FSD305", "Context parallelism requires FSDP2.", "cp")
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsdptool import spelling
+from fsdptool.config.canonical import MESH
 from fsdptool.config.dialects.trainer import KEYS, Trainer, mapping
 from fsdptool.files.tree import Entry, Node, to_python
 
@@ -105,13 +106,10 @@ def _read_v1(lint: LintContext, dist: Entry) -> None:
         ("cpu_offload", False),
         ("cpu_ram_efficient_loading", False),
         ("activation_checkpointing", False),
-        ("dp_replicate", 1),
-        ("dp_shard", None),
-        ("tp", 1),
+        *((name, None if name == "dp_shard" else 1) for name in MESH),
     ):
         lint.set(key, value)
     lint.set("cp", 1 if ulysses else size or 1, entry=cp)
-    lint.set("sp", 1)
     if ulysses and (size or 1) > 1:
         # Its own Ulysses attention, beside FSDP2 and not through accelerate's parallelism_config.
         lint.ignore(mode, "LLaMA-Factory splits sequences itself")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, check_expressible
+from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, check_expressible
 from fsdptool.config.dialects.protocol import Dialect, Program
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, Node
@@ -81,7 +81,7 @@ class Torchtitan(Dialect):
     programs = (Program("torchtitan", "torchtitan", "torchtitan", "0.2.0"),)
     cannot = (
         "wrap_policy", "wrap_classes", "min_num_params", "state_dict_type", "cpu_ram_efficient_loading",
-        *ACCELERATE_ONLY, "sp", *LAUNCH,
+        *ACCELERATE_ONLY, *(name for name in MESH if name not in _DEGREES.values()), *LAUNCH,
     )  # fmt: skip
     in_place = False
 
@@ -134,8 +134,8 @@ class Torchtitan(Dialect):
         precision = "bfloat16" if settings.mixed_precision == "bf16" else "float32"
         lines += [f'mixed_precision_param = "{precision}"']
         lines += [f"enable_cpu_offload = {str(settings.cpu_offload).lower()}", "", "[parallelism]"]
-        sizes = (mesh.dp_replicate, -1 if mesh.dp_shard is None else mesh.dp_shard, mesh.cp, mesh.tp)
-        lines += [f"{key} = {size}" for key, size in zip(_DEGREES, sizes, strict=True)]
+        sizes = {name: getattr(mesh, name) for name in _DEGREES.values()}
+        lines += [f"{key} = {-1 if sizes[name] is None else sizes[name]}" for key, name in _DEGREES.items()]
         reshard = "default" if settings.reshard_after_forward else "never"
         lines += [f'fsdp_reshard_after_forward = "{reshard}"']
         lines += [f'context_parallel_rotate_method = "{settings.cp_comm_strategy}"', ""]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import WRITTEN, check_expressible, values_written
-from fsdptool.config.dialects.accelerate.keys import DEAD, FSDP_KEYS, LEGACY_KEYS
+from fsdptool.config.dialects.accelerate.keys import DEAD, FSDP_KEYS, LEGACY_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
-from fsdptool.records.sharding import ParallelDims
+from fsdptool.records.sharding import TRAINED, ParallelDims
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
@@ -75,17 +75,14 @@ def mesh_block(settings: FsdpSettings) -> dict[str, Any]:
             "accelerate cannot express an open dp_shard next to other mesh sizes",
             help="resolve the mesh for the process count first",
         )
-    sizes = {
-        "dp_replicate_size": mesh.dp_replicate,
-        "dp_shard_size": mesh.dp_shard,
-        "tp_size": mesh.tp,
-        "cp_size": mesh.cp,
-    }
-    if mesh.cp > 1 or settings.cp_comm_strategy != "allgather":
-        sizes["cp_comm_strategy"] = settings.cp_comm_strategy  # type: ignore[assignment]
-    if mesh.sp > 1:
-        sizes["sp_size"] = mesh.sp
-    return {f"parallelism_config_{key}": value for key, value in sizes.items()}
+    block: dict[str, Any] = {}
+    for key, name in PARALLELISM_KEYS.items():
+        if name == "cp_comm_strategy":
+            if mesh.cp > 1 or settings.cp_comm_strategy != "allgather":
+                block[key] = settings.cp_comm_strategy
+        elif name in TRAINED or mesh.size(name) > 1:
+            block[key] = mesh.size(name)
+    return block
 
 
 class Accelerate(Dialect):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptool import spelling
+from fsdptool.config.canonical import MESH
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate.keys import DETAILS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.unread import report_in_parallelism
@@ -159,9 +160,8 @@ def read_block(lint: LintContext, block: Node | None) -> None:
     """Read the mesh block into ``lint``; without one every size is 1 and ``dp_shard`` takes the rest."""
     lint.parallelism_block = block if (block is not None and block.entries) else None
     if not (block is not None and block.entries) or block is None:
-        for name in ("dp_replicate", "cp", "tp", "sp"):
-            lint.set(name, 1)
-        lint.set("dp_shard", None)
+        for name in MESH:
+            lint.set(name, None if name == "dp_shard" else 1)
         lint.set("cp_comm_strategy", "allgather")
         return
     known = {**PARALLELISM_KEYS, **DETAILS}

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible, values_written
+from fsdptool.config.canonical import (
+    ACCELERATE_ONLY,
+    LAUNCH,
+    MESH,
+    WRITTEN,
+    check_expressible,
+    values_written,
+)
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
@@ -52,7 +59,9 @@ SIZES = {
     "tensor_parallel_size": "tp",
     "context_parallel_size": "cp",
 }
-CANNOT = (*ACCELERATE_ONLY, "cp_comm_strategy", "sp", *LAUNCH)
+CANNOT = (
+    *ACCELERATE_ONLY, "cp_comm_strategy", *(name for name in MESH if name not in SIZES.values()), *LAUNCH,
+)  # fmt: skip
 
 
 class Axolotl(Dialect):

@@ -6,7 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, WRITTEN, check_expressible, values_written
+from fsdptool.config.canonical import (
+    ACCELERATE_ONLY,
+    LAUNCH,
+    MESH,
+    WRITTEN,
+    check_expressible,
+    values_written,
+)
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.errors import ConfigError
 
@@ -52,8 +59,10 @@ DEFAULTS: dict[str, Any] = {
     "num_machines": 1,
     "mixed_precision": "bf16",
 }
+WITHOUT = tuple(name for name in MESH if name not in ("dp_replicate", "dp_shard", "cp"))
+"""Dimensions that SimpleTuner does not have."""
 CANNOT = (
-    *ACCELERATE_ONLY, "dp_replicate", "tp", "sp", "min_num_params",
+    *ACCELERATE_ONLY, "dp_replicate", *WITHOUT, "min_num_params",
     *(name for name in LAUNCH if name != "num_processes"),
 )  # fmt: skip
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import WRITTEN
+from fsdptool.config.canonical import MESH, WRITTEN
 from fsdptool.config.checks.mesh import refuse_context_size
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.simpletuner import _TABLES, _TEXTS, DEFAULTS, KEYS
+from fsdptool.config.dialects.simpletuner import _TABLES, _TEXTS, DEFAULTS, KEYS, WITHOUT
 from fsdptool.files.tree import Entry, effective_entries, to_python
 
 
@@ -93,8 +93,8 @@ def read_flags(lint: LintContext, chosen: dict[str, Entry]) -> None:
             lint.set(name, parsed[name], entry=chosen[key])
         else:
             lint.set(name, default)
-    lint.set("tp", 1)
-    lint.set("sp", 1)
+    for name in WITHOUT:
+        lint.set(name, 1)
     _deepspeed(lint, enabled)
     if not enabled:
         _without_fsdp(lint, chosen)
@@ -154,10 +154,7 @@ def read_value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
         "min_num_params",
         "machine_rank",
         "main_process_port",
-        "dp_replicate",
-        "dp_shard",
-        "tp",
-        "sp",
+        *MESH,
     ):
         result: Any = spelling.integer(value)
         shown = result
