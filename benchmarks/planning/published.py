@@ -118,6 +118,8 @@ def summary(done: Mapping[str, Any]) -> dict[str, Any]:
         for what, pair in done.get(row["id"], {}).items():
             if isinstance(pair, dict) and "ratio" in pair:
                 groups.setdefault(_group(row, what), []).append(pair["ratio"])
+                if what == "tokens_per_second_and_gpu" and _division(row) is not None:
+                    groups.setdefault("throughput, no rate fitted", []).append(pair["ratio"])
     return {name: _spread(ratios) for name, ratios in sorted(groups.items())}
 
 
