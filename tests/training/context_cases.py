@@ -183,7 +183,10 @@ def resumed(
     name: str = "causal",
     kind: Kind = "sharded",
 ) -> dict[str, Any]:
-    """Train from the newest checkpoint of ``run`` (None keeps none) to step ``until`` and save."""
+    """Train from the newest checkpoint of ``run`` (None keeps none) to step ``until`` and save.
+
+    Returns losses, the number of steps and the whole weights (rank 0 only).
+    """
     session, assembled, division = _divided(folder, recipe, mesh, name)
     data = Numbered(session, name)
     state = RunState(
@@ -209,7 +212,8 @@ def resumed(
     if saver is not None:
         saver.save(state, wait=True)
         saver.close()
-    return {"losses": losses, "steps": len(losses)}
+    after = weights_of(assembled, division)
+    return {"losses": losses, "steps": len(losses), "after": after if session.is_main else None}
 
 
 class Numbered:
