@@ -64,6 +64,7 @@ class ShownAnatomy(Anatomy):
         views: Iterable[View] = (),
         tp: int | None = None,
         ep: int | None = None,
+        sequence_parallel: bool = False,
     ) -> dict[str, Any]:
         """Return the JSON document of ``detect --format json``.
 
@@ -73,9 +74,10 @@ class ShownAnatomy(Anatomy):
             views: Further tables: ``leaves``, ``tree`` and ``where``.
             tp: Ranks of a tensor-parallel group, to show how they divide the model.
             ep: Ranks of an expert-parallel group, to show how they share out the experts.
+            sequence_parallel: Whether the tensor-parallel ranks divide hidden states along the sequence, too.
 
         Raises:
-            ConfigError: The layout does not support this model.
+            ConfigError: The layout does not support this model, or ``sequence_parallel`` without ``tp``.
         """
         from fsdptool.inspection import Inspection
         from fsdptool.inspection.document import detect_document
@@ -86,6 +88,7 @@ class ShownAnatomy(Anatomy):
             layout=layout,
             views=views,
             tensor_parallel=tp,
+            sequence_parallel=sequence_parallel,
             expert_parallel=ep,
         )
 

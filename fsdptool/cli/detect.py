@@ -40,6 +40,12 @@ def command(
     tp: Annotated[
         int | None, typer.Option("--tp", min=1, help="Show how N tensor-parallel ranks divide the model.")
     ] = None,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel", help="With --tp: also divide the hidden states along the sequence."
+        ),
+    ] = False,
     ep: Annotated[
         int | None, typer.Option("--ep", min=1, help="Show how N expert-parallel ranks divide the experts.")
     ] = None,
@@ -91,6 +97,7 @@ def command(
         layout="accelerate" if layout == "accelerate" else "native",
         views=[name for name, requested in views if requested],
         tensor_parallel=tp,
+        sequence_parallel=sequence_parallel,
         expert_parallel=ep,
         diagnostics=load_registry().diagnostics,
     )

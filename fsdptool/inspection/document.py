@@ -10,10 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import Inspection, cache_parts
 from fsdptool.inspection.census import CONTAINERS, Census, item_bytes, uneven, unit_plan
 from fsdptool.inspection.hazards import fused_experts, holds_embedding
-from fsdptool.inspection.splitting import expert_summary, tensor_summary, violations
+from fsdptool.inspection.splitting import divided_tensors, expert_summary, violations
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.detection import (
     Branch,
@@ -44,6 +45,7 @@ def detect_document(
     layout: Literal["native", "accelerate"] = "native",
     views: Iterable[View] = (),
     tensor_parallel: int | None = None,
+    sequence_parallel: bool = False,
     expert_parallel: int | None = None,
     diagnostics: Iterable[Diagnostic] = (),
 ) -> dict[str, Any]:
@@ -55,22 +57,29 @@ def detect_document(
         layout: Whose units to list.
         views: Further looks to include.
         tensor_parallel: Ranks of a tensor-parallel group to show the division for.
+        sequence_parallel: Whether that group divides hidden states along the sequence, too.
         expert_parallel: Ranks of an expert-parallel group to show the division for.
         diagnostics: Findings from outside (plugins that failed to load).
 
     Raises:
-        ConfigError: The layout does not support this model.
+        ConfigError: The layout does not support this model, or there is no tensor-parallel group that could
+            divide sequences.
     """
+    if sequence_parallel and (tensor_parallel or 1) == 1:
+        raise ConfigError(
+            "sequence parallelism needs tensor-parallel ranks", help="give --tp 2 or more, or leave it out"
+        )
     anatomy = inspection.anatomy
     census = Census(anatomy.modules, anatomy.parameters)
     units = unit_plan(anatomy, layout=layout)
     wanted = set(views)
-    tensors = tensor_summary(anatomy, tensor_parallel) if tensor_parallel else None
+    tensors, span, undivided = (
+        divided_tensors(anatomy, tensor_parallel, sequence=sequence_parallel)
+        if tensor_parallel
+        else (None, None, ())
+    )
     experts = expert_summary(anatomy, expert_parallel) if expert_parallel else None
-    findings = [
-        *(violations(tensors, "--tp") if tensors else ()),
-        *(violations(experts, "--ep") if experts else ()),
-    ]
+    findings = [*undivided, *(violations(experts, "--ep") if experts else ())]
     detection = Detection(
         reference=anatomy.spec.reference,
         model=_model(anatomy),
@@ -104,6 +113,7 @@ def detect_document(
         tree=tree(anatomy, census) if "tree" in wanted else None,
         where=places(anatomy, _shown(anatomy)) if "where" in wanted else None,
         tensor_parallel=tensors,
+        sequence_parallel=span,
         expert_parallel=experts,
     )
     spec = anatomy.spec
@@ -113,6 +123,7 @@ def detect_document(
         "world_size": world_size,
         "layout": layout,
         "tensor_parallel": tensor_parallel,
+        "sequence_parallel": sequence_parallel,
         "expert_parallel": expert_parallel,
     }
     return envelope(

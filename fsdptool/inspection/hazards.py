@@ -318,6 +318,10 @@ RULES = (
          "Tensor parallelism gives every rank the same number of heads and features, expert parallelism the "
          "same number of experts. Keys and values are not repeated over ranks.",
          "Use a group size that divides the numbers in the message."),
+    Rule("DET141", "hidden states that cannot be divided along the sequence", "error",
+         "Sequence parallelism needs one list of blocks that a norm follows, and blocks whose whole modules "
+         "compute position by position.",
+         "Leave sequence parallelism out; tensor parallelism alone divides the layers."),
     Rule("DET201", "persistent buffers", "warning",
          "accelerate 1.15 crashes on persistent buffers while `fsdp_cpu_ram_efficient_loading` is on, "
          "which is its launcher's default: `AttributeError: 'Tensor' object has no attribute "

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fsdptool.errors import ConfigError
 from fsdptool.layout import refusals
 from fsdptool.layout.placements import placements
 from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.detection import PlacedParameter, SplitSummary
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.parallel import TensorPlan
+from fsdptool.records.parallel import SequenceSpan, TensorPlan
 
 INDIVISIBLE = "DET140"
+WHOLE_SEQUENCES = "DET141"
+
+
+def divided_tensors(
+    anatomy: Anatomy, size: int, *, sequence: bool
+) -> tuple[SplitSummary, SequenceSpan | None, tuple[Diagnostic, ...]]:
+    """Return how a tensor-parallel group divides a model, where it divides sequences, and what it cannot.
+
+    Args:
+        anatomy: The model.
+        size: Ranks of the group.
+        sequence: Whether hidden states are divided along the sequence where the model allows it.
+    """
+    refused: tuple[Diagnostic, ...] = ()
+    try:
+        plan = plan_tensor_parallel(anatomy, size, sequence=sequence)
+    except ConfigError as error:
+        plan = plan_tensor_parallel(anatomy, size)
+        refused = (Diagnostic(WHOLE_SEQUENCES, "error", error.message, help=error.help),)
+    split = summary(anatomy, plan)
+    return split, plan.sequence, (*violations(split, "--tp"), *refused)
 
 
 def tensor_summary(anatomy: Anatomy, size: int) -> SplitSummary:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fsdptool.records.anatomy import NoSplitEntry, Reference, WrapCandidate, WrapConcern, WrapOrigin
-from fsdptool.records.parallel import Indivisible, PlanOrigin, SplitStyle, WholeReason
+from fsdptool.records.parallel import Indivisible, PlanOrigin, SequenceSpan, SplitStyle, WholeReason
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Keywords, Positive, Share
 from fsdptool.records.sharding import UnitKind
@@ -252,6 +252,8 @@ class Detection:
         tree: The module tree (``--tree``).
         where: Where the classes are defined (``--where``).
         tensor_parallel: How a tensor-parallel group divides the model (``--tp``), or null.
+        sequence_parallel: Where that group divides hidden states along the sequence, too
+            (``--sequence-parallel``), or null.
         expert_parallel: How an expert-parallel group divides the experts (``--ep``), or null.
     """
 
@@ -277,4 +279,5 @@ class Detection:
     tree: Branch | None
     where: tuple[Place, ...] | None
     tensor_parallel: SplitSummary | None = None
+    sequence_parallel: SequenceSpan | None = None
     expert_parallel: SplitSummary | None = None

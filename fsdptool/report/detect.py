@@ -29,6 +29,9 @@ def print_detect(document: Mapping[str, Any]) -> None:
     for key, kind in (("tensor_parallel", "tensor"), ("expert_parallel", "expert")):
         if document[key] is not None:
             print_split(document[key], kind)
+    if (span := document["sequence_parallel"]) is not None:
+        first, last = f"{span['blocks']}.0", span["end"]
+        print_line(f"hidden states are divided along the sequence from {first} to the output of {last}")
     _units(document)
     _details(document)
     for finding in document["diagnostics"]:

@@ -39,7 +39,7 @@ RENAMED = {
 ELSEWHERE = {
     "format", "output", "force", "strict", "check", "sweep", "explain",
     "dry_run", "tolerance", "leaves", "tree", "where", "world_size", "layout", "help", "recipe_output",
-    "into", "list_presets", "tp", "ep",
+    "into", "list_presets", "tp", "ep", "sequence_parallel",
 }  # fmt: skip
 """What a function leaves to its caller (files, exit status) or to a method of the record it returns."""
 

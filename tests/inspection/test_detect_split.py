@@ -43,6 +43,21 @@ def test_heads_that_do_not_divide_are_one_line_each(capsys: pytest.CaptureFixtur
     assert found["help"] == "set --tp to 8"
 
 
+def test_hidden_states_are_divided_along_the_sequence_or_it_says_why_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["detect", "qwen3:0.6b", "--tp", "4", "--sequence-parallel", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["sequence_parallel"] == {"blocks": "model.layers", "end": "model.norm"}
+    rows = {row["name"]: row for row in document["tensor_parallel"]["parameters"]}
+    assert rows["model.layers.*.input_layernorm.weight"]["partial_gradient"]
+    assert run(["detect", "t5:small", "--tp", "2", "--sequence-parallel"]) == 1
+    shown = capsys.readouterr().out
+    assert "its divided layers do not lie in one list of blocks [DET141]" in shown
+    assert "tensor parallelism over 2 ranks" in shown
+    assert run(["detect", "qwen3:0.6b", "--sequence-parallel"]) == 2
+
+
 def test_experts_are_needed_to_share_them_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["detect", "qwen3:0.6b", "--ep", "2", "--format", "json"]) == 1
     findings = json.loads(capsys.readouterr().out)["diagnostics"]
