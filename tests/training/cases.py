@@ -101,6 +101,19 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
 }
 CLASSIFIER = {**BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 5}
+MODERN_BERT = {
+    "model_type": "modernbert",
+    "architectures": ["ModernBertForMaskedLM"],
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "global_attn_every_n_layers": 2,
+    "local_attention": 6,
+    "pad_token_id": 0,
+}
 SD3 = {
     "_class_name": "SD3Transformer2DModel",
     "sample_size": 8,
@@ -250,6 +263,7 @@ CASES = {
         Case("mixtral", MIXTRAL, ("MixtralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("two experts", TWO_EXPERTS, ("MixtralDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
         Case("deepseek", DEEPSEEK, ("DeepseekV3DecoderLayer",), "causal_lm", ("kv_b_proj",), beside=True),
+        Case("modern bert", MODERN_BERT, ("ModernBertEncoderLayer",), "masked_lm", ("Wqkv",), beside=True),
         Case("gpt-oss", GPT_OSS, ("GptOssDecoderLayer",), "causal_lm", ("q_proj",), beside=True),
     )
 }

@@ -68,6 +68,7 @@ SEQUENCE_RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
     "experts, frozen": ("moe", "lora", 2, ParallelDims(dp_shard=1, tp=2)),
     "latent attention": ("deepseek", "full", 2, ParallelDims(dp_shard=1, tp=2)),
     "sinks and biases": ("gpt-oss", "full", 2, ParallelDims(dp_shard=1, tp=2)),
+    "a head behind the gathered norm": ("modern bert", "full", 2, ParallelDims(dp_shard=1, tp=2)),
 }
 
 
