@@ -124,6 +124,11 @@ CASES: dict[str, Case] = {
     "accelerate's layout": Case(sharding={"layout": "accelerate"}),
     "accelerate's layout, recomputed": Case(sharding={"layout": "accelerate"}, settings=RECOMPUTE),
     "adapters": Case(method=Method("lora", lora=Lora(rank=4))),
+    "adapters, accumulation": Case(
+        ranks=2,
+        method=Method("lora", lora=Lora(rank=64)),
+        batch={"accumulation": 3, "sequence_length": 8, "micro_batch": 1},
+    ),
     "adapters, recomputed": Case(method=Method("lora", lora=Lora(rank=4)), settings=RECOMPUTE),
     "adapters, replicated": Case(method=Method("lora", lora=Lora(rank=4, adapters="replicated"))),
     "base in nf4": Case(method=Method("lora", lora=Lora(rank=4, base="nf4"))),

@@ -59,7 +59,7 @@ class Schedule(Unshard):
         self._reducing: list[Block] = []
         self._visited: list[Group] = []
         self._replicated: dict[str, Block] = {}
-        self._chained = False
+        self._called: list[Group] = []
         self._last = self._backward = True
         self._logits = logits
 
@@ -81,7 +81,7 @@ class Schedule(Unshard):
         """
         self._last, self._backward = sync is None or sync.last, sync is not None
         reduce = sync is None or sync.reduce
-        self._chain(pieces)
+        self._order(pieces)
         ledger = self.ledger
         ledger.source = self.trace
         for piece in pieces:
@@ -147,18 +147,21 @@ class Schedule(Unshard):
             # The loss has just freed its own copy, whose place this one takes.
             self.ledger.add(self._logits)
 
-    def _chain(self, pieces: Sequence[Piece]) -> None:
-        """Order units as explicit prefetching does (``distributed/shard.py:_set_prefetch``)."""
-        if self._chained or self.plan.prefetch <= 1:
+    def _order(self, pieces: Sequence[Piece]) -> None:
+        """Order units by their first call, and chain them as explicit prefetching does
+        (``distributed/shard.py:_set_prefetch``)."""
+        if self._called:
             return
-        self._chained = True
-        first: dict[int, Group] = {}
+        first: dict[int, Group] = {} if self.root is None else {id(self.root): self.root}
         for piece in pieces:
             group = self.by_module.get(piece.path) if piece.marker == "enter" else None
-            if group is not None and group.weights and group is not self.root:
+            if group is not None:
                 first.setdefault(id(group), group)
-        chain = list(first.values())
+        chain = [group for group in first.values() if group.weights and group is not self.root]
+        self._called = [*first.values(), *(group for group in self.groups if id(group) not in first)]
         depth = self.plan.prefetch
+        if depth <= 1:
+            return
         for index, group in enumerate(chain):
             group.ahead = tuple(chain[index + 1 : index + 1 + depth])
             group.behind = tuple(reversed(chain[max(index - depth, 0) : index]))
@@ -352,10 +355,13 @@ class Schedule(Unshard):
             ledger.drop(kept)
 
     def _final(self, reduce: bool) -> None:
-        """Run ``_root_post_backward_final_callback``: what had no gradient of its inputs, then cleanup."""
-        ordered = [self.root] if self.root is not None else []
-        ordered += [group for group in self.groups if group is not self.root]
-        for group in ordered:
+        """Run ``_root_post_backward_final_callback``: what had no gradient of its inputs, then cleanup.
+
+        torch goes through modules in the order of their registration (``_FSDPState._lazy_init``), for which
+        the order of their calls stands: the root, embeddings, blocks. Between micro-batches the input of the
+        last reduction stays, so with frozen embeddings that of a block does.
+        """
+        for group in self._called:
             if group.training != POST_BACKWARD:
                 self.ledger.note(f"end of backward: {group.name}")
                 self._post_backward(group, reduce)
