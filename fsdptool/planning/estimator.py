@@ -214,8 +214,9 @@ class Estimator:
 
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
-            units = (name, point.layout, point.wrap_policy, point.wrap_classes, point.tp, point.ep)
-            key = (*units, work_key, gpu.name, machine.name)
+            grouping = (point.layout, point.wrap_policy, point.wrap_classes)
+            divided = (point.tp, point.ep, point.sequence_parallel)
+            key = (name, *grouping, *divided, work_key, gpu.name, machine.name)
             wide = stacked_modules(plan, whole) if float8 else None
             if key not in self._costs:
                 products = product_seconds(whole, gpu, machine, wide=wide)
@@ -334,6 +335,7 @@ class Estimator:
             point.wrap_classes,
             point.tp,
             point.ep,
+            point.sequence_parallel,
             point.checkpointing,
             point.reshard_after_forward,
             type(point.reshard_after_forward),

@@ -188,7 +188,8 @@ class Options(TypedDict, total=False):
         closes=("tp",), minimum=1)]
     sequence_parallel: Annotated[bool | None, Option(
         "Also divide the hidden states between layers over the tensor-parallel ranks.", "Sharding",
-        "recipe.sharding.sequence_parallel")]
+        "recipe.sharding.sequence_parallel", ("--sequence-parallel/--no-sequence-parallel",),
+        closes=("sequence_parallel",))]
     assume: Annotated[Sequence[str], Option(
         "What another training loop does beside tensor parallelism (repeatable; planned, not trained)",
         "Sharding", choices=get_args(Assumption))]

@@ -46,21 +46,28 @@ def run_search(
     """
     candidates: list[Candidate] = []
     requested_ids: list[str] = []
+    replays: _Replays = {}
     for point in requested:
         name = "requested" if len(requested) == 1 else f"requested{point.cluster}"
         requested_ids.append(name)
-        own = _evaluate(estimator, inputs, point, (name, len(candidates)), progress=progress)
-        candidates += own
+        before = len(candidates)
+        own = _evaluate(estimator, inputs, point, (name, before), progress=progress)
         if inputs.search != "none":
-            candidates += _divide(estimator, inputs, point, own, len(candidates), progress)
+            divided = _divide(estimator, inputs, point, own, before + len(own), progress)
+            if not divided:
+                # A replay may take away the reason not to divide: the best estimate does not fit after all.
+                _settle(estimator, inputs, own, [name], replays)
+                divided = _divide(estimator, inputs, point, own, before + len(own), progress)
+            own += divided
+        candidates += own
     if inputs.optimal_checkpointing:
         candidates += _optimal(estimator, inputs, candidates, progress)
     # Each offer has its best row, whose allocator is replayed as the chosen one's is.
     best = []
     for index in range(len(requested)):
         own = [c for c in candidates if c.settings.cluster == requested[index].cluster]
-        chosen, settled = _settle(estimator, inputs, own, [requested_ids[index]])
-        best.append(chosen)
+        best.append(_settle(estimator, inputs, own, [requested_ids[index]], replays))
+        settled = {candidate.id: candidate for candidate in own}
         candidates = [settled.get(candidate.id, candidate) for candidate in candidates]
     among = {name for name in best if name is not None}
     result = choose(candidates, requested_ids, prefer=inputs.prefer, among=among)
@@ -140,10 +147,13 @@ EXPOSED = 0.1
 
 
 def _calls_for_dividing(candidates: Sequence[Candidate], inputs: PlanInputs) -> bool:
-    """Return whether tensor parallelism may pay: nothing leaves headroom, or the best one waits for long."""
+    """Return whether dividing layers may pay: nothing leaves headroom, the best one offloads to the CPU,
+    which is for lack of memory, or it waits for long."""
     fitting = [c for c in candidates if c.rejected_by is None and roomy(c)]
     best = max(fitting, key=lambda c: merit(c, inputs.prefer), default=None)
     if best is None or inputs.search == "wide":
+        return True
+    if best.settings.cpu_offload and "cpu_offload" not in inputs.fixed:
         return True
     waiting = sum(best.seconds.get(name, 0.0) for name in ("exposed_communication", "offload"))
     return waiting > EXPOSED * (best.step_seconds or 0.0)
@@ -195,20 +205,34 @@ def _divide(
     spread = any(c.rejected_by is None and roomy(c) for c in added)
     if not _calls_for_dividing([*whole, *added], inputs) or (spread and inputs.search != "wide"):
         return added  # dividing the small layers of a mixture sums whole hidden states, and excludes this
-    divisible = []
+    divisible: dict[bool, list[int]] = {}
     point = point if "ep" in inputs.fixed else replace(point, ep=1)
     for size in tensor_sizes(point, cluster, inputs.fixed):
-        divided = _divided(point, size)
         kind = RejectionKind.UNSUPPORTED if point.ep > 1 else RejectionKind.INDIVISIBLE
-        refusal = _refusal(estimator, inputs, divided, kind)
-        if refusal is None:
-            divisible.append(size)
+        for sequence in _sequences(inputs):
+            divided = replace(_divided(point, size), sequence_parallel=sequence and size > 1)
+            refusal = _refusal(estimator, inputs, divided, kind)
+            if refusal is None:
+                divisible.setdefault(divided.sequence_parallel, []).append(size)
+                break
         else:
+            assert refusal is not None
             added.append(refused(f"c{before + len(added):04d}", divided, refusal))
-    if divisible:
+    for sequence, sizes in divisible.items():
         names = "", before + len(added)
-        added += _evaluate(estimator, inputs, point, names, divisible, progress=progress)
+        start = replace(point, sequence_parallel=sequence)
+        added += _evaluate(estimator, inputs, start, names, sizes, progress=progress)
     return added
+
+
+def _sequences(inputs: PlanInputs) -> tuple[bool, ...]:
+    """Return whether tensor-parallel ranks divide the sequence, too, in the order to try it.
+
+    It moves the same bytes, a sum being a reduction to parts and a gather of them, and what lies between
+    layers takes less memory (Megatron-LM, arXiv:2205.05198, section 4.2.2).
+    """
+    asked = inputs.recipe.sharding.sequence_parallel
+    return (asked,) if "sequence_parallel" in inputs.fixed else (True, False)
 
 
 def _outgrown(candidates: Sequence[Candidate], inputs: PlanInputs) -> set[str]:
@@ -319,13 +343,22 @@ def _headroom(candidate: Candidate) -> int | None:
     return free if candidate.rejected_by is None else min(free, -1)
 
 
+_Replays = dict[tuple[str, bool], Candidate]
+"""Candidates whose allocator was replayed, by their id and whether with a timeline."""
+
+
 def _settle(
-    estimator: Estimator, inputs: PlanInputs, candidates: list[Candidate], requested: list[str]
-) -> tuple[str | None, dict[str, Candidate]]:
+    estimator: Estimator,
+    inputs: PlanInputs,
+    candidates: list[Candidate],
+    requested: list[str],
+    replays: _Replays,
+) -> str | None:
     """Choose on one cluster, replaying the caching allocator for what matters: the choice and the front.
 
     A replay may show that the choice does not fit after all, or leaves too little free; then the next
-    one is looked at. What is chosen in the end has been replayed, and has its timeline.
+    one is looked at. What is chosen in the end has been replayed, and has its timeline. ``candidates`` are
+    changed in place.
     """
     replayed, detailed = set(requested), set(requested)
     place = {candidate.id: index for index, candidate in enumerate(candidates)}
@@ -341,10 +374,12 @@ def _settle(
         point = candidates[place[name]].settings
         cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
         detail = name == result.chosen
-        candidates[place[name]] = estimator.candidate(
-            name, point, cluster, machine, detail=detail, replay=True
-        )
+        if (name, detail) not in replays:
+            replays[name, detail] = estimator.candidate(
+                name, point, cluster, machine, detail=detail, replay=True
+            )
+        candidates[place[name]] = replays[name, detail]
         replayed.add(name)
         detailed |= {name} if detail else set()
         result = choose(candidates, requested, prefer=inputs.prefer, among=replayed if left == 0 else None)
-    return result.chosen, {candidate.id: candidate for candidate in candidates}
+    return result.chosen

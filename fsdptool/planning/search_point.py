@@ -41,6 +41,8 @@ def read_search_point(
         reduce_dtype=sharding.reduce_dtype,
         gradients=sharding.accumulation,
         **sizes,
+        # Of a group of one rank there is nothing to divide.
+        sequence_parallel=sharding.sequence_parallel and mesh.tp > 1,
     )
 
 
@@ -67,6 +69,9 @@ def point_flags(point: SearchPoint) -> dict[str, tuple[str, ...]]:
         "reshard": ("--reshard", str(reshard).lower()),
         "hsdp": ("--hsdp", f"{point.dp_replicate}x{point.dp_shard}"),
         **{name: (f"--{name}", str(getattr(point, name))) for name in GROUPS},
+        "sequence_parallel": (
+            ("--sequence-parallel",) if point.sequence_parallel else ("--no-sequence-parallel",)
+        ),
         "offload": ("--offload",) if point.cpu_offload else ("--no-offload",),
         "prefetch": ("--prefetch", str(point.prefetch)),
         "optimizer_implementation": ("--optimizer-implementation", point.optimizer_implementation),
@@ -91,8 +96,7 @@ def apply_search_point(
         prefetch=point.prefetch,
         reduce_dtype=point.reduce_dtype,  # type: ignore[arg-type]  # one of the record's literals
         accumulation=point.gradients,
-        # Of a group of one rank there is nothing to divide.
-        sequence_parallel=recipe.sharding.sequence_parallel and point.tp > 1,
+        sequence_parallel=point.sequence_parallel,
         expert_parallel=point.ep,
     )
     batch = replace(

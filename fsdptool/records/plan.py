@@ -42,6 +42,7 @@ class SearchPoint:
         prefetch: FSDP units to prefetch.
         reduce_dtype: Gradient reduction dtype; None is the parameters'.
         gradients: ``sharded`` reduces each micro-batch, ``unsharded`` keeps whole gradients.
+        sequence_parallel: Whether the tensor-parallel ranks divide norms and residuals along the sequence.
     """
 
     cluster: Count
@@ -62,6 +63,7 @@ class SearchPoint:
     gradients: GradientAccumulation
     tp: Positive = 1
     ep: Positive = 1
+    sequence_parallel: bool = False
 
     @property
     def data_parallel(self) -> int:

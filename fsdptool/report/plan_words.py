@@ -167,6 +167,8 @@ def brief(settings: Mapping[str, Any]) -> str:
     ]
     if not is_plain(settings):
         words.append(mesh(settings))
+    if settings.get("sequence_parallel"):
+        words.append("sequence parallel")
     if settings["prefetch"] > 1:
         words.append(f"prefetch {settings['prefetch']}")
     if settings["cpu_offload"]:

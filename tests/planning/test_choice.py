@@ -18,6 +18,7 @@ from fsdptool.errors import PlanError
 from fsdptool.files.values import load_schema
 from fsdptool.planning import Options, make_plan, plan_document, read_request
 from fsdptool.planning.choice import choose
+from fsdptool.planning.search import _calls_for_dividing
 from fsdptool.planning.sweep import read_sweep
 from fsdptool.records.advice import ShortfallKind, SuggestionKind
 from fsdptool.records.plan import Candidate, Plan, Rejection, RejectionKind, SearchPoint
@@ -127,6 +128,20 @@ def planned(folder: Path, config: dict[str, Any], memory: int, **options: Any) -
     card.write_text(TINY % memory)
     given = {"search": False, "sequence_length": 64, "gpus": 2, **options}
     return make_plan(read_request(Options(reference=str(folder), gpu="Tiny", gpus_file=card, **given)))  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(
+    ("offload", "fixed", "calls"), [(False, (), False), (True, (), True), (True, ("cpu_offload",), False)]
+)
+def test_layers_are_divided_before_the_optimizer_goes_to_the_host(
+    tmp_path: Path, offload: bool, fixed: tuple[str, ...], calls: bool
+) -> None:
+    """Another configuration fits without CPU offload, but it is much slower."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    given = Options(reference=str(tmp_path), gpu="H100-80GB-SXM", gpus=8, sequence_length=64)
+    inputs = dataclasses.replace(read_request(given).inputs, fixed=fixed)
+    both = [candidate("slow", 40, 0.5), candidate("fast", 40, 1.0, offload=offload)]
+    assert _calls_for_dividing(both, inputs) is calls
 
 
 def test_a_unit_that_every_gpu_gathers_whole_is_named(tmp_path: Path) -> None:

@@ -138,6 +138,10 @@ def test_a_size_that_does_not_divide_the_model_is_refused_by_name(model: str) ->
     given = ("accumulation", "checkpointing", "cp", "cpu_offload", "gradients", "micro_batch", "prefetch")
     fixed = (*given, "optimizer_implementation", "reshard_after_forward", "wrap")
     plan = make_plan(Request(dataclasses.replace(inputs, search="wide", fixed=fixed)))
+    groups = {(c.settings.tp, c.settings.sequence_parallel) for c in plan.candidates if c.step_seconds}
+    assert groups == {(1, False), (2, True)}, "a search divides sequences with the layers"
+    apart = dataclasses.replace(inputs, search="wide", fixed=(*fixed, "sequence_parallel"))
+    assert not any(c.settings.sequence_parallel for c in make_plan(Request(apart)).candidates)
     refused = {c.settings.tp: c for c in plan.candidates if c.device_total_bytes is None}
     assert set(refused) == {4}, "a group of eight would leave nothing to shard over"
     for candidate in refused.values():
