@@ -127,6 +127,8 @@ class Objective(ABC):
     None: it is trained on generated samples only."""
     generates: Generated | None = None
     """What ``evaluation.samples`` writes; None: nothing."""
+    sequences: int = 1
+    """Sequences in a sample of text."""
     single_length: bool = True
     """Whether a sample of text has one length: micro-batches can then be padded to their longest sample."""
     splits_sequences: bool = False

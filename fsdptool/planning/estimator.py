@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.collectives import DEVICES, Weights, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
+from fsdptool.modeling.objective import objective_for
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
@@ -244,7 +245,9 @@ class Estimator:
             if part is None or whole is None or not (part.known and whole.known):
                 return None
             teacher = stages(rank.teacher_traffic, rank.memory.teacher.plan, part, whole, "teacher")
-        return time_candidate(rank.traffic, student, recipe, mesh, cluster, machine, teacher=teacher)
+        sequences = objective_for(recipe, self.spec).sequences
+        run = (recipe, mesh, cluster, machine)
+        return time_candidate(rank.traffic, student, *run, teacher=teacher, sequences=sequences)
 
     def _work(self, trace: Trace, rank: RankState) -> float:
         if id(trace) not in self._flops:

@@ -98,6 +98,8 @@ class Stage:
         summed_forward, summed_backward: Seconds of sums over the tensor-parallel group, or of the
             all-to-alls of an expert-parallel one.
         apart: Ranks that hold other experts: the unit is sharded over every ``apart``-th rank only.
+        reordered_bytes: Unsharded bytes of what is not sharded along dimension 0, in the parameter dtype:
+            they are copied once more when they are gathered, and when their gradients are reduced.
     """
 
     gather_bytes: float
@@ -111,6 +113,7 @@ class Stage:
     summed_forward: float = 0.0
     summed_backward: float = 0.0
     apart: int = 1
+    reordered_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,10 +303,12 @@ def with_copies(stage: Stage, ranks: int, gpu: Gpu, machine: Machine) -> Stage:
     if ranks < 2:
         return stage
     rate = memory_rate(gpu, machine)
-    gathered = 2 * stage.gather_bytes / rate
+    again = 2 * stage.reordered_bytes / rate
+    gathered = 2 * stage.gather_bytes / rate + again
     reduced = (stage.reduce_bytes + min(stage.reduce_bytes, stage.gather_bytes)) / rate
-    again = gathered if stage.backward_ranks > 1 else 0.0
-    return replace(stage, forward=stage.forward + gathered, backward=stage.backward + again + reduced)
+    reduced += again if stage.reduce_bytes else 0.0
+    in_backward = reduced + (gathered if stage.backward_ranks > 1 else 0.0)
+    return replace(stage, forward=stage.forward + gathered, backward=stage.backward + in_backward)
 
 
 def time_candidate(
@@ -318,6 +320,7 @@ def time_candidate(
     machine: Machine,
     *,
     teacher: Sequence[Stage] = (),
+    sequences: int = 1,
 ) -> Timing | None:
     """Return the time of one optimizer step of ``recipe`` (sizes resolved); None without GPUs.
 
@@ -328,6 +331,7 @@ def time_candidate(
         mesh: Resolved mesh.
         cluster, machine: The hardware.
         teacher: A distillation teacher's units, which run before every forward.
+        sequences: Those of a sample.
     """
     spec = optimizer_spec(recipe.optimizer)
     kernel = spec.kernel(recipe.optimizer.implementation)
@@ -354,7 +358,7 @@ def time_candidate(
     length = recipe.batch.sequence_length
     return Timing(
         step=step,
-        tokens_per_second=samples * length / step.seconds if length is not None else None,
+        tokens_per_second=samples * sequences * length / step.seconds if length is not None else None,
         samples_per_second=samples / step.seconds,
     )
 
@@ -381,6 +385,7 @@ def _stage(share: Share, rank: Rank) -> Stage:
         backward=0.0,
         exchanges=2 if share.unit.checkpointed else 1,
         apart=rank.degree // share.ranks,
+        reordered_bytes=sum(share.buffers.unordered.sizes) if share.buffers.unordered is not None else 0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,8 @@ from fsdptool.memory.tracing.fake_mode import TracingMode
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import _pattern
 from fsdptool.memory.tracing.tracer import trace
-from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe, Sharding
+from fsdptool.records.sharding import FsdpSettings, ParallelDims
 from fsdptool.records.trace import Segment, Trace
 from fsdptool.source import resolve
 
@@ -118,6 +119,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], bool, str]] = {
     "mixtral": ("mixtral:8x7b", {}, False, "full"),
     "granite": ("granitemoe:3.0-1b-a400m", {"num_local_experts": 8}, True, "full"),
     "gpt-oss, LoRA": ("gpt-oss:20b", {"num_local_experts": 8}, True, "lora"),
+    "mixtral, divided sequences": ("mixtral:8x7b", {}, True, "full"),
 }
 
 
@@ -132,18 +134,30 @@ def comparable(trace: Trace) -> Trace:
 def test_a_loss_over_all_layers_is_that_of_the_full_depth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, sizes, checkpointing, method = MIXTURES[name]
     overrides = {**SMALL_EXPERTS, **sizes, "num_hidden_layers": 20}
-    settings = replace(SETTINGS, activation_checkpointing=checkpointing)
+    divided = name.endswith("sequences")
+    mesh = ParallelDims(tp=2) if divided else ParallelDims()
+    settings = replace(SETTINGS, activation_checkpointing=checkpointing, mesh=mesh)
     spec = resolve(reference, overrides=overrides)
+    depths: list[int] = []
+    real = reduced_depth.run_trace
+
+    def noted(model: Any, *args: Any, **kwargs: Any) -> Trace:
+        depths.append(sum(1 for path, _ in model.named_modules() if re.fullmatch(r".*layers\.\d+", path)))
+        return real(model, *args, **kwargs)
+
+    monkeypatch.setattr(reduced_depth, "run_trace", noted)
 
     def at(micro_batch: int) -> Trace:
         recipe = Recipe(
             ModelChoice(reference, overrides=overrides),
             method=Method(method),
             batch=Batch(micro_batch=micro_batch, sequence_length=64),
+            sharding=Sharding(sequence_parallel=divided),
         )
         return trace(spec, recipe, settings, use_cache=False)
 
     first, second = at(1), at(2)
+    assert max(depths) < 20
     assert any(isinstance(known, GrowthRule) for known in reduced_depth._extrapolates.values())
     assert not first.repeats and not second.repeats
     monkeypatch.setattr(reduced_depth, "_extrapolates", {})

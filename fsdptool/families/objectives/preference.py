@@ -26,6 +26,7 @@ class Preference(CausalLM):
 
     unit = "pairs"
     samples = "preferences"
+    sequences = 2
     single_length = False
     splits_sequences = False
 

@@ -257,7 +257,7 @@ def _agree(tokens: Iterator[_Token], expected: Sequence[_Token]) -> bool:
 def _written(trace: Trace, tokens: Iterable[_Token]) -> Trace:
     """Return the trace that tokens are of; what they do not say is as in ``trace``."""
     heads: list[tuple[Any, ...]] = []
-    bodies: list[tuple[list[int], list[int], list[RecomputedCall], list[int]]] = []
+    bodies: list[tuple[list[int], list[int], list[RecomputedCall], list[int], list[int]]] = []
     sizes: list[int] = []
     kinds: list[int] = []
     names: list[int] = []
@@ -288,6 +288,8 @@ def _written(trace: Trace, tokens: Iterable[_Token]) -> Trace:
             bodies[-1][2].append(RecomputedCall(kind[0], numbers[0], numbers[1], number))
         elif what == "sum":
             bodies[-1][3].append(numbers[0])
+        elif what == "gather":
+            bodies[-1][4].append(numbers[0])
         elif what == "gradient":
             gradients[_joined(kind[0], numbers[0])] = births[numbers[1]]
         else:
@@ -296,7 +298,7 @@ def _written(trace: Trace, tokens: Iterable[_Token]) -> Trace:
             heads.append(
                 (marker, _joined(path, index), dict(zip(dtypes, flops, strict=True)), moved, kernels, again)
             )
-            bodies.append(([], [], [], []))
+            bodies.append(([], [], [], [], []))
     segments = [
         Segment(
             marker,
@@ -309,8 +311,9 @@ def _written(trace: Trace, tokens: Iterable[_Token]) -> Trace:
             tuple(costly),
             tuple(calls),
             tuple(sums),
+            tuple(gathers),
         )
-        for (marker, path, flops, moved, kernels, again), (events, costly, calls, sums) in zip(
+        for (marker, path, flops, moved, kernels, again), (events, costly, calls, sums, gathers) in zip(
             heads, bodies, strict=True
         )
     ]
