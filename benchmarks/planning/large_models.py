@@ -15,10 +15,13 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from results_file import write_results
+
+from fsdptool.report.plan_words import mesh
 
 MODELS = {
     "Mixtral-8x22B": "mixtral:8x22b",
@@ -62,15 +65,36 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the results as the table of docs/plan.md."""
+    lines = [
+        "| model, GPUs | mesh | micro-batch | of 79.1 GiB | tokens/s per GPU | MFU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for item in results:
+        settings = item["settings"]
+        parts = [mesh(settings)]
+        parts += ["sequence parallel"] if settings["sequence_parallel"] else []
+        parts += ["CPU offload"] if settings["cpu_offload"] else []
+        speed, used = item["tokens_per_second_per_gpu"], item["mfu"]
+        figures = f"{item['device_gib']:.0f} GiB | {speed:,.0f} | {used:.1%}"
+        lines.append(f"| {item['case']} | {', '.join(parts)} | {settings['micro_batch']} | {figures} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the cases that are named, or all, and save them among the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     parser.add_argument("--case", choices=list(CASES), action="append")
+    parser.add_argument("--table", action="store_true", help="print the results that are there as Markdown")
     parser.add_argument("--measure", choices=list(CASES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(arguments.measure)))
+        return
+    if arguments.table:
+        print(table(json.loads(arguments.output.read_text())["results"]))
         return
     kept = json.loads(arguments.output.read_text())["results"] if arguments.output.exists() else []
     results = {item["case"]: item for item in kept}
