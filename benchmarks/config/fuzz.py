@@ -30,7 +30,8 @@ from fsdptool.config.migrate import migrate_file, write_across
 from fsdptool.config.result import Reading, Verdict
 from fsdptool.files.text import UnreadableError, decode
 from fsdptool.records.diagnostic import tool_version
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 
 LIMIT_SECONDS = 2.0
 KEYS = [

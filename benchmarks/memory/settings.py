@@ -11,6 +11,7 @@ from fsdptool.inspection import inspect
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.checkpointing import read_policy
 from fsdptool.records.codec import from_json
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import (
     Batch,
     Data,
@@ -23,7 +24,7 @@ from fsdptool.records.recipe import (
     Recipe,
     Sharding,
 )
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 

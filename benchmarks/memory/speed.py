@@ -21,8 +21,9 @@ from fsdptool.inspection import inspect
 from fsdptool.memory import footprint, trace
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.diagnostic import library_versions
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_speed.json"

@@ -35,8 +35,8 @@ from ranks import train
 
 from fsdptool.errors import ConfigError
 from fsdptool.memory import footprint, trace
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Sharding
-from fsdptool.records.sharding import ParallelDims
 
 STEPS = 20
 BOUND = 1e-5

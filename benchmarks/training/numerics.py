@@ -36,8 +36,8 @@ from pool import Pool
 from ranks import train
 from variants import CLIPPED, HYBRID, MOMENTUM, VARIANTS
 
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import ParallelDims
 
 METHODS = ("full", "lora", "distillation")
 BOUND = 1e-5

@@ -13,8 +13,9 @@ from fsdptool.config.writer import emit_yaml, resolved
 from fsdptool.errors import ConfigError
 from fsdptool.records.config_documents import EmittedConfig, Preset
 from fsdptool.records.diagnostic import digest, envelope
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:

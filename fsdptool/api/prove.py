@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, ShardingError
 from fsdptool.formatting import amount
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import Plan
 from fsdptool.records.proof import Difference, DifferenceKind, ShardingProof
 from fsdptool.records.recipe import Layout, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.sharding import DIMENSIONS, FsdpSettings, ParallelDims
+from fsdptool.records.mesh import DIMENSIONS, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 
 LAUNCH = (
     "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",

@@ -18,7 +18,7 @@ from fsdptool.modeling.methods import base_name
 from fsdptool.modeling.methods.quantised_formats import empty_parts, encode
 from fsdptool.modeling.methods.quantised_layers import QuantisedLinear, quantised_layers
 from fsdptool.modeling.tensor_group import ALONE, TensorGroup
-from fsdptool.records.parallel import Placement
+from fsdptool.records.tensor_plan import Placement
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session

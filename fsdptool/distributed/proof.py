@@ -18,8 +18,9 @@ from fsdptool.distributed.shard import local, managed_names, require, sharded_mo
 from fsdptool.memory.simulation.collectives import stored_dtype
 from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.records.anatomy import Parameter
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.proof import Difference, DifferenceKind
-from fsdptool.records.sharding import ParallelDims, Unit, UnitPlan
+from fsdptool.records.sharding import Unit, UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session

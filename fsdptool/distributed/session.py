@@ -15,7 +15,8 @@ from fsdptool.distributed.rendezvous import join
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.context import Context, use
 from fsdptool.modeling.tensor_group import ALONE, TensorGroup
-from fsdptool.records.sharding import TRAINED, FsdpSettings, ParallelDims
+from fsdptool.records.mesh import TRAINED, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.runs.watchdog import collective_timeout
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_pa
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.detection import PlacedParameter, SplitSummary
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.parallel import SequenceSpan, TensorPlan
+from fsdptool.records.tensor_plan import SequenceSpan, TensorPlan
 
 INDIVISIBLE = "DET140"
 WHOLE_SEQUENCES = "DET141"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdptool.layout.projections import Layers
 from fsdptool.layout.sites import FEED_FORWARD_WIDTHS, Left, Site
 from fsdptool.records.anatomy import Parameter
-from fsdptool.records.parallel import SplitModule
+from fsdptool.records.tensor_plan import SplitModule
 
 FIRST = ("gate_up_proj", "up_proj")
 SECOND = "down_proj"

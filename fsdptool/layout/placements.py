@@ -8,7 +8,7 @@ from dataclasses import replace
 from fsdptool.errors import ConfigError
 from fsdptool.layout.refusals import EXPERT, TENSOR
 from fsdptool.records.anatomy import Parameter
-from fsdptool.records.parallel import Placement, SplitModule, TensorPlan
+from fsdptool.records.tensor_plan import Placement, SplitModule, TensorPlan
 
 _ADAPTERS = ("lora_A", "lora_B")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.parallel import Indivisible, TensorPlan
+from fsdptool.records.tensor_plan import Indivisible, TensorPlan
 
 TENSOR = "tp_size"
 EXPERT = "sharding.expert_parallel:"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fsdptool.errors import ConfigError
 from fsdptool.layout.projections import Layers, is_norm
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.parallel import SequenceSpan, TensorPlan
+from fsdptool.records.tensor_plan import SequenceSpan, TensorPlan
 
 _ALONG_SEQUENCE = ("BatchNorm", "GroupNorm", "InstanceNorm")
 """Norms over the positions of a sequence."""

@@ -28,7 +28,7 @@ from fsdptool.layout.projections import (
     Layers,
     is_norm,
 )
-from fsdptool.records.parallel import SplitModule, SplitStyle, WholeReason
+from fsdptool.records.tensor_plan import SplitModule, SplitStyle, WholeReason
 
 HEADS = ("num_heads", "n_heads", "heads", "num_attention_heads", "n_head", "config.num_attention_heads")
 KEY_HEADS = (

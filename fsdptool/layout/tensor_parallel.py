@@ -13,7 +13,7 @@ from fsdptool.layout.projections import LATENT, Layers, is_norm, is_router
 from fsdptool.layout.sequence_parallel import find_span
 from fsdptool.layout.sites import Left, Site, attention, feed_forward
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.parallel import Indivisible, SplitModule, TensorPlan, WholeReason
+from fsdptool.records.tensor_plan import Indivisible, SplitModule, TensorPlan, WholeReason
 
 _STATE = frozenset({"A_log", "conv1d", "x_proj", "dt_proj"})
 """Names of children or parameters by which a recurrence is known (Mamba, gated delta rules)."""

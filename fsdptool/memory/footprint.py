@@ -10,6 +10,7 @@ from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import host_bytes
 from fsdptool.memory.simulation.simulate import Prepared, Simulated, prepare, simulate
 from fsdptool.records.cluster import DeviceProfile
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import (
     OWN_LOOP,
     ComponentBytes,
@@ -22,7 +23,7 @@ from fsdptool.records.plan import (
 )
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import STEP_PHASES, RunPhase
-from fsdptool.records.sharding import ParallelDims, StateDictType, UnitPlan
+from fsdptool.records.sharding import StateDictType, UnitPlan
 from fsdptool.records.trace import Basis, ColourGroup, Component, Trace
 
 VERIFIED_TORCH = ("2.13",)

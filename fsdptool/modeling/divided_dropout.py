@@ -22,7 +22,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from fsdptool.modeling.tensor_group import TensorGroup
-    from fsdptool.records.parallel import SequenceSpan, TensorPlan
+    from fsdptool.records.tensor_plan import SequenceSpan, TensorPlan
 
 _STEP = 4
 """What the offset of a CUDA generator is a multiple of (``ATen/cuda/CUDAGeneratorImpl.cpp``, torch 2.13)."""

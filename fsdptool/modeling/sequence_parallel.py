@@ -29,7 +29,7 @@ from fsdptool.modeling.tensor_group import (
 )
 
 if TYPE_CHECKING:
-    from fsdptool.records.parallel import SequenceSpan
+    from fsdptool.records.tensor_plan import SequenceSpan
 
 _Hook = Callable[..., Any]
 

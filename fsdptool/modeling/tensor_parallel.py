@@ -29,7 +29,7 @@ from fsdptool.modeling.divided_dropout import draw_apart
 from fsdptool.modeling.expert_parallel import spread
 from fsdptool.modeling.sequence_parallel import divide_sequence
 from fsdptool.modeling.tensor_group import TensorGroup, enter, leave
-from fsdptool.records.parallel import Placement, SplitModule, SplitStyle, TensorPlan
+from fsdptool.records.tensor_plan import Placement, SplitModule, SplitStyle, TensorPlan
 
 if TYPE_CHECKING:
     from fsdptool.records.sharding import UnitPlan

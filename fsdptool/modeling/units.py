@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.records.anatomy import Anatomy
-    from fsdptool.records.parallel import TensorPlan
     from fsdptool.records.recipe import ModelChoice, Recipe
     from fsdptool.records.sharding import FsdpSettings, UnitPlan
+    from fsdptool.records.tensor_plan import TensorPlan
 
 KIND = "trained"
 _WALKED = ("parameters", "buffers", "modules", "input_embedding", "output_embedding", "final_norm")

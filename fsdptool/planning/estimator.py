@@ -38,9 +38,10 @@ from fsdptool.planning.verdict import check_fit
 from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import OWN_LOOP, Candidate, SearchPoint, TrainingLoop
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import Prepared

@@ -7,8 +7,8 @@ from typing import Any
 
 from fsdptool.planning.choice import merit, roomy
 from fsdptool.records.cluster import Cluster
+from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, SearchPoint
-from fsdptool.records.sharding import PLANNED
 
 _DIMENSIONS = tuple(item.name for item in PLANNED)
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from fsdptool.planning.operator_time import memory_rate, peak_flops
 from fsdptool.records.cluster import Cluster, Machine
-from fsdptool.records.sharding import ParallelDims
+from fsdptool.records.mesh import ParallelDims
 
 ASSUMED_NETWORK = {"nvlink": 50e9, "xgmi": 50e9, "pcie": 12.5e9}
 """Bytes per second per GPU between nodes when none is given: 400 Gbit/s per GPU on machines of the

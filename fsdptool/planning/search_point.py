@@ -8,9 +8,10 @@ from typing import Any
 from fsdptool.errors import PlanError
 from fsdptool.records.checkpointing import format_policy, read_policy
 from fsdptool.records.cluster import Cluster
+from fsdptool.records.mesh import GROUPS, PLANNED, TRAINED, ParallelDims
 from fsdptool.records.plan import SearchPoint
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import GROUPS, PLANNED, TRAINED, FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 
 
 def read_search_point(

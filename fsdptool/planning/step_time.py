@@ -23,8 +23,9 @@ from fsdptool.planning.operator_time import (
 )
 from fsdptool.planning.overlap import Run, Stage, StepTime, time_step
 from fsdptool.records.cluster import Cluster, Gpu, Machine
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import ParallelDims, UnitPlan
+from fsdptool.records.sharding import UnitPlan
 from fsdptool.records.trace import Repeat, Segment, Trace
 
 

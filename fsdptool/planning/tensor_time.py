@@ -1,12 +1,13 @@
 """Time and FLOPs of a model that is divided over a tensor-parallel group.
 
-Each rank of the group runs a smaller model (:mod:`fsdptool.records.parallel`). Its trace counts the products
-of the local shapes and notes every tensor that is summed over the group: the output of each row layer in
-forward, and the gradient of each region's input in backward, so two sums of a micro-batch's hidden states in
-forward and two in backward for each decoder block (Megatron-LM, arXiv:1909.08053, section 3), and the first
-of forward once more where it is recomputed (backward does not need the second). With sequence parallelism
-(arXiv:2205.05198, section 4.2.2) an all-gather and a reduce-scatter take the place of each, which move the
-same bytes. The next operator reads what arrives: nothing hides either, unless torch's async TP divides both.
+Each rank of the group runs a smaller model (:mod:`fsdptool.records.tensor_plan`). Its trace counts the
+products of the local shapes and notes every tensor that is summed over the group: the output of each row
+layer in forward, and the gradient of each region's input in backward, so two sums of a micro-batch's hidden
+states in forward and two in backward for each decoder block (Megatron-LM, arXiv:1909.08053, section 3), and
+the first of forward once more where it is recomputed (backward does not need the second). With sequence
+parallelism (arXiv:2205.05198, section 4.2.2) an all-gather and a reduce-scatter take the place of each,
+which move the same bytes. The next operator reads what arrives: nothing hides either, unless torch's async
+TP divides both.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fsdptool.records.anatomy import NoSplitEntry, Reference, WrapCandidate, WrapConcern, WrapOrigin
-from fsdptool.records.parallel import Indivisible, PlanOrigin, SequenceSpan, SplitStyle, WholeReason
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Keywords, Positive, Share
 from fsdptool.records.sharding import UnitKind
+from fsdptool.records.tensor_plan import Indivisible, PlanOrigin, SequenceSpan, SplitStyle, WholeReason
 
 
 @dataclass(frozen=True, slots=True)

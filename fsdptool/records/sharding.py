@@ -1,16 +1,15 @@
-"""How a run shards a model: the sizes of its mesh, its canonical FSDP2 options, and its FSDP units."""
+"""How a run shards a model: its canonical FSDP2 options, and its FSDP units."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdptool.errors import ConfigError
 from fsdptool.records.anatomy import Parameter
-from fsdptool.records.parallel import Placement, TensorPlan
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.schema import Count, Positive
+from fsdptool.records.tensor_plan import Placement, TensorPlan
 
 WrapPolicy = Literal["transformer", "size", "none"]
 StateDictType = Literal["sharded", "full"]
@@ -23,186 +22,6 @@ sends one whole parameter after the other, as accelerate does with ``cpu_ram_eff
 each rank moves whole FSDP units to its GPU, as accelerate does without it.
 """
 CheckpointingMode = Literal["none", "full", "every_n", "selective", "per_block"]
-
-
-@dataclass(frozen=True, slots=True)
-class Dimension:
-    """A dimension of the mesh and its names.
-
-    Attributes:
-        name: Field of :class:`ParallelDims`; a size that an option of ``plan`` sets has its name, too.
-        title: What reports call it.
-        word: What stands before its size in a short description of a mesh.
-        ranks: What a form calls its size.
-        unsupported: Why it can be neither planned nor trained, or None.
-    """
-
-    name: str
-    title: str
-    word: str
-    ranks: str
-    unsupported: str | None = None
-
-
-MESH = (
-    Dimension("dp_replicate", "replication", "replicate", "replicas"),
-    Dimension("dp_shard", "sharding", "shard", "sharding ranks"),
-    Dimension("cp", "context parallelism", "context", "context-parallel ranks"),
-    Dimension("tp", "tensor parallelism", "tensor", "tensor-parallel ranks"),
-    Dimension(
-        "sp",
-        "sequence parallelism",
-        "sequence",
-        "sequence-parallel ranks",
-        unsupported="sequence parallelism is DeepSpeed's, and accelerate ignores it under FSDP2",
-    ),
-)
-"""The dimensions, outermost first: neighbouring ranks differ in the last one above 1.
-
-accelerate 1.15 (``parallelism_config.py``) builds its mesh in this order, but with ``sp`` before ``tp``.
-"""
-
-EXPERTS = Dimension("ep", "expert parallelism", "experts over", "expert-parallel ranks")
-"""Divides ``dp_shard``; it is not a dimension of its own."""
-
-DIMENSIONS = tuple(item.name for item in MESH)
-TRAINED = tuple(item.name for item in MESH if item.unsupported is None)
-"""The dimensions that are planned, and that the trainer's own mesh has."""
-
-PLANNED = (*(item for item in MESH if item.unsupported is None), EXPERTS)
-"""What a plan chooses the sizes of: fields of :class:`fsdptool.records.plan.SearchPoint`."""
-
-GROUPS = tuple(item.name for item in PLANNED if not item.name.startswith("dp_"))
-"""Those in which ranks work on the same samples or experts together; each has an option of ``plan``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelDims:
-    """Sizes of the device mesh.
-
-    Parameters are sharded over ``dp_shard`` x ``cp`` (accelerate 1.15 does the same) and replicated over
-    ``dp_replicate``. Ranks of one ``cp`` group share their samples, and so do ranks of one ``tp`` group, each
-    of which holds a part of every divided layer (:mod:`fsdptool.records.parallel`).
-
-    Attributes:
-        dp_replicate: Copies of the sharded model (HSDP).
-        dp_shard: Ranks to shard over; None takes whatever the other sizes leave.
-        cp, tp, sp: Context, tensor and sequence parallelism.
-        ep: Expert parallelism: neighbouring ranks of ``dp_shard`` among which experts are distributed. FSDP
-            shards each rank's experts over the ranks that hold the same ones. It divides ``dp_shard``.
-    """
-
-    dp_replicate: Positive = 1
-    dp_shard: Positive | None = None
-    cp: Positive = 1
-    tp: Positive = 1
-    sp: Positive = 1
-    ep: Positive = 1
-
-    def size(self, name: str) -> int:
-        """Return the size of one dimension; an open ``dp_shard`` counts as 1."""
-        value = getattr(self, name)
-        return 1 if value is None else int(value)
-
-    @property
-    def other_sizes(self) -> int:
-        """Product of all sizes but ``dp_shard``."""
-        return prod(self.size(name) for name in DIMENSIONS if name != "dp_shard")
-
-    def violations(self, world_size: int) -> Iterator[str]:
-        """Yield what is wrong with these sizes for ``world_size`` ranks, a line each."""
-        wrong = [name for name in DIMENSIONS if self.size(name) < 1]
-        yield from (f"mesh size {name} is {self.size(name)}: sizes must be 1 or more" for name in wrong)
-        if wrong:
-            return
-        shard = self.dp_shard if self.dp_shard is not None else max(world_size // self.other_sizes, 1)
-        total = self.other_sizes * shard
-        if total != world_size:
-            shown = " x ".join(f"{n} {shard if n == 'dp_shard' else self.size(n)}" for n in DIMENSIONS)
-            yield f"mesh {shown} = {total} does not multiply to {world_size} processes"
-
-    def unsupported(self) -> Iterator[tuple[str, int, str]]:
-        """Yield name, size and reason of every dimension that can be neither planned nor trained."""
-        for item in MESH:
-            if item.unsupported is not None and self.size(item.name) > 1:
-                yield item.name, self.size(item.name), item.unsupported
-
-    def resolve(self, world_size: int) -> ParallelDims:
-        """Return the sizes with ``dp_shard`` filled in.
-
-        Raises:
-            ValueError: The sizes do not suit ``world_size``; the message is the first violation.
-        """
-        for line in self.violations(world_size):
-            raise ValueError(line)
-        return replace(self, dp_shard=world_size // self.other_sizes)
-
-    @property
-    def shard_degree(self) -> int:
-        """Ranks that share one copy of the parameters: ``dp_shard`` x ``cp`` (resolved sizes)."""
-        return self.size("dp_shard") * self.cp
-
-    @property
-    def data_ranks(self) -> int:
-        """Shares a global batch is split into: ``dp_replicate`` x ``dp_shard`` (resolved sizes)."""
-        return self.dp_replicate * self.size("dp_shard")
-
-    def data_rank(self, rank: int) -> int:
-        """Return which share of a global batch ``rank`` trains on."""
-        return rank // self.stride("dp_shard")
-
-    def stride(self, name: str) -> int:
-        """Return the distance in ranks between neighbours of a dimension."""
-        return prod(self.size(inner) for inner in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
-
-    def group(self, rank: int, name: str) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` in dimension ``name`` only, in order."""
-        stride, size = self.stride(name), self.size(name)
-        first = rank - rank // stride % size * stride
-        return tuple(range(first, first + size * stride, stride))
-
-    def parameter_mesh(self, *, experts: bool = False) -> dict[str, int]:
-        """Return names and sizes of the mesh ``fully_shard`` gets: one dimension, or replicate x shard.
-
-        Each rank of a ``tp`` group has a mesh of its own, and so has each of an ``ep`` group for its
-        ``experts``.
-        """
-        shard = "dp_shard" if self.cp == 1 else "dp_shard_cp"
-        copies = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
-        return {**copies, shard: self.shard_degree // (self.ep if experts else 1)}
-
-    def with_experts(self, ep: int) -> ParallelDims:
-        """Return the sizes with an expert-parallel group.
-
-        Raises:
-            ConfigError: They do not suit it; an open ``dp_shard`` does.
-        """
-        for name in ("cp", "tp"):
-            if ep > 1 and self.size(name) > 1:
-                raise ConfigError(
-                    f"sharding.expert_parallel: {ep} is not supported beside {name}_size: {self.size(name)}",
-                    help=f"set {name}_size or sharding.expert_parallel to 1",
-                )
-        ranks = self.dp_shard
-        if ranks is not None and ranks % ep:
-            fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
-            near = (*[size for size in fits if size < ep][-1:], *[size for size in fits if size > ep][:1])
-            raise ConfigError(
-                f"sharding.expert_parallel: {ep} does not divide the {ranks} ranks of dp_shard",
-                help=f"set sharding.expert_parallel to {' or '.join(map(str, near))}",
-            )
-        return replace(self, ep=ep)
-
-    def reshard_violation(self, ranks: int) -> str | None:
-        """Return why parameters cannot be resharded to ``ranks`` after forward, or None.
-
-        FSDP2 reshards to equal groups of the ranks that share a copy (torch 2.13,
-        ``_fsdp_init.py:_get_post_forward_mesh_info``).
-        """
-        degree = self.shard_degree
-        if 1 < ranks < degree and degree % ranks == 0:
-            return None
-        return f"{ranks} is not a proper divisor of the {degree} ranks that share a copy of the parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +84,7 @@ class FsdpSettings:
     activation_checkpointing_offload: bool = False
     ignored_modules: str | None = None
     mixed_precision: Precision = "bf16"
-    mesh: ParallelDims = ParallelDims()
+    mesh: ParallelDims = field(default_factory=ParallelDims)
     cp_comm_strategy: Literal["allgather", "alltoall"] = "allgather"
     num_processes: Positive | None = None
     num_machines: Positive = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdptool.records.sharding import PLANNED
+from fsdptool.records.mesh import PLANNED
 from fsdptool.report import plan_words as words
 
 _NAMES = {**{item.name: item.title for item in PLANNED}, "experts_shard": "sharding of the experts"}

@@ -7,8 +7,8 @@ from typing import Any
 
 from fsdptool.formatting import amount
 from fsdptool.records.advice import ShortfallKind, SuggestionKind
+from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import RejectionKind
-from fsdptool.records.sharding import PLANNED
 
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "unknown"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any, Literal
 
 from fsdptool.formatting import amount
-from fsdptool.records.sharding import PLANNED
+from fsdptool.records.mesh import PLANNED
 from fsdptool.report import plan_words as words
 from fsdptool.report.tables import print_rows, print_table
 

@@ -29,7 +29,8 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Entry, Node, ParseError
 from fsdptool.files.yaml_tree import parse_yaml
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 
 BASE = FsdpSettings(wrap_classes=("DecoderLayer",))
 _EIGHT = replace(BASE, num_processes=8)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from fsdptool.layout.placements import placements
 from fsdptool.records.anatomy import Parameter
-from fsdptool.records.parallel import Placement, TensorPlan
+from fsdptool.records.tensor_plan import Placement, TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fsdptool.distributed.session import Session
-    from fsdptool.records.parallel import Placement
+    from fsdptool.records.tensor_plan import Placement
     from fsdptool.training.interfaces import StopFlag
     from fsdptool.training.optimizers.sharded import ShardedOptimizer
     from fsdptool.training.trainer import Trainer

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.codec import from_json, key_of
+from fsdptool.records.mesh import PLANNED
 from fsdptool.records.schema import field_documentation
-from fsdptool.records.sharding import PLANNED
 
 Record = TypeVar("Record")
 

@@ -12,8 +12,8 @@ from fsdptool.planning.hardware import EXPANDABLE
 from fsdptool.planning.options import declared
 from fsdptool.planning.search_point import point_flags
 from fsdptool.records.codec import from_json
+from fsdptool.records.mesh import GROUPS
 from fsdptool.records.plan import SearchPoint
-from fsdptool.records.sharding import GROUPS
 from fsdptool.web import references
 from fsdptool.web.forms import Field, FieldKind, option_fields, parse
 from fsdptool.web.jobs import Job

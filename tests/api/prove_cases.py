@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 
 import fsdptool
 from fsdptool.errors import ShardingError
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 
 BLOCK = "LlamaDecoderLayer"
 LENGTH, BATCH = 16, 2

@@ -15,8 +15,9 @@ import pytest
 from fsdptool import cache as digests
 from fsdptool.families.registry import files_reached_by_family
 from fsdptool.records.codec import to_json
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Distillation, Lora, Method, ModelChoice, Recipe
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 
 TRACER, ANATOMY = "fsdptool.memory.tracing.tracer", "fsdptool.inspection.api"

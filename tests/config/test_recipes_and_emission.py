@@ -25,9 +25,9 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
 from fsdptool.inspection import inspect
 from fsdptool.modeling.context_parallel import attention_kinds
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import DATA_OPTIONS, Recipe
 from fsdptool.records.schema import generate
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.source import resolve
 
 MINIMAL = "model:\n  reference: llama3:8b\n"

@@ -17,7 +17,8 @@ from fsdptool.config.migrate import write_across
 from fsdptool.config.writer import merge_into
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 
 NAMES = st.from_regex(r"[A-Z][A-Za-z0-9_]{0,12}", fullmatch=True)
 SIZES = st.sampled_from([1, 1, 1, 2, 4])

@@ -16,8 +16,9 @@ from fsdptool.launch.prepare import prepare
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search_point import read_search_point
 from fsdptool.records.cluster import Cluster
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.source import resolve
 from fsdptool.testing.families import small_spec
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from fsdptool.records.sharding import DIMENSIONS, TRAINED, ParallelDims
+from fsdptool.records.mesh import DIMENSIONS, TRAINED, ParallelDims
 
 SHAPES = [(1, 4, 1), (2, 4, 1), (2, 1, 2), (3, 2, 2), (1, 1, 1)]
 

@@ -13,7 +13,7 @@ from fsdptool.families.registry import load_registry
 from fsdptool.inspection.api import describe
 from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.parallel import TensorPlan
+from fsdptool.records.tensor_plan import TensorPlan
 from fsdptool.testing.families import SmallModel, small_model
 from fsdptool.testing.splitting import compare
 

@@ -15,8 +15,9 @@ from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.modeling.units import plan_units, with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings, ParallelDims, UnitPlan
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Component, Trace
 from fsdptool.source import resolve
 

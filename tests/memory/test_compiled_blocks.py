@@ -14,7 +14,7 @@ from fsdptool.memory import footprint
 from fsdptool.memory.tracing.compiled_blocks import SUPPORTED_TORCH
 from fsdptool.memory.tracing.compiled_trace import REMAINS, trace_compiled
 from fsdptool.memory.tracing.tracer import traced_configuration
-from fsdptool.records.sharding import ParallelDims
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.trace import KINDS, Trace
 
 SMALL = {**LLAMA, "num_hidden_layers": 2}

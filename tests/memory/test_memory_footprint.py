@@ -19,8 +19,9 @@ from fsdptool.memory.tracing.make_trace import without_activations
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Trace
 from fsdptool.source import resolve
 

@@ -8,8 +8,9 @@ import pytest
 from memory_cases import LLAMA, Case
 
 from fsdptool.records.checkpointing import Checkpointing, read_policy
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Lora, Method
-from fsdptool.records.sharding import Grouping, ParallelDims
+from fsdptool.records.sharding import Grouping
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,10 @@ from memory_cases import Case
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
 from fsdptool.memory.tracing.make_trace import sampled_recipe
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import Footprint, Phase
 from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Lora, Method, Recipe
-from fsdptool.records.sharding import ParallelDims, StateDictType
+from fsdptool.records.sharding import StateDictType
 from fsdptool.records.trace import KINDS, Trace
 
 PARAMETERS = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 352 + 2 * 128) + 2 * 1000 * 128 + 128

@@ -17,8 +17,9 @@ from fsdptool.memory.tracing.fake_mode import TracingMode
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import _pattern
 from fsdptool.memory.tracing.tracer import trace
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Segment, Trace
 from fsdptool.source import resolve
 

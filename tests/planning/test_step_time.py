@@ -14,8 +14,9 @@ from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
 from fsdptool.planning.step_time import module_costs, with_copies
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
 from fsdptool.records.cluster import Machine
-from fsdptool.records.parallel import Placement, SplitModule, TensorPlan
-from fsdptool.records.sharding import ParallelDims, UnitPlan
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.sharding import UnitPlan
+from fsdptool.records.tensor_plan import Placement, SplitModule, TensorPlan
 from fsdptool.records.trace import Operation, Repeat, Segment, Trace
 
 GPU = load_gpu("H100-80GB-SXM")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdptool.records.parallel import Placement
+from fsdptool.records.tensor_plan import Placement
 
 
 @pytest.mark.parametrize(("sections", "size"), [((12,), 3), ((8, 2, 2), 2), ((8, 4, 4), 4)])

@@ -14,6 +14,7 @@ from fsdptool.inspection.build import build
 from fsdptool.inspection.walk import walk
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy, ModelSpec, WrapChoice
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import (
     Batch,
     Distillation,
@@ -24,7 +25,7 @@ from fsdptool.records.recipe import (
     Optimizer,
     Recipe,
 )
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 

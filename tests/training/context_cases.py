@@ -32,8 +32,8 @@ from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
 from fsdptool.modeling.divided_dropout import agree
 from fsdptool.modeling.tensor_parallel import by_name
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Checkpoints, Data, Evaluation, Objective, Recipe, Sharding
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.events import EventLog
 from fsdptool.runs.manifest import Kind
 from fsdptool.source import resolve

@@ -16,8 +16,8 @@ from host_memory import growth
 
 from fsdptool.distributed.session import open_session
 from fsdptool.modeling.methods.quantised_layers import quantised_layers
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.training.trainer import assemble
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 192}

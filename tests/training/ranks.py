@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from fsdptool.distributed.proof import content
 from fsdptool.distributed.session import Session, open_session
 from fsdptool.modeling.tensor_parallel import by_name
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.training.checkpoint.split_tensors import Division, SplitTensor
 from fsdptool.training.state import Assembled
 from fsdptool.training.trainer import assemble

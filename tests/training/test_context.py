@@ -17,8 +17,8 @@ from variants import CHECKPOINTED, CLIPPED
 
 from fsdptool.memory import footprint, trace
 from fsdptool.records.checkpointing import Checkpointing
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Data, Sharding
-from fsdptool.records.sharding import ParallelDims
 
 pytestmark = pytest.mark.distributed
 

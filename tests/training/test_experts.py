@@ -15,8 +15,8 @@ from test_numerics import hold
 from variants import CLIPPED
 
 from fsdptool.errors import ConfigError
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import ParallelDims
 
 STEPS = 12
 ADAFACTOR = dataclasses.replace(CLIPPED, name="adafactor")

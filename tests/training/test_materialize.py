@@ -21,8 +21,9 @@ from fsdptool.distributed.session import open_session
 from fsdptool.distributed.shard import sharded_modules
 from fsdptool.errors import ModelError, WorkerError
 from fsdptool.modeling.units import plan_units
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 from fsdptool.training.trainer import assemble

@@ -17,8 +17,8 @@ from variants import HYBRID
 
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.optimizers import check_optimizer, is_hidden_matrix
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Checkpoints, Muon, Optimizer, Recipe
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.events import EventLog
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.optimizers.sharded import build_optimizer

@@ -13,8 +13,8 @@ from pool import Pool
 from ranks import train
 from variants import CLIPPED, HYBRID, MOMENTUM, VARIANTS
 
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import ParallelDims
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,8 @@ import torch
 from cases import CASES, inputs_for, micro_batch, prepare_case
 from pool import Pool
 
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Data, Sharding
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.folder import write_inputs
 from fsdptool.training.export.api import export_run
 

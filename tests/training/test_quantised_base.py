@@ -23,8 +23,8 @@ from fsdptool.inspection.build import build
 from fsdptool.modeling.methods import check_format
 from fsdptool.modeling.methods import quantised_formats as formats
 from fsdptool.records.checkpointing import Checkpointing
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Sharding
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.manifest import list_checkpoints, read_manifest
 from fsdptool.source import resolve

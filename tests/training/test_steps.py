@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from fsdptool.distributed.session import Session, open_session, resolve_dims
 from fsdptool.distributed.shard import local
 from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Ema as EmaChoice
 from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Recipe, Schedule, Sharding
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.training.evaluate import evaluate
 from fsdptool.training.optimizers.sharded import base_rate, rate
 from fsdptool.training.state import Assembled

@@ -16,8 +16,8 @@ from test_numerics import hold
 
 from fsdptool.errors import ConfigError
 from fsdptool.memory import footprint, trace
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Optimizer, Sharding
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.runs.manifest import read_manifest
 from fsdptool.training.export.values import Saved
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from fsdptool.records.checkpointing import Checkpointing, read_policy
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Optimizer, Sharding
-from fsdptool.records.sharding import ParallelDims
 
 CLIPPED = Optimizer(
     learning_rate=2e-3, betas=(0.9, 0.99), epsilon=1e-6, weight_decay=0.01, clip_grad_norm=0.3

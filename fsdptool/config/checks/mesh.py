@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.protocol import PROGRAMS, is_before
-from fsdptool.records.sharding import DIMENSIONS
+from fsdptool.records.mesh import DIMENSIONS
 
 
 def check_mesh(lint: LintContext) -> None:

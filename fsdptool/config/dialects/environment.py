@@ -19,7 +19,8 @@ from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.shell import parse_environment, sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
-from fsdptool.records.sharding import FsdpSettings, ParallelDims
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext

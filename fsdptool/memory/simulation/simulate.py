@@ -24,10 +24,11 @@ from fsdptool.memory.simulation.off_step import OffStep, States, play_off_step, 
 from fsdptool.memory.simulation.program import Piece, program, traced_path
 from fsdptool.modeling.objective import GradientSync, gradient_syncs
 from fsdptool.records.anatomy import Buffer
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import OWN_LOOP, TrainingLoop
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.sharding import ParallelDims, StateDictType, UnitPlan
+from fsdptool.records.sharding import StateDictType, UnitPlan
 from fsdptool.records.trace import KINDS, Trace
 
 _OUTPUT = KINDS.index("output")

@@ -16,10 +16,10 @@ from typing import Literal
 from fsdptool.memory.simulation.allocator import MIB, CachingAllocator, Chunk, Pool, ReplayLedger
 from fsdptool.memory.simulation.ledger import INPUTS, Block, Ledger
 from fsdptool.memory.simulation.simulate import Prepared, simulate
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import OWN_LOOP, TrainingLoop
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import STEP_PHASES, RunPhase
-from fsdptool.records.sharding import ParallelDims
 from fsdptool.records.trace import Trace
 
 Part = Literal["only", "first", "second", "middle", "last"]

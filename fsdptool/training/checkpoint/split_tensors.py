@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fsdptool.distributed.materialize import held_range
 from fsdptool.distributed.shard import local
 from fsdptool.modeling.tensor_group import ALONE, TensorGroup
-from fsdptool.records.parallel import Placement
+from fsdptool.records.tensor_plan import Placement
 
 
 @dataclass(frozen=True, slots=True)

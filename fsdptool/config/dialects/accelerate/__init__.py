@@ -9,7 +9,7 @@ from fsdptool.config.dialects.accelerate.keys import DEAD, FSDP_KEYS, LEGACY_KEY
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
-from fsdptool.records.sharding import TRAINED, ParallelDims
+from fsdptool.records.mesh import TRAINED, ParallelDims
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext

@@ -15,7 +15,7 @@ from fsdptool.config.canonical import (
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
-from fsdptool.records.sharding import ParallelDims
+from fsdptool.records.mesh import ParallelDims
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
