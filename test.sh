@@ -5,8 +5,6 @@
 group=dev
 . "$(dirname -- "$0")/environment.sh"
 cd "$root"
-# The tests start hundreds of processes: without its bytecode each of them would compile the package again.
-unset PYTHONDONTWRITEBYTECODE
 if [ "${1:-}" = --quick ]; then
     shift
     set -- -m "not distributed and not slow" "$@"

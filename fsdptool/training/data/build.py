@@ -13,7 +13,7 @@ from typing import Any
 from fsdptool.cache import cache_folder
 from fsdptool.errors import ConfigError
 from fsdptool.families.protocol import TensorSpec
-from fsdptool.families.registry import family_of
+from fsdptool.inspection import micro_batch
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
@@ -231,10 +231,9 @@ def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str
 
 
 def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
-    family = family_of(spec)
-    one = family.batch_spec(spec.config, for_micro_batch(recipe, 1))
+    one = micro_batch.batch_spec(spec, for_micro_batch(recipe, 1))
     try:
-        shared = split_spec(one, family.batch_spec(spec.config, for_micro_batch(recipe, 2)))
+        shared = split_spec(one, micro_batch.batch_spec(spec, for_micro_batch(recipe, 2)))
     except ConfigError:  # it takes one sample at a time
         shared = frozenset()
     count = int(data.options.get("samples", 1024))
@@ -245,7 +244,7 @@ def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened
 
 
 def _labelled(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
-    batch_spec = {item.name: item for item in family_of(spec).batch_spec(spec.config, recipe)}
+    batch_spec = {item.name: item for item in micro_batch.batch_spec(spec, recipe)}
     if "pixel_values" not in batch_spec:
         raise ConfigError(
             f"{spec.model_class} does not take images under objective classification",
@@ -256,7 +255,7 @@ def _labelled(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
 
 
 def _diffusion(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
-    batch_spec = family_of(spec).batch_spec(spec.config, for_micro_batch(recipe, 1))
+    batch_spec = micro_batch.batch_spec(spec, for_micro_batch(recipe, 1))
     if not any(item.name == "latents" for item in batch_spec):
         raise ConfigError(
             f"{spec.model_class} is not trained on latents", help="choose another data.source, or synthetic"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.protocol import Objective
-from fsdptool.families.registry import family_of
+from fsdptool.inspection import micro_batch
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.loader import Collate, Samples, Stack, TrimmedStack
@@ -37,7 +37,7 @@ def open_language(
             f"objective {objective.name} cannot be trained on data.source {data.source}",
             help=f"that source serves {', '.join(text_objectives())}; use synthetic for others",
         )
-    batch_spec = {item.name: item for item in family_of(spec).batch_spec(spec.config, recipe)}
+    batch_spec = {item.name: item for item in micro_batch.batch_spec(spec, recipe)}
     tokens = batch_spec.get("input_ids")
     if tokens is None:
         raise ConfigError(
