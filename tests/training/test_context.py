@@ -23,7 +23,7 @@ from fsdptool.records.recipe import Data, Sharding
 pytestmark = pytest.mark.distributed
 
 SPLIT = ParallelDims(dp_shard=1, cp=2)
-STEPS = 5
+STEPS = 12
 
 RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
     "full, two ranks": ("causal", "full", 2, SPLIT),

@@ -18,8 +18,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
 
-STEPS = 5
-"""benchmarks/training/divided_layers.py trains twenty steps in every mesh."""
+STEPS = 12
 ADAFACTOR = dataclasses.replace(CLIPPED, name="adafactor")
 RUNS: dict[str, tuple[str, str, int, int, ParallelDims | None, dict[str, Any]]] = {
     "each rank its own experts": ("qwen3 moe", "full", 2, 2, None, {}),

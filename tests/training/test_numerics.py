@@ -75,8 +75,7 @@ def test_every_tensor_agrees_in_double_precision(pool: Pool, tmp_path: Path, nam
 def test_every_tensor_agrees_under_sgd(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
     recipe = dataclasses.replace(recipe, optimizer=MOMENTUM)
-    results = pool.run(train, 2, "causal", folder, recipe, None, 20)
-    losses, _, worst = hold(results, "causal", recipe, steps=20)
+    losses, _, worst = hold(pool.run(train, 2, "causal", folder, recipe), "causal", recipe)
     assert losses <= 1e-5
     assert worst <= 1e-5
 

@@ -23,8 +23,7 @@ from fsdptool.training.export.values import Saved
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 5
-"""benchmarks/training/divided_layers.py trains twenty steps in every mesh."""
+STEPS = 12
 SEQUENCE = Sharding(sequence_parallel=True)
 RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
     "full, two ranks": ("causal", "full", 2, ParallelDims(dp_shard=1, tp=2)),
