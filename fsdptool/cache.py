@@ -309,8 +309,14 @@ def digest_of(files: Collection[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode())
-        digest.update(path.read_bytes())
+        digest.update(_content(path))
     return digest.hexdigest()
+
+
+@cache
+def _content(path: Path) -> bytes:
+    """Return a file of this package; several digests of a process cover it."""
+    return path.read_bytes()
 
 
 @cache
@@ -334,6 +340,7 @@ def _reached(waiting: list[str]) -> frozenset[Path]:
     return frozenset(reached)
 
 
+@cache
 def _files_of(module: str) -> list[Path]:
     """Return the file of a module and the ``__init__`` of every package above it; none for a mere name."""
     parts = module.split(".")[1:]
@@ -347,10 +354,11 @@ def _files_of(module: str) -> list[Path]:
     return [file, *(init for init in above if init.is_file())]
 
 
+@cache
 def _imported(path: Path) -> list[str]:
     """Return the dotted names a file imports; ``from package import name`` may name a module."""
     names = []
-    code = _TYPES_ONLY.sub("", path.read_text(encoding="utf-8"))
+    code = _TYPES_ONLY.sub("", _content(path).decode())
     for package, listed, plain in _IMPORT.findall(code):
         names.append(package or plain)
         if package:

@@ -4,13 +4,17 @@
 
 Every figure is the user and system time of one process, imports included. Machines differ and are seldom
 idle, so each figure is also a ratio to a bare import in the same run: a plan with an empty cache to
-``import torch, transformers``, a cached plan to ``import fsdptool.planning.plan``. The caches are made in an
-empty folder. A plan without a search suggests changes that need traces of their own, so it runs twice, too.
+``import torch, transformers``, a cached plan to ``import fsdptool.planning.plan``. The import of one model
+class, which no plan with an empty cache does without, is measured, too: it loads most of transformers.
+
+The caches are made in an empty folder. The package's bytecode is compiled first, as an installation does. A
+plan without a search suggests changes that need traces of their own, so it runs twice, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import resource
 import subprocess
@@ -19,6 +23,8 @@ import tempfile
 from pathlib import Path
 
 from results_file import write_results
+
+import fsdptool
 
 H100 = ["--gpu", "H100-80GB-SXM", "--gpus", "8"]
 RTX = ["--gpu", "RTX-4090-24GB", "--gpus", "2"]
@@ -36,6 +42,7 @@ def seconds(arguments: list[str], cache: str) -> float:
     """Return the processor seconds of one Python process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "FSDPTOOL_CACHE": cache}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=False)
     # 1: the plan does not fit; 5: it is unknown. Both are answers.
     if done.returncode not in (0, 1, 5):
@@ -51,10 +58,16 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), action="append")
     arguments = parser.parse_args()
     results = []
+    compileall.compile_dir(Path(fsdptool.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as folder:
         light = seconds(["-c", "import fsdptool.planning.plan"], folder)
         heavy = seconds(["-c", "import torch, transformers"], folder)
-        imports = {"fsdptool.planning.plan": round(light, 2), "torch, transformers": round(heavy, 2)}
+        model = seconds(["-c", "import torch; from transformers import LlamaForCausalLM"], folder)
+        imports = {
+            "fsdptool.planning.plan": round(light, 2),
+            "torch, transformers": round(heavy, 2),
+            "torch, transformers.LlamaForCausalLM": round(model, 2),
+        }
         print(imports, flush=True)
         for name in arguments.case or CASES:
             plan = ["-m", "fsdptool", "plan", *CASES[name]]

@@ -94,6 +94,7 @@ def foresee(
     *,
     timeline: bool = True,
     reserved: bool | None = None,
+    reserved_peak: int | None = None,
     expandable: bool = False,
     saves: StateDictType = "sharded",
     workspaces: tuple[int, ...] = (),
@@ -104,6 +105,7 @@ def foresee(
     Args:
         trace, mesh, recipe, timeline, reserved, saves, workspaces: As there.
         rank: The units as this rank holds them (:func:`prepared`).
+        reserved_peak: Bytes that an earlier replay of the same configuration found: nothing is replayed.
         expandable: Whether the replayed allocator uses expandable segments.
         loop: What is assumed about the training loop.
     """
@@ -127,8 +129,8 @@ def foresee(
     host = max(phase.host_bytes_per_rank for phase in phases)
     if not simulated.complete:
         return _states_only(ledger, trace, host, phases)
-    segments = warmed = None
-    if rank.rank.device.host_apart and (timeline if reserved is None else reserved):
+    segments, warmed = reserved_peak, None
+    if segments is None and rank.rank.device.host_apart and (timeline if reserved is None else reserved):
         from fsdptool.memory.simulation.allocator import CachingAllocator, ReplayLedger
 
         # What the allocator has taken by the end depends on step 1, too.

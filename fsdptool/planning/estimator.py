@@ -18,6 +18,7 @@ from fsdptool.planning.hardware import expands, machine_for, workspaces
 from fsdptool.planning.notes import CONTEXT_PARALLEL, EXPERT_PARALLEL, TENSOR_PARALLEL, assumed_note
 from fsdptool.planning.operator_time import peak_flops
 from fsdptool.planning.overlap import Stage, make_ring
+from fsdptool.planning.reserved_peaks import ReservedPeaks
 from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_dims
 from fsdptool.planning.step_time import (
     Cost,
@@ -111,6 +112,7 @@ class Estimator:
     _flops: dict[int, float] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
     _ranks: dict[Any, RankState] = field(default_factory=dict)
+    _reserved: ReservedPeaks = field(init=False)
     _teacher: Anatomy | None = None
     _trained: TrainedModel | None = None
     notes: dict[str, None] = field(default_factory=dict)
@@ -120,6 +122,7 @@ class Estimator:
     def __post_init__(self) -> None:
         """Decide the recipe's ``dtype: auto``."""
         self.recipe = with_stored_dtypes(self.recipe, self.settings)
+        self._reserved = ReservedPeaks(self.anatomy)
 
     def candidate(
         self,
@@ -141,19 +144,18 @@ class Estimator:
             replay: Replay the caching allocator for the reserved peak (about a second) instead of
                 taking the machine's ratio; None: with the detail.
         """
-        from fsdptool.memory import foresee
-
         recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
         key, trace = self._trace(recipe, settings)
         mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
         rank = self._rank(point, recipe, settings, mesh)
         loading = self.loop.loading or default_loading(recipe.sharding.layout, settings)
-        footprint = foresee(
+        footprint = self._reserved.foresee(
             trace,
             rank.memory,
             mesh,
             recipe,
-            saves=settings.state_dict_type,
+            settings=settings,
+            traced=(key, self.worst_routing),
             timeline=detail,
             reserved=self.profile == "cuda" and (detail if replay is None else replay),
             expandable=expands(cluster),

@@ -1,4 +1,4 @@
-"""A plan whose traces are cached imports neither torch nor the model libraries."""
+"""A plan whose traces are cached imports neither torch nor the model libraries, and replays no allocator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from fsdptool.memory.simulation.allocator import ReplayLedger
 from fsdptool.planning import Options, make_plan, read_request
+from fsdptool.records.codec import to_json
 
 COMMON: Options = {"gpu": "A100-40GB-SXM", "gpus": 2, "sequence_length": 64, "search": False}
 CASES: dict[str, Options] = {
@@ -33,3 +35,19 @@ def test_a_cached_plan_imports_no_torch(case: str) -> None:
     program = PROGRAM.format(options=repr(dict(options)))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == f"{plan.verdict} {plan.chosen} []", done.stderr
+
+
+def test_a_cached_plan_takes_over_reserved_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Options = {"reference": "qwen3:tiny", **COMMON}
+    plan = make_plan(read_request(options))
+    assert plan.candidates[0].reserved_peak_bytes
+    played: list[object] = []
+    run = ReplayLedger.run
+    monkeypatch.setattr(ReplayLedger, "run", lambda *args: played.append(args) or run(*args))
+    assert to_json(make_plan(read_request(options))) == to_json(plan)
+    assert not played
+    # Neither of these changes the trace, and each of them the peak.
+    for change in ({"expandable_segments": True}, {"gpus": 4}, {"reshard": "false"}):
+        played.clear()
+        make_plan(read_request({**options, **change}))  # type: ignore[typeddict-item]
+        assert played, change

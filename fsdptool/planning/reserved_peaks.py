@@ -1,0 +1,107 @@
+"""Reserved peaks that earlier plans found by replaying the caching allocator, kept beside the traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.cache import Store, source_digest
+from fsdptool.inspection.api import cache_parts
+from fsdptool.records.anatomy import Anatomy
+from fsdptool.records.codec import to_json
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.plan import Footprint, TrainingLoop
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.sharding import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.memory.simulation.simulate import Prepared
+    from fsdptool.records.trace import Trace
+
+KIND = "reserved"
+
+
+@dataclass(slots=True)
+class ReservedPeaks:
+    """Footprints of one model, each of whose replays happens once for all plans.
+
+    Args:
+        anatomy: The model.
+    """
+
+    anatomy: Anatomy
+    _store: Store = field(default_factory=Store)
+    _model: dict[str, Any] | None = None
+
+    def foresee(
+        self,
+        trace: Trace,
+        rank: Prepared,
+        mesh: ParallelDims,
+        recipe: Recipe,
+        *,
+        settings: FsdpSettings,
+        traced: tuple[str, bool],
+        timeline: bool,
+        reserved: bool,
+        expandable: bool,
+        workspaces: tuple[int, ...],
+        loop: TrainingLoop,
+    ) -> Footprint:
+        """Return what ``fsdptool.memory.foresee`` does, with a reserved peak from the cache if it has one.
+
+        Args:
+            trace, rank, mesh, recipe, timeline, reserved, expandable, workspaces, loop: As there.
+            settings: What the units follow from, with the recipe.
+            traced: What the trace depends on beside the model, as text, and whether it routes at worst.
+        """
+        from fsdptool.memory import foresee
+
+        key, peak = "", None
+        # A teacher is a model of its own, which the key does not tell.
+        if reserved and trace.known and rank.teacher is None:
+            key = self._store.key(
+                {
+                    "model": self._described(),
+                    "trace": traced,
+                    "recipe": to_json(recipe),
+                    "settings": to_json(settings),
+                    "mesh": to_json(mesh),
+                    "device": [to_json(rank.rank.device), expandable, workspaces],
+                    "loop": to_json(loop),
+                }
+            )
+            peak = self._kept(key)
+        footprint = foresee(
+            trace,
+            rank,
+            mesh,
+            recipe,
+            saves=settings.state_dict_type,
+            timeline=timeline,
+            reserved=reserved,
+            reserved_peak=peak,
+            expandable=expandable,
+            workspaces=workspaces,
+            loop=loop,
+        )
+        if key and peak is None and footprint.reserved_peak_bytes is not None:
+            spec = self.anatomy.spec
+            about = f"{spec.model_class} of {spec.reference.id}"
+            self._store.put(KIND, key, footprint.reserved_peak_bytes, about=about)
+        return footprint
+
+    def _kept(self, key: str) -> int | None:
+        kept, _ = self._store.get(KIND, key)
+        return kept if isinstance(kept, int) else None
+
+    def _described(self) -> dict[str, Any]:
+        """Return what tells the model, its FSDP units and the code that makes plans of them."""
+        if self._model is None:
+            self._model = {
+                **cache_parts(self.anatomy.spec),
+                "wrap": to_json(self.anatomy.wrap),
+                "no_split_modules": to_json(self.anatomy.no_split_modules),
+                "tool": source_digest("fsdptool.planning.estimator"),
+            }
+        return self._model
