@@ -1,10 +1,11 @@
 """Compare tensor and expert parallelism with a plain loop in one process, and their memory with the plan.
 
 Each row trains a small model for twenty steps on two or four ranks over one mesh: data parallelism beside
-tensor parallelism, context parallelism beside both, or experts shared out over ranks. It holds losses and
-weights against a plain loop that shares no code with the engine. It also holds the measured peak of a wider
-copy of the model (sixteen times the widths) against the planned one; experts that are shared out get equally
-many tokens there, as plans suppose. Rows that are not asked for stay in the result as they are.
+tensor parallelism, context parallelism beside both, or experts shared out over the ranks of any of them. It
+holds losses and weights against a plain loop that shares no code with the engine. It also holds the measured
+peak of a wider copy of the model (sixteen times the widths) against the planned one; experts that are shared
+out get equally many tokens there, as plans suppose. Rows that are not asked for stay in the result as they
+are.
 
     python benchmarks/training/divided_layers.py
     python benchmarks/training/divided_layers.py --names causal,gpt2 --meshes "tp 2;dp 2, tp 2"
@@ -50,6 +51,13 @@ MESHES = (
     ("dp 2, ep 2", 2, ParallelDims(dp_shard=2), 2),
     ("dp 4, ep 2", 4, ParallelDims(dp_shard=4), 2),
     ("dp 4, ep 4", 4, ParallelDims(dp_shard=4), 4),
+    ("cp 2, ep 2", 2, ParallelDims(dp_shard=1, cp=2), 2),
+    ("dp 2, cp 2, ep 4", 4, ParallelDims(dp_shard=2, cp=2), 4),
+    ("tp 2, ep 2", 2, ParallelDims(dp_shard=1, tp=2), 2),
+    ("tp 4, ep 2", 4, ParallelDims(dp_shard=1, tp=4), 2),
+    ("dp 2, tp 2, ep 2", 4, ParallelDims(dp_shard=2, tp=2), 2),
+    ("dp 2, tp 2, ep 4", 4, ParallelDims(dp_shard=2, tp=2), 4),
+    ("cp 2, tp 2, ep 2", 4, ParallelDims(dp_shard=1, cp=2, tp=2), 2),
 )
 SEQUENCE_NAMES = ("causal", "qwen3 tied", "gpt2", "qwen3 moe")
 SEQUENCE_MESHES = ("dp 2, tp 2",)

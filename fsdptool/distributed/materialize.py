@@ -131,15 +131,15 @@ def held_range(parameter: torch.Tensor) -> tuple[int, int, int]:
 
 def _part(parameter: torch.Tensor, names: list[str], origins: Origins, missing: list[str]) -> torch.Tensor:
     """Return the values this rank holds of a parameter: its rows of its tensor-parallel rank's part."""
-    dtype, size = parameter.dtype, origins.group.size
+    dtype = parameter.dtype
     cut, start, end = held_range(parameter)
     # Experts that are cut along another dimension than the first: all of them, a window of each.
     rows, window = ((0, parameter.shape[0]), (cut, start, end - start)) if cut else ((start, end), None)
     placement = next((origins.placements[name] for name in names if name in origins.placements), None)
     if placement is None or placement.dim is None:
         return _values(tuple(parameter.shape), rows, dtype, names, origins, missing, window)
-    parts, noted = [], len(missing)
-    for inside, whole, length in placement.pieces(size, origins.group.rank):
+    parts, noted, group = [], len(missing), origins.group.of(placement)
+    for inside, whole, length in placement.pieces(group.size, group.rank):
         if placement.dim > 0:
             inner = (placement.dim, whole, length)
             parts.append(_values(placement.shape, rows, dtype, names, origins, missing, inner))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -73,12 +73,13 @@ class Session:
 
     @property
     def tensor(self) -> TensorGroup:
-        """The ranks that hold the other parts of this one's layers, or the other experts."""
-        if self.expert_group is not None:
-            return TensorGroup(self.dims.ep, self.expert_group.rank(), self.expert_group)
-        if self.dims.tp == 1:
-            return ALONE
-        return TensorGroup(self.dims.tp, self.mesh.get_local_rank("tp"), self.mesh.get_group("tp"))
+        """The ranks that hold the other parts of our layers, with those that hold the other experts."""
+        layers, experts = ALONE, self.expert_group
+        if self.dims.tp > 1:
+            layers = TensorGroup(self.dims.tp, self.mesh.get_local_rank("tp"), self.mesh.get_group("tp"))
+        if experts is not None:
+            layers = replace(layers, experts=TensorGroup(self.dims.ep, experts.rank(), experts))
+        return layers
 
     @property
     def is_main(self) -> bool:

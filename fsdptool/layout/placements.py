@@ -1,4 +1,4 @@
-"""Where every parameter lies on a tensor-parallel group: the published model's, and adapters'. Torch-free."""
+"""Where every parameter lies on a tensor- or expert-parallel group, adapters included. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def placements(parameters: Sequence[Parameter], plan: TensorPlan) -> tuple[Place
     return tuple(
         replace(item, aliases=parameter.aliases) for item, parameter in zip(placed, parameters, strict=True)
     )
+
+
+def merged(tensor: Sequence[Placement], experts: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return where parameters lie on a tensor-parallel group beside an expert-parallel one."""
+    pairs = zip(tensor, experts, strict=True)
+    return tuple(spread if spread.experts else divided for divided, spread in pairs)
 
 
 def _place(
@@ -129,7 +135,7 @@ def _along(parameter: Parameter, dim: int, module: SplitModule, plan: TensorPlan
             f"{parameter.fqn}: {length} elements along dimension {dim}, but sections of {sum(sections)}",
             help="the tensor-parallel plan belongs to another configuration of the model",
         )
-    return Placement(parameter.fqn, parameter.shape, dim, sections)
+    return Placement(parameter.fqn, parameter.shape, dim, sections, experts=module.style == "experts")
 
 
 def _refusal(parameter: Parameter, what: str, plan: TensorPlan) -> ConfigError:

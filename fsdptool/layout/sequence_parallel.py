@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fsdptool.errors import ConfigError
 from fsdptool.layout.projections import Layers, is_norm
@@ -14,7 +14,13 @@ _ALONG_SEQUENCE = ("BatchNorm", "GroupNorm", "InstanceNorm")
 """Norms over the positions of a sequence."""
 
 
-def find_span(anatomy: Anatomy, layers: Layers, plan: TensorPlan, left: Mapping[str, str]) -> SequenceSpan:
+def find_span(
+    anatomy: Anatomy,
+    layers: Layers,
+    plan: TensorPlan,
+    left: Mapping[str, str],
+    without: Collection[str] = (),
+) -> SequenceSpan:
     """Return where the hidden states of a model with one stack of blocks are divided.
 
     Everything in a block that does not lie in a region must compute position by position: norms, routers and
@@ -25,6 +31,7 @@ def find_span(anatomy: Anatomy, layers: Layers, plan: TensorPlan, left: Mapping[
         layers: Its layers.
         plan: How its layers are divided.
         left: Why modules that look like regions are whole, by path.
+        without: Modules of experts that another group shares out: they compute token by token.
 
     Raises:
         ConfigError: Names what forbids it.
@@ -43,7 +50,7 @@ def find_span(anatomy: Anatomy, layers: Layers, plan: TensorPlan, left: Mapping[
     words = next((f"{path} stays whole: {why}" for path, why in left.items() if span.covers(path)), None)
     if words is not None:
         raise _refusal(words)
-    split = {module.path for module in plan.modules}
+    split = {*without, *(module.path for module in plan.modules)}
     for name, _ in layers.within(blocks):
         owner = name.rpartition(".")[0]
         if not (name.startswith(inside) or {name, owner} & split or _by_position(layers, plan, name, owner)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fsdptool.layout.expert_sites import experts, fused
@@ -26,7 +26,12 @@ class _Found:
 
 
 def plan_tensor_parallel(
-    anatomy: Anatomy, size: int, *, vocabulary: bool = True, sequence: bool = False
+    anatomy: Anatomy,
+    size: int,
+    *,
+    vocabulary: bool = True,
+    sequence: bool = False,
+    without: Collection[str] = (),
 ) -> TensorPlan:
     """Return how a model is split over ``size`` ranks.
 
@@ -35,12 +40,13 @@ def plan_tensor_parallel(
         size: Ranks of the group.
         vocabulary: Whether the vocabulary's embedding and head are divided where they can be.
         sequence: Whether hidden states are divided along the sequence.
+        without: Modules whose parts another group holds.
 
     Raises:
         ConfigError: They cannot be.
     """
     layers = Layers(anatomy)
-    found = _search(layers, _overruled(anatomy, layers))
+    found = _search(layers, _overruled(anatomy, layers), without)
     modules = [module for site in found.sites for module in site.modules]
     notes = [f"{left.path} stays whole: {left.words}" for left in _first_of_each(found.left)]
     if vocabulary:
@@ -67,7 +73,7 @@ def plan_tensor_parallel(
     if not sequence:
         return plan
     left = {item.path: item.words for item in found.left}
-    return replace(plan, sequence=find_span(anatomy, layers, plan, left))
+    return replace(plan, sequence=find_span(anatomy, layers, plan, left, without))
 
 
 def plan_expert_parallel(anatomy: Anatomy, size: int) -> TensorPlan:
@@ -142,12 +148,14 @@ def _of_family(layers: Layers, path: str, style: str) -> Site | Left:
     return Site(path, region=False, modules=[split], counts=counts, sums=[path] if row else [])
 
 
-def _search(layers: Layers, overruled: Mapping[str, str]) -> _Found:
+def _search(layers: Layers, overruled: Mapping[str, str], without: Collection[str]) -> _Found:
     """Find the sites, outermost first; nothing inside a region or a recurrence is searched."""
     found = _Found()
     stack = [""]
     while stack:
         path = stack.pop()
+        if path in without:
+            continue
         children = layers.children.get(path, [])
         if _is_recurrence(layers, path):
             found.left.append(Left(path, "state", "its channels are mixed along the sequence"))

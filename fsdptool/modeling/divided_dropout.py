@@ -39,7 +39,7 @@ def draw_apart(model: nn.Module, plan: TensorPlan, group: TensorGroup) -> None:
         plan: Lists regions and sums.
         group: This rank's group; nothing changes without processes (the memory tracer).
     """
-    if group.process_group is None or any(module.style == "experts" for module in plan.modules):
+    if group.process_group is None:
         return
     divided, sums = (
         (plan.regions, plan.sums) if plan.sequence is None else (_blocks(model, plan.sequence), ())

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdptool.modeling.tensor_group import ALONE, collect, divide
 
 if TYPE_CHECKING:
     from fsdptool.modeling.tensor_group import TensorGroup
@@ -45,8 +48,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _send(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: TensorGroup) -> Tensor:
-    result = rows.new_empty((sum(came), *rows.shape[1:]))
     rows = rows.contiguous()
+    # By its name a trace tells an all-to-all from other collectives.
+    result = rows.new_empty_strided((sum(came), *rows.shape[1:]), rows.stride())
     if group.process_group is not None:
         dist.all_to_all_single(result, rows, list(came), list(sent), group=group.process_group)
     return result
@@ -70,7 +74,7 @@ def worst_routing() -> Iterator[None]:
         _worst = False
 
 
-def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
+def spread(module: nn.Module, count: int, group: TensorGroup, alike: TensorGroup = ALONE) -> None:
     """Let a module of fused experts compute for its whole group; it holds a part of the experts already.
 
     Args:
@@ -79,6 +83,8 @@ def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
         count: Experts of the whole model.
         group: The ranks that hold the others. Without a process group (the memory tracer), as many tokens
             arrive as are sent, what a balanced router would bring; see :func:`worst_routing`.
+        alike: The ranks of a tensor-parallel group that hold the same tokens: each sends a part of them, and
+            all gather the results.
     """
     compute: Callable[..., Tensor] = module.forward
     signature = inspect.signature(compute)
@@ -86,6 +92,16 @@ def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden, index, weights = signature.bind(*args, **kwargs).args
+        if alike.size == 1:
+            return routed(hidden, index, weights)
+        tokens = hidden.shape[0]
+        hidden, index, weights = (_even(value, alike.size) for value in (hidden, index, weights))
+        parts = divide(hidden, alike, 0), alike.part(index, 0), divide(weights, alike, 0)
+        results = collect(routed(*parts), alike, 0)
+        # A copy, because what an FSDP unit returns must not be a view.
+        return results[:tokens].clone() if len(results) > tokens else results
+
+    def routed(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         flat, choices = index.reshape(-1), index.shape[-1]
         order = flat.argsort(stable=True)
         if group.process_group is None:
@@ -106,6 +122,12 @@ def spread(module: nn.Module, count: int, group: TensorGroup) -> None:
         return output
 
     object.__setattr__(module, "forward", forward)
+
+
+def _even(rows: Tensor, size: int) -> Tensor:
+    """Return rows that ``size`` ranks divide evenly: further ones are zero, and weigh nothing."""
+    short = -rows.shape[0] % size
+    return F.pad(rows, (0, 0, 0, short)) if short else rows
 
 
 def _parts(total: int, size: int) -> list[int]:

@@ -6,7 +6,7 @@ computes alone with tensors of the same sizes, and says how many bytes it would 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptool.families.objectives.context import gather, reduce
+from fsdptool.records.tensor_plan import Placement
 
 
 class Listener(Protocol):
@@ -27,19 +28,28 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """The ranks that share one copy of every layer.
+    """The ranks that share one copy of every layer, or of all experts.
 
     Attributes:
         size: How many there are.
         rank: Which of them this is.
         process_group: Their process group; None computes alone, with the same tensors (the memory tracer).
         staged: Without a process group: whether to make the buffers that a CPU backend copies from.
+        experts: The expert-parallel group beside it, or None.
     """
 
     size: int
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
     staged: bool = False
+    experts: TensorGroup | None = None
+
+    def of(self, placement: Placement) -> TensorGroup:
+        """Return the group over which a parameter is divided."""
+        if not placement.experts:
+            return self
+        assert self.experts is not None
+        return self.experts
 
     def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce ``values`` over the group in place and return them."""
@@ -54,7 +64,9 @@ class TensorGroup:
         parts = gather(part.contiguous(), self.size, self.process_group, staged=self.staged)
         if self.process_group is None:
             _notify(parts, summed=False)
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        if dim:
+            return parts.movedim(0, dim).flatten(dim, dim + 1)
+        return _no_view(parts, (-1, *part.shape[1:]))
 
     def scatter(self, whole: Tensor, dim: int) -> Tensor:
         """Return this rank's part along ``dim`` of the sum of all ranks' ``whole``."""
@@ -69,6 +81,16 @@ class TensorGroup:
         length = whole.shape[dim] // self.size
         # A view would keep the whole tensor alive.
         return whole.narrow(dim, self.rank * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def _no_view(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Reshape ``values``, which nothing else uses, to a tensor that autograd does not take for a view.
+
+    An operation in place on a view that an FSDP unit returns would drop the unit's hooks (torch 2.13,
+    ``_fsdp_state.py``, ``_register_pre_backward_hook``).
+    """
+    result: Tensor = torch.ops.aten._unsafe_view(values, shape)
+    return result
 
 
 def _notify(values: Tensor, *, summed: bool) -> None:
@@ -115,7 +137,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(value.contiguous()).view_as(value)
+        return _no_view(group.sum(value.contiguous()), value.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -28,7 +28,7 @@ from fsdptool.families.objectives.vocabulary import PART, VocabularyPart
 from fsdptool.modeling.divided_dropout import draw_apart
 from fsdptool.modeling.expert_parallel import spread
 from fsdptool.modeling.sequence_parallel import divide_sequence
-from fsdptool.modeling.tensor_group import TensorGroup, enter, leave
+from fsdptool.modeling.tensor_group import ALONE, TensorGroup, enter, leave
 from fsdptool.records.tensor_plan import Placement, SplitModule, SplitStyle, TensorPlan
 
 if TYPE_CHECKING:
@@ -36,21 +36,25 @@ if TYPE_CHECKING:
 
 
 def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
-    """Make ``model`` the local model of one rank; nothing happens without a tensor-parallel plan.
+    """Make ``model`` the local model of one rank; nothing happens where the plan divides nothing.
 
     Args:
         model: On meta, changed by the training method already; parameters have global shapes.
         plan: Says how each parameter is divided.
-        group: This rank's group.
+        group: This rank's groups.
 
     Raises:
         ConfigError: The plan names a module that the model does not have, or one of a kind that cannot be
             divided.
     """
+    _replace_parameters(model, plan.placements, group)
     tensor = plan.tensor
+    if plan.experts is not None:
+        # Between regions, each rank has a part of the tokens already.
+        divided = tensor is not None and tensor.sequence is None
+        _share_out(model, plan.experts, group, divides=divided)
     if tensor is None:
         return
-    _replace_parameters(model, plan.placements, group)
     heads = _heads(model, tensor)
     parts = None
     if tensor.sequence is not None:
@@ -86,15 +90,28 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
     draw_apart(model, tensor, group)
 
 
-def _entered(tensor: TensorPlan) -> list[str]:
-    """Return the paths whose inputs are whole: the regions, and divided layers outside all of them.
+def _share_out(model: nn.Module, experts: TensorPlan, group: TensorGroup, *, divides: bool) -> None:
+    """Let each module of experts compute for its whole group.
 
-    Whole experts are left out: gradients of their inputs come back with the tokens.
+    Args:
+        model: Holds a part of the experts already.
+        experts: How they are shared out.
+        group: This rank's groups.
+        divides: Whether the ranks of the tensor-parallel group hold the same tokens and share them out.
     """
+    assert group.experts is not None
+    for path, sizes in experts.attributes.items():
+        _divide_attributes(_module(model, path), sizes, experts.size)
+    for item in experts.modules:
+        module: Any = _module(model, item.path)
+        spread(module, module.down_proj.shape[0] * experts.size, group.experts, group if divides else ALONE)
+
+
+def _entered(tensor: TensorPlan) -> list[str]:
+    """Return the paths whose inputs are whole: the regions, and divided layers outside all of them."""
     inside = tuple(f"{path}." for path in tensor.regions)
     alone = [m.path for m in tensor.modules if m.style == "column" and not m.path.startswith(inside)]
-    spread_out = {module.path for module in tensor.modules if module.style == "experts"}
-    return [*(path for path in tensor.regions if path not in spread_out), *alone]
+    return [*tensor.regions, *alone]
 
 
 def _heads(model: nn.Module, tensor: TensorPlan) -> list[str]:
@@ -124,7 +141,7 @@ def _replace_parameters(model: nn.Module, placements: Sequence[Placement], group
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in named.items():
         if name in divided:
-            shape = divided[name].local_shape(group.size)
+            shape = divided[name].local_shape(group.of(divided[name]).size)
             local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
             fresh[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
     for name, parameter in named.items():
@@ -158,9 +175,6 @@ def _divide_layer(
             _replace_forward(layer, _lookup(layer, group.rank * layer.num_embeddings, group))
         else:
             _divide_names(layer, _OUTPUTS, group.size)
-        return
-    if item.style == "experts":
-        spread(layer, layer.down_proj.shape[0] * group.size, group)
         return
     _divide_names(layer, _OUTPUTS if item.style == "column" else _INPUTS, group.size)
     if leaving is not None:

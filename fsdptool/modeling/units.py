@@ -10,7 +10,7 @@ from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import cache_parts, decode, encode
 from fsdptool.layout import compute_dtype, group
-from fsdptool.layout.placements import placements, published
+from fsdptool.layout.placements import merged, placements, published
 from fsdptool.layout.refusals import EXPERT, TENSOR, refuse_indivisible
 from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
 from fsdptool.modeling.group_settings import check_expert_parallel, check_tensor_parallel
@@ -19,6 +19,8 @@ from fsdptool.modeling.objective import objective_for
 from fsdptool.records.codec import to_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from fsdptool.records.anatomy import Anatomy
@@ -134,41 +136,46 @@ def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSe
     if settings.mesh.tp > 1:
         check_tensor_parallel(recipe, settings)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
-    tensor = _division(trained, recipe, settings)
-    if tensor is None:
-        return group(trained.anatomy, settings, recipe.sharding, replicated=trained.replicated)
-    placed = placements(trained.anatomy.parameters, tensor)
-    units = group(
-        localise(trained.anatomy, tensor),
-        settings,
-        recipe.sharding,
-        replicated=trained.replicated,
-        experts=[module.path for module in tensor.modules if module.style == "experts"],
-    )
-    return dataclasses.replace(units, tensor=tensor, placements=placed)
+    experts = _expert_division(trained, recipe)
+    spread = [module.path for module in experts.modules] if experts is not None else []
+    tensor = _tensor_division(trained, recipe, settings, spread)
+    anatomy, placed = trained.anatomy, None
+    for plan in (tensor, experts):
+        if plan is not None:
+            own = placements(trained.anatomy.parameters, plan)
+            anatomy, placed = localise(anatomy, plan), own if placed is None else merged(placed, own)
+    units = group(anatomy, settings, recipe.sharding, replicated=trained.replicated, experts=spread)
+    return dataclasses.replace(units, tensor=tensor, experts=experts, placements=placed or ())
 
 
-def _division(trained: TrainedModel, recipe: Recipe, settings: FsdpSettings) -> TensorPlan | None:
-    """Return how a group divides the layers or the experts of the published model, or None."""
-    anatomy = trained.published or trained.anatomy
-    if recipe.sharding.expert_parallel > 1:
-        plan = plan_expert_parallel(anatomy, recipe.sharding.expert_parallel)
-        refuse_indivisible(plan, EXPERT)
-    elif settings.mesh.tp > 1:
-        plan = plan_tensor_parallel(
-            anatomy,
-            settings.mesh.tp,
-            vocabulary=_divides_vocabulary(trained, recipe),
-            sequence=recipe.sharding.sequence_parallel,
-        )
-        refuse_indivisible(plan, TENSOR)
-    elif recipe.sharding.sequence_parallel:
-        raise ConfigError(
-            "sharding.sequence_parallel needs a tensor-parallel group",
-            help="set tp_size above 1 in the accelerate file, or leave sharding.sequence_parallel out",
-        )
-    else:
+def _expert_division(trained: TrainedModel, recipe: Recipe) -> TensorPlan | None:
+    """Return how a group shares out the experts of the published model, or None."""
+    if recipe.sharding.expert_parallel == 1:
         return None
+    plan = plan_expert_parallel(trained.published or trained.anatomy, recipe.sharding.expert_parallel)
+    refuse_indivisible(plan, EXPERT)
+    return plan
+
+
+def _tensor_division(
+    trained: TrainedModel, recipe: Recipe, settings: FsdpSettings, spread: Sequence[str]
+) -> TensorPlan | None:
+    """Return how a group divides the layers of the published model, but for the experts shared out."""
+    if settings.mesh.tp == 1:
+        if recipe.sharding.sequence_parallel:
+            raise ConfigError(
+                "sharding.sequence_parallel needs a tensor-parallel group",
+                help="set tp_size above 1 in the accelerate file, or leave sharding.sequence_parallel out",
+            )
+        return None
+    plan = plan_tensor_parallel(
+        trained.published or trained.anatomy,
+        settings.mesh.tp,
+        vocabulary=_divides_vocabulary(trained, recipe),
+        sequence=recipe.sharding.sequence_parallel,
+        without=spread,
+    )
+    refuse_indivisible(plan, TENSOR)
     return plan
 
 

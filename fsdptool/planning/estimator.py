@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -172,7 +173,8 @@ class Estimator:
             # Ranks share the work of the whole sequence, whose attention grows with its square.
             if point.cp > 1:
                 self.notes[CONTEXT_PARALLEL] = None
-                alone = replace(settings, mesh=replace(settings.mesh, cp=1))
+                # Its group of experts may span ranks that share a sequence.
+                alone = replace(settings, mesh=replace(settings.mesh, cp=1, dp_shard=None))
                 key, worked = self._trace(recipe, alone)
             if worked.known and trace.known:
                 if point.tp > 1 and "async_tp" not in self.loop.assumed:
@@ -229,17 +231,17 @@ class Estimator:
             shared = None
             if point.cp > 1:
                 shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
-            summed = None
+            sums: list[Sequence[Cost]] = []
             if point.tp > 1:
                 hiding = product_seconds(part, gpu, machine, wide=wide) if "async_tp" in assumed else None
-                summed = unit_costs(summed_seconds(part, group, hiding), part.repeats, plan)
-            elif point.ep > 1:
-                waits = ("all-to-alls", point.cluster, *key)
+                sums.append(unit_costs(summed_seconds(part, group, hiding), part.repeats, plan))
+            if point.ep > 1:
+                waits = ("all-to-alls", point.cluster, point.cp, *key)
                 if waits not in self._costs:
                     seconds = exchange_seconds(part, plan, exchange)
                     self._costs[waits] = unit_costs(seconds, part.repeats, plan)
-                summed = self._costs[waits]
-            return fill(traffic, self._costs[key], point.cp, shared, summed)
+                sums.append(self._costs[waits])
+            return fill(traffic, self._costs[key], point.cp, shared, sums)
 
         student = stages(rank.traffic, rank.memory.rank.plan, trace, worked, "student")
         teacher: list[Stage] = []
@@ -256,9 +258,7 @@ class Estimator:
         if id(trace) not in self._flops:
             teacher = rank.memory.teacher
             plans = rank.memory.rank.plan, teacher.plan if teacher is not None else None
-            # Ranks that share out experts compute for tokens of their own, as many as each of them has.
-            spread = any(share.unit.kind == "experts" for share in rank.memory.rank.shares)
-            self._flops[id(trace)] = model_flops(trace) if spread else model_flops(trace, *plans)
+            self._flops[id(trace)] = model_flops(trace, *plans)
         return self._flops[id(trace)]
 
     def trace_of(self, point: SearchPoint, cluster: Cluster) -> Trace:

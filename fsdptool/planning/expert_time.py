@@ -62,12 +62,12 @@ def make_all_to_all(cluster: Cluster, machine: Machine, *, ranks: int) -> AllToA
 def exchange_sizes(trace: Trace, plan: UnitPlan) -> dict[str, tuple[list[int], list[int]]]:
     """Return the bytes of every all-to-all of a micro-batch: in forward, and in backward, by traced module.
 
-    What comes is the one thing that ``new_empty`` allocates among experts that a group shares out
+    What comes is the one thing that ``new_empty_strided`` allocates among experts that a group shares out
     (``modeling/expert_parallel.py``), and as large as what is sent where routing is balanced.
     """
-    if plan.tensor is None:
+    if plan.experts is None:
         return {}
-    experts = {traced_path(m.path, trace.repeats) for m in plan.tensor.modules if m.style == "experts"}
+    experts = {traced_path(module.path, trace.repeats) for module in plan.experts.modules}
     sizes: dict[str, tuple[list[int], list[int]]] = {}
     backward = False
     for owner, segment in owners_of(trace):
@@ -113,4 +113,4 @@ def _among(owner: str, experts: Collection[str]) -> str | None:
 
 def _allocated(trace: Trace, segment: Segment) -> list[int]:
     numbers = [event - 1 for event in segment.events if event > 0]
-    return [trace.sizes[n] for n in numbers if trace.vocabulary[trace.names[n]] == "new_empty"]
+    return [trace.sizes[n] for n in numbers if trace.vocabulary[trace.names[n]] == "new_empty_strided"]

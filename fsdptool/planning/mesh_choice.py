@@ -72,14 +72,14 @@ def _rank(candidate: Candidate, prefer: str) -> tuple[bool, float]:
 
 def _groups(point: SearchPoint, cluster: Cluster) -> list[dict[str, Any]]:
     """Return every group of more than one rank, and the nodes that one such group spans."""
-    inner = point.cp * point.tp
+    sharding = point.dp_shard * point.cp
     groups = (
         ("tp", point.tp, 1),
-        ("ep", point.ep, point.tp),
+        ("ep", point.ep, 1),
         ("cp", point.cp, point.tp),
-        ("dp_shard", point.dp_shard * point.cp, point.tp),
-        ("experts_shard", point.dp_shard // point.ep if point.ep > 1 else 1, inner * point.ep),
-        ("dp_replicate", point.dp_replicate, inner * point.dp_shard),
+        ("dp_shard", sharding, point.tp),
+        ("experts_shard", sharding * point.tp // point.ep if point.ep > 1 else 1, point.ep),
+        ("dp_replicate", point.dp_replicate, sharding * point.tp),
     )
     return [
         {"dimension": name, "ranks": ranks, "nodes": _nodes(ranks, stride, cluster.gpus_per_node)}

@@ -97,7 +97,8 @@ class Stage:
         exchanges: How often backward moves as many: their gradients, and again where it recomputes.
         summed_forward, summed_backward: Seconds of sums over the tensor-parallel group, or of the
             all-to-alls of an expert-parallel one.
-        apart: Ranks that hold other experts: the unit is sharded over every ``apart``-th rank only.
+        experts: Whether it holds experts that a group shares out: it is sharded over the ranks that hold
+            the same ones.
         reordered_bytes: Unsharded bytes of what is not sharded along dimension 0, in the parameter dtype:
             they are copied once more when they are gathered, and when their gradients are reduced.
     """
@@ -112,7 +113,7 @@ class Stage:
     exchanges: int = 1
     summed_forward: float = 0.0
     summed_backward: float = 0.0
-    apart: int = 1
+    experts: bool = False
     reordered_bytes: float = 0.0
 
 
@@ -187,17 +188,19 @@ def time_step(
     gpu = cluster.gpu
     if gpu is None:
         return None
-    # Ranks of a tensor-parallel group are neighbours; all other groups take one rank in so many.
-    spread = {1, *(stage.apart for stage in (*stages, *teacher))}
+    # Ranks of a tensor- or expert-parallel group are neighbours; all other groups take one rank in so many.
+    strides = {False: mesh.tp, True: mesh.ep}
     shards = {
-        apart: make_ring(cluster, machine, ranks=mesh.shard_degree // apart, stride=mesh.tp * apart)
-        for apart in spread
+        experts: make_ring(
+            cluster, machine, ranks=mesh.sharding_ranks(experts=experts), stride=strides[experts]
+        )
+        for experts in {False, *(stage.experts for stage in (*stages, *teacher))}
     }
-    shard = shards[1]
+    shard = shards[False]
     replicas = make_ring(cluster, machine, ranks=mesh.dp_replicate, stride=mesh.stride("dp_replicate"))
     context = make_ring(cluster, machine, ranks=mesh.cp, stride=mesh.tp)
-    sizes = {(stage.backward_ranks, stage.apart) for stage in stages}
-    rings = {(n, apart): make_ring(cluster, machine, ranks=n, stride=mesh.tp * apart) for n, apart in sizes}
+    sizes = {(stage.backward_ranks, stage.experts) for stage in stages}
+    rings = {(n, kind): make_ring(cluster, machine, ranks=n, stride=strides[kind]) for n, kind in sizes}
     # Attention waits for what it exchanges, and the operator behind a sum for the sum: nothing hides them.
     moved = [context.gather(stage.exchanged) for stage in stages]
     inward = [stage.summed_forward + seconds for stage, seconds in zip(stages, moved, strict=True)]
@@ -207,10 +210,10 @@ def time_step(
     ]
     forward = [stage.forward + seconds for stage, seconds in zip(stages, inward, strict=True)]
     backward = [stage.backward + seconds for stage, seconds in zip(stages, outward, strict=True)]
-    gathers = [shards[stage.apart].gather(stage.gather_bytes) for stage in stages]
-    again = [rings[stage.backward_ranks, stage.apart].gather(stage.gather_bytes) for stage in stages]
+    gathers = [shards[stage.experts].gather(stage.gather_bytes) for stage in stages]
+    again = [rings[stage.backward_ranks, stage.experts].gather(stage.gather_bytes) for stage in stages]
     reduces = [
-        shards[stage.apart].gather(stage.reduce_bytes) + replicas.reduce(stage.shard_reduce_bytes)
+        shards[stage.experts].gather(stage.reduce_bytes) + replicas.reduce(stage.shard_reduce_bytes)
         for stage in stages
     ]
     # Micro-batches are alike, but for the last where only it reduces.

@@ -204,14 +204,13 @@ def _divide(
         best = promise
     spread = any(c.rejected_by is None and roomy(c) for c in added)
     if not _calls_for_dividing([*whole, *added], inputs) or (spread and inputs.search != "wide"):
-        return added  # dividing the small layers of a mixture sums whole hidden states, and excludes this
+        return added  # dividing the small layers of a mixture sums whole hidden states
     divisible: dict[bool, list[int]] = {}
     point = point if "ep" in inputs.fixed else replace(point, ep=1)
     for size in tensor_sizes(point, cluster, inputs.fixed):
-        kind = RejectionKind.UNSUPPORTED if point.ep > 1 else RejectionKind.INDIVISIBLE
         for sequence in _sequences(inputs):
             divided = replace(_divided(point, size), sequence_parallel=sequence and size > 1)
-            refusal = _refusal(estimator, inputs, divided, kind)
+            refusal = _refusal(estimator, inputs, divided, RejectionKind.INDIVISIBLE)
             if refusal is None:
                 divisible.setdefault(divided.sequence_parallel, []).append(size)
                 break

@@ -98,8 +98,8 @@ def enumerate_space(
 def _worth(point: SearchPoint, start: SearchPoint) -> bool:
     """Leave out what another configuration beats by construction."""
     ranks = point.dp_shard * point.cp
-    if point.ep > 1 and (point.cp > 1 or point.dp_shard % point.ep):
-        return False  # the trainer shares out experts over whole sequences, among the ranks of dp_shard
+    if ranks * point.tp % point.ep:
+        return False  # experts are shared out among the ranks of one copy of the model
     if point.ep > 1 and not isinstance(point.reshard_after_forward, bool):
         return False  # experts are sharded over fewer ranks than an integer assumes
     if point.gradients != start.gradients and point.accumulation == 1:

@@ -265,7 +265,7 @@ def fill(
     work: Sequence[Cost],
     sharing: int = 1,
     exchanged: Sequence[Cost] | None = None,
-    summed: Sequence[Cost] | None = None,
+    sums: Sequence[Sequence[Cost]] = (),
 ) -> list[Stage]:
     """Return the stages with their work.
 
@@ -274,9 +274,8 @@ def fill(
         work: Compute of each unit, in the plan's order (:func:`~fsdptool.planning.step_time.unit_costs`).
         sharing: Ranks that share a sequence, and so its work.
         exchanged: Bytes each unit gathers from them, under ``forward``.
-        summed: Seconds each unit waits for its tensor-parallel or expert-parallel group.
+        sums: Seconds each unit waits for its tensor-parallel and for its expert-parallel group.
     """
-    sums = summed if summed is not None else [Cost()] * len(work)
     return [
         Stage(
             stage.gather_bytes,
@@ -287,9 +286,9 @@ def fill(
             work[place].backward / sharing,
             exchanged[place].forward if exchanged is not None else 0.0,
             stage.exchanges,
-            sums[place].forward,
-            sums[place].backward,
-            stage.apart,
+            sum((waits[place].forward for waits in sums), 0.0),
+            sum((waits[place].backward for waits in sums), 0.0),
+            stage.experts,
         )
         for place, stage in zip(traffic.order, traffic.stages, strict=True)
     ]
@@ -349,9 +348,11 @@ def time_candidate(
         offloaded_bytes=traffic.offloaded,
     )
     if cluster.gpu is not None:
-        gpu, ranks = cluster.gpu, mesh.shard_degree
-        stages = [with_copies(stage, ranks // stage.apart, gpu, machine) for stage in stages]
-        teacher = [with_copies(stage, ranks // stage.apart, gpu, machine) for stage in teacher]
+        gpu = cluster.gpu
+        stages, teacher = (
+            [with_copies(s, mesh.sharding_ranks(experts=s.experts), gpu, machine) for s in part]
+            for part in (stages, teacher)
+        )
     step = time_step(stages, run, mesh, cluster, machine, teacher=teacher)
     if step is None or step.seconds <= 0:
         return None
@@ -385,7 +386,7 @@ def _stage(share: Share, rank: Rank) -> Stage:
         forward=0.0,
         backward=0.0,
         exchanges=2 if share.unit.checkpointed else 1,
-        apart=rank.degree // share.ranks,
+        experts=share.unit.kind == "experts",
         reordered_bytes=sum(share.buffers.unordered.sizes) if share.buffers.unordered is not None else 0,
     )
 

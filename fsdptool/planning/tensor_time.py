@@ -102,7 +102,9 @@ def _paths(plan: UnitPlan | None, repeats: Sequence[Repeat]) -> tuple[frozenset[
     """Return the traced paths of divided modules, and of modules in them that are whole."""
     if plan is None or plan.tensor is None:
         return frozenset(), frozenset()
-    modules = {item.path for item in plan.tensor.modules}
+    # The ranks of the group share out the tokens of experts that another group holds.
+    plans = (plan.tensor, plan.experts) if plan.experts is not None else (plan.tensor,)
+    modules = {item.path for part in plans for item in part.modules}
     whole = {item.fqn.rpartition(".")[0] for item in plan.placements if item.dim is None} - modules
     divided = modules | set(plan.tensor.regions)
     return (

@@ -48,7 +48,7 @@ accelerate 1.15 (``parallelism_config.py``) builds its mesh in this order, but w
 """
 
 EXPERTS = Dimension("ep", "expert parallelism", "experts over", "expert-parallel ranks")
-"""Divides ``dp_shard``; it is not a dimension of its own."""
+"""Divides ``dp_shard`` x ``cp`` x ``tp``; it is not a dimension of its own."""
 
 DIMENSIONS = tuple(item.name for item in MESH)
 TRAINED = tuple(item.name for item in MESH if item.unsupported is None)
@@ -73,8 +73,9 @@ class ParallelDims:
         dp_replicate: Copies of the sharded model (HSDP).
         dp_shard: Ranks to shard over; None takes whatever the other sizes leave.
         cp, tp, sp: Context, tensor and sequence parallelism.
-        ep: Expert parallelism: neighbouring ranks of ``dp_shard`` among which experts are distributed. FSDP
-            shards each rank's experts over the ranks that hold the same ones. It divides ``dp_shard``.
+        ep: Expert parallelism: neighbouring ranks among which experts are distributed. FSDP shards each
+            rank's experts over the ranks that hold the same ones. It divides ``dp_shard`` x ``cp`` x ``tp``:
+            ranks of a ``cp`` group have tokens of their own, and those of a ``tp`` group share theirs out.
     """
 
     dp_replicate: Positive = 1
@@ -154,7 +155,12 @@ class ParallelDims:
         """
         shard = "dp_shard" if self.cp == 1 else "dp_shard_cp"
         copies = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
-        return {**copies, shard: self.shard_degree // (self.ep if experts else 1)}
+        ranks = self.shard_degree * self.tp // self.ep if experts else self.shard_degree
+        return {**copies, shard: ranks}
+
+    def sharding_ranks(self, *, experts: bool = False) -> int:
+        """Return how many ranks share a copy of a unit: of one of ``experts``, or of any other."""
+        return list(self.parameter_mesh(experts=experts).values())[-1]
 
     def with_experts(self, ep: int) -> ParallelDims:
         """Return the sizes with an expert-parallel group.
@@ -162,18 +168,12 @@ class ParallelDims:
         Raises:
             ConfigError: They do not suit it; an open ``dp_shard`` does.
         """
-        for name in ("cp", "tp"):
-            if ep > 1 and self.size(name) > 1:
-                raise ConfigError(
-                    f"sharding.expert_parallel: {ep} is not supported beside {name}_size: {self.size(name)}",
-                    help=f"set {name}_size or sharding.expert_parallel to 1",
-                )
-        ranks = self.dp_shard
-        if ranks is not None and ranks % ep:
+        ranks = self.shard_degree * self.tp
+        if self.dp_shard is not None and ranks % ep:
             fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
             near = (*[size for size in fits if size < ep][-1:], *[size for size in fits if size > ep][:1])
             raise ConfigError(
-                f"sharding.expert_parallel: {ep} does not divide the {ranks} ranks of dp_shard",
+                f"sharding.expert_parallel: {ep} does not divide the {ranks} ranks of one copy of the model",
                 help=f"set sharding.expert_parallel to {' or '.join(map(str, near))}",
             )
         return replace(self, ep=ep)

@@ -37,7 +37,7 @@ class SearchPoint:
         checkpointing: The policy as text, for example ``full`` or ``12*full+20*selective:attention``.
         reshard_after_forward: True, False or a number of ranks.
         dp_replicate, dp_shard, cp, tp: The mesh.
-        ep: Ranks of ``dp_shard`` over which the experts of a layer are distributed.
+        ep: Ranks over which the experts of a layer are distributed; divides ``dp_shard`` x ``cp`` x ``tp``.
         cpu_offload: Shards, gradients and optimizer in host memory.
         optimizer_implementation: ``auto`` is fused on CUDA.
         prefetch: FSDP units to prefetch.

@@ -198,7 +198,7 @@ class Sharding:
     grouping: Grouping = field(default_factory=Grouping)
     """Which parameters outside the blocks form units, in the native layout."""
     expert_parallel: int = 1
-    """Ranks over which the experts of each layer are distributed; a divisor of the mesh's ``dp_shard``."""
+    """Ranks over which the experts of each layer are distributed; divides ``dp_shard`` x ``cp`` x ``tp``."""
     sequence_parallel: bool = False
     """Whether the ranks of a tensor-parallel group also divide the hidden states between its regions."""
 

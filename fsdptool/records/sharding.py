@@ -168,6 +168,7 @@ class UnitPlan:
     cpu_offload: bool = False
     prefetch: int = 1
     tensor: TensorPlan | None = None
+    experts: TensorPlan | None = None
     placements: tuple[Placement, ...] = ()
 
     def shard_dimension(self, unit: Unit, shape: Sequence[int], ranks: int) -> int:
@@ -182,7 +183,7 @@ class UnitPlan:
         """
         if self.layout == "accelerate" or type(unit.reshard_after_forward) is int:
             return 0
-        if self.tensor is not None and unit.kind != "experts":
+        if (self.tensor or self.experts) is not None and unit.kind != "experts":
             return 0
         # One row of three dimensions is an expert that its group has alone, or a table of positions.
         least = 1 if unit.kind == "experts" else 2

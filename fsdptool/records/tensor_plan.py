@@ -69,7 +69,7 @@ class SplitModule:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one parameter lies on a tensor-parallel group.
+    """Where one parameter lies on a tensor-parallel or an expert-parallel group.
 
     Attributes:
         fqn: Name in the model as it is trained.
@@ -80,6 +80,7 @@ class Placement:
             and its input or output divided.
         reason: Why it is whole; None where it is divided.
         aliases: Further names of the same tensor (ties).
+        experts: Whether it is divided over an expert-parallel group instead.
     """
 
     fqn: str
@@ -89,6 +90,7 @@ class Placement:
     partial_gradient: bool = False
     reason: WholeReason | None = None
     aliases: tuple[str, ...] = ()
+    experts: bool = False
 
     def local_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape on one of ``size`` ranks."""

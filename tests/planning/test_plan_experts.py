@@ -16,7 +16,7 @@ from fsdptool.planning.expert_time import make_all_to_all
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.plan import plan_document
 from fsdptool.planning.request import Request
-from fsdptool.records.plan import Plan, RejectionKind
+from fsdptool.records.plan import Plan
 from fsdptool.report.mesh_words import mesh_lines
 from fsdptool.report.plan_words import brief, mesh
 from fsdptool.source import resolve
@@ -84,19 +84,33 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(model: str) 
     assert gathered == sorted(gathered, reverse=True)
 
 
+def test_ranks_of_divided_layers_send_a_part_of_their_tokens_each(model: str) -> None:
+    alone, beside = (planned(model, ep=4, tp=tp).candidates[0] for tp in (1, 2))
+    group = make_all_to_all(make_cluster(GPU, 8), machine_for(GPU), ranks=4)
+    rows = 2 * TOKENS * CHOICES * WIDTH * 2
+    # The all-to-alls of half as many rows, and the sums and gathers of the divided layers.
+    halved = LAYERS * (4 * group.seconds(rows / 2) + group.seconds(1))
+    assert alone.seconds["group_communication"] > halved
+    assert beside.seconds["group_communication"] > halved
+    # Two ranks train on one rank's samples: half of the work of a step with as many micro-batches.
+    assert beside.step_flops == pytest.approx(alone.step_flops / 2)
+    assert mesh(dataclasses.asdict(beside.settings)) == "shard 4 x tensor 2 x experts over 4"
+    states = [planned(model, ep=ep, tp=2).details["states"]["parameters"] for ep in (1, 8)]
+    assert states[0] == pytest.approx(states[1], rel=0.05)
+
+
 @pytest.mark.slow
 def test_a_search_shares_out_experts_and_says_why_its_mesh_won(model: str) -> None:
     given = ("accumulation", "checkpointing", "cpu_offload", "gradients", "micro_batch", "prefetch", "wrap")
     fixed = (*given, "optimizer_implementation", "reshard_after_forward")
-    for cp, kind in ((1, None), (2, RejectionKind.UNSUPPORTED)):
+    for cp in (1, 2):
         options = Options(reference=model, gpu=GPU.name, gpus=8, nodes=2, sequence_length=TOKENS, cp=cp)
         inputs = dataclasses.replace(read_request(options).inputs, search="wide", fixed=(*fixed, "cp", "tp"))
         plan = make_plan(Request(inputs))
         spread = [c for c in plan.candidates if c.settings.ep == 8]
-        if kind is not None:
-            assert [c.rejected_by.kind for c in spread if c.rejected_by is not None] == [kind]
-            continue
         assert all(c.step_seconds for c in spread) and spread
+        if cp > 1:
+            continue
         choice = plan.details["mesh"]
         sizes = {(other["dp_replicate"], other["ep"]) for other in choice["alternatives"]}
         assert len(sizes) == len(choice["alternatives"]) == 3
@@ -115,8 +129,8 @@ def peak_of(plan: Plan, component: str) -> int:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ep": 3}, "3 does not divide the 8 ranks of dp_shard"),
-        ({"ep": 2, "tp": 2}, "2 is not supported beside tp_size: 2"),
+        ({"ep": 3}, "3 does not divide the 8 ranks of one copy of the model"),
+        ({"ep": 16, "tp": 2}, "16 does not divide the 8 ranks of one copy of the model"),
         ({"ep": 16, "gpus": 16}, "16 does not divide the 8 experts"),
     ],
 )

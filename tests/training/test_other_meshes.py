@@ -29,7 +29,11 @@ RUNS: dict[str, tuple[str, Mesh, Mesh]] = {
         (4, ParallelDims(dp_shard=2, tp=2), 1),
     ),
     "denoiser": ("flow", (4, ParallelDims(dp_shard=1, tp=4), 1), (2, ParallelDims(dp_shard=1, tp=2), 1)),
-    "experts": ("qwen3 moe", (4, ParallelDims(dp_shard=4), 4), (4, ParallelDims(dp_shard=4), 2)),
+    "experts": (
+        "qwen3 moe",
+        (4, ParallelDims(dp_shard=2, tp=2), 4),
+        (4, ParallelDims(dp_shard=2, cp=2), 2),
+    ),
     "latent attention, experts": (
         "deepseek",
         (4, ParallelDims(dp_shard=2, tp=2), 1),

@@ -145,7 +145,9 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
 
 def _ranks(unit: Unit, plan: UnitPlan, degree: int) -> int:
     """Return over how many ranks a unit is sharded: experts that a group shares out over the rest."""
-    return degree // plan.tensor.size if unit.kind == "experts" and plan.tensor is not None else degree
+    if unit.kind != "experts" or plan.experts is None:
+        return degree
+    return degree * (plan.tensor.size if plan.tensor is not None else 1) // plan.experts.size
 
 
 def _resharding(unit: Unit) -> bool | int:

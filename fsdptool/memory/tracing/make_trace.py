@@ -231,11 +231,13 @@ def trained_model(
     method = method_of(recipe)
     model = build_model(spec, recipe.model, cp=settings.mesh.cp, initialise=False).train()
     # A tensor-parallel plan lists the modules of every block.
-    if cut is None or not method.adds_parameters or plan.tensor is not None:
+    if cut is None or not method.adds_parameters or (plan.tensor or plan.experts) is not None:
         method.prepare(model, recipe, family_of(spec), spec.config)
         model.train()
         # Every rank of the group has tensors of the same sizes; experts, where the router is balanced.
-        split(model, plan, TensorGroup(plan.tensor.size if plan.tensor is not None else 1, staged=staged))
+        sizes = [part.size if part is not None else 1 for part in (plan.tensor, plan.experts)]
+        layers, experts = (TensorGroup(size, staged=staged) for size in sizes)
+        split(model, plan, replace(layers, experts=experts))
         checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
         return model
     checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)

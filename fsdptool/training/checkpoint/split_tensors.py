@@ -146,7 +146,7 @@ class Division:
         placement = self.placements.get(rest.rpartition("/")[0] if kind == "optimizer" else rest)
         if placement is None or placement.dim is None or value.dim() == 0:
             return value
-        return SplitTensor(value, placement, self.group)
+        return SplitTensor(value, placement, self.group.of(placement))
 
 
 UNDIVIDED = Division()
