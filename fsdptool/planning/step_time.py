@@ -277,18 +277,13 @@ def fill(
         sums: Seconds each unit waits for its tensor-parallel and for its expert-parallel group.
     """
     return [
-        Stage(
-            stage.gather_bytes,
-            stage.reduce_bytes,
-            stage.shard_reduce_bytes,
-            stage.backward_ranks,
-            work[place].forward / sharing,
-            work[place].backward / sharing,
-            exchanged[place].forward if exchanged is not None else 0.0,
-            stage.exchanges,
-            sum((waits[place].forward for waits in sums), 0.0),
-            sum((waits[place].backward for waits in sums), 0.0),
-            stage.experts,
+        replace(
+            stage,
+            forward=work[place].forward / sharing,
+            backward=work[place].backward / sharing,
+            exchanged=exchanged[place].forward if exchanged is not None else 0.0,
+            summed_forward=sum((waits[place].forward for waits in sums), 0.0),
+            summed_backward=sum((waits[place].backward for waits in sums), 0.0),
         )
         for place, stage in zip(traffic.order, traffic.stages, strict=True)
     ]
