@@ -11,7 +11,7 @@ from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.operator_time import float8_seconds, memory_rate, operation_seconds, segment_seconds
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
-from fsdptool.planning.step_time import module_costs, with_copies
+from fsdptool.planning.step_time import Cost, Traffic, fill, module_costs, with_copies
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
 from fsdptool.records.cluster import Machine
 from fsdptool.records.mesh import ParallelDims
@@ -55,6 +55,17 @@ def test_across_nodes_the_network_is_the_bottleneck() -> None:
     replicas = make_ring(slow, MACHINE, ranks=2, stride=8)
     assert replicas.bandwidth == pytest.approx(5e9 * MACHINE.network_efficiency)
     assert make_ring(slow, MACHINE, ranks=8).bandwidth == make_ring(NODE, MACHINE, ranks=8).bandwidth
+
+
+def test_work_is_added_to_collectives_that_stay_as_they_are() -> None:
+    collectives = tuple(
+        replace(stage, forward=0.0, backward=0.0, exchanges=2, experts=True, reordered_bytes=3e6)
+        for stage in stages(2, size=1e9, forward=0.0)
+    )
+    traffic = Traffic(order=(1, 0), stages=collectives, trained=0.0, tensors=0, offloaded=0.0, prefetch=1)
+    filled = fill(traffic, [Cost(1.0, 2.0), Cost(3.0, 4.0)])
+    assert [(stage.forward, stage.backward) for stage in filled] == [(3.0, 4.0), (1.0, 2.0)]
+    assert tuple(replace(stage, forward=0.0, backward=0.0) for stage in filled) == collectives
 
 
 def test_communication_hides_behind_enough_compute() -> None:

@@ -65,9 +65,12 @@ def left_alone() -> str:
     """Rank 1 leaves; the others are told so while they wait for its part."""
     group = dist.group.WORLD
     assert group is not None
+    connected = torch.zeros(1)
     if group.rank() == 1:
+        dist.recv(connected, src=0)  # leaving while rank 0 still connects would fail its start instead
         dist.destroy_process_group()
         return "gone"
+    dist.send(connected, dst=1)
     size = 1_000_000
     output = torch.zeros(group.size() * size)
     try:
