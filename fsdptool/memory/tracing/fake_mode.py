@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    _DISPATCH_HANDLE_DIRECTLY,
+    _DISPATCH_META_HANDLERS,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 _PLAIN = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
+
+_UNCACHED = frozenset((*_DISPATCH_META_HANDLERS, *_DISPATCH_HANDLE_DIRECTLY))
+"""What torch answers without its cache: questions about a tensor, most of them."""
 
 _UNSAFE_VIEW, _VIEW = torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default
 
@@ -21,13 +30,15 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     torch 2.13 describes each argument by 17 properties, several of them computed in Python
     (``TensorMetadata``); on a hit that costs more than the answer. Most of these properties follow from the
     few that are read here, so equal arguments here are equal there, and the key made for the first call
-    serves the others. Calls with anything unusual (sparse or complex tensors, constants, real tensors) go to
-    torch unchanged.
+    serves the others, of later traces too. Calls with anything unusual (sparse or complex tensors, constants,
+    real tensors) go to torch unchanged.
     """
+
+    _known_keys: ClassVar[dict[tuple[Any, ...], Any]] = {}
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._known_keys: dict[tuple[Any, ...], Any] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -41,7 +52,9 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _UNSAFE_VIEW:
             # What it returns shares the memory, as a view does; torch 2.13 keeps the answers of views alone.
             func = _VIEW
-        return self.dispatch(func, types, args, kwargs or {})
+        if func in _UNCACHED or not self.cache_enabled:
+            return self.dispatch(func, types, args, kwargs or {})
+        return self._cached_dispatch_impl(func, types, args, kwargs or {})
 
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
         parts: list[Any] = [
@@ -58,6 +71,48 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if key is None:
             key = self._known_keys[short] = super()._cache_key(state, func, args, kwargs)
         return key
+
+    def _get_output_tensor_from_cache_entry(
+        self, state: Any, entry: Any, key: Any, func: Any, args: Sequence[Any]
+    ) -> Any:
+        """Make the output that an answer describes, in one step where torch 2.13 takes several.
+
+        Apart from its device, every new fake tensor has the same attributes: those of the first one are
+        copied.
+        """
+        found = entry.metadata
+        if (
+            entry.inplace_idx is not None
+            or found is None
+            or found.layout is not torch.strided
+            or found.is_conj
+            or found.is_neg
+            or self.shape_env is not None
+        ):
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        attributes = self._attributes.get(found.device)
+        if attributes is None:
+            output = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            self._attributes[found.device] = dict(vars(output))
+            return output
+        shape, stride = found.shape, found.stride
+        with in_kernel_invocation_manager(self):
+            empty = torch.empty_strided(
+                shape, stride, dtype=found.dtype, device="meta", requires_grad=found.requires_grad
+            )
+            if entry.view_idx is not None and func.is_view:
+                # A view is of its argument's memory.
+                empty.set_(args[entry.view_idx].untyped_storage(), found.storage_offset, shape, stride)
+        output = torch.Tensor._make_subclass(
+            FakeTensor,
+            empty,
+            empty.requires_grad,
+            dispatch_device=True,
+            device_for_backend_keys=found.device,
+        )
+        torch._C._set_throw_on_mutable_data_ptr(output)
+        output.__dict__.update(attributes)
+        return output
 
     def _describe(self, parts: list[Any], arguments: Iterable[Any]) -> bool:
         """Append what tells arguments apart; return whether that is all there is to say of them."""
