@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdptool.memory.tracing import reduced_depth
+from fsdptool.memory.tracing import fake_mode, reduced_depth
 from fsdptool.memory.tracing.fake_mode import TracingMode
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import _pattern
@@ -57,11 +58,22 @@ def test_a_further_micro_batch_is_traced_at_one_depth(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("nothing_known")
-def test_cheap_keys_find_what_torchs_own_find(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortcuts_find_what_torchs_own_cache_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = traced(1)
+    for name in ("_cache_key", "_get_output_tensor_from_cache_entry"):
+        with monkeypatch.context() as patch:
+            patch.setattr(TracingMode, name, getattr(FakeTensorMode, name))
+            assert traced(1) == ours
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_a_torch_without_the_private_names_gives_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = traced(1)
     with monkeypatch.context() as patch:
-        patch.setattr(TracingMode, "_cache_key", FakeTensorMode._cache_key)
-        assert traced(1) == ours
+        patch.delattr(fake_tensor, "_DISPATCH_META_HANDLERS", raising=False)
+        assert fake_mode._uncached() is None
+    monkeypatch.setattr(fake_mode, "_UNCACHED", None)
+    assert traced(1) == ours
 
 
 def test_calls_that_differ_are_told_apart() -> None:

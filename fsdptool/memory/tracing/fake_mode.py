@@ -6,20 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import (
-    _DISPATCH_HANDLE_DIRECTLY,
-    _DISPATCH_META_HANDLERS,
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _PLAIN = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 
-_UNCACHED = frozenset((*_DISPATCH_META_HANDLERS, *_DISPATCH_HANDLE_DIRECTLY))
-"""What torch answers without its cache: questions about a tensor, most of them."""
+
+def _uncached() -> frozenset[Any] | None:
+    """Return what torch answers without its cache (most are questions about a tensor), or None if unknown.
+
+    torch 2.11 to 2.15 keep these operators under two private names.
+    """
+    handlers = getattr(fake_tensor, "_DISPATCH_META_HANDLERS", None)
+    direct = getattr(fake_tensor, "_DISPATCH_HANDLE_DIRECTLY", None)
+    return None if handlers is None or direct is None else frozenset((*handlers, *direct))
+
+
+_UNCACHED = _uncached()
 
 _UNSAFE_VIEW, _VIEW = torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default
 
@@ -52,7 +57,7 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _UNSAFE_VIEW:
             # What it returns shares the memory, as a view does; torch 2.13 keeps the answers of views alone.
             func = _VIEW
-        if func in _UNCACHED or not self.cache_enabled:
+        if _UNCACHED is None or func in _UNCACHED or not self.cache_enabled:
             return self.dispatch(func, types, args, kwargs or {})
         return self._cached_dispatch_impl(func, types, args, kwargs or {})
 
@@ -73,12 +78,12 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return key
 
     def _get_output_tensor_from_cache_entry(
-        self, state: Any, entry: Any, key: Any, func: Any, args: Sequence[Any]
-    ) -> Any:
+        self, state: Any, entry: Any, key: Any, *call: Any
+    ) -> FakeTensor | None:
         """Make the output that an answer describes, in one step where torch 2.13 takes several.
 
         Apart from its device, every new fake tensor has the same attributes: those of the first one are
-        copied.
+        copied. ``call`` is the operator and its arguments; torch 2.15 passes the arguments alone.
         """
         found = entry.metadata
         if (
@@ -89,10 +94,10 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             or found.is_neg
             or self.shape_env is not None
         ):
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, *call)
         attributes = self._attributes.get(found.device)
         if attributes is None:
-            output = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            output = super()._get_output_tensor_from_cache_entry(state, entry, key, *call)
             self._attributes[found.device] = dict(vars(output))
             return output
         shape, stride = found.shape, found.stride
@@ -100,9 +105,9 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             empty = torch.empty_strided(
                 shape, stride, dtype=found.dtype, device="meta", requires_grad=found.requires_grad
             )
-            if entry.view_idx is not None and func.is_view:
+            if entry.view_idx is not None:
                 # A view is of its argument's memory.
-                empty.set_(args[entry.view_idx].untyped_storage(), found.storage_offset, shape, stride)
+                empty.set_(call[-1][entry.view_idx].untyped_storage(), found.storage_offset, shape, stride)
         output = torch.Tensor._make_subclass(
             FakeTensor,
             empty,
