@@ -1,4 +1,4 @@
-"""Gradients of a tensor that is used several times are added in place, as a real backward adds them."""
+"""A traced backward adds gradients in place and writes into zeros where a real backward does."""
 
 from __future__ import annotations
 
@@ -49,9 +49,40 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     return (y.t() * row).sum() + (y.t() * row).sum()
 
 
+def rows() -> torch.Tensor:
+    return torch.zeros(SIDE // 2, dtype=torch.int64)
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    return x.gather(1, torch.zeros(SIDE, 2, dtype=torch.int64)).exp().sum()
+
+
+def indexed(x: torch.Tensor) -> torch.Tensor:
+    return x[rows()].exp().sum()
+
+
+def selected(x: torch.Tensor) -> torch.Tensor:
+    return x.index_select(0, rows()).exp().sum()
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    return x.topk(2, -1)[0].exp().sum()
+
+
 COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     function.__name__: function
-    for function in (branches, one_node_twice, a_formula, expanded, held, transposed)
+    for function in (
+        branches,
+        one_node_twice,
+        a_formula,
+        expanded,
+        held,
+        transposed,
+        gathered,
+        indexed,
+        selected,
+        largest,
+    )
 }
 
 

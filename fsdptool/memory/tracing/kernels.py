@@ -1,7 +1,8 @@
-"""Whose attention kernel the trace assumes.
+"""Whose kernels the trace assumes.
 
-On fake CPU tensors torch's SDPA picks the CPU flash kernel. A GPU saves other tensors, so for the
-``cuda`` profile SDPA is answered by the operator torch 2.13 would choose there.
+On fake CPU tensors torch's SDPA picks the CPU flash kernel, and some operators are composite that are one
+kernel on a GPU. A GPU saves other tensors, so for the ``cuda`` profile SDPA, dropout and ``rms_norm`` are
+answered by the operators that torch 2.13 would choose there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import CausalBias
 
@@ -81,6 +83,55 @@ def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: b
     if not training or p == 0.0:
         return input
     return torch.native_dropout(input, p, True)[0]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """CUDA's normalisation by the root mean square: one kernel, which keeps its input and a factor per row.
+
+    The operator is composite on CPUs, where autograd takes it apart into eight operators that keep copies in
+    fp32 (torch 2.13, ``_fused_rms_norm`` in ``native_functions.yaml`` and ``derivatives.yaml``).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, shape: list[int], eps: float | None
+    ) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, factors = torch.ops.aten._fused_rms_norm(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, factors)
+        ctx.shape = shape
+        result: torch.Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        kept, weight, factors = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:2])
+        of_input, of_weight = torch.ops.aten._fused_rms_norm_backward(
+            gradient, kept, ctx.shape, factors, weight, needed
+        )
+        return of_input, of_weight, None, None
+
+
+def _rms_norm(original: Any) -> Any:
+    """Return ``rms_norm`` as CUDA computes it: composite for two dtypes or channels last."""
+
+    def normalise(
+        input: torch.Tensor,
+        normalized_shape: Any,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        mixed = weight is not None and weight.dtype != input.dtype
+        if mixed or input.is_complex() or suggest_memory_format(input) is not torch.contiguous_format:
+            composite: torch.Tensor = original(input, normalized_shape, weight, eps)
+            return composite
+        fused: torch.Tensor = _FusedRmsNorm.apply(  # type: ignore[no-untyped-call]
+            input, weight, list(normalized_shape), eps
+        )
+        return fused
+
+    return normalise
 
 
 def _batch_norm(original: Any) -> Any:
@@ -230,7 +281,7 @@ def _real_masks(masking: Any) -> Iterator[AbstractContextManager[None]]:
 
 @contextmanager
 def kernels_of(profile: Profile) -> Iterator[None]:
-    """Answer attention and dropout as the profile's device would, with the masks of a real run."""
+    """Answer as the profile's device would, with the masks of a real run."""
     from torch import _meta_registrations
 
     from fsdptool.families.objectives import context_ring
@@ -251,5 +302,6 @@ def kernels_of(profile: Profile) -> Iterator[None]:
         else:
             stack.enter_context(replaced(functional, "scaled_dot_product_attention", _attend))
             stack.enter_context(replaced(functional, "dropout", _drop))
+            stack.enter_context(replaced(functional, "rms_norm", _rms_norm(functional.rms_norm)))
             stack.enter_context(replaced(context_ring, "kernel_for", context_ring.cuda_kernel))
         yield

@@ -61,7 +61,7 @@ def run_trace(
     )
     with mode, using(context):
         batch: dict[str, Any] = dict(share(fake_batch(specs, mode)))
-    recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()])
+    recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()], conditions.profile)
     hooks = ModuleHooks(recorder, conditions)
     compiled = [path for path, module in model.named_modules() if is_compiled(module)]
     hooks.attach(model, fine=fine, opaque=compiled)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from fsdptool.records.trace import Operation
+from fsdptool.records.trace import Operation, Profile
+
+_HALF = (torch.float16, torch.bfloat16)
 
 _ALLOCATIONS = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
@@ -29,6 +31,19 @@ _ATTENTION = frozenset(
 )
 """Attention operators: query, key and value come first, in backward after the gradient of the output."""
 
+
+_CONTIGUOUS = {
+    "_softmax": 1,
+    "_log_softmax": 1,
+    "_softmax_backward_data": 2,
+    "_log_softmax_backward_data": 2,
+    "native_layer_norm": 1,
+    "native_layer_norm_backward": 2,
+    "_fused_rms_norm": 1,
+    "_fused_rms_norm_backward": 2,
+    "embedding_dense_backward": 1,
+}
+"""Operators whose kernels copy their first arguments, of this number, unless they are contiguous."""
 
 _FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
 """Place of the first factor of each matrix product or convolution; the second one follows."""
@@ -52,6 +67,26 @@ def check_factors(func: Any, args: Sequence[Any]) -> None:
 def launches(func: Any) -> bool:
     """Return whether an operator that returns new or changed memory runs a kernel."""
     return func._overloadpacket.__name__ not in _ALLOCATIONS
+
+
+def copied_bytes(func: Any, args: Sequence[Any], profile: Profile) -> int:
+    """Return the bytes of inputs that a kernel copies and frees before it returns.
+
+    Fake tensors do not show these copies. In torch 2.13 the kernels of CPUs and of CUDA begin with
+    ``contiguous()`` or ``expect_contiguous()`` (``SoftMax.cpp``, ``SoftMax.cu``, ``layer_norm.cpp``,
+    ``layer_norm_kernel.cu``, ``Embedding.cpp``, ``Embedding.cu``). The CPU averages 16-bit numbers in fp32,
+    of which it makes a copy (``mean_kernel`` in ``ReduceOps.cpp``); CUDA converts them as it reads.
+
+    Args:
+        func: The operator.
+        args: Its positional arguments.
+        profile: Whose kernels are meant.
+    """
+    name = func._overloadpacket.__name__
+    if name == "mean" and profile != "cuda" and args[0].dtype in _HALF:
+        return int(args[0].numel()) * 4
+    inputs = args[: _CONTIGUOUS.get(name, 0)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in inputs if not leaf.is_contiguous())
 
 
 def operation_of(

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdptool.memory.tracing.gradient_sums import GradientSums
-from fsdptool.memory.tracing.operators import check_factors, launches, operation_of, traffic
+from fsdptool.memory.tracing.operators import check_factors, copied_bytes, launches, operation_of, traffic
 from fsdptool.records.checkpointing import selector_name
-from fsdptool.records.trace import KINDS, Marker, Operation, RecomputedCall, Segment, Trace
+from fsdptool.records.trace import KINDS, Marker, Operation, Profile, RecomputedCall, Segment, Trace
 
 _DEVICE = torch.ops.prim.device.default
 _KIND = {name: index for index, name in enumerate(KINDS)}
@@ -29,8 +29,9 @@ _KIND = {name: index for index, name in enumerate(KINDS)}
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records segments while it is entered; enter it above the ``FakeTensorMode``."""
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], profile: Profile = "cuda") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._profile = profile
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.sizes: list[int] = []
         self.kinds: list[int] = []
@@ -140,6 +141,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.untyped_storage()._cdata not in self._seen:
                 fresh = True
                 self._track(tensor, func._overloadpacket.__name__, None)
+        copied = copied_bytes(func, args, self._profile)
+        if copied:
+            self._fleeting(copied, func._overloadpacket.__name__)
         if (fresh or func._schema.is_mutable) and launches(func):
             moved = self._traffic[-1]
             size = traffic(func, args, kwargs, outputs)
