@@ -48,7 +48,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
     yield (
         f"the same for {unseen['architectures']} architectures that were not used for tuning, of odd sizes,"
         f" {unseen['settings']} settings",
-        f"median {unseen['median_percent']} %, maximum {unseen['worst_percent']} %",
+        f"median {unseen['median_percent']} %, maximum {unseen['worst_percent']} %"
+        f" ({unseen['worst_percent_with_onednn']} % with the scratch memory of oneDNN's convolutions)",
         "memory_unseen",
     )
     oracle = _read("memory_oracle")["rows"].values()

@@ -57,6 +57,11 @@ def gathered(x: torch.Tensor) -> torch.Tensor:
     return x.gather(1, torch.zeros(SIDE, 2, dtype=torch.int64)).exp().sum()
 
 
+def gathered_in_16_bits(x: torch.Tensor) -> torch.Tensor:
+    """The CPU adds 16-bit numbers in an fp32 copy."""
+    return x.bfloat16().gather(1, torch.zeros(SIDE, 2, dtype=torch.int64)).exp().sum()
+
+
 def indexed(x: torch.Tensor) -> torch.Tensor:
     return x[rows()].exp().sum()
 
@@ -79,6 +84,7 @@ COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         held,
         transposed,
         gathered,
+        gathered_in_16_bits,
         indexed,
         selected,
         largest,
@@ -91,7 +97,7 @@ def peak_of_a_trace(compute: Callable[[torch.Tensor], torch.Tensor]) -> int:
     mode = TracingMode()
     with mode:
         x = torch.empty(SIDE, SIDE, requires_grad=True)
-    recorder = Recorder([x])
+    recorder = Recorder([x], "cpu")
     with mode, recorder:
         loss = compute(x)
         recorder.mark("backward", "")

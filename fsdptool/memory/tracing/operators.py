@@ -45,6 +45,9 @@ _CONTIGUOUS = {
 }
 """Operators whose kernels copy their first arguments, of this number, unless they are contiguous."""
 
+_IN_FP32 = frozenset({"mean", "scatter_add", "scatter_add_"})
+"""Operators for which the CPU copies a 16-bit first argument to fp32."""
+
 _FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
 """Place of the first factor of each matrix product or convolution; the second one follows."""
 
@@ -74,8 +77,9 @@ def copied_bytes(func: Any, args: Sequence[Any], profile: Profile) -> int:
 
     Fake tensors do not show these copies. In torch 2.13 the kernels of CPUs and of CUDA begin with
     ``contiguous()`` or ``expect_contiguous()`` (``SoftMax.cpp``, ``SoftMax.cu``, ``layer_norm.cpp``,
-    ``layer_norm_kernel.cu``, ``Embedding.cpp``, ``Embedding.cu``). The CPU averages 16-bit numbers in fp32,
-    of which it makes a copy (``mean_kernel`` in ``ReduceOps.cpp``); CUDA converts them as it reads.
+    ``layer_norm_kernel.cu``, ``Embedding.cpp``, ``Embedding.cu``). The CPU averages and scatters 16-bit
+    numbers in fp32, in a copy of what it reads or adds to (``mean`` in ``ReduceOps.cpp``,
+    ``create_acc_buffer`` in ``ScatterGatherKernel.cpp``); CUDA converts them one by one.
 
     Args:
         func: The operator.
@@ -83,7 +87,7 @@ def copied_bytes(func: Any, args: Sequence[Any], profile: Profile) -> int:
         profile: Whose kernels are meant.
     """
     name = func._overloadpacket.__name__
-    if name == "mean" and profile != "cuda" and args[0].dtype in _HALF:
+    if name in _IN_FP32 and profile != "cuda" and args[0].dtype in _HALF:
         return int(args[0].numel()) * 4
     inputs = args[: _CONTIGUOUS.get(name, 0)]
     return sum(leaf.numel() * leaf.element_size() for leaf in inputs if not leaf.is_contiguous())

@@ -137,12 +137,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._overloadpacket is torch.ops.aten.logsumexp:
             # One operator here, but its kernels hold the exponentials (torch 2.13, ``logsumexp_out_impl``).
             self._fleeting(args[0].numel() * max(args[0].itemsize, 4), "logsumexp")
+        copied = copied_bytes(func, args, self._profile)
+        if copied and before is not None:
+            self._fleeting(copied, func._overloadpacket.__name__)  # a real run has no output beside it
         for tensor in outputs:
             if tensor.untyped_storage()._cdata not in self._seen:
                 fresh = True
                 self._track(tensor, func._overloadpacket.__name__, None)
-        copied = copied_bytes(func, args, self._profile)
-        if copied:
+        if copied and before is None:
             self._fleeting(copied, func._overloadpacket.__name__)
         if (fresh or func._schema.is_mutable) and launches(func):
             moved = self._traffic[-1]
