@@ -102,7 +102,7 @@ def one_row_a_line(result: dict[str, Any]) -> str:
 
 def _notable(row: dict[str, Any]) -> bool:
     plan, step = row.get("plan", {}), row.get("step", {})
-    if not plan.get("good") or not step.get("good") or plan.get("precision") == "fp32":
+    if not plan.get("good") or not step.get("good"):
         return False
     return bool(abs(plan["predicted_bytes"] / step["measured_bytes"][0] - 1) > NOTABLE)
 
