@@ -17,6 +17,7 @@ from fsdptool.planning.assembly import assemble
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.overlap import StepTime, network_bandwidth
 from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
+from fsdptool.planning.reserved_peaks import ReservedPeaks
 from fsdptool.planning.search_point import apply_search_point
 from fsdptool.planning.stage_cut import VirtualStage, cut_trace, cut_units, divide, find_stack, sent_bytes
 from fsdptool.planning.step_time import Timing
@@ -206,6 +207,7 @@ def _evaluate(
         _flops={},
         _ranks={},
     )
+    staged._reserved = ReservedPeaks(estimator.anatomy, part)
     name = f"{part.stack}.{part.first}"
     return staged.candidate(name, point, cluster, machine, detail=True, replay=replay)
 

@@ -16,6 +16,7 @@ from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import Prepared
+    from fsdptool.planning.stage_cut import VirtualStage
     from fsdptool.records.trace import Trace
 
 KIND = "reserved"
@@ -27,9 +28,11 @@ class ReservedPeaks:
 
     Args:
         anatomy: The model.
+        part: Which of its blocks, if a pipeline's stage is planned as if it were a model of its own.
     """
 
     anatomy: Anatomy
+    part: VirtualStage | None = None
     _store: Store = field(default_factory=Store)
     _model: dict[str, Any] | None = None
 
@@ -63,6 +66,7 @@ class ReservedPeaks:
             key = self._store.key(
                 {
                     "model": self._described(),
+                    "part": to_json(self.part),
                     "trace": traced,
                     "recipe": to_json(recipe),
                     "settings": to_json(settings),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,28 @@ def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(model: 
     assert inputs_of(again).pipeline == Pipeline(4)
     with pytest.raises(PlanError, match="planned only"):
         chosen_run(again)
+
+
+def test_reserved_peaks_of_stages_are_kept_apart(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage has the recipe, the mesh and the trace's key of the whole model and of other stages."""
+    settings: tuple[dict[str, Any], ...] = (
+        {"nodes": 1},
+        {"pp": 2},
+        {"pp": 2, "pp_schedule": "interleaved", "pp_virtual": 7},
+    )
+
+    def reserved(cache: str, given: dict[str, Any]) -> int | None:
+        monkeypatch.setenv("FSDPTOOL_CACHE", str(tmp_path / cache))
+        plan = planned(model, **given)
+        [chosen] = [item for item in plan.candidates if item.id == plan.chosen]
+        return chosen.reserved_peak_bytes
+
+    alone = [reserved(f"alone-{number}", given) for number, given in enumerate(settings)]
+    assert None not in alone and len(set(alone)) == len(alone)
+    assert [reserved("shared", given) for given in settings] == alone
+    assert [reserved("shared", given) for given in settings] == alone, "from the cache"
 
 
 @pytest.mark.parametrize(
