@@ -4,8 +4,8 @@
 
 Every figure is the user and system time of one process, imports included. Machines differ and are seldom
 idle, so each figure is also a ratio to a bare import in the same run: a plan with an empty cache to
-``import torch, transformers``, a cached plan to ``import fsdptool.planning.plan``. The import of one model
-class, which no plan with an empty cache does without, is measured, too: it loads most of transformers.
+``import torch, transformers``, a cached plan to ``import fsdptool.planning.plan``. The imports of model
+classes, which no plan with an empty cache does without, are measured, too: they load most of a library.
 
 The caches are made in an empty folder. The package's bytecode is compiled first, as an installation does. A
 plan without a search suggests changes that need traces of their own, so it runs twice, too.
@@ -63,10 +63,12 @@ def main() -> None:
         light = seconds(["-c", "import fsdptool.planning.plan"], folder)
         heavy = seconds(["-c", "import torch, transformers"], folder)
         model = seconds(["-c", "import torch; from transformers import LlamaForCausalLM"], folder)
+        image = seconds(["-c", "import torch, peft; from diffusers import FluxTransformer2DModel"], folder)
         imports = {
             "fsdptool.planning.plan": round(light, 2),
             "torch, transformers": round(heavy, 2),
             "torch, transformers.LlamaForCausalLM": round(model, 2),
+            "torch, peft, diffusers.FluxTransformer2DModel": round(image, 2),
         }
         print(imports, flush=True)
         for name in arguments.case or CASES:
