@@ -21,7 +21,7 @@ OBJECTIVES = PACKAGE / "families" / "objectives"
 """Objectives run inside a model's training step: they are torch code, loaded by nobody else."""
 
 LONGEST_FUNCTION = 100
-"""Lines, with the signature and the docstring. A module has no limit: splitting by length scatters one duty."""
+"""Lines, with the signature and the docstring. A module has none: splitting by length scatters one duty."""
 
 
 def room(path: Path) -> str:
