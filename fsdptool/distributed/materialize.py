@@ -75,7 +75,11 @@ def materialize(model: nn.Module, origins: Origins, session: Session, *, offload
         values = _part(parameter, names, origins, missing)
         # FSDP brings home what it manages and nothing else: whole parameters compute where they lie.
         place = device if isinstance(parameter, DTensor) else session.device
-        _assign(model, names, parameter, _own(values.to(place)))
+        rows = _own(values.to(place))
+        if offload and session.device.type == "cuda" and isinstance(parameter, DTensor):
+            # FSDP2 pins what is not pinned, by a second copy of every shard (``reset_sharded_param``).
+            rows = rows.pin_memory()
+        _assign(model, names, parameter, rows)
     _fill_buffers(model, origins, session.device)
     _fill_loose(model, origins, session.device)
     return missing

@@ -13,6 +13,7 @@ Runs as ``python -m fsdptool.distributed.rendezvous LAUNCHER ARGUMENTS``, where 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -25,6 +26,7 @@ from fsdptool.errors import WorkerError
 from fsdptool.garbage import collect_seldom
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 LOCAL = "fsdptool-local"
@@ -41,13 +43,17 @@ LISTEN = "FSDPTOOL_LISTEN"
 
 _TIMEOUT_SECONDS = 600.0
 
+_MANY_RANKS = 256
+"""Above this, ranks connect to one another when they first need to."""
 
-def join(backend: str, *, timeout: timedelta | None = None) -> None:
+
+def join(backend: str, *, timeout: timedelta | None = None, device: torch.device | None = None) -> None:
     """Initialise the default process group of this worker.
 
     Args:
         backend: As ``torch.distributed.init_process_group`` takes it.
         timeout: How long its collectives may take; None is torch's default.
+        device: The GPU to bind the group to, or None.
 
     Raises:
         WorkerError: Node 0 cannot listen on its address.
@@ -56,11 +62,32 @@ def join(backend: str, *, timeout: timedelta | None = None) -> None:
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if device is not None:
+        options["device_id"] = device
+    _allow_connections(world_size)
     store = _worker_store(rank, world_size, timeout)
     if store is None:
         dist.init_process_group(backend, **options)
         return
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+
+
+def _allow_connections(world_size: int) -> None:
+    """Let this process hold a connection to each other rank, several times over.
+
+    Gloo connects every rank with every other one, once for each group over the world, as soon as the group
+    is made; the usual soft limit of 1,024 open files is reached at about 500 ranks. Many ranks connect when
+    they first speak (``TORCH_GLOO_LAZY_INIT``, torch 2.13, ProcessGroupGloo.cpp): most pairs never do.
+    """
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Not above what the system allows; macOS names no limit and has one.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if world_size > _MANY_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def _worker_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store | None:

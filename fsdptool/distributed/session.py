@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdptool.distributed.rendezvous import join
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.families.objectives.context import Context, use
 from fsdptool.modeling.tensor_group import ALONE, TensorGroup
 from fsdptool.records.mesh import TRAINED, ParallelDims
@@ -23,6 +27,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+DRIVER_FILES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""What the drivers of NVIDIA, of AMD and of Windows' Linux show where a machine has GPUs."""
+
+_BEAT_SECONDS = 1.0
+"""Between two signs of life of a rank in a :class:`LongWait`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """The place of this process in the run.
@@ -31,7 +42,7 @@ class Session:
         rank, world_size, local_rank: As torchrun set them.
         device: Where parameters live and forward runs.
         dims: The sizes of the mesh, every one filled in.
-        mesh: The whole mesh: dimensions ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``.
+        mesh: The whole mesh: ``dp_shard``, and those of ``dp_replicate``, ``cp``, ``tp`` with several ranks.
         shard_mesh: What ``fully_shard`` gets: one dimension, or replicate x shard (HSDP). Context
             parallel ranks shard parameters too (as accelerate 1.15 does).
         ring: Whether ranks that share a sequence pass keys and values round (``alltoall``).
@@ -107,9 +118,13 @@ def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:
     """Return the device of this rank: CUDA where there is one and the file does not ask for the CPU.
 
     Raises:
-        ConfigError: The file asks for more processes on this machine than there are GPUs.
+        ConfigError: The file asks for more processes on this machine than there are GPUs, or torch cannot
+            use the ones there are.
     """
-    if settings.use_cpu or not torch.cuda.is_available():
+    if settings.use_cpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        _check_no_gpu()
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -117,6 +132,23 @@ def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:
             help="lower num_processes, or set use_cpu: true",
         )
     return torch.device("cuda", local_rank)
+
+
+def _check_no_gpu() -> None:
+    """Refuse a machine whose GPUs torch cannot start: on the CPU this rank would never meet the others."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    present = any(Path(path).exists() for path in DRIVER_FILES)
+    if hidden or not present or not torch.backends.cuda.is_built():
+        return
+    reason = "torch.cuda.is_available() is false"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+    raise ConfigError(
+        f"this machine has GPUs that torch cannot use: {reason}",
+        help="install a driver that suits this build of torch, or set use_cpu: true",
+    )
 
 
 def open_session(settings: FsdpSettings, expert_parallel: int = 1) -> Session:
@@ -142,17 +174,19 @@ def open_session(settings: FsdpSettings, expert_parallel: int = 1) -> Session:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _join(device)
-    mesh = init_device_mesh(
-        device.type,
-        tuple(dims.size(name) for name in TRAINED),
-        mesh_dim_names=TRAINED,
-    )
+    # Each dimension costs process groups, with a thread each under NCCL: those of one rank are left out.
+    names = tuple(name for name in TRAINED if dims.size(name) > 1 or name == "dp_shard")
+    mesh = init_device_mesh(device.type, tuple(dims.size(name) for name in names), mesh_dim_names=names)
     ring = settings.cp_comm_strategy == "alltoall"
     shard_mesh, data_group = _parameter_mesh(mesh, dims), None
     if dims.tp > 1:
         sizes = (world_size // dims.tp, dims.tp)
         data_group = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tp")).get_group("data")
     experts, expert_group = _expert_mesh(device, dims) if dims.ep > 1 else (None, None)
+    groups = [*mesh.get_all_groups(), *shard_mesh.get_all_groups()]
+    groups += experts.get_all_groups() if experts is not None else []
+    groups += [group for group in (data_group, expert_group) if group is not None]
+    limit_collectives(groups)
     session = Session(
         rank,
         world_size,
@@ -172,8 +206,28 @@ def open_session(settings: FsdpSettings, expert_parallel: int = 1) -> Session:
 
 def _join(device: torch.device) -> None:
     timeout = timedelta(seconds=collective_timeout())
+    if device.type == "cpu":
+        join("gloo", timeout=timeout)
+        return
+    # A device makes NCCL connect at once, so that a machine without a connection says so here, and lets the
+    # groups of a mesh split from the first one. They need gloo, too, which splits in later versions of torch.
+    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)
+    bound = device if getattr(alone, "supports_splitting", False) else None
     # Gloo beside NCCL: asynchronous checkpoints and offloaded shards talk between CPUs.
-    join("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
+    join("cpu:gloo,cuda:nccl", timeout=timeout, device=bound)
+
+
+def limit_collectives(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give every group of the mesh the timeout of the run.
+
+    ``DeviceMesh`` makes groups of fewer ranks than the world with torch's default (torch 2.13,
+    ``device_mesh.py``: 30 minutes beside gloo), after which NCCL would write no flight record: the run is
+    ended before.
+    """
+    timeout = timedelta(seconds=collective_timeout())
+    for group in {id(group): group for group in groups}.values():
+        if dist.get_backend(group) != "fake":
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _parameter_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
@@ -213,6 +267,74 @@ def resolve_dims(settings: FsdpSettings, world_size: int) -> ParallelDims:
     for name, size, reason in dims.unsupported():
         raise ConfigError(f"{name}_size: {size} is not supported: {reason}", help=f"set {name}_size to 1")
     return dims
+
+
+class LongWait:
+    """Lets ranks wait for one another's work, however long it takes, as long as somebody gets on with it.
+
+    A collective has one limit for all that the slowest rank does before it. Here each rank has a thread that
+    meets the others' threads every second at most, so no meeting waits for the work itself.
+
+    Args:
+        group: Nothing else may use it until the wait has ended; None is this rank alone.
+        patience: Seconds without a report of any rank after which waiting ends.
+        beat: Called with each report, and while waiting.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, patience: float, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        self._group, self._patience, self._beat = group, patience, beat
+        self._reports = 0
+        self._done = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Begin to meet the other ranks. Collective."""
+        if self._group is not None:
+            self._thread = threading.Thread(target=self._meet, name="long-wait", daemon=True)
+            self._thread.start()
+
+    def report(self) -> None:
+        """Report progress."""
+        self._reports += 1
+        self._beat()
+
+    def wait(self) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            WorkerError: No rank has reported progress for too long.
+            RuntimeError: A rank has gone.
+        """
+        self._done = True
+        thread = self._thread
+        if thread is None:
+            return
+        while thread.is_alive():
+            thread.join(_BEAT_SECONDS)
+            self._beat()
+        if self._error is not None:
+            raise self._error
+
+    def _meet(self) -> None:
+        began = since = time.monotonic()
+        seen = -1
+        try:
+            while True:
+                # Short work is waited for precisely, long work to one in fifty.
+                time.sleep(min(1.0, 0.001 + (time.monotonic() - began) / 50))
+                missing = torch.tensor([0 if self._done else 1, self._reports])
+                dist.all_reduce(missing, group=self._group)
+                if not missing[0]:
+                    return
+                if int(missing[1]) != seen:
+                    seen, since = int(missing[1]), time.monotonic()
+                elif time.monotonic() - since > self._patience:
+                    raise WorkerError(f"no rank has reported progress for {self._patience:.0f} s")
+        except BaseException as error:
+            self._error = error
 
 
 def close_session() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.distributed.direct_messages import send_directly, supports_direct_messages
@@ -26,18 +27,27 @@ if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
 
 
-def sharded_like(rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return ``rows`` as this rank's part of a tensor cut as ``whole`` is; as they are if that is not cut."""
+def sharded_like(rows: torch.Tensor, whole: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+    """Return ``rows`` as this rank's part of a tensor that is sharded as ``whole`` is, where they lie.
+
+    The only place where the project makes sharded tensors. ``DTensor.from_local`` moves the rows to the
+    device type of the mesh (torch 2.13, ``distributed/tensor/_api.py``): parameters that FSDP2 offloads to
+    the CPU, their optimizer states and the copies of an asynchronous save would return to the GPU.
+
+    Args:
+        rows: This rank's part, on any device; the result shares its memory.
+        whole: A DTensor. For any other tensor ``rows`` are returned as they are.
+        shape: Global shape if it differs from that of ``whole``.
+    """
     if not isinstance(whole, DTensor):
         return rows
-    return DTensor.from_local(
-        rows,
-        whole.device_mesh,
-        whole.placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    shape = whole.shape if shape is None else shape
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(whole.device_mesh, whole.placements, TensorMeta(shape, stride, rows.dtype))
+    # Not typed by torch: DTensor's constructor takes the local tensor and its specification.
+    make: Any = DTensor
+    made: torch.Tensor = make(rows, spec, requires_grad=rows.requires_grad)
+    return made
 
 
 def sharded_dimension(parameter: DTensor) -> int:

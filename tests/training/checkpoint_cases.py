@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fsdptool.distributed.session import limit_collectives
 from fsdptool.errors import FsdptoolError
 from fsdptool.records.recipe import Checkpoints
 from fsdptool.runs.events import EventLog
@@ -109,8 +110,9 @@ def save_steps(folder: str, steps: list[int], policy: dict[str, Any], replicate:
 
 def ask_alone(folder: str) -> str | None:
     """Let only rank 0 ask how a save is doing; returns what it is told."""
+    saver = checkpointer(folder)
     with mock.patch.dict(os.environ, {TIMEOUT: "3"}):
-        saver = checkpointer(folder)
+        limit_collectives([dist.group.WORLD])
     saver.save(State(3))
     said = None
     if dist.get_rank() == 0:
@@ -118,8 +120,10 @@ def ask_alone(folder: str) -> str | None:
             saver.poll()
         except RuntimeError as error:
             said = str(error)
-    dist.barrier()
     saver.close()
+    dist.barrier(group=saver._group)
+    # After a timeout nothing else can use the group of the pool.
+    dist.destroy_process_group()
     return said
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from fsdptool.distributed.session import LongWait
 from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import StorageError
 from fsdptool.files.safetensors_writer import Written
 from fsdptool.records.recipe import Checkpoints
+from fsdptool.runs import watchdog
 from fsdptool.runs.folder import CHECKPOINTS, read_start
 from fsdptool.runs.manifest import (
     FORMAT,
@@ -31,7 +33,6 @@ from fsdptool.runs.manifest import (
     sweep,
     write_manifest,
 )
-from fsdptool.runs.watchdog import collective_timeout
 from fsdptool.training.checkpoint.split_tensors import UNDIVIDED, Division
 from fsdptool.training.checkpoint.storage import Staged, choose, load_into, save_full, save_sharded, share
 
@@ -65,7 +66,7 @@ class RunCheckpointer:
             run that began from another run's checkpoint).
         mesh: Mesh sizes, for the manifest.
         division: Which tensors a tensor-parallel group divides.
-        timeout: Seconds the collectives of saving and loading may take.
+        timeout: Seconds the collectives of saving and loading may take, and a save without progress.
     """
 
     def __init__(
@@ -93,16 +94,13 @@ class RunCheckpointer:
         self._last_saved: int | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._group: dist.ProcessGroup | None = None
-        self._polling: dist.ProcessGroup | None = None
+        self._patience = timeout
         self.rank = 0
         self.world_size = 1
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             # A group of its own: saves run beside training's collectives, on the CPU.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            # And one to ask how they are doing, while the saving thread keeps the first one busy: training
-            # waits for the answer, so it times out as training's collectives do.
-            self._polling = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
 
     def due(self, step: int) -> bool:
         """Say whether the recipe wants a checkpoint after ``step``."""
@@ -147,8 +145,9 @@ class RunCheckpointer:
         if flight is None:
             return
         done = torch.tensor([int(flight.done.is_set())])
-        if self._polling is not None:
-            dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self._polling)
+        if self._group is not None:
+            # Over the group of training, whose thread asks: the other one is busy with the save.
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
         if done[0]:
             self._land()
 
@@ -210,23 +209,27 @@ class RunCheckpointer:
         if not copy:
             return Staged(self._division.wrap(tensors), own)
         copies = {name: self._copy(name, value) for name, value in tensors.items()}
+        if any(local(value).is_cuda for value in tensors.values()):
+            # All copies are in flight together; the step that follows must not change what they read.
+            torch.cuda.current_stream().synchronize()
         return Staged(self._division.wrap(copies), own)
 
     def _copy(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Copy into a host buffer that is kept for the next save (pinned beside an accelerator)."""
         rows = local(value)
+        pinned = rows.device.type == "cuda"
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != rows.shape or buffer.dtype != rows.dtype:
-            pinned = rows.device.type == "cuda"
             buffer = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=pinned)
             self._buffers[name] = buffer
-        buffer.copy_(rows, non_blocking=False)
+        buffer.copy_(rows, non_blocking=pinned)
         return sharded_like(buffer, value)
 
     def _fly(self, flight: _Flight, staged: Staged, progress: dict[str, object]) -> None:
         began = time.monotonic()
         try:
-            self._write(flight.step, staged, progress)
+            # Not a sign of life of the training thread, which the watchdog watches.
+            self._write(flight.step, staged, progress, beat=_ignore)
         except BaseException as error:
             flight.error = error
         else:
@@ -234,7 +237,10 @@ class RunCheckpointer:
         finally:
             flight.done.set()
 
-    def _write(self, step: int, staged: Staged, progress: dict[str, object]) -> None:
+    def _write(
+        self, step: int, staged: Staged, progress: dict[str, object], beat: Callable[[], None] = watchdog.beat
+    ) -> None:
+        pace = LongWait(self._group, patience=self._patience, beat=beat)
         aside, final = self._folder / aside_name(step), self._folder / folder_name(step)
 
         def commit(files: dict[str, Written]) -> None:
@@ -245,7 +251,7 @@ class RunCheckpointer:
 
         self._prepare(aside)
         write = save_sharded if self._kind == "sharded" else save_full
-        write(staged, aside, self._group, commit)
+        write(staged, aside, self._group, commit, pace)
 
     def _prepare(self, aside: Path) -> None:
         """Make the folder on rank 0; a failure there is every rank's."""
@@ -278,6 +284,10 @@ class RunCheckpointer:
             # As it is: a peer that has gone (RuntimeError) can be helped by another start, a full disk
             # (StorageError) cannot.
             raise flight.error
+
+
+def _ignore() -> None:
+    """Take no notice of progress."""
 
 
 def open_checkpointer(

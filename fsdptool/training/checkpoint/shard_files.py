@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from fsdptool.distributed.session import LongWait
 from fsdptool.files.safetensors_writer import Entry, Written, write_stream
 from fsdptool.runs.manifest import SHARDING_KEY, shard_name, stored_name, tensor_name
 
@@ -31,10 +32,14 @@ class ShardWriter(StorageWriter):
         folder: Where to write; exists.
         rank: Names the file.
         commit: Called on the coordinator once every rank has written, with file name to digest.
+        pace: Told of each tensor that is written; ranks that have written wait there for the others.
     """
 
-    def __init__(self, folder: Path, rank: int, commit: Callable[[dict[str, Written]], None]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, commit: Callable[[dict[str, Written]], None], pace: LongWait
+    ) -> None:
         self._folder = folder
+        self._pace = pace
         self._rank = rank
         self._commit = commit
 
@@ -56,8 +61,13 @@ class ShardWriter(StorageWriter):
         """Write this rank's items; the first result carries the file's digest."""
         name = shard_name(self._rank)
         stored = _stored_names(plan)
-        entries = [_entry(key, item, planner) for key, item in stored.items()]
-        written = write_stream(self._folder / name, entries, _metadata(stored))
+        entries = [_entry(key, item, planner, self._pace) for key, item in stored.items()]
+        self._pace.begin()
+        try:
+            written = write_stream(self._folder / name, entries, _metadata(stored))
+        finally:
+            # One that could not write is not waited for: what follows tells the others.
+            self._pace.wait()
         results = [WriteResult(i.index, _size(i), (name, written)) for i in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -92,14 +102,15 @@ def _metadata(stored: Mapping[str, WriteItem]) -> dict[str, str]:
     return {SHARDING_KEY: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def _entry(name: str, item: WriteItem, planner: SavePlanner) -> Entry:
+def _entry(name: str, item: WriteItem, planner: SavePlanner, pace: LongWait) -> Entry:
     data = item.tensor_data
     assert data is not None
     dtype = data.properties.dtype
-    return Entry(name, dtype, tuple(data.chunk.sizes), partial(_resolve, planner, item))
+    return Entry(name, dtype, tuple(data.chunk.sizes), partial(_resolve, planner, item, pace))
 
 
-def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def _resolve(planner: SavePlanner, item: WriteItem, pace: LongWait) -> torch.Tensor:
+    pace.report()
     value = planner.resolve_data(item)
     assert isinstance(value, torch.Tensor)
     return value.contiguous()

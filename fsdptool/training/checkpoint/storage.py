@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from fsdptool.distributed.session import LongWait
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError, WorkerError
 from fsdptool.files.safetensors_writer import Entry, Written, write_stream
 from fsdptool.runs.manifest import (
@@ -58,15 +59,19 @@ def own_name(rank: int, name: str) -> str:
     return f"rank/{rank:05d}/{name}"
 
 
-def save_sharded(staged: Staged, folder: Path, group: dist.ProcessGroup | None, commit: Commit) -> None:
+def save_sharded(
+    staged: Staged, folder: Path, group: dist.ProcessGroup | None, commit: Commit, pace: LongWait
+) -> None:
     """Write every rank's share into ``folder``; the coordinator commits when all are on disk.
+
+    ``pace`` lets ranks that have written wait for the others.
 
     Raises:
         StorageError: Any rank failed; raised on every rank with the first failure's reason.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     state = {**staged.tensors, **{own_name(rank, name): value for name, value in staged.own.items()}}
-    writer = ShardWriter(folder, rank, commit)
+    writer = ShardWriter(folder, rank, commit, pace)
     try:
         save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
@@ -97,10 +102,12 @@ def translated(error: CheckpointException, what: str) -> FsdptoolError:
     return StorageError(line) if lasting else WorkerError(line)
 
 
-def save_full(staged: Staged, folder: Path, group: dist.ProcessGroup | None, commit: Commit) -> None:
+def save_full(
+    staged: Staged, folder: Path, group: dist.ProcessGroup | None, commit: Commit, pace: LongWait
+) -> None:
     """Gather tensor by tensor and write one file on rank 0, beside every rank's own tensors.
 
-    No rank holds more than one whole tensor at a time.
+    No rank holds more than one whole tensor at a time. ``pace`` lets the others wait for rank 0.
 
     Raises:
         StorageError: Any rank failed; raised on every rank.
@@ -108,7 +115,8 @@ def save_full(staged: Staged, folder: Path, group: dist.ProcessGroup | None, com
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     failure: OSError | None = None
     files: dict[str, Written] = {}
-    gathering = _Gathering(sorted(staged.tensors), staged.tensors)
+    gathering = _Gathering(sorted(staged.tensors), staged.tensors, pace)
+    pace.begin()
     try:
         if rank == 0:
             entries = [_full_entry(name, staged.tensors[name], gathering) for name in gathering.names]
@@ -122,20 +130,23 @@ def save_full(staged: Staged, folder: Path, group: dist.ProcessGroup | None, com
         failure = error
     # A rank that could not write still takes part in every gather, or the others would wait for it.
     gathering.finish()
+    pace.wait()
     _agree(failure, files, group, commit)
 
 
 class _Gathering:
     """Gathers tensors in one order on all ranks, each when its turn comes."""
 
-    def __init__(self, names: list[str], tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, names: list[str], tensors: dict[str, torch.Tensor], pace: LongWait) -> None:
         self.names = names
         self._tensors = tensors
+        self._pace = pace
         self._next = 0
 
     def take(self, name: str) -> torch.Tensor:
         assert self.names[self._next] == name
         self._next += 1
+        self._pace.report()
         value = self._tensors[name]
         if isinstance(value, SplitTensor):
             return value.whole()
@@ -143,7 +154,11 @@ class _Gathering:
 
     def finish(self) -> None:
         while self._next < len(self.names):
-            self.take(self.names[self._next])
+            value = self.take(self.names[self._next])
+            if value.is_cuda:
+                # NCCL only enqueues: this rank would ask for all tensors at once, and the last request would
+                # time out while rank 0 writes the first.
+                torch.cuda.current_stream().synchronize()
 
 
 def _full_entry(name: str, value: torch.Tensor, gathering: _Gathering) -> Entry:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdptool.distributed.shard import local, sharded_dimension
+from fsdptool.distributed.shard import local, sharded_dimension, sharded_like
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.methods.quantised_formats import load_kernels
 from fsdptool.modeling.optimizers import check_optimizer, optimizer_class, optimizer_spec
@@ -175,14 +175,7 @@ def _as_sharded(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torc
     shape = torch.Size(
         parameter.shape[place] if place == cut else size for place, size in enumerate(value.shape)
     )
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    return sharded_like(value, parameter, shape)
 
 
 def _groups(options: Optimizer, pairs: Pairs) -> Groups:
