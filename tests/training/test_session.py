@@ -1,0 +1,70 @@
+"""Process groups of a run: which there are, how long they wait, and how many files they hold open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import session_cases as cases
+import torch
+from pool import Pool
+
+from fsdptool.distributed import session
+from fsdptool.errors import ConfigError
+from fsdptool.records.sharding import FsdpSettings
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("dims", "names"),
+    [
+        ({"dp_shard": 4}, ("dp_shard",)),
+        ({"dp_replicate": 2, "dp_shard": 2}, ("dp_replicate", "dp_shard")),
+        ({"dp_shard": 2, "tp": 2}, ("dp_shard", "tp")),
+        ({"dp_shard": 1, "tp": 4}, ("dp_shard", "tp")),
+        ({"dp_shard": 2, "cp": 2}, ("dp_shard", "cp")),
+    ],
+)
+def test_every_group_of_a_mesh_has_the_timeout_of_the_run(
+    pool: Pool, dims: dict[str, int], names: tuple[str, ...]
+) -> None:
+    """Dimensions of one rank have no groups at all, but for the one that parameters are sharded over."""
+    for found in pool.run(cases.mesh_facts, 4, dims):
+        assert found["names"] == names
+        # The default group is the pool's own, which another test made with torch's default.
+        assert found["timeouts"] == {7.0}
+
+
+@pytest.mark.distributed
+def test_a_checkpointer_connects_each_pair_of_ranks_once(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(cases.open_files, 4, str(tmp_path)):
+        assert found["group"] >= 3
+        # One group, and the log of events.
+        assert found["checkpointer"] <= found["group"] + 2
+        assert found["soft"] == found["hard"]
+
+
+@pytest.mark.distributed
+def test_ranks_wait_for_work_that_takes_longer_than_a_collective_may(pool: Pool) -> None:
+    assert pool.run(cases.wait_long, 2, True) == [None, None]
+
+
+@pytest.mark.distributed
+def test_ranks_do_not_wait_for_work_that_does_not_get_on(pool: Pool) -> None:
+    first, second = pool.run(cases.wait_long, 2, False)
+    assert first == second == "no rank has reported progress for 1 s"
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on the CPU would wait for ever for ranks that meet over NCCL."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(session, "DRIVER_FILES", (str(tmp_path / "missing"),))
+    assert session.choose_device(FsdpSettings(), 0) == torch.device("cpu")
+    monkeypatch.setattr(session, "DRIVER_FILES", (str(tmp_path),))
+    with pytest.raises(ConfigError, match="GPUs that torch cannot use: Torch not compiled with CUDA enabled"):
+        session.choose_device(FsdpSettings(), 0)
+    assert session.choose_device(FsdpSettings(use_cpu=True), 0) == torch.device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert session.choose_device(FsdpSettings(), 0) == torch.device("cpu")
