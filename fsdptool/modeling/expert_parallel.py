@@ -146,7 +146,9 @@ def _counted(
     """
     count, held = experts
     # How many rows each expert gets from here, and then how many each expert of ours gets from each rank.
-    mine = torch.bincount(chosen, minlength=count).view(-1, held)
+    # Not `bincount`, which reads the smallest and the largest number on the host (torch 2.13, SummaryOps.cu).
+    ones = chosen.new_ones(()).expand_as(chosen)
+    mine = chosen.new_zeros(count).scatter_add_(0, chosen, ones).view(-1, held)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
     # The sizes of messages are known to the host: the only time it waits for the device.

@@ -16,7 +16,7 @@ from fsdptool.records.schema import Positive
 from fsdptool.records.sharding import CheckpointingMode
 
 OPERATOR_CLASSES: Mapping[str, tuple[str, ...]] = {
-    "matmul": ("aten.mm.default", "aten.addmm.default"),
+    "matmul": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"),
     "attention": (
         "aten._scaled_dot_product_flash_attention.default",
         "aten._scaled_dot_product_efficient_attention.default",
@@ -28,7 +28,7 @@ OPERATOR_CLASSES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Names that stand for several operators, so that a policy holds whichever kernel runs. ``matmul`` is the
-product of a linear layer, without bias (``mm``) or with it (``addmm``)."""
+product of a linear layer, without bias (``mm``), with it (``addmm``) or in float8 (``_scaled_mm``)."""
 
 _CLASS_OF = {operator: name for name, members in OPERATOR_CLASSES.items() for operator in members}
 
@@ -41,6 +41,9 @@ def selector_name(operator: str) -> str:
 _FURTHER = (
     "aten.bmm.default",
     "aten._grouped_mm.default",
+    "aten._scaled_grouped_mm.default",
+    # A float8 product scales by the largest entry of its operands: one number, and a pass over them.
+    "aten.max.default",
     "_c10d_functional.reduce_scatter_tensor.default",
 )
 SAVED_OPERATORS = ("matmul", "attention", *_FURTHER)

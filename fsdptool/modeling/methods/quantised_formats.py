@@ -106,8 +106,11 @@ def decode(format: Format, codes: torch.Tensor, scales: torch.Tensor, dtype: tor
     """
     if format == "nf4":
         return _decode_blocks(codes, scales, dtype)
-    numbers = codes if format == "int8" else codes.view(torch.float8_e4m3fn)
-    return numbers.to(dtype).mul_(scales.view(torch.float32).to(dtype).unsqueeze(1))
+    factors = scales.view(torch.float32).to(dtype).unsqueeze(1)
+    if format == "int8":
+        # One pass: integers are promoted to the factors' dtype inside the kernel.
+        return torch.mul(codes, factors)
+    return codes.view(torch.float8_e4m3fn).to(dtype).mul_(factors)
 
 
 def _encode_rows(format: Format, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
