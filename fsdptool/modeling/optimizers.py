@@ -18,6 +18,8 @@ from fsdptool.records.recipe import Optimizer
 
 _EIGHT_BIT_BLOCK = 256
 """Elements per quantisation block of 8-bit AdamW (bitsandbytes 0.50)."""
+ADAFACTOR_PIECE = 1 << 22
+"""Elements whose squares Adafactor sums at a time."""
 _EIGHT_BIT_FROM = 4096
 """Elements from which bitsandbytes quantises a tensor's states (``Optimizer2State.init_state``)."""
 
@@ -149,6 +151,16 @@ def _adafactor_states(optimizer: Optimizer, tensor: TrainedTensor, kernel: str, 
     return [rows * tensor.width, columns * tensor.width, 4]
 
 
+def _adafactor_temporaries(optimizer: Optimizer, trained: Trained, kernel: str, cuda: bool) -> list[int]:
+    """One parameter's update, its copy in fp32 where it is narrower, and the squares of a piece of that."""
+    if not trained:
+        return []
+    worst = max(trained, key=lambda tensor: tensor.numel)
+    wide = max(worst.width, 4)
+    copies = [worst.numel * wide] if worst.width < wide else []
+    return [worst.bytes, *copies, min(worst.numel, ADAFACTOR_PIECE) * wide]
+
+
 def _sgd_states(optimizer: Optimizer, tensor: TrainedTensor, kernel: str, cuda: bool) -> list[int]:
     return [tensor.bytes] if optimizer.momentum else []
 
@@ -170,7 +182,7 @@ def _two_of_one(optimizer: Optimizer, trained: Trained, kernel: str, cuda: bool)
     """Two temporaries of one parameter and one of the parameter before it.
 
     The previous parameter's denominator is still bound while the next one's is computed
-    (``_single_tensor_adam``, torch 2.13; ``training/optimizers/adafactor.py``).
+    (``_single_tensor_adam``, torch 2.13).
     """
     worst = [
         (size, size, before)
@@ -342,8 +354,9 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
             elementwise=False,
             kernels=("own", "for_loop"),
             states=_adafactor_states,
-            temporaries=_two_of_one,
-            update_bytes={"own": 20, "for_loop": 20},
+            temporaries=_adafactor_temporaries,
+            # The update is computed twice: once for its size, once to be applied.
+            update_bytes={"own": 32, "for_loop": 32},
             passes=20,
         ),
         OptimizerSpec(

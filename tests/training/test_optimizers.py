@@ -9,10 +9,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.optimizers import OPTIMIZERS, TrainedTensor, optimizer_class
 from fsdptool.records.recipe import Optimizer
+from fsdptool.training.memory_meter import _SPAN, allocator_events, highest
 from fsdptool.training.optimizers.sharded import ShardedOptimizer, build_optimizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "training.md"
@@ -61,3 +63,26 @@ def test_a_kernel_the_optimizer_lacks_is_refused_by_the_table_and_the_trainer(na
             continue
         with pytest.raises(ConfigError, match=f"has no {kernel} kernel"):
             build_optimizer(options, named.items(), rate=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("adafactor", "auto"), ("adamw", "foreach"), ("adamw", "for_loop"), ("sgd", "fused")]
+)
+def test_an_update_takes_the_memory_that_the_table_says(name: str, kernel: str, dtype: torch.dtype) -> None:
+    """Of many tensors: what is alive at once, not what each of them needs."""
+    options = Optimizer(name=name, implementation=kernel, momentum=0.9)  # type: ignore[arg-type]
+    shapes = {f"blocks.{index}.weight": (512, 384 + 64 * (index % 3)) for index in range(12)}
+    named = [(key, nn.Parameter(torch.randn(shape, dtype=dtype))) for key, shape in shapes.items()]
+    optimizer = build_optimizer(options, named, rate=1e-3)
+    for step in range(2):
+        for _, parameter in named:
+            parameter.grad = torch.randn_like(parameter)
+        with allocator_events() as events, record_function(f"{_SPAN}{step}"):
+            optimizer.step(1e-3)
+        optimizer.zero_grad()
+    measured = highest(events)["1"]
+    tensors = [TrainedTensor(key, shape, shape, dtype.itemsize) for key, shape in shapes.items()]
+    spec = OPTIMIZERS[name]
+    planned = sum(spec.temporaries(options, tensors, spec.kernel(kernel), False))
+    assert abs(measured - planned) <= 0.1 * max(planned, tensors[0].bytes)

@@ -50,7 +50,8 @@ class _Denoising(SquaredDistance):
         import torch
 
         latents = require(batch, "latents", self.name)
-        return torch.tensor(latents.shape[0], device=latents.device)
+        # Not `torch.tensor`, which copies from the host and waits for the device.
+        return torch.full((), latents.shape[0], device=latents.device)
 
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the squared error against this objective's target."""
@@ -114,13 +115,24 @@ class _Variance(_Denoising):
         if schedule not in ("scaled_linear", "linear", "cosine"):
             raise ConfigError(f"objective {self.name}: schedule must be scaled_linear, linear or cosine")
         self.schedule, self.betas, self.steps = schedule, betas, steps
+        self._kept: dict[Any, Tensor] = {}
 
     def coefficients(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the signal's and the noise's coefficients, shaped to multiply latents."""
-        import torch
-
         latents = require(batch, "latents", self.name)
         timestep = require(batch, "timestep", self.name)
+        kept = self._schedule(latents)[timestep]
+        return _spread(kept.sqrt(), latents), _spread((1 - kept).sqrt(), latents)
+
+    def _schedule(self, latents: Tensor) -> Tensor:
+        """Return the share of signal at every time [steps] in fp64, on the device of ``latents``.
+
+        Kept once it is there: each micro-batch would otherwise wait for a copy from the host.
+        """
+        import torch
+
+        if (known := self._kept.get(latents.device)) is not None:
+            return known
         start, end = self.betas
         if self.schedule == "scaled_linear":
             betas = torch.linspace(start**0.5, end**0.5, self.steps, dtype=torch.float64).square()
@@ -130,8 +142,11 @@ class _Variance(_Denoising):
             betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)
         else:
             betas = torch.linspace(start, end, self.steps, dtype=torch.float64)
-        kept = torch.cumprod(1 - betas, 0).to(latents.device)[timestep]
-        return _spread(kept.sqrt(), latents), _spread((1 - kept).sqrt(), latents)
+        kept = torch.cumprod(1 - betas, 0).to(latents.device)
+        # A trace's tensors have no values, and belong to that trace.
+        if type(kept) is torch.Tensor and not kept.is_meta:
+            self._kept[latents.device] = kept
+        return kept
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the raw prediction, in the latents' shape."""

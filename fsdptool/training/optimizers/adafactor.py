@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import sharded_dimension
+from fsdptool.modeling.optimizers import ADAFACTOR_PIECE
 from fsdptool.training.optimizers.sharded import Groups, Pairs, ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -85,11 +86,13 @@ class RowAdafactor(torch.optim.Optimizer):
             for (_, parameter), (columns, _) in zip(work, firsts, strict=True)
         ]
         _reduce(rows, spans)
-        updates = [self._update(parameter, row) for (_, parameter), row in zip(work, rows, strict=True)]
-        sizes = [update.double().square().sum() for update in updates]
+        # Each update is computed twice: all of them at once would take the memory of all gradients.
+        sizes = [
+            _squares(self._update(parameter, row)) for (_, parameter), row in zip(work, rows, strict=True)
+        ]
         _reduce(sizes, spans)
-        for (group, parameter), (_, squares), update, size in zip(work, firsts, updates, sizes, strict=True):
-            self._apply(group, parameter, float(squares), update, float(size))
+        for (group, parameter), (_, squares), row, size in zip(work, firsts, rows, sizes, strict=True):
+            self._apply(group, parameter, squares, self._update(parameter, row), size)
 
     def _prepare(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
@@ -109,7 +112,7 @@ class RowAdafactor(torch.optim.Optimizer):
     def _first_sums(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         """Return the sums of squares over rows (matrices cut along their rows only) and of the values."""
         assert parameter.grad is not None
-        squares = parameter.double().square().sum()
+        squares = _squares(parameter)
         if not self._wholes[parameter].spans_rows:
             return parameter.new_zeros(0), squares
         return parameter.grad.square().sum(dim=-2, keepdim=True), squares
@@ -143,15 +146,26 @@ class RowAdafactor(torch.optim.Optimizer):
         return estimate.clamp_(min=least * least).rsqrt_().mul_(parameter.grad)  # type: ignore[no-any-return]
 
     def _apply(
-        self, group: Mapping[str, Any], parameter: nn.Parameter, squares: float, update: Tensor, size: float
+        self, group: Mapping[str, Any], parameter: nn.Parameter, squares: Tensor, update: Tensor, size: Tensor
     ) -> None:
+        """Change a parameter; its scale stays on the device, which the host would otherwise wait for."""
         rate, numel = float(group["lr"]), math.prod(self._wholes[parameter].shape)
         step = float(self.state[parameter]["step"])
-        scale = max(_LEAST_SCALE, math.sqrt(squares / numel)) * min(rate, 1.0 / math.sqrt(step))
+        scale = (squares / numel).sqrt().clamp(min=_LEAST_SCALE) * min(rate, 1.0 / math.sqrt(step))
         if group["weight_decay"]:
             parameter.mul_(1.0 - rate * group["weight_decay"])
-        excess = max(1.0, math.sqrt(size / numel) / _THRESHOLD)
-        parameter.add_(update, alpha=-scale / excess)
+        excess = ((size / numel).sqrt() / _THRESHOLD).clamp(min=1.0)
+        parameter.addcmul_(update, scale / excess, value=-1.0)
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares, in fp64, from those of each piece in fp32 (fp64 for fp64).
+
+    A copy of the whole tensor in fp64 would take twice its memory.
+    """
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    parts = [piece.square().sum() for piece in wide.reshape(-1).split(ADAFACTOR_PIECE)]
+    return torch.stack(parts).double().sum() if parts else tensor.new_zeros((), dtype=torch.float64)
 
 
 def _reduce(tensors: list[Tensor], spans: list[Any]) -> None:
