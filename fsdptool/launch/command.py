@@ -18,6 +18,7 @@ from typing import Literal
 
 from fsdptool.distributed.rendezvous import LISTEN, LOCAL, NODES
 from fsdptool.records.sharding import FsdpSettings
+from fsdptool.runs.folder import FLIGHT_RECORD, LOGS
 
 Launcher = Literal["torchrun", "accelerate"]
 
@@ -87,7 +88,7 @@ def build_command(
         trust_remote_code: Whether the workers may run the model's own code.
     """
     nodes = nodes or Nodes()
-    environment = _environment(settings, processes, device, nodes, timeout_seconds, variables or {})
+    environment = _environment(settings, processes, device, nodes, timeout_seconds, variables or {}, folder)
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_seconds)
     # torch 2.13 keeps one TCP store over all rounds and gives relaunched workers no prefix of their
     # own (dynamic_rendezvous.py:_bootstrap_store_info, rendezvous.py:_create_c10d_store): they read
@@ -137,6 +138,7 @@ def _environment(
     nodes: Nodes,
     timeout_seconds: float,
     variables: Mapping[str, str],
+    folder: Path,
 ) -> dict[str, str]:
     chosen = dict(variables)
     chosen["FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"] = f"{timeout_seconds:g}"
@@ -153,13 +155,16 @@ def _environment(
     if interface is not None:
         chosen["GLOO_SOCKET_IFNAME"] = interface
     if device == "cuda":
-        if nodes.count == 1 and interface is not None:
-            chosen["NCCL_SOCKET_IFNAME"] = interface
+        if interface is not None:
+            # NCCL's bootstrap would take any interface that is up, a container bridge among them.
+            chosen.setdefault("NCCL_SOCKET_IFNAME", interface)
         if settings.gpu_ids and settings.gpu_ids != "all":
             chosen["CUDA_VISIBLE_DEVICES"] = settings.gpu_ids
         # A collective that times out leaves every rank's last collectives behind.
         chosen["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
         chosen["TORCH_FR_BUFFER_SIZE"] = "2000"
+        # In the user's cache by default, where the next run would overwrite them (torch 2.13).
+        chosen["TORCH_FR_DUMP_TEMP_FILE"] = str(folder.absolute() / LOGS / FLIGHT_RECORD)
     else:
         chosen["CUDA_VISIBLE_DEVICES"] = ""
     kept = {"CUDA_VISIBLE_DEVICES", "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS", "PYTHONSAFEPATH", LISTEN}

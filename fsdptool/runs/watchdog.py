@@ -15,13 +15,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from fsdptool.errors import ExitCode
 from fsdptool.records.run import RankProgress
 from fsdptool.runs.events import STARTUP, EventLog, WorkerPhase
+from fsdptool.runs.folder import FLIGHT_RECORD, LOGS
 from fsdptool.runs.progress import ProgressFile, write_interval
 
 TIMEOUT = "FSDPTOOL_COLLECTIVE_TIMEOUT_SECONDS"
@@ -49,8 +50,9 @@ _LEAST_SECONDS = {
 """Seconds that a phase may take without a sign of life however short the timeout is."""
 
 
-_COLLECTIVES = ("/torch/distributed/", "/fsdptool/distributed/")
-"""Sources whose innermost frame means that the main thread waits for other ranks."""
+_COLLECTIVES = ("/torch/distributed/", "/fsdptool/distributed/", "/fsdptool/training/step.py")
+"""Sources whose innermost frame means that the main thread waits for other ranks. A step hands its collectives
+to a GPU and then reads a result: that is where a rank hangs when another one does not take part."""
 
 
 def collective_timeout() -> float:
@@ -119,7 +121,7 @@ class Watchdog:
         now = time.time()
         frame = sys._current_frames().get(self._watched) if self._watched is not None else None
         # The innermost Python frame calls the collective, which torch waits for in C++.
-        waiting = frame is not None and any(part in frame.f_code.co_filename for part in _COLLECTIVES)
+        waiting = frame is not None and waits_for_others(frame.f_code.co_filename)
         return RankProgress(
             self._events.rank, self._phase, self._step, now, now - still, waiting, self._interval
         )
@@ -127,10 +129,29 @@ class Watchdog:
     def _end_stalled(self, still: float) -> None:
         stack = traceback.extract_stack(sys._current_frames()[self._watched]) if self._watched else []
         self._events.emit("failure", **describe_stall(self._phase, still, stack))
+        _write_flight_record(self._events.folder, self._events.rank)
         # The worker's handler is C code (signals.install_stack_dump): it answers whatever Python waits for.
         os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(_STACK_DUMP_SECONDS)
         os._exit(int(ExitCode.WORKER_FAILED))
+
+
+def waits_for_others(source: str) -> bool:
+    """Say whether a main thread whose innermost frame is in ``source`` waits for other ranks."""
+    return any(part in source.replace(os.sep, "/") for part in _COLLECTIVES)
+
+
+def _write_flight_record(folder: Path, rank: int) -> None:
+    """Write NCCL's last collectives, which it would write itself only when one of them times out."""
+    torch = sys.modules.get("torch")
+    c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
+    dump = getattr(c10d, "_dump_nccl_trace", None)
+    if dump is None:
+        return
+    with suppress(Exception):
+        record = dump()
+        if record:
+            (folder / LOGS / f"{FLIGHT_RECORD}{rank}").write_bytes(record)
 
 
 def describe_stall(

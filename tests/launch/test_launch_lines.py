@@ -117,6 +117,28 @@ def test_an_exported_variable_wins_over_the_cluster(tmp_path: Path, monkeypatch:
     assert made.environment["NCCL_IB_HCA"] == "mlx5"
 
 
+def test_workers_on_gpus_leave_their_flight_record_in_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("NCCL_SOCKET_IFNAME", "TORCH_FR_DUMP_TEMP_FILE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    nodes = Nodes(2, 1, "127.0.0.1:1", "x")
+    made = build_command(
+        tmp_path / "run", FsdpSettings(), processes=1, device="cuda", nodes=nodes
+    ).environment
+    assert made["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "run" / "logs" / "nccl-trace-rank-")
+    assert made["NCCL_SOCKET_IFNAME"] == made["GLOO_SOCKET_IFNAME"] == "lo", "the way to the other machine"
+    chosen = {"NCCL_SOCKET_IFNAME": "ib0"}
+    again = build_command(
+        tmp_path, FsdpSettings(), processes=1, device="cuda", nodes=nodes, variables=chosen
+    ).environment
+    assert again["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert not set(names) & set(
+        build_command(tmp_path, FsdpSettings(), processes=1, device="cpu", nodes=nodes).environment
+    )
+
+
 def job(**changes: object) -> Job:
     fields: dict[str, object] = {
         "recipe": Path("/data/my recipe.yaml"),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fsdptool.runs.events import event_path
 from fsdptool.runs.folder import write_start
 from fsdptool.runs.progress import ProgressFile, read_progress, silent_ranks
 from fsdptool.runs.view import read_view
+from fsdptool.runs.watchdog import waits_for_others
 
 NAME = "</title>[red]\x1b[31m"
 
@@ -288,3 +290,20 @@ def test_a_run_folder_is_diagnosed_from_events_logs_plan_and_checkpoints(
     folder.end("completed")
     assert fsdptool(["diagnose", "runs/one"]) == 0
     assert "the run has not failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [
+        ("torch.distributed.distributed_c10d", True),
+        ("fsdptool.distributed.session", True),
+        ("fsdptool.training.step", True),
+        ("fsdptool.training.data.loader", False),
+        ("fsdptool.training.trainer", False),
+    ],
+)
+def test_a_rank_that_reads_the_result_of_a_collective_waits_for_others(module: str, waits: bool) -> None:
+    """On a GPU the host hangs there, and not in the call that started the collective."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    assert waits_for_others(spec.origin) == waits

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import session_cases as cases
@@ -68,3 +70,22 @@ def test_a_gpu_that_torch_cannot_use_is_refused(tmp_path: Path, monkeypatch: pyt
     assert session.choose_device(FsdpSettings(use_cpu=True), 0) == torch.device("cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert session.choose_device(FsdpSettings(), 0) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("listed", "kept"), [("0", {0}), ("1,5-7", {1}), ("0-63", None), ("64-71", None), ("", None)]
+)
+def test_a_worker_stays_on_the_cores_beside_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, kept: set[int] | None
+) -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    folder = tmp_path / "0000:1b:00.0"
+    folder.mkdir()
+    (folder / "local_cpulist").write_text(f"{listed}\n")
+    bound: list[frozenset[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    assert session.bind_to_gpu(gpu, tmp_path) == kept
+    assert bound == ([] if kept is None else [frozenset(kept)])
+    monkeypatch.setenv(session.BIND, "0")
+    assert session.bind_to_gpu(gpu, tmp_path) is None
