@@ -51,8 +51,8 @@ _LEAST_SECONDS = {
 
 
 _COLLECTIVES = ("/torch/distributed/", "/fsdptool/distributed/", "/fsdptool/training/step.py")
-"""Sources whose innermost frame means that the main thread waits for other ranks. A step hands its collectives
-to a GPU and then reads a result: that is where a rank hangs when another one does not take part."""
+"""Sources whose innermost frame means that the main thread waits for other ranks. A step hands its
+collectives to a GPU and then reads a result: there a rank hangs when another one does not take part."""
 
 
 def collective_timeout() -> float:
