@@ -12,9 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
+from fsdptool.distributed.session import LongWait
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Recipe
+from fsdptool.runs.watchdog import beat
 from fsdptool.training.data.order import mix
 
 if TYPE_CHECKING:
@@ -22,6 +27,10 @@ if TYPE_CHECKING:
 
     from fsdptool.distributed.session import Session
     from fsdptool.training.data.loader import Loader
+
+
+_PATIENCE = 1800.0
+"""Seconds that rank 0 may take for one picture or video."""
 
 
 def continue_text(
@@ -32,8 +41,6 @@ def continue_text(
     Without a cache: the window is short, and a model under FSDP gathers its weights once per forward
     either way.
     """
-    import torch
-
     from fsdptool.families.objectives.vocabulary import whole_logits
 
     length = prompt.shape[1]
@@ -58,8 +65,6 @@ def translate(
     generator: Any,
 ) -> Tensor:
     """Return what a decoder says about the encoder's inputs, [1, new_tokens]."""
-    import torch
-
     from fsdptool.families.objectives.vocabulary import whole_logits
 
     source = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -76,8 +81,6 @@ def translate(
 
 
 def _choose(logits: Tensor, temperature: float, generator: Any) -> Tensor:
-    import torch
-
     if temperature <= 0:
         return logits.argmax(-1)
     shares = torch.softmax(logits.float().cpu() / temperature, -1)
@@ -96,8 +99,6 @@ def denoise(model: nn.Module, objective: Any, batch: Mapping[str, Tensor], *, st
 
 
 def _euler(model: nn.Module, objective: Any, batch: Mapping[str, Tensor], steps: int) -> Tensor:
-    import torch
-
     shift = float(objective.options.get("shift", 1.0))
     levels = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)
     levels = shift * levels / (1 + (shift - 1) * levels)
@@ -110,8 +111,6 @@ def _euler(model: nn.Module, objective: Any, batch: Mapping[str, Tensor], steps:
 
 
 def _ddim(model: nn.Module, objective: Any, batch: Mapping[str, Tensor], steps: int) -> Tensor:
-    import torch
-
     times = torch.linspace(objective.steps - 1, 0, steps).round().long().tolist()
     latents = batch["noise"]
     for number, now in enumerate(times):
@@ -169,8 +168,6 @@ class Sampler:
             model: Sharded.
             stop: Asked before and after each sample, the same on all ranks; unless 0, that is the end.
         """
-        import torch
-
         from fsdptool.distributed.shard import reshard_all
         from fsdptool.families.objectives.context import using
 
@@ -214,8 +211,6 @@ class Sampler:
         return denoise(model, self._objective, batch, steps=int(self._options.get("sample_steps", 20)))
 
     def _words(self, model: nn.Module, number: int) -> tuple[list[int], list[int]]:
-        import torch
-
         from fsdptool.training.sampling import continue_text, translate
 
         # On the CPU and of the same seed on every rank: all choose the same token.
@@ -245,8 +240,6 @@ class Sampler:
         return 0
 
     def _prompt(self, number: int, example: Mapping[str, Tensor]) -> Tensor:
-        import torch
-
         prompts = self._options.get("prompts")
         if not prompts:
             tokens = example["input_ids"].flatten(0, -2)[:1]  # of a pair of answers, the first
@@ -266,26 +259,28 @@ class Sampler:
         return {name: tensor.to(self._session.device) for name, tensor in batch.items()}
 
     def _save(self, samples: list[Any], folder: Path) -> tuple[Path, ...]:
-        import torch
-
         files: tuple[Path, ...] = ()
         failure: FsdptoolError | None = None
+        # Decoding a video may take longer than a collective may: nobody waits inside one.
+        pace = LongWait(dist.group.WORLD if dist.is_initialized() else None, patience=_PATIENCE, beat=beat)
+        pace.begin()
         if self._session.is_main:
             try:
-                files = self._write_all(samples, folder)
+                files = self._write_all(samples, folder, pace)
             except OSError as error:
                 failure = StorageError(f"{folder} cannot be written: {error.strerror or error}")
             except FsdptoolError as error:
                 failure = error
-        failed = torch.tensor([float(failure is not None)], dtype=torch.float64, device=self._session.device)
-        if float(self._session.sum(failed)[0]):
+        pace.wait()
+        if self._session.most(failure is not None):
             raise failure or StorageError("rank 0 could not write its samples", help="see rank 0's message")
         return files
 
-    def _write_all(self, samples: list[Any], folder: Path) -> tuple[Path, ...]:
+    def _write_all(self, samples: list[Any], folder: Path, pace: LongWait) -> tuple[Path, ...]:
         folder.mkdir(parents=True, exist_ok=True)
         if self._objective.generates == "latents":
-            return _write_latents(samples, folder, self._recipe, self._spec)
+            device = self._session.device
+            return _write_latents(samples, folder, self._recipe, self._spec, device, pace)
         encoder = self._encoder() if self._recipe.data.source != "synthetic" else None
         files = []
         for number, (prompt_ids, generated) in enumerate(samples):
@@ -294,8 +289,18 @@ class Sampler:
         return tuple(files)
 
 
-def _write_latents(samples: list[Tensor], folder: Path, recipe: Recipe, spec: ModelSpec) -> tuple[Path, ...]:
-    """Pictures where the pipeline's VAE is at hand, else the latents themselves."""
+def _write_latents(
+    samples: list[Tensor],
+    folder: Path,
+    recipe: Recipe,
+    spec: ModelSpec,
+    device: torch.device,
+    pace: LongWait,
+) -> tuple[Path, ...]:
+    """Pictures where the pipeline's VAE is at hand, else the latents themselves.
+
+    Decoded on the run's device in what memory the run leaves free, on the CPU if that is not enough.
+    """
     import io
 
     from safetensors.torch import save
@@ -305,14 +310,22 @@ def _write_latents(samples: list[Tensor], folder: Path, recipe: Recipe, spec: Mo
         from fsdptool.training.precompute.autoencoder import ImageEncoding
         from fsdptool.training.precompute.encoders import pipeline_folder
 
-        decoding = ImageEncoding(pipeline_folder(recipe, spec), device="cpu")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        decoding = ImageEncoding(pipeline_folder(recipe, spec), device=str(device))
     files = []
     for number, latents in enumerate(samples):
         plain = latents[0].float().cpu().contiguous()
         if decoding is None:
             files.append(_written(folder / f"{number}.safetensors", save({"latents": plain})))
             continue
-        frames = decoding.decode(plain)
+        try:
+            frames = decoding.decode(plain)
+        except torch.OutOfMemoryError:
+            decoding.move("cpu")
+            torch.cuda.empty_cache()
+            frames = decoding.decode(plain)
+        pace.report()
         kind = "png" if len(frames) == 1 else "gif"
         stream = io.BytesIO()
         frames[0].save(

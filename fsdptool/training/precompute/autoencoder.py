@@ -55,6 +55,12 @@ class ImageEncoding:
         self._buffers = dict(vae.named_buffers())
         self.video = _takes_frames(vae)
 
+    def move(self, device: str) -> None:
+        """Work on another device from now on."""
+        self.vae.to(device)
+        self.device = device
+        self._buffers = dict(self.vae.named_buffers())
+
     def encode(self, pixels: Tensor, *, frames: bool) -> dict[str, Tensor]:
         """Return ``latents`` (the posterior's mean) and ``latents_std``, normalised, on the CPU.
 
