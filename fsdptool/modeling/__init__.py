@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice
+
+
+def half_groups_only(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Return transformers' choice between grouped and repeated keys for SDPA, true in 16 bits only.
+
+    CUDA's memory-efficient kernel, the only fused one for fp32, takes fewer key heads than query heads from
+    torch 2.14 on (``sdp_utils.cpp``, ``supports_gqa``). Before, SDPA falls to plain products, which hold the
+    scores of every head and keep them for backward.
+
+    Args:
+        original: ``use_gqa_in_sdpa`` of ``transformers.integrations.sdpa_attention`` (5.23).
+    """
+    import torch
+
+    def wanted(attention_mask: Any, key: Any, value: Any) -> bool:
+        half = key.dtype in (torch.float16, torch.bfloat16)
+        return half and original(attention_mask, key, value)
+
+    return original if torch.__version__ >= (2, 14) else wanted
+
+
+def choose_kernels_of_cuda() -> None:
+    """Let transformers call SDPA so that CUDA has a fused kernel for it, for the rest of this process."""
+    try:
+        from transformers.integrations import sdpa_attention
+    except ImportError:
+        return
+    if hasattr(sdpa_attention, "use_gqa_in_sdpa"):
+        sdpa_attention.use_gqa_in_sdpa = half_groups_only(sdpa_attention.use_gqa_in_sdpa)
 
 
 def build_model(spec: ModelSpec, choice: ModelChoice, *, cp: int, initialise: bool = True) -> nn.Module:

@@ -23,7 +23,7 @@ from fsdptool.distributed.session import close_session, open_session
 from fsdptool.distributed.shard import reshard_all, shard, store_masters
 from fsdptool.distributed.weights import open_weights, random_start_notes
 from fsdptool.families.registry import family_of
-from fsdptool.modeling import build_model
+from fsdptool.modeling import build_model, choose_kernels_of_cuda
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.divided_dropout import agree
@@ -74,6 +74,8 @@ def train(
     recipe, spec = inputs.recipe, inputs.spec
     # The process group first: everything below is collective.
     session = open_session(inputs.settings, recipe.sharding.expert_parallel)
+    if session.device.type == "cuda":
+        choose_kernels_of_cuda()
     mesh = {name: size for name, size in asdict(session.dims).items() if size is not None}
     division = Division(session.tensor, by_name(inputs.units.placements))
     checkpointer = open_checkpointer(

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import CausalBias
 
 from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.modeling import half_groups_only
 from fsdptool.records.trace import Profile
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -279,6 +280,16 @@ def _real_masks(masking: Any) -> Iterator[AbstractContextManager[None]]:
             yield replaced(torch, create, _noted_as_full(getattr(torch, create)))
 
 
+def _grouping() -> Iterator[tuple[Any, str]]:
+    """Yield where transformers decides whether SDPA gets fewer key heads than query heads."""
+    try:
+        from transformers.integrations import sdpa_attention
+    except ImportError:
+        return
+    if hasattr(sdpa_attention, "use_gqa_in_sdpa"):
+        yield sdpa_attention, "use_gqa_in_sdpa"
+
+
 @contextmanager
 def kernels_of(profile: Profile) -> Iterator[None]:
     """Answer as the profile's device would, with the masks of a real run."""
@@ -301,6 +312,8 @@ def kernels_of(profile: Profile) -> Iterator[None]:
             stack.enter_context(replaced(functional, "batch_norm", _batch_norm(functional.batch_norm)))
         else:
             stack.enter_context(replaced(functional, "scaled_dot_product_attention", _attend))
+            for module, name in _grouping():
+                stack.enter_context(replaced(module, name, half_groups_only(getattr(module, name))))
             stack.enter_context(replaced(functional, "dropout", _drop))
             stack.enter_context(replaced(functional, "rms_norm", _rms_norm(functional.rms_norm)))
             stack.enter_context(replaced(context_ring, "kernel_for", context_ring.cuda_kernel))

@@ -73,7 +73,7 @@ def launches(func: Any) -> bool:
 
 
 def copied_bytes(func: Any, args: Sequence[Any], profile: Profile) -> int:
-    """Return the bytes of inputs that a kernel copies and frees before it returns.
+    """Return the bytes that a kernel allocates besides its results and frees before it returns.
 
     Fake tensors do not show these copies. In torch 2.13 the kernels of CPUs and of CUDA begin with
     ``contiguous()`` or ``expect_contiguous()`` (``SoftMax.cpp``, ``SoftMax.cu``, ``layer_norm.cpp``,
@@ -87,10 +87,31 @@ def copied_bytes(func: Any, args: Sequence[Any], profile: Profile) -> int:
         profile: Whose kernels are meant.
     """
     name = func._overloadpacket.__name__
+    if name == "_scaled_dot_product_flash_attention_backward" and profile == "cuda":
+        return _flash_workspace(args[1], args[2])
     if name in _IN_FP32 and profile != "cuda" and args[0].dtype in _HALF:
         return int(args[0].numel()) * 4
     inputs = args[: _CONTIGUOUS.get(name, 0)]
     return sum(leaf.numel() * leaf.element_size() for leaf in inputs if not leaf.is_contiguous())
+
+
+def _flash_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Return the bytes of flash attention's own buffers in backward.
+
+    The gradient of the queries adds up in fp32, in rounded shapes; so does a number per query; gradients of
+    keys and values have all query heads before they are summed over the groups (torch 2.13,
+    ``flash_attn/flash_api.cpp``, ``mha_bwd``).
+
+    Args:
+        query: [B, heads, positions, D].
+        key: [B, key heads, positions, D].
+    """
+    batch, heads, length, size = query.shape
+    rounded = -(-length // 128) * 128
+    sums = batch * heads * rounded * (-(-size // 32) * 32 + 1) * 4
+    if key.shape[1] == heads:
+        return sums
+    return sums + 2 * batch * key.shape[2] * heads * size * key.element_size()
 
 
 def operation_of(

@@ -1,0 +1,101 @@
+"""Which attention kernel a trace for GPUs names, and the buffers that its backward takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fsdptool.memory.tracing.kernels import kernels_of
+from fsdptool.memory.tracing.operators import copied_bytes
+from fsdptool.modeling import half_groups_only
+
+FLASH = "_scaled_dot_product_flash_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+
+
+class Operators(TorchDispatchMode):
+    """Notes the attention kernels, and how many heads their keys have."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._overloadpacket.__name__
+        if "attention" in name:
+            self.seen.append((name, args[1].shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+class Layer(nn.Module):
+    """What transformers asks an attention layer about."""
+
+    num_key_value_groups = 4
+    is_causal = True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "key_heads", "masked", "kernel", "heads"),
+    [
+        (torch.bfloat16, 8, False, FLASH, 8),
+        (torch.bfloat16, 2, False, FLASH, 2),
+        (torch.float16, 2, False, FLASH, 2),
+        (torch.bfloat16, 8, True, EFFICIENT, 8),
+        (torch.bfloat16, 2, True, EFFICIENT, 8),
+        (torch.float32, 8, False, EFFICIENT, 8),
+        # Grouped keys in fp32 would fall to plain products before torch 2.14.
+        (torch.float32, 2, False, EFFICIENT, 8),
+        (torch.float32, 2, True, EFFICIENT, 8),
+    ],
+)
+def test_the_kernel_follows_dtype_grouping_and_mask(
+    dtype: torch.dtype, key_heads: int, masked: bool, kernel: str, heads: int
+) -> None:
+    operators, layer = Operators(), Layer()
+    layer.num_key_value_groups = 8 // key_heads
+    with FakeTensorMode(), kernels_of("cuda"), operators:
+        query = torch.empty(2, 8, 64, 32, dtype=dtype)
+        keys = torch.empty(2, key_heads, 64, 32, dtype=dtype)
+        mask = torch.ones(2, 1, 64, 64, dtype=torch.bool) if masked else None
+        sdpa_attention_forward(layer, query, keys, keys, mask)
+    assert operators.seen == [(kernel, heads)]
+
+
+@pytest.mark.parametrize(("version", "grouped"), [("2.11.0", False), ("2.13.0", False), ("2.14.0", True)])
+def test_fp32_keeps_groups_where_a_fused_kernel_takes_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, grouped: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    keys = torch.empty(1, 2, 4, 8)
+    wanted = half_groups_only(lambda mask, key, value: mask is None)
+    assert wanted(None, keys, keys) == grouped
+    assert wanted(None, keys.bfloat16(), keys.bfloat16())
+    assert not wanted(keys, keys.bfloat16(), keys.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "positions", "size", "mebibytes"),
+    [
+        # fp32 sums of the queries' gradient, and one number per query; then keys and values of all heads.
+        (32, 32, 8192, 128, 128 + 1),
+        (32, 8, 8192, 128, 128 + 1 + 2 * 64),
+        # Positions in multiples of 128, head sizes in multiples of 32.
+        (32, 32, 8192 - 127, 100, 128 + 1),
+    ],
+)
+def test_flash_attention_takes_buffers_in_backward(
+    heads: int, key_heads: int, positions: int, size: int, mebibytes: int
+) -> None:
+    query = torch.empty(1, heads, positions, size, dtype=torch.bfloat16, device="meta")
+    keys = torch.empty(1, key_heads, positions, size, dtype=torch.bfloat16, device="meta")
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    assert copied_bytes(backward, (query, query, keys, keys), "cuda") == mebibytes * 2**20
+    assert copied_bytes(backward, (query, query, keys, keys), "cpu") == 0
