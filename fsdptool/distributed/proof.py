@@ -328,7 +328,7 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = data.numel() // 4 * 4
         total = (data[whole:].long() + 1).prod()
-        for words in data[:whole].view(torch.int32).split(_CHUNK):
+        for words in torch.split(data[:whole].view(torch.int32), _CHUNK):
             places = torch.arange(1, words.numel() + 1, device=words.device)
             total = total * 31 + (words * places).sum()
         sums.append(total)

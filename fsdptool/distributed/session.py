@@ -141,11 +141,14 @@ def _check_no_gpu() -> None:
     """Refuse a machine whose GPUs torch cannot start: on the CPU this rank would never meet the others."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     present = any(Path(path).exists() for path in DRIVER_FILES)
-    if hidden or not present or not torch.backends.cuda.is_built():
+    # Neither is annotated in torch 2.13.
+    is_built: Any = torch.backends.cuda.is_built
+    initialise: Any = torch.cuda.init
+    if hidden or not present or not is_built():
         return
     reason = "torch.cuda.is_available() is false"
     try:
-        torch.cuda.init()
+        initialise()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
     raise ConfigError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -28,7 +30,7 @@ def half_groups_only(original: Callable[..., bool]) -> Callable[..., bool]:
         half = key.dtype in (torch.float16, torch.bfloat16)
         return half and original(attention_mask, key, value)
 
-    return original if torch.__version__ >= (2, 14) else wanted
+    return original if Version(torch.__version__).release >= (2, 14) else wanted
 
 
 def choose_kernels_of_cuda() -> None:

@@ -164,7 +164,7 @@ def _squares(tensor: Tensor) -> Tensor:
     A copy of the whole tensor in fp64 would take twice its memory.
     """
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    parts = [piece.square().sum() for piece in wide.reshape(-1).split(ADAFACTOR_PIECE)]
+    parts = [piece.square().sum() for piece in torch.split(wide.reshape(-1), ADAFACTOR_PIECE)]
     return torch.stack(parts).double().sum() if parts else tensor.new_zeros((), dtype=torch.float64)
 
 
