@@ -152,6 +152,17 @@ def unconverted_parameters() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
+@contextmanager
+def apart_until_the_end() -> Iterator[None]:
+    """Let attention to packed documents end with the block: sampling attends to whole sequences."""
+    from fsdptool.families.objectives.packed_attention import leave
+
+    try:
+        yield
+    finally:
+        leave()
+
+
 @dataclass(frozen=True, slots=True)
 class GradientSync:
     """What FSDP does with the gradients of one micro-batch.
@@ -202,7 +213,7 @@ def run_micro_batch(
         The summed loss, detached, and the summed metrics.
     """
     # Backward runs the forward of checkpointed blocks again.
-    with unconverted_parameters():
+    with unconverted_parameters(), apart_until_the_end():
         with moment(RunPhase.FORWARD):
             loss, metrics = micro_loss(model, batch, observer)
         with moment(RunPhase.BACKWARD):
@@ -231,7 +242,7 @@ def add_validation_loss(
         sums: Summed metrics so far; added to.
         observer: Follows from inside; None in a run.
     """
-    with unconverted_parameters():
+    with unconverted_parameters(), apart_until_the_end():
         prediction = objective.predict(model, batch)
     if observer is not None:
         observer.predicted(prediction)

@@ -23,6 +23,7 @@ OPERATOR_CLASSES: Mapping[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_cudnn_attention.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten._scaled_dot_product_attention_math.default",
+        "torch_attn._varlen_attn.default",
         "flash_attn._flash_attn_forward.default",
         "flash_attn._flash_attn_varlen_forward.default",
     ),

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import local
 from fsdptool.families.objectives.context import share
+from fsdptool.families.objectives.packed_attention import with_documents
 from fsdptool.modeling.objective import GradientSync, MicroLoss, gradient_syncs, run_micro_batch
 from fsdptool.modeling.tensor_parallel import by_name
 from fsdptool.records.run import Metrics, RunPhase
@@ -352,7 +353,11 @@ def step_metrics(
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return ``batch`` on ``device``; pinned memory is copied without waiting."""
+    """Return ``batch`` on ``device``; pinned memory is copied without waiting.
+
+    What a GPU's attention needs to know of packed documents is computed before.
+    """
+    batch = with_documents(batch, device)
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 

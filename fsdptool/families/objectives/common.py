@@ -14,7 +14,10 @@ IGNORED = -100
 """The label of positions without a target, as transformers and torch use it."""
 
 NOT_INPUTS = frozenset(
-    {"labels", "shift_labels", "target", "latents", "noise", "sigma", "sample_ids", "document_positions"}
+    {
+        *("labels", "shift_labels", "target", "latents", "noise", "sigma", "sample_ids"),
+        *("document_positions", "document_begins", "longest_document"),
+    }
 )
 """Batch keys an objective keeps from the model; every other tensor is an argument of its forward."""
 

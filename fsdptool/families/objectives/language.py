@@ -135,8 +135,9 @@ class CausalLM(_Tokens):
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the logits, and the routers' logits of models that balance their experts' load."""
-        from fsdptool.families.objectives.context import documents
+        from fsdptool.families.objectives.context import current, documents
         from fsdptool.families.objectives.context_attention import complete
+        from fsdptool.families.objectives.packed_attention import attending, packed
         from fsdptool.families.objectives.vocabulary import divided_vocabulary
 
         arguments: dict[str, Any] = {**self.arguments(batch), "use_cache": False}
@@ -144,7 +145,11 @@ class CausalLM(_Tokens):
         if coefficient:
             arguments["output_router_logits"] = True
         base = unwrapped(model)
-        with complete(base), masks(base, documents(batch) if self.document_mask else None):
+        positions = documents(batch) if self.document_mask else None
+        apart = packed(base, batch) if self.document_mask and current() is None else None
+        if positions is not None:
+            _check_flash(base, positions)
+        with complete(base), masks(base, positions, apart is not None), attending(base, apart):
             outputs = model(**arguments)
         result = {"prediction": outputs.logits, **divided_vocabulary(model)}
         # Some classes have the setting without having experts (Doge with ``is_moe`` off, transformers 5.23).
@@ -283,6 +288,21 @@ def router_loss(model: nn.Module, logits: Sequence[Tensor], weight: float) -> di
     }
 
 
+def _check_flash(model: nn.Module, positions: Tensor) -> None:
+    """Refuse transformers' flash attention where it would not see that documents are packed.
+
+    It reads them from the positions of a batch of one sequence alone (5.23,
+    ``modeling_flash_attention_utils.py``, ``_is_packed_sequence``).
+    """
+    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    if positions.shape[0] > 1 and attention.startswith("flash_attention"):
+        raise ConfigError(
+            f"{attention} does not keep the packed documents of several sequences apart",
+            help="set model.attention: sdpa, whose kernel on GPUs keeps them apart without a mask, or"
+            " batch.micro_batch: 1",
+        )
+
+
 _MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
@@ -291,16 +311,18 @@ _MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_ch
 # ones, so a trace would hold S x S masks that training never makes. Here the caller says whether documents
 # are packed, and both do the same.
 @contextmanager
-def masks(model: nn.Module, positions: Tensor | None) -> Iterator[None]:
+def masks(model: nn.Module, positions: Tensor | None, kernel: bool = False) -> Iterator[None]:
     """Let transformers build document masks from ``positions``, or plain ones without looking.
 
     Without documents SDPA runs with ``is_causal`` and no mask. With them SDPA and eager attention
-    take one boolean mask per kind of layer, shared by all layers; flash attention needs none. OPT,
-    Falcon and others take positions but do not hand them to the mask (5.23): they get them here.
+    take one boolean mask per kind of layer, shared by all layers, unless a kernel keeps documents
+    apart. OPT, Falcon and others take positions but do not hand them to the mask (5.23): they get
+    them here.
 
     Args:
         model: What is about to run, below any PEFT wrapper.
         positions: [batch, positions], 0 where a document begins, of the whole sequence; None: no documents.
+        kernel: Whether attention keeps documents apart without a mask (``packed_attention``).
     """
     from transformers import masking_utils
 
@@ -316,7 +338,8 @@ def masks(model: nn.Module, positions: Tensor | None) -> Iterator[None]:
     for module in _modules(model):
         for name in _MAKERS if positions is not None else ():
             if hasattr(module, name):
-                change(module, name, _with_positions(getattr(module, name), positions))
+                make = _with_positions(getattr(module, name), positions)
+                change(module, name, _without_mask(make, name) if kernel else make)
         # "As many image tokens as image features": true by the batch's making, unanswerable on fakes.
         if traced and hasattr(module, "torch_compilable_check"):
             change(module, "torch_compilable_check", _unchecked)
@@ -359,6 +382,28 @@ def _with_positions(original: Callable[..., Any], positions: Tensor | None) -> C
         # transformers calls its mask makers by keyword throughout (5.23).
         if not arguments and _missing(named.get("position_ids"), positions):
             named["position_ids"] = positions
+        return original(*arguments, **named)
+
+    return make
+
+
+_CAUSAL, _SLIDING = _MAKERS[:2]
+_MORE = ("attention_mask", "past_key_values", "or_mask_function", "and_mask_function", "block_sequence_ids")
+"""Arguments of a mask maker that describe more than causal attention."""
+
+
+def _without_mask(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a maker of masks that makes none where :func:`packed_attention.attend` knows who sees whom."""
+    from fsdptool.families.objectives.packed_attention import window_mask
+
+    def make(*arguments: Any, **named: Any) -> Any:
+        plain = not arguments and all(named.get(key) is None for key in _MORE)
+        window = getattr(named.get("config"), "sliding_window", None)
+        if plain and named.get("allow_is_causal_skip", True):
+            if name == _CAUSAL:
+                return None
+            if name == _SLIDING and window is not None:
+                return window_mask(named["inputs_embeds"], window)
         return original(*arguments, **named)
 
     return make

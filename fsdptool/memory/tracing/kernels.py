@@ -16,6 +16,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import CausalBias
 
+from fsdptool.families.objectives.packed_attention import assuming_cuda
 from fsdptool.memory.tracing.recorder import Recorder
 from fsdptool.modeling import half_groups_only
 from fsdptool.records.trace import Profile
@@ -311,6 +312,7 @@ def kernels_of(profile: Profile) -> Iterator[None]:
             # What CUDA's kernels make of the same pair has not been measured.
             stack.enter_context(replaced(functional, "batch_norm", _batch_norm(functional.batch_norm)))
         else:
+            stack.enter_context(assuming_cuda())
             stack.enter_context(replaced(functional, "scaled_dot_product_attention", _attend))
             for module, name in _grouping():
                 stack.enter_context(replaced(module, name, half_groups_only(getattr(module, name))))

@@ -31,6 +31,9 @@ _ATTENTION = frozenset(
 )
 """Attention operators: query, key and value come first, in backward after the gradient of the output."""
 
+_VARLEN, _VARLEN_BACKWARD = "_varlen_attn", "_varlen_attn_backward"
+"""Attention of packed documents: [tokens, heads, head size], and where documents begin."""
+
 
 _CONTIGUOUS = {
     "_softmax": 1,
@@ -89,6 +92,8 @@ def copied_bytes(func: Any, args: Sequence[Any], profile: Profile) -> int:
     name = func._overloadpacket.__name__
     if name == "_scaled_dot_product_flash_attention_backward" and profile == "cuda":
         return _flash_workspace(args[1], args[2])
+    if name == _VARLEN_BACKWARD and profile == "cuda":
+        return _packed_workspace(args[1], args[2], documents=args[6].shape[0] - 1)
     if name in _IN_FP32 and profile != "cuda" and args[0].dtype in _HALF:
         return int(args[0].numel()) * 4
     inputs = args[: _CONTIGUOUS.get(name, 0)]
@@ -114,6 +119,15 @@ def _flash_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
     return sums + 2 * batch * key.shape[2] * heads * size * key.element_size()
 
 
+def _packed_workspace(query: torch.Tensor, key: torch.Tensor, documents: int) -> int:
+    """Return the same for packed documents [tokens, heads, D], each of which may be rounded up
+    (``mha_varlen_bwd``)."""
+    tokens, heads, size = query.shape
+    rounded = tokens + 128 * documents
+    sums = heads * rounded * (-(-size // 32) * 32 + 1) * 4
+    return sums if key.shape[1] == heads else sums + 2 * key.shape[0] * heads * size * key.element_size()
+
+
 def operation_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, moved: int
 ) -> Operation | None:
@@ -132,6 +146,8 @@ def operation_of(
     packet = func._overloadpacket
     name = packet.__name__
     backward = "backward" in name
+    if name in (_VARLEN, _VARLEN_BACKWARD):
+        return _packed_operation(args, backward=backward, moved=moved)
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
         flops = _grouped(args[0], args[1], out)
     elif name in _ATTENTION:
@@ -156,6 +172,23 @@ def operation_of(
         queries=lengths,
         causal=bool(_argument(func, args, kwargs, "is_causal")),
         fused="efficient" not in name,
+    )
+
+
+def _packed_operation(args: Sequence[Any], *, backward: bool, moved: int) -> Operation:
+    """Return attention of packed documents as attention of as many equally long sequences."""
+    query, key, value = args[1:4] if backward else args[:3]
+    rows = args[6 if backward else 3].shape[0] - 1
+    # [documents, heads, positions, D], of which only shapes are read.
+    shaped = [part.unflatten(0, (rows, -1)).transpose(1, 2) for part in (query, key, value)]
+    return Operation(
+        "attention_backward" if backward else "attention",
+        str(query.dtype).removeprefix("torch."),
+        (_attention_backward if backward else _attention)(shaped[0], shaped[1], shaped[2]),
+        moved,
+        head_size=query.shape[-1],
+        queries=query.shape[0] // rows,
+        causal=True,
     )
 
 
