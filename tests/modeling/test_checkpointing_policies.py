@@ -14,7 +14,13 @@ from fsdptool.config.recipe import read_recipe
 from fsdptool.config.recipe_writer import dump_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
-from fsdptool.records.checkpointing import BlockPolicy, Checkpointing, format_policy, read_policy
+from fsdptool.records.checkpointing import (
+    SAVED_OPERATORS,
+    BlockPolicy,
+    Checkpointing,
+    format_policy,
+    read_policy,
+)
 from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import Unit, UnitPlan
 
@@ -137,3 +143,48 @@ def test_a_recipe_holds_the_policy_and_refuses_an_impossible_one(tmp_path: Path)
         path.write_text(text.replace(before, after, 1))
         with pytest.raises(ConfigError, match=complaint):
             read_recipe(path)
+
+
+class Float8Product(torch.autograd.Function):
+    """A float8 product as torchao's layers make it, with a backward that wants its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(())
+        one, two = (part.to(torch.float8_e4m3fn) for part in (x, weight))
+        out: torch.Tensor = torch._scaled_mm(one, two.t(), scale, scale, out_dtype=torch.bfloat16)
+        ctx.save_for_backward(weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ ctx.saved_tensors[0], None
+
+
+def test_a_float8_product_is_kept_like_any_other() -> None:
+    calls: list[str] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            calls.append(func._overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(Float8Product.apply(x, self.weight))  # type: ignore[no-untyped-call]
+
+    for saved, count in ((SAVED_OPERATORS, 1), ((), 2)):
+        model = nn.Sequential(Layer())
+        unit = Unit("0", "block", ("0",), "Layer", (), checkpointed=True, save_operators=saved)
+        checkpoint_units(model, UnitPlan("native", (unit,), None, None, None))
+        x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+        calls.clear()
+        with Counted():
+            model(x).sum().backward()
+        assert calls.count("_scaled_mm") == count
