@@ -96,7 +96,7 @@ def assuming_cuda() -> Iterator[None]:
 
 
 @cache
-def _kernel() -> Callable[..., Tensor] | None:
+def _kernel() -> Callable[..., Any] | None:
     """Return torch's kernel, or None where this version has none for grouped queries and windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -267,7 +267,7 @@ def attend(
     kernel = _kernel()
     assert kernel is not None
     flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
-    result = kernel(
+    result: Tensor = kernel(
         *flat,
         documents.begins,
         documents.begins,
