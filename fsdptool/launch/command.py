@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from fsdptool.distributed.rendezvous import LISTEN, LOCAL, NODES
+from fsdptool.records.cluster import ALLOCATOR_VARIABLES, EXPANDABLE
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.runs.folder import FLIGHT_RECORD, LOGS
 
@@ -160,6 +161,8 @@ def _environment(
             chosen.setdefault("NCCL_SOCKET_IFNAME", interface)
         if settings.gpu_ids and settings.gpu_ids != "all":
             chosen["CUDA_VISIBLE_DEVICES"] = settings.gpu_ids
+        if not {*ALLOCATOR_VARIABLES} & {*chosen, *os.environ}:
+            chosen |= EXPANDABLE
         # A collective that times out leaves every rank's last collectives behind.
         chosen["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
         chosen["TORCH_FR_BUFFER_SIZE"] = "2000"

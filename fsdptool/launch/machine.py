@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from fsdptool.errors import ConfigError
 from fsdptool.launch.processes import ProcessIdentity, identify, is_alive
-from fsdptool.records.cluster import Cluster
+from fsdptool.records.cluster import ALLOCATOR_VARIABLES, EXPANDABLE, Cluster
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.sharding import FsdpSettings
 
@@ -148,10 +148,12 @@ def local_cluster(settings: FsdpSettings) -> Cluster | None:
     if gpu is None:
         return None
     environment = {key: os.environ[key] for key in _PLANNED_VARIABLES if key in os.environ}
+    if not {*ALLOCATOR_VARIABLES} & environment.keys():
+        environment |= EXPANDABLE  # as the workers get it (``launch/command.py``)
     return Cluster(gpu, per_machine, max(settings.num_machines, 1), environment=environment)
 
 
-_PLANNED_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+_PLANNED_VARIABLES = (*ALLOCATOR_VARIABLES, "CUBLAS_WORKSPACE_CONFIG")
 """Variables that workers inherit and that change the memory of a run (``planning/hardware.py``)."""
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")

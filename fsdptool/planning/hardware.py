@@ -11,14 +11,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.records.cluster import AttentionRate, Cluster, Gpu, Machine
+from fsdptool.records.cluster import ALLOCATOR_VARIABLES, AttentionRate, Cluster, Gpu, Machine
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic
 
@@ -255,14 +254,10 @@ _THREADS = 2
 """Threads that multiply matrices: the one that runs forward and autograd's own for the device."""
 
 
-EXPANDABLE: Mapping[str, str] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""What switches expandable segments on (torch 2.9 and later; older ones read ``PYTORCH_CUDA_ALLOC_CONF``)."""
-
-
 def expands(cluster: Cluster) -> bool:
     """Return whether the run's environment switches expandable segments on."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:true" in cluster.environment.get(name, "").lower() for name in names)
+    values = (cluster.environment.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
+    return any("expandable_segments:true" in value for value in values)
 
 
 def workspaces(cluster: Cluster) -> tuple[int, ...]:

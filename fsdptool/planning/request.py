@@ -15,10 +15,10 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
-from fsdptool.planning.hardware import EXPANDABLE, find_gpu, machine_for
+from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
-from fsdptool.records.cluster import Cluster, DeviceProfile, device_profile
+from fsdptool.records.cluster import EXPANDABLE, Cluster, DeviceProfile, device_profile
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.lengths import LengthCount, SampleLengths
 from fsdptool.records.plan import (

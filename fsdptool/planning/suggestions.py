@@ -13,11 +13,11 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.planning.batch_sizes import spend_spare_memory
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.hardware import EXPANDABLE, all_entries, expands, machine_for
+from fsdptool.planning.hardware import all_entries, expands, machine_for
 from fsdptool.planning.search_point import changed_settings
 from fsdptool.planning.verdict import highest_total
 from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
-from fsdptool.records.cluster import Cluster, Gpu
+from fsdptool.records.cluster import EXPANDABLE, Cluster, Gpu
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 
 COSTS = {

@@ -21,6 +21,14 @@ def device_profile(device: Literal["cpu", "cuda"]) -> DeviceProfile:
     return "cuda" if device == "cuda" else "cpu-gloo"
 
 
+EXPANDABLE: Mapping[str, str] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""What switches expandable segments on (torch 2.9 and later; older ones read ``PYTORCH_CUDA_ALLOC_CONF``)."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""What configures the caching allocator, by either name. ``fsdptool train`` sets expandable segments on GPUs
+unless one of them is set."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One kind of accelerator. Bytes and FLOP/s as a vendor's datasheet gives them (dense, no sparsity).

@@ -8,9 +8,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from fsdptool.errors import FsdptoolError
-from fsdptool.planning.hardware import EXPANDABLE
 from fsdptool.planning.options import declared
 from fsdptool.planning.search_point import point_flags
+from fsdptool.records.cluster import EXPANDABLE
 from fsdptool.records.codec import from_json
 from fsdptool.records.mesh import GROUPS
 from fsdptool.records.plan import SearchPoint

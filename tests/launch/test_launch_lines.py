@@ -21,6 +21,7 @@ from fsdptool.launch.machine import gpu_set, live_claims, register_claim, reques
 from fsdptool.launch.prepare import count_processes, place_nodes
 from fsdptool.launch.processes import identify
 from fsdptool.launch.slurm import slurm_script
+from fsdptool.records.cluster import ALLOCATOR_VARIABLES, EXPANDABLE
 from fsdptool.records.sharding import FsdpSettings
 
 RECIPE = "model: {reference: 'llama:tiny', weights: random}\nbatch: {sequence_length: 16}\nsteps: 2\n"
@@ -137,6 +138,24 @@ def test_workers_on_gpus_leave_their_flight_record_in_the_run_folder(
     assert not set(names) & set(
         build_command(tmp_path, FsdpSettings(), processes=1, device="cpu", nodes=nodes).environment
     )
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_gpus_get_expandable_segments_unless_the_allocator_is_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+    def variables(device: str, **cluster: str) -> dict[str, str]:
+        made = build_command(tmp_path, FsdpSettings(), processes=1, device=device, variables=cluster)
+        return {key: made.environment[key] for key in ALLOCATOR_VARIABLES if key in made.environment}
+
+    assert variables("cuda") == EXPANDABLE
+    assert variables("cpu") == {}
+    assert variables("cuda", **{name: "max_split_size_mb:64"}) == {name: "max_split_size_mb:64"}
+    monkeypatch.setenv(name, "backend:native")
+    assert variables("cuda") == {}, "what is exported reaches the workers by itself"
 
 
 def job(**changes: object) -> Job:
