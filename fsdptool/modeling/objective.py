@@ -115,6 +115,46 @@ class Task:
         return self.objective.loss(prediction, batch), self.objective.metrics(prediction, batch)
 
 
+class _Labelled:
+    """A model that gets its labels with every call, and the loss that it answered with."""
+
+    def __init__(self, model: nn.Module, labels: Tensor) -> None:
+        self._model = model
+        self._labels = labels
+        self.loss: Tensor | None = None
+
+    def __call__(self, **arguments: Any) -> Any:
+        output = self._model(**arguments, labels=self._labels)
+        self.loss = getattr(output, "loss", None)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class ModelLoss(Task):
+    """The loss that the model's own forward computes from ``labels``, as transformers' Trainer takes it.
+
+    fsdptool never trains with it: it shows what other loops hold.
+    """
+
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Tensor], observer: Observer | None = None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the model's loss, without metrics."""
+        missing = f"{type(model).__name__} computes no loss from labels"
+        advice = "plan another loss: --loss whole or --loss chunked"
+        if "labels" not in batch or "labels" not in inspect.signature(model.forward).parameters:
+            raise ConfigError(missing, help=advice)
+        labelled: Any = _Labelled(model, batch["labels"])
+        prediction = self.objective.predict(labelled, batch)
+        if labelled.loss is None:
+            raise ConfigError(missing, help=advice)
+        if observer is not None:
+            observer.predicted(prediction)
+        return labelled.loss, {}
+
+
 @contextmanager
 def unconverted_parameters() -> Iterator[None]:
     """Refuse conversions of parameters by the model's own forward, while entered.
@@ -168,7 +208,8 @@ class GradientSync:
     """What FSDP does with the gradients of one micro-batch.
 
     Attributes:
-        last: Whether it is the step's last: only then does FSDP finish its reductions, and HSDP all-reduce.
+        last: Whether FSDP takes it for the step's last: only then does it finish its reductions, and HSDP
+            all-reduce.
         reduce: Whether its gradients are reduce-scattered; False keeps them unsharded.
     """
 
@@ -176,16 +217,18 @@ class GradientSync:
     reduce: bool
 
 
-def gradient_syncs(count: int, *, unsharded: bool) -> Iterator[GradientSync]:
+def gradient_syncs(count: int, *, unsharded: bool, marked: bool = True) -> Iterator[GradientSync]:
     """Yield what happens to the gradients of each of a step's micro-batches.
 
     Args:
         count: Micro-batches.
         unsharded: Whether gradients are accumulated unsharded (``sharding.accumulation``).
+        marked: Whether the loop tells FSDP which micro-batch is the last (``set_is_last_backward``), as
+            ``fsdptool train`` does; FSDP takes every one for the last otherwise.
     """
     for index in range(count):
         last = index == count - 1
-        yield GradientSync(last, reduce=last or not unsharded)
+        yield GradientSync(last or not marked, reduce=last or not unsharded)
 
 
 def run_micro_batch(

@@ -324,7 +324,12 @@ class Estimator:
         key = json.dumps(traced_configuration(recipe, settings, staged=staged), sort_keys=True)
         if key not in self._traces:
             self._traces[key] = trace(
-                self.spec, recipe, settings, staged=staged, worst_routing=self.worst_routing
+                self.spec,
+                recipe,
+                settings,
+                staged=staged,
+                worst_routing=self.worst_routing,
+                own_loss=self.loop.own_loss,
             )
             self.notes |= dict.fromkeys(self._traces[key].notes)
         return key, self._traces[key]

@@ -269,11 +269,21 @@ class TrainingLoop:
         loading: How it fills the model on GPUs; None: as the program of the planned layout does.
         keeps_logits: Whether it holds the whole fp32 logits until backward ends; fsdptool's loss frees them.
         assumed: What else it does, in time only: planned, and never trained by fsdptool.
+        program: Whose loop it is (``fsdptool``, ``accelerate``, ``trainer``, ...).
+        loss_in_forward: Whether the model's own forward computes the loss (``labels=``): FSDP's root then
+            leaves forward and enters backward with the loss, not with the model's outputs.
+        own_loss: Whether that loss is the model's own code, in the dtype that the code has; else it is that of
+            the recipe's objective, in fp32.
+        marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
     """
 
     loading: Loading | None = None
     keeps_logits: bool = False
     assumed: tuple[Assumption, ...] = ()
+    program: str = "fsdptool"
+    loss_in_forward: bool = False
+    own_loss: bool = False
+    marks_last: bool = True
 
 
 OWN_LOOP = TrainingLoop("rows")

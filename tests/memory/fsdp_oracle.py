@@ -25,7 +25,8 @@ from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.gradient_sums import GradientSums
 from fsdptool.memory.tracing.kernels import kernels_of
-from fsdptool.modeling.objective import GradientSync, Task, gradient_syncs, run_micro_batch
+from fsdptool.modeling.objective import GradientSync, ModelLoss, Task, gradient_syncs, run_micro_batch
+from fsdptool.records.plan import OWN_LOOP, TrainingLoop
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Profile
@@ -168,8 +169,9 @@ def observe(
     world_size: int,
     profile: Profile = "cuda",
     step: bool = True,
+    loop: TrainingLoop = OWN_LOOP,
 ) -> Observation:
-    """Run two steps as the trainer runs them, on rank 0, and return what step 2 held.
+    """Run two steps as a training loop runs them, on rank 0, and return what step 2 held.
 
     Args:
         make: Builds the model on meta, adapters and checkpointing applied.
@@ -180,6 +182,7 @@ def observe(
         world_size: Ranks.
         profile: Whose kernels.
         step: Whether to run the optimizer, too (slow on fake DTensors).
+        loop: Whose loop it is: the trainer's own, or one that gives the model its labels.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -210,7 +213,7 @@ def observe(
                 optimizer = (
                     build_optimizer(recipe.optimizer, model.named_parameters(), rate=1e-4) if step else None
                 )
-                runner = _Runner(model, objective, specs, recipe, mode, counter, optimizer, session)
+                runner = _Runner(model, objective, specs, recipe, mode, counter, optimizer, session, loop)
                 runner.step()
                 return runner.step()
             finally:
@@ -228,6 +231,7 @@ class _Runner:
     counter: LiveBytes
     optimizer: Any
     session: Any
+    loop: TrainingLoop
 
     def step(self) -> Observation:
         """Take one step in the order of ``training/step.py``."""
@@ -237,12 +241,14 @@ class _Runner:
         batches = [dict(fake_batch(self.specs, self.mode)) for _ in range(count)]
         counter.count(tensor for batch in batches for tensor in batch.values())
         divisor = torch.ones((), dtype=torch.float64)
-        syncs = gradient_syncs(count, unsharded=self.recipe.sharding.accumulation == "unsharded")
+        unsharded = self.recipe.sharding.accumulation == "unsharded"
+        syncs = gradient_syncs(count, unsharded=unsharded, marked=self.loop.marks_last)
+        loss = ModelLoss if self.loop.loss_in_forward else Task
         for index, (batch, sync) in enumerate(zip(batches, syncs, strict=True)):
             self._announce(sync)
             run_micro_batch(
                 self.model,
-                Task(self.objective),
+                loss(self.objective),
                 batch,
                 scale=1.0,
                 divisor=divisor,
@@ -265,7 +271,8 @@ class _Runner:
 
     def _announce(self, sync: GradientSync) -> None:
         model: Any = self.model
-        model.set_is_last_backward(sync.last)
+        if self.loop.marks_last:
+            model.set_is_last_backward(sync.last)
         if self.recipe.sharding.accumulation == "unsharded":
             model.set_requires_gradient_sync(sync.reduce)
         elif self.session.dims.dp_replicate > 1:

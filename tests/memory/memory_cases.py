@@ -16,7 +16,16 @@ from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.modeling.units import plan_units, with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.recipe import Batch, Method, ModelChoice, Optimizer, Recipe, Sharding
+from fsdptool.records.plan import OWN_LOOP, TrainingLoop
+from fsdptool.records.recipe import (
+    Batch,
+    Method,
+    ModelChoice,
+    Objective,
+    Optimizer,
+    Recipe,
+    Sharding,
+)
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Component, Trace
 from fsdptool.source import resolve
@@ -45,6 +54,8 @@ class Case:
     optimizer: Mapping[str, Any] | None = None
     method: Method = field(default_factory=Method)
     step: bool = False
+    objective: Objective = field(default_factory=Objective)
+    loop: TrainingLoop = OWN_LOOP
 
     def spec(self) -> ModelSpec:
         """Return the resolved model."""
@@ -58,6 +69,7 @@ class Case:
         recipe = Recipe(
             model=ModelChoice(self.reference, overrides=self._overrides()),
             method=self.method,
+            objective=self.objective,
             batch=Batch(**{"sequence_length": 64, **(self.batch or {})}),
             sharding=Sharding(**(self.sharding or {})),
             optimizer=Optimizer(**(self.optimizer or {})),
@@ -74,7 +86,8 @@ class Case:
 
     def trace(self) -> Trace:
         """Return the trace, made afresh, as a GPU would compute."""
-        return building.make_trace(self.spec(), self.recipe(), self.yaml(), "cuda", None)
+        own = self.loop.own_loss
+        return building.make_trace(self.spec(), self.recipe(), self.yaml(), "cuda", None, own_loss=own)
 
     def observe(self) -> Observation:
         """Ask the oracle."""
@@ -88,13 +101,14 @@ class Case:
             settings,
             world_size=self.ranks,
             step=self.step,
+            loop=self.loop,
         )
 
     def simulate(self, trace: Trace | None = None) -> tuple[int, dict[str, int]]:
         """Return the simulated peak, optimizer states left out unless stepping, and its components."""
         mesh, recipe = self.mesh.resolve(self.ranks), self.recipe()
         rank = prepare(self.plan(), mesh, recipe, device=replace(DEVICES["cuda"], grain=1))
-        made = simulate(trace or self.trace(), rank, mesh, recipe)
+        made = simulate(trace or self.trace(), rank, mesh, recipe, loop=self.loop)
         live = dict(zip(Component, made.ledger.at_best, strict=True))
         peak = made.ledger.best
         return peak if self.step else peak - live["optimizer"], live

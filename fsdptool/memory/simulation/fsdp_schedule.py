@@ -44,10 +44,18 @@ class Schedule(Unshard):
         ledger: Where bytes are counted.
         trace: What is played.
         logits: What a loss computes from and another training loop holds until backward ends.
+        loss_in_forward: Whether the root's forward computes the loss, instead of the loop after it.
     """
 
     def __init__(
-        self, rank: Rank, replicate: int, ledger: Ledger, trace: Trace, *, logits: Block | None = None
+        self,
+        rank: Rank,
+        replicate: int,
+        ledger: Ledger,
+        trace: Trace,
+        *,
+        logits: Block | None = None,
+        loss_in_forward: bool = False,
     ) -> None:
         super().__init__(rank, ledger)
         self.replicate = replicate
@@ -62,6 +70,7 @@ class Schedule(Unshard):
         self._called: list[Group] = []
         self._last = self._backward = True
         self._logits = logits
+        self.loss_in_forward = loss_in_forward
 
     def micro_batch(
         self,
@@ -121,7 +130,7 @@ class Schedule(Unshard):
                 self.ledger.note(f"forward {group.name}")
                 self._enter(group, path)
         elif marker == "leave":
-            if group is not None:
+            if group is not None and not (group is self.root and self.loss_in_forward):
                 self._leave(group, path)
         elif marker == "loss":
             self.ledger.note("loss")
@@ -134,18 +143,30 @@ class Schedule(Unshard):
         elif marker == "grad_leave":
             if group is not None and group.entered == path:
                 self._post_backward(group, reduce)
-        elif marker == "end" and self._backward:
+        elif marker == "end" and not self._backward:
+            self._leave_with_loss()
+        elif marker == "end":
             self.ledger.note("end of backward")
             self._final(reduce)
             if self._logits is not None:
                 self.ledger.drop(self._logits)
 
     def _begin_backward(self) -> None:
+        self._leave_with_loss()
         self.ledger.note("backward of the loss")
         self.ledger.begin(RunPhase.BACKWARD)
+        if self.root is not None and self.loss_in_forward and self._backward:
+            # Its hook is on every output that requires a gradient, and the loss is the first to have one
+            # (``_register_pre_backward_hook``).
+            self._pre_backward(self.root)
         if self._logits is not None and self._backward:
             # The loss has just freed its own copy, whose place this one takes.
             self.ledger.add(self._logits)
+
+    def _leave_with_loss(self) -> None:
+        """Leave the root, whose forward has computed the loss."""
+        if self.root is not None and self.loss_in_forward and self.root.training == FORWARD:
+            self._leave(self.root, "")
 
     def _order(self, pieces: Sequence[Piece]) -> None:
         """Order units by their first call, and chain them as explicit prefetching does

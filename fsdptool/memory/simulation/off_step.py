@@ -225,7 +225,8 @@ def _forwards(run: OffStep, phase: RunPhase, trace: Trace | None, *, count: int)
         # One parameter's copy in its average's dtype, while the two change places.
         _spike(run, EMA, max((numel * max(stored, 4) for numel, stored in _trained(run)), default=0))
     ledger.prefix = f"{phase}: "
-    schedule = Schedule(before.rank, before.replicate, ledger, trace)
+    inside = phase is RunPhase.EVALUATION and before.loss_in_forward
+    schedule = Schedule(before.rank, before.replicate, ledger, trace, loss_in_forward=inside)
     # The loader's batch is all of a step's; on a device one micro-batch of it is alive.
     inputs = trace.input_bytes
     if not run.device.host_apart and phase is RunPhase.EVALUATION:

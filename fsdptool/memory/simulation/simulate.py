@@ -141,7 +141,9 @@ def simulate(
     grain = device.grain
     ledger = ledger if ledger is not None else Ledger()
     logits = _wide_logits(trace, grain) if loop.keeps_logits else None
-    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace, logits=logits)
+    schedule = Schedule(
+        prepared.rank, mesh.dp_replicate, ledger, trace, logits=logits, loss_in_forward=loop.loss_in_forward
+    )
     off_step = OffStep(schedule, states, recipe, device, saves)
     ledger.note("between steps")
     ledger.begin(RunPhase.LOAD)
@@ -155,14 +157,14 @@ def simulate(
     complete = trace.known and (trace.teacher is None or teacher is not None)
     if warm and complete:
         ledger.whole = RunPhase.FIRST_STEP
-        _step(schedule, teacher, recipe, states, grain, first=True, middle=middle)
+        _step(schedule, teacher, recipe, states, loop, first=True, middle=middle)
         ledger.whole = None
     else:
         _add(ledger, states, OPTIMIZER)
     if off_step.staged is not None:
         ledger.add(off_step.staged)
     if complete:
-        _step(schedule, teacher, recipe, states, grain, middle=middle)
+        _step(schedule, teacher, recipe, states, loop, middle=middle)
         play_off_step(off_step)
     ledger.close()
     return Simulated(ledger, states, off_step, complete)
@@ -173,13 +175,13 @@ def _step(
     teacher: _Teacher | None,
     recipe: Recipe,
     states: States,
-    grain: int,
+    loop: TrainingLoop,
     *,
     first: bool = False,
     middle: bool = False,
 ) -> None:
     """Play one optimizer step in the order of ``training/step.py``."""
-    ledger, trace = schedule.ledger, schedule.trace
+    ledger, trace, grain = schedule.ledger, schedule.trace, schedule.grain
     accumulation = recipe.batch.accumulation
     sizes = trace.input_bytes * accumulation
     inputs = Block(INPUTS, rounded_sum(sizes, grain), sizes)
@@ -187,7 +189,7 @@ def _step(
     ledger.begin(RunPhase.FORWARD)
     ledger.add(inputs)
     pieces = program(trace, schedule.rank.modules, grain)
-    for sync in _distinct_syncs(recipe, middle=middle):
+    for sync in _distinct_syncs(recipe, loop, middle=middle):
         ledger.begin(RunPhase.FORWARD)
         output = teacher.forward() if teacher is not None else None
         schedule.micro_batch(pieces, sync, teacher_output=output)
@@ -252,13 +254,13 @@ def _load_teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledge
     return _Teacher(schedule, pieces, Block(TEACHER, kept, (kept,)))
 
 
-def _distinct_syncs(recipe: Recipe, *, middle: bool = False) -> list[GradientSync]:
+def _distinct_syncs(recipe: Recipe, loop: TrainingLoop, *, middle: bool = False) -> list[GradientSync]:
     """Return the micro-batches worth simulating: further ones between them only repeat the one before.
 
     Gradients that stay unsharded are widened by the first micro-batch and added to by the second.
     """
     unsharded = recipe.sharding.accumulation == "unsharded"
-    *earlier, last = gradient_syncs(recipe.batch.accumulation, unsharded=unsharded)
+    *earlier, last = gradient_syncs(recipe.batch.accumulation, unsharded=unsharded, marked=loop.marks_last)
     return [*earlier[: 3 if middle else 2 if unsharded else 1], last]
 
 

@@ -25,7 +25,7 @@ from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.quantised_layers import describe_base
-from fsdptool.modeling.objective import MicroLoss, Task, objective_for
+from fsdptool.modeling.objective import MicroLoss, ModelLoss, Task, objective_for
 from fsdptool.modeling.tensor_group import TensorGroup
 from fsdptool.modeling.tensor_parallel import split
 from fsdptool.modeling.units import as_trained, compiled_modules, plan_teacher, plan_units, with_stored_dtypes
@@ -70,6 +70,7 @@ def make_trace(
     teacher: ModelSpec | None,
     *,
     staged: bool = False,
+    own_loss: bool = False,
     alike: str = "",
 ) -> Trace:
     """Trace without the cache. See :func:`fsdptool.memory.trace`; ``alike`` is ``Conditions.recipe``."""
@@ -117,7 +118,7 @@ def make_trace(
         ring=settings.cp_comm_strategy == "alltoall",
         recipe=alike,
     )
-    micro_loss = method.micro_loss(recipe, objective)
+    micro_loss = ModelLoss(objective) if own_loss else method.micro_loss(recipe, objective)
     traced = _trace_or_explain(make, micro_loss, specs, conditions, anatomy, recipe, whole=whole)
     if not traced.known:
         return traced

@@ -31,6 +31,7 @@ def trace(
     teacher: ModelSpec | None = None,
     staged: bool = False,
     worst_routing: bool = False,
+    own_loss: bool = False,
     use_cache: bool = True,
     refresh: bool = False,
 ) -> Trace:
@@ -45,6 +46,7 @@ def trace(
         staged: Whether ranks that share a sequence exchange it over a backend that copies what it sends
             (``Device.direct`` of ``memory/simulation/collectives.py``).
         worst_routing: Whether the tokens of a whole expert-parallel group come to this rank.
+        own_loss: Whether the loss is the one that the model's own forward computes from ``labels``.
         use_cache: Whether to read and keep cached traces.
         refresh: Ignore the cached trace and replace it.
 
@@ -64,6 +66,8 @@ def trace(
     parts = _parts(spec, recipe, settings, assumed, teacher, staged)
     if worst_routing:
         parts["worst_routing"] = True
+    if own_loss:
+        parts["own_loss"] = True
     key = store.key(parts) if store is not None else ""
     if store is not None and not refresh:
         kept, _ = store.get(KIND, key)
@@ -76,7 +80,9 @@ def trace(
     tp, ep = parts["tensor"]
     alike = digest({**parts, "batch": batch, "tensor": [tp, ep > 1]})
     with expert_parallel.worst_routing() if worst_routing else nullcontext():
-        traced = make_trace(spec, recipe, settings, assumed, teacher, staged=staged, alike=alike)
+        traced = make_trace(
+            spec, recipe, settings, assumed, teacher, staged=staged, own_loss=own_loss, alike=alike
+        )
     if store is not None and traced.known:
         store.put(KIND, key, to_json(traced), about=f"{spec.model_class} of {spec.reference.id}")
     return traced
