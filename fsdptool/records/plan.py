@@ -272,8 +272,8 @@ class TrainingLoop:
         program: Whose loop it is (``fsdptool``, ``accelerate``, ``trainer``, ...).
         loss_in_forward: Whether the model's own forward computes the loss (``labels=``): FSDP's root then
             leaves forward and enters backward with the loss, not with the model's outputs.
-        own_loss: Whether that loss is the model's own code, in the dtype that the code has; else it is that of
-            the recipe's objective, in fp32.
+        own_loss: Whether that loss is the model's own code, in the code's dtype; else it is that of the
+            recipe's objective, in fp32.
         marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
     """
 

@@ -89,8 +89,21 @@ def missing_periods(shortened: Sequence[Shortened]) -> int | None:
     return missing.pop() if len(missing) == 1 else None
 
 
+def inner(shortened: Sequence[Shortened]) -> tuple[Shortened, ...]:
+    """Return the cuts one period earlier: two periods follow the one that is then copied.
+
+    What follows a block in forward precedes it in backward, where the first sums of a gradient that every
+    block adds to take other memory than the later ones.
+    """
+    return tuple(replace(item, cut=item.cut - item.period) for item in shortened)
+
+
 def lengthened(
-    trace: Trace, shortened: Sequence[Shortened], deeper: Sequence[Shortened] | None = None
+    trace: Trace,
+    shortened: Sequence[Shortened],
+    deeper: Sequence[Shortened] | None = None,
+    *,
+    periods: int = 1,
 ) -> Trace:
     """Return ``trace`` with its lists declared to be of their real length.
 
@@ -98,6 +111,7 @@ def lengthened(
         trace: Of the shortened model.
         shortened: What was cut.
         deeper: The same cuts of the model at a greater traced depth, which is then the depth to predict.
+        periods: By how many periods that is deeper.
     """
     if deeper is None:
         repeats = [Repeat(s.path, s.period, s.traced, s.total, s.cut) for s in shortened]
@@ -107,10 +121,10 @@ def lengthened(
     missing: dict[str, int] = {}
     for item, other in zip(shortened, deeper, strict=True):
         length = lengths.setdefault(item.path, item.traced)
-        lengths[item.path] += item.period
+        lengths[item.path] += item.period * periods
         cut = item.cut - missing.get(item.path, 0)
         missing[item.path] = missing.get(item.path, 0) + other.total - other.traced
-        repeats.append(Repeat(item.path, item.period, length, length + item.period, cut))
+        repeats.append(Repeat(item.path, item.period, length, lengths[item.path], cut))
     return replace(trace, repeats=tuple(repeats))
 
 

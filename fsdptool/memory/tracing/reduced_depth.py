@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import (
     Shortened,
+    inner,
     lengthened,
     missing_periods,
     shorten,
@@ -33,7 +34,12 @@ _SHALLOW, _DEEP, _DEEPER = 3, 4, 6
 _WORTH_A_RULE = 4
 """Missing periods from which on it costs less to learn how a trace grows than to trace the full depth."""
 
-_extrapolates: dict[tuple[Conditions, Values], bool | GrowthRule] = {}
+INNER = "inner"
+"""A deeper trace was predicted by repeating an earlier block than the last but one (:func:`inner`)."""
+
+Extrapolation = bool | GrowthRule | Literal["inner"]
+
+_extrapolates: dict[tuple[Conditions, Values], Extrapolation] = {}
 """Whether a shallower trace predicted a deeper one by repeating its blocks, or the rule by which it did."""
 
 
@@ -122,7 +128,7 @@ def trace_at_depth(
     if known is False:
         return attempts.at(None).trace
     try:
-        shallow = attempts.at(_SHALLOW) if known is not True else None
+        shallow = attempts.at(_SHALLOW) if known is None or isinstance(known, GrowthRule) else None
         deep = attempts.at(_DEEP, built)
         if known is None and shallow is not None:
             known = _learn(attempts, shallow, deep)
@@ -136,19 +142,25 @@ def trace_at_depth(
         return attempts.at(None).trace
     if conditions.recipe and known is not None:
         _extrapolates[conditions, values] = known
+    if known == INNER:
+        return lengthened(deep.trace, inner(deep.shortened))
     if known is True:
         return lengthened(deep.trace, deep.shortened)
     return attempts.at(None).trace if grown is None else grown
 
 
-def _learn(attempts: _Attempts, shallow: _Attempt, deep: _Attempt) -> bool | GrowthRule:
+def _learn(attempts: _Attempts, shallow: _Attempt, deep: _Attempt) -> Extrapolation:
     """Return whether the blocks of the deeper trace repeat, or by which rule the trace grows; else False."""
     if verified(lengthened(shallow.trace, shallow.shortened, deep.shortened), deep.trace):
         return True
     missing = missing_periods(deep.shortened)
     if missing is None or missing < _WORTH_A_RULE:
         return False
-    return _rule(attempts, shallow, deep) or False
+    deeper = attempts.at(_DEEPER)
+    predicted = lengthened(deep.trace, inner(deep.shortened), deeper.shortened, periods=_DEEPER - _DEEP)
+    if verified(predicted, deeper.trace):
+        return INNER
+    return _rule(deeper, shallow, deep) or False
 
 
 def _apply(
@@ -163,12 +175,11 @@ def _apply(
         return rule, None
     periods = _DEEP - _SHALLOW + missing
     grown = rule.apply(shallow.trace, deep.trace, periods)
-    if grown is None and (other := _rule(attempts, shallow, deep)) is not None:
+    if grown is None and (other := _rule(attempts.at(_DEEPER), shallow, deep)) is not None:
         return other, other.apply(shallow.trace, deep.trace, periods)
     return rule, grown
 
 
-def _rule(attempts: _Attempts, shallow: _Attempt, deep: _Attempt) -> GrowthRule | None:
-    deeper = attempts.at(_DEEPER).trace
+def _rule(deeper: _Attempt, shallow: _Attempt, deep: _Attempt) -> GrowthRule | None:
     paths = [item.path for item in deep.shortened]
-    return GrowthRule.learn(shallow.trace, deep.trace, deeper, _DEEPER - _SHALLOW, paths)
+    return GrowthRule.learn(shallow.trace, deep.trace, deeper.trace, _DEEPER - _SHALLOW, paths)
