@@ -191,6 +191,8 @@ def _finish(lint: LintContext, comments: Comments) -> Reading:
         suppressed=tuple(item.diagnostic for item in ordered if comments.silences(item.diagnostic)),
         facts=facts,
         written_in=lint.dialect,
+        used=tuple(fact.entry for fact in lint.facts.values() if fact.entry is not None),
+        dtypes=lint.dialect.dtypes(lint) if lint.runs_fsdp and lint.configures_fsdp else None,
     )
 
 

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.config.dialects.protocol import Consumer
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
-from fsdptool.files.tree import Document
-from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting, IgnoredKey, Severity, envelope
+from fsdptool.files.tree import Document, Entry
+from fsdptool.records.diagnostic import (
+    Diagnostic,
+    EffectiveDtypes,
+    EffectiveSetting,
+    IgnoredKey,
+    Severity,
+    envelope,
+)
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
@@ -33,6 +40,8 @@ class Reading:
         version: FSDP version the consumer would run, or None if it would not run FSDP.
         changes: Per diagnostic (same index): settings its fix changes, by key.
         suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
+        used: Entries of the document that settings were read from.
+        dtypes: What is stored, computed and reduced in which dtype, or None if FSDP does not run.
     """
 
     settings: FsdpSettings | None
@@ -49,6 +58,8 @@ class Reading:
     suppressed: tuple[Diagnostic, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
     written_in: Dialect | None = field(default=None, repr=False)
+    used: tuple[Entry, ...] = field(default=(), repr=False)
+    dtypes: EffectiveDtypes | None = None
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
@@ -189,6 +200,7 @@ def file_verdict(reading: Reading) -> FileVerdict:
         ignored=tuple(replace(item, value=_json(item.value)) for item in reading.ignored),
         findings=tuple(finding(item) for item in reading.diagnostics),
         suppressed=tuple(finding(item) for item in reading.suppressed),
+        dtypes=reading.dtypes,
     )
 
 

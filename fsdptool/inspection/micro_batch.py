@@ -6,7 +6,8 @@ traces are cached needs nothing else from torch, so the shapes are cached, too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
@@ -15,11 +16,12 @@ from fsdptool.families.registry import family_of
 from fsdptool.inspection.api import cache_parts
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.plan import SampleSize, Size
 
 if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
 
-KIND = "batch"
+KIND, SIZE_KIND = "batch", "sample"
 
 
 def batch_spec(spec: ModelSpec, recipe: Recipe) -> tuple[TensorSpec, ...]:
@@ -39,6 +41,57 @@ def batch_spec(spec: ModelSpec, recipe: Recipe) -> tuple[TensorSpec, ...]:
         about = f"micro-batch of {spec.model_class} of {spec.reference.id}"
         store.put(KIND, key, [to_json(tensor) for tensor in tensors], about=about)
     return tensors
+
+
+def sample_size(spec: ModelSpec, recipe: Recipe) -> SampleSize:
+    """Return the size of a sample: what the recipe says, and what of the rest is the family's default.
+
+    A default has a name only if giving it changes no tensor of the micro-batch.
+    """
+    store = Store()
+    key = store.key(_parts(spec, recipe))
+    kept, _ = store.get(SIZE_KIND, key)
+    if kept is not None:
+        try:
+            return from_json(SampleSize, kept)
+        except (ConfigError, TypeError):
+            pass
+    tensors = batch_spec(spec, recipe)
+    given = {name: getattr(recipe.batch, name) for name in _SIZES}
+    given = {name: size for name, size in given.items() if size is not None}
+    assumed = {name: size for name, size in _defaults(spec, tensors).items() if name not in given}
+    if assumed and not _same(spec, recipe, tensors, assumed):
+        assumed = {}
+    shapes = {}
+    if not given and not assumed:
+        shapes = {item.name: item.shape[1:] for item in tensors if len(item.shape) > 1}
+    values: dict[str, Any] = {**given, **assumed}
+    found = SampleSize(**values, assumed=cast("tuple[Size, ...]", tuple(assumed)), tensors=shapes)
+    store.put(SIZE_KIND, key, to_json(found), about=f"sample of {spec.model_class} of {spec.reference.id}")
+    return found
+
+
+_SIZES = ("sequence_length", "height", "width", "frames")
+
+
+def _defaults(spec: ModelSpec, tensors: tuple[TensorSpec, ...]) -> dict[str, int]:
+    """Return the sizes that the family takes where nobody says, as far as they have names."""
+    family: Any = family_of(spec)
+    if hasattr(family, "default_size"):
+        return dict(family.default_size(spec.config))
+    shapes = {item.name: item.shape for item in tensors}
+    tokens, pixels = shapes.get("input_ids", ()), shapes.get("pixel_values", ())
+    sizes = {"sequence_length": tokens[1]} if len(tokens) == 2 else {}
+    return {**sizes, "height": pixels[2], "width": pixels[3]} if len(pixels) == 4 else sizes
+
+
+def _same(spec: ModelSpec, recipe: Recipe, tensors: tuple[TensorSpec, ...], sizes: dict[str, int]) -> bool:
+    """Whether giving the sizes changes nothing."""
+    values: dict[str, Any] = dict(sizes)
+    try:
+        return batch_spec(spec, replace(recipe, batch=replace(recipe.batch, **values))) == tensors
+    except ConfigError:
+        return False
 
 
 def _parts(spec: ModelSpec, recipe: Recipe) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from fsdptool.spelling import unknown_option
 
 Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
 
-LOSSES = ("whole", "kept", "chunked")
-"""``whole`` keeps fp32 logits of all tokens, as transformers does; ``chunked`` those of 1,024 at a time."""
+LOSSES = ("whole", "kept", "chunked", "model")
+"""``whole`` keeps fp32 logits of all tokens, as transformers does; ``chunked`` those of 1,024 at a time;
+``model`` what the model's own forward keeps, given ``labels``."""
 
 OPTIMAL = "optimal"
 """What ``checkpointing`` takes to have the policy found."""
@@ -113,8 +114,12 @@ class Options(TypedDict, total=False):
     objective: Annotated[str | None, Option("Training objective.", "Recipe", "recipe.objective.name")]
     loss: Annotated[str | None, Option(
         "Logits that a loss over tokens holds, to plan for another training loop (kept: as whole, with the"
-        " fp32 logits until backward ends)", "Recipe",
-        choices=LOSSES)]
+        " fp32 logits until backward ends; model: the loss that the model computes from its labels)",
+        "Recipe", choices=LOSSES)]
+    loss_in_forward: Annotated[bool | None, Option(
+        "Whether the model's forward computes the loss (labels=) or the loop after it. By default, as the"
+        " program does that reads the configuration.", "Recipe",
+        flags=("--loss-in-forward/--loss-after-forward",))]
     optimizer: Annotated[str | None, Option("Optimizer", "Recipe", "recipe.optimizer.name")]
     optimizer_implementation: Annotated[str | None, Option(
         "Optimizer kernels", "Recipe", "recipe.optimizer.implementation",

@@ -12,16 +12,18 @@ from typing import Any
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
-from fsdptool.inspection.micro_batch import batch_spec
+from fsdptool.inspection.micro_batch import batch_spec, sample_size
 from fsdptool.planning.advice import advise, advise_lengths
 from fsdptool.planning.assembly import is_refused
 from fsdptool.planning.batch_sizes import largest_batch
 from fsdptool.planning.choice import SearchResult
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.followed_loop import suited
 from fsdptool.planning.lengths import replay_lengths
 from fsdptool.planning.mesh_choice import mesh_choice
 from fsdptool.planning.offers import describe_offers
+from fsdptool.planning.options import declared
 from fsdptool.planning.pipeline import NOTE as PIPELINE_NOTE
 from fsdptool.planning.pipeline import pipeline_flags, plan_pipeline, stage_cluster
 from fsdptool.planning.request import Request
@@ -37,7 +39,7 @@ from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, digest, envelope
-from fsdptool.records.plan import Candidate, Plan, PlanInputs, SearchPoint
+from fsdptool.records.plan import Candidate, Plan, PlanInputs, SampleSize, SearchPoint
 from fsdptool.records.recipe import Batch, Optimizer, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 
@@ -120,7 +122,8 @@ def make_plan(
     spec, anatomy = model if model is not None else inspect_model(inputs)
     _check_model(spec, anatomy, inputs.recipe)
     noticed = [*request.diagnostics, *_serious(spec.diagnostics)]
-    return search(spec, anatomy, inputs, progress=progress, diagnostics=noticed)
+    plan = search(spec, anatomy, inputs, progress=progress, diagnostics=noticed)
+    return replace(plan, unread=request.unread)
 
 
 def search(
@@ -143,7 +146,7 @@ def search(
         PlanError: The inputs contradict each other.
     """
     requested = _requested_points(inputs)
-    inputs = replace(inputs, model=describe_model(spec, anatomy))
+    inputs = replace(suited(spec, inputs), model=describe_model(spec, anatomy))
     profile: Any = inputs.profile
     estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings, profile=profile, loop=inputs.loop)
     extra: dict[str, Any] = {}
@@ -257,8 +260,9 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
     batch_spec(spec, recipe)
 
 
-def _decided_flags(inputs: PlanInputs, point: SearchPoint) -> list[str]:
-    """Return the flags that fix a point: the four that most runs turn on, and others that are not usual."""
+def _decided_flags(inputs: PlanInputs, point: SearchPoint, sample: SampleSize) -> list[str]:
+    """Return the flags that fix a point: the four that most runs turn on, others that are not usual, and the
+    assumed size of a sample."""
     usual = read_search_point(
         replace(inputs.recipe, batch=Batch(), sharding=Sharding(), optimizer=Optimizer()),
         FsdpSettings(),
@@ -267,7 +271,10 @@ def _decided_flags(inputs: PlanInputs, point: SearchPoint) -> list[str]:
     )
     flags, unset = point_flags(point), point_flags(usual)
     always = ("micro_batch", "checkpointing", "reshard", "offload")
-    return [
+    sizes = [
+        part for name in sample.assumed for part in (declared()[name].flags[0], str(getattr(sample, name)))
+    ]
+    return sizes + [
         part for name, given in flags.items() if name in always or given != unset.get(name) for part in given
     ]
 
@@ -321,9 +328,10 @@ def _conclude(
         extra["mesh"] = mesh_choice(result.candidates, chosen, cluster, prefer=inputs.prefer)
     lengths = replay_lengths(estimator, inputs, chosen or first, progress=progress)
     diagnostics += advise_lengths(lengths)
+    sample = sample_size(estimator.spec, inputs.recipe)
     details = {
         "asked": list(result.requested),
-        "flags": _decided_flags(inputs, shown_point),
+        "flags": _decided_flags(inputs, shown_point, sample),
         "front": list(result.front),
         **_common_details(estimator, inputs, shown_point, inputs.clusters[shown_point.cluster]),
         "offers": describe_offers(inputs, result.candidates, result.best),
@@ -344,6 +352,7 @@ def _conclude(
         shortfall=shortfall,
         lengths=lengths,
         details=details,
+        sample=sample,
     )
 
 
@@ -370,9 +379,10 @@ def _plan_stages(
     reason = candidate.rejected_by
     known = candidate.device_total_bytes is not None and candidate.usable_bytes is not None
     chosen = candidate.id if reason is None else None
+    sample = sample_size(estimator.spec, inputs.recipe)
     details = {
         "asked": [candidate.id],
-        "flags": [*pipeline_flags(inputs.pipeline), *_decided_flags(inputs, point)],
+        "flags": [*pipeline_flags(inputs.pipeline), *_decided_flags(inputs, point, sample)],
         "front": [candidate.id] if chosen else [],
         **_common_details(estimator, inputs, point, stage_cluster(inputs.pipeline, cluster)),
         "offers": describe_offers(inputs, [candidate], [chosen]),
@@ -390,4 +400,5 @@ def _plan_stages(
         diagnostics=tuple(dict.fromkeys(diagnostics)),
         unknowns=tuple(estimator.unknowns),
         details=details,
+        sample=sample,
     )

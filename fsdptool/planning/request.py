@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
+from fsdptool.planning.followed_loop import follow, training_loop, unread_keys
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
@@ -28,18 +29,28 @@ from fsdptool.records.plan import (
     PlanInputs,
     Preference,
     SearchScope,
-    TrainingLoop,
+    UnreadKeys,
 )
 from fsdptool.records.recipe import PADDING_MULTIPLE, Recipe
-from fsdptool.records.sharding import FsdpSettings, Loading
+from fsdptool.records.sharding import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.config.result import Reading
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Canonical inputs and what was noticed on the way."""
+    """Canonical inputs and what was noticed on the way.
+
+    Attributes:
+        inputs: Everything that a plan depends on.
+        diagnostics: What was noticed while they were read.
+        unread: Keys of the configuration file that change memory and were not read.
+    """
 
     inputs: PlanInputs
     diagnostics: tuple[Diagnostic, ...] = ()
+    unread: UnreadKeys | None = None
 
 
 def read_request(options: Options) -> Request:
@@ -50,12 +61,16 @@ def read_request(options: Options) -> Request:
         ConfigError: A recipe or configuration file cannot be used.
     """
     options = read_options(options)
+    reading = _reading(options)
+    unread = unread_keys(reading, options)
+    followed = follow(options, reading)
+    options = followed.options
     recipe = build_recipe(options)
     lengths = _lengths(options)
     if lengths is not None and recipe.batch.sequence_length is None:
         longest = -(-lengths.longest // PADDING_MULTIPLE) * PADDING_MULTIPLE
         recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=longest))
-    settings, diagnostics = _settings(options, options.get("profile"))
+    settings, diagnostics = _settings(options, reading, options.get("profile"))
     profile = cast("DeviceProfile", options.get("profile") or _own_profile(options, settings))
     offers = _offers(options, settings, profile)
     clusters = tuple(_with_segments(offer.cluster, options) for offer in offers)
@@ -90,15 +105,11 @@ def read_request(options: Options) -> Request:
         max_batch=options.get("max_batch", False),
         optimal_checkpointing=_optimal_checkpointing(options, clusters),
         prefer=_prefer(options, clusters),
-        loop=TrainingLoop(
-            cast("Loading | None", options.get("loading")),
-            keeps_logits=options.get("loss") == "kept",
-            assumed=assumed,
-        ),
+        loop=replace(training_loop(followed, settings.mixed_precision != "no"), assumed=assumed),
         lengths=lengths,
         pipeline=pipeline,
     )
-    return Request(inputs, diagnostics)
+    return Request(inputs, diagnostics, unread)
 
 
 def _assumed(options: Options, recipe: Recipe, settings: FsdpSettings) -> tuple[Assumption, ...]:
@@ -211,13 +222,20 @@ def _own_profile(options: Options, settings: FsdpSettings) -> DeviceProfile:
     return device_profile("cpu" if settings.use_cpu and not named else "cuda")
 
 
-def _settings(options: Options, profile: str | None) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
+def _reading(options: Options) -> Reading | None:
+    config = options.get("config")
+    return None if config is None or isinstance(config, FsdpSettings) else _read(Path(config))
+
+
+def _settings(
+    options: Options, reading: Reading | None, profile: str | None
+) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
     diagnostics: tuple[Diagnostic, ...] = ()
     config = options.get("config")
     if isinstance(config, FsdpSettings):
         settings = config
-    elif config is not None:
-        settings, diagnostics = read_request_settings(Path(config))
+    elif reading is not None and reading.settings is not None:
+        settings, diagnostics = reading.settings, tuple(reading.diagnostics)
     else:
         # Half precision gains nothing on CPU, so it is used only on request.
         settings = FsdpSettings(mixed_precision="bf16" if profile in (None, "cuda") else "no")
@@ -230,6 +248,13 @@ def read_request_settings(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, .
     Raises:
         ConfigError: The file has errors, or no settings.
     """
+    reading = _read(path)
+    assert reading.settings is not None
+    return reading.settings, tuple(reading.diagnostics)
+
+
+def _read(path: Path) -> Reading:
+    """Return the reading of a file without errors."""
     from fsdptool.config import read_settings
 
     reading = read_settings(path)
@@ -243,7 +268,7 @@ def read_request_settings(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, .
         raise ConfigError(
             f"{place}: {message}", help=f"fsdptool validate {path} lists every finding and its fix"
         )
-    return reading.settings, tuple(reading.diagnostics)
+    return reading
 
 
 def _offers(options: Options, settings: FsdpSettings, profile: str) -> tuple[Offer, ...]:

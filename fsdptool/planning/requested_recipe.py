@@ -100,7 +100,7 @@ def _objective(options: Options, objective: Objective) -> Objective:
     """Set the chunk of a loss over tokens (``families/objectives/entropy.py``); its default is chunked."""
     kept = {name: value for name, value in objective.options.items() if name != "chunk"}
     loss = options.get("loss")
-    if loss in ("whole", "kept"):
+    if loss in ("whole", "kept", "model"):
         return replace(objective, options={**kept, "chunk": 0})
     if loss == "chunked" and not objective.options.get("chunk"):
         return replace(objective, options=kept)

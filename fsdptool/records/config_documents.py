@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from fsdptool.records.diagnostic import EffectiveSetting, Fix, IgnoredKey, RuleFamily, Safety, Severity
+from fsdptool.records.diagnostic import (
+    EffectiveDtypes,
+    EffectiveSetting,
+    Fix,
+    IgnoredKey,
+    RuleFamily,
+    Safety,
+    Severity,
+)
 from fsdptool.records.recipe import Layout
 from fsdptool.records.schema import Count, Digest, Keywords, Positive
 from fsdptool.records.sharding import FsdpSettings
@@ -52,6 +60,7 @@ class FileVerdict:
         ignored: Entries of the file that have no effect.
         findings: Findings, in the order of the file.
         suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
+        dtypes: The dtypes that the consumer would use; null if it would not run FSDP.
     """
 
     path: str | None
@@ -64,6 +73,7 @@ class FileVerdict:
     ignored: tuple[IgnoredKey, ...]
     findings: tuple[Finding, ...]
     suppressed: tuple[Finding, ...]
+    dtypes: EffectiveDtypes | None = None
 
 
 @dataclass(frozen=True, slots=True)

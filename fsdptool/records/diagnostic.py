@@ -128,6 +128,27 @@ class EffectiveSetting:
 
 
 @dataclass(frozen=True, slots=True)
+class EffectiveDtypes:
+    """The dtypes of a run; null is the dtype that the weights are loaded in.
+
+    Attributes:
+        stored: Shards of trained parameters and their optimizer states. Frozen ones keep theirs.
+        gathered: Parameters after the all-gather.
+        computed: What layers compute in.
+        reduced: Gradients while they are reduced.
+        outputs: What the model returns, and with it a loss that its forward computes.
+        saved: Trained parameters in a checkpoint.
+    """
+
+    stored: str | None
+    gathered: str | None
+    computed: str | None
+    reduced: str | None
+    outputs: str | None
+    saved: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class IgnoredKey:
     """Something that is written in the file and that the consumer does not use."""
 

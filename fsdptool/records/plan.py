@@ -261,6 +261,19 @@ Assumption = Literal["compile", "float8", "async_tp"]
 float8, and overlap the group's collectives with matrix products (torch's async TP)."""
 
 
+NotPlanned = Literal[
+    "autocast", "outputs", "fused_loss", "whole_loss", "stored_dtype", "embedding_backward", "encoders"
+]
+"""What differs from run to run, or is not modelled, in another program's training loop.
+
+``autocast``: operators that autocast runs in fp32 (layer normalisation, softmax) keep fp32 copies.
+``outputs``: a script that keeps the model's outputs during backward holds their logits. ``fused_loss``: Liger
+and other fused losses hold less. ``whole_loss``: other losses than the program's default hold whole logits.
+``stored_dtype``: without mixed precision, weights keep the dtype they are loaded in. ``embedding_backward``:
+the embedding is gathered in backward, too. ``encoders``: text encoders and the VAE, loaded beside the model.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingLoop:
     """What a plan assumes about a training loop, beyond what accelerate's YAML and a recipe can express.
@@ -274,7 +287,9 @@ class TrainingLoop:
             leaves forward and enters backward with the loss, not with the model's outputs.
         own_loss: Whether that loss is the model's own code, in the code's dtype; else it is that of the
             recipe's objective, in fp32.
+        whole_logits: Whether its loss over tokens holds all logits, where nobody says otherwise.
         marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
+        not_planned: What differs from run to run, or is not modelled.
     """
 
     loading: Loading | None = None
@@ -283,7 +298,9 @@ class TrainingLoop:
     program: str = "fsdptool"
     loss_in_forward: bool = False
     own_loss: bool = False
+    whole_logits: bool = False
     marks_last: bool = True
+    not_planned: tuple[NotPlanned, ...] = ()
 
 
 OWN_LOOP = TrainingLoop("rows")
@@ -347,6 +364,43 @@ class PlanInputs:
     pipeline: Pipeline = Pipeline()
 
 
+Size = Literal["sequence_length", "height", "width", "frames"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSize:
+    """The size of one sample, on which memory depends more than on anything else.
+
+    Attributes:
+        sequence_length, height, width, frames: Tokens, pixels and frames; None where a sample has no such
+            size, or none by that name.
+        assumed: Those of them that nobody gave: the family's defaults.
+        tensors: Shapes of the model's inputs, where nobody gave a size and none of the names says it.
+    """
+
+    sequence_length: int | None = None
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    assumed: tuple[Size, ...] = ()
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadKeys:
+    """Keys of the given file that change memory and that the plan did not read.
+
+    Attributes:
+        file: The file.
+        keys: The keys, as it writes them.
+        options: Options of ``plan`` that say the same, where there are such.
+    """
+
+    file: str
+    keys: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A verdict with every candidate that was evaluated (`fsdptool plan --format json`).
@@ -372,3 +426,7 @@ class Plan:
     """Why nothing fits; None where something does, or where that is unknown."""
     lengths: LengthsReplay | None = field(default=None, repr=False)
     """What the lengths of a data set do to the shown configuration; None where none are given."""
+    sample: SampleSize = SampleSize()
+    """The size of a sample, and what of it is assumed."""
+    unread: UnreadKeys | None = None
+    """Keys of the given file that change memory and were not read; None where there are none."""

@@ -272,6 +272,21 @@ def rules_page(rules: Iterable[Rule]) -> str:
     return "".join(parts)
 
 
+DTYPE_WORDS = {
+    "stored": "trained parameters and optimizer states",
+    "gathered": "parameters after the all-gather",
+    "computed": "layers",
+    "reduced": "gradients while they are reduced",
+    "outputs": "outputs of the model, and a loss that its forward computes",
+    "saved": "trained parameters in checkpoints",
+}
+_AS_LOADED = "as loaded"
+
+
+def _room(width: int | None) -> int | None:
+    return width - 2 if width is not None else None
+
+
 def render_explanation(reading: Reading, *, width: int | None = None) -> str:
     """Return settings, values and origins in columns, then what was ignored, then the findings.
 
@@ -288,9 +303,14 @@ def render_explanation(reading: Reading, *, width: int | None = None) -> str:
     if reading.effective:
         lines.append("")
         rows = [(item.key, printable(shown(item.value)), item.origin) for item in reading.effective]
-        room = width - 2 if width is not None else None
         cells = [("setting", "value", "origin"), *rows]
-        lines.extend(f"  {line.text}" for line in layout_table(cells, optional=(2,), width=room))
+        lines.extend(f"  {line.text}" for line in layout_table(cells, optional=(2,), width=_room(width)))
+    if reading.dtypes is not None:
+        lines.append("")
+        pairs = [(name, getattr(reading.dtypes, name) or _AS_LOADED) for name in DTYPE_WORDS]
+        described = [(name, dtype, DTYPE_WORDS[name]) for name, dtype in pairs]
+        cells = [("dtype", "value", "of"), *described]
+        lines.extend(f"  {line.text}" for line in layout_table(cells, optional=(2,), width=_room(width)))
     if reading.ignored:
         lines.append("")
         lines.append("ignored:")

@@ -98,11 +98,15 @@ def _head(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
         for name, value, note in figures
     )
     parameters = f"{model['parameters']:,} parameters" if model.get("parameters") else ""
+    size = words.assumed_size(document)
+    at = f", at {escape(size)} (assumed)" if size else ""
+    loop = (*words.unread(document), *words.loop(document))
     return (
         f'<header><p class="soft">{escape(model.get("class") or "")} · {parameters}</p>'
-        f'<h1>{title}: <span class="{verdict}">{words.VERDICTS[verdict]}</span></h1>'
+        f'<h1>{title}: <span class="{verdict}">{words.VERDICTS[verdict]}</span>{at}</h1>'
         f"<p>{escape(_sentence(words.need(candidate)))}</p>"
         f'<p class="soft">Shown: {escape(candidate["id"])}, {escape(words.brief(candidate["settings"]))}.</p>'
+        f"{''.join(f'<p>{escape(_sentence(line))}</p>' for line in loop)}"
         f"<dl>{cards}</dl></header>"
     )
 

@@ -41,6 +41,8 @@ def print_plan(
     candidate = words.shown(document)
     print_line(words.headline(document), style=_STYLES[document["verdict"]])
     print_line(words.need(candidate))
+    for line in (*words.unread(document), *words.loop(document)):
+        print_line(line)
     for line in words.shortfall(document):
         print_line(line)
     if candidate["step_seconds"] is not None:

@@ -214,7 +214,71 @@ def headline(document: Mapping[str, Any]) -> str:
     model, details = document["inputs"]["model"], document["details"]
     candidate = shown(document)
     where = details["clusters"][candidate["settings"]["cluster"]]
-    return f"{model['reference']} on {where}: {VERDICTS[document['verdict']]}"
+    size = assumed_size(document)
+    at = f", at {size} (assumed)" if size else ""
+    return f"{model['reference']} on {where}: {VERDICTS[document['verdict']]}{at}"
+
+
+def assumed_size(document: Mapping[str, Any]) -> str:
+    """Return the sizes of a sample that nobody gave; empty where all are given."""
+    sample = document.get("sample") or {}
+    assumed = sample.get("assumed") or ()
+    if not assumed:
+        shapes = (sample.get("tensors") or {}).items()
+        return ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in shapes)
+    words = [f"{sample['sequence_length']} tokens"] if "sequence_length" in assumed else []
+    if "height" in assumed or "width" in assumed:
+        words.append(f"{sample['width']} x {sample['height']} pixels")
+    if "frames" in assumed:
+        words.append(f"{sample['frames']} frames")
+    return ", ".join(words)
+
+
+NOT_PLANNED = {
+    "autocast": "fp32 copies of what autocast runs in fp32 (layer normalization, softmax)",
+    "outputs": "logits that a script holds during backward with the model's outputs (--loss kept)",
+    "fused_loss": "fused losses such as Liger's, which hold less (--loss chunked)",
+    "whole_loss": "losses that hold whole logits (--loss whole)",
+    "stored_dtype": "the dtype that the weights are loaded in (--dtype)",
+    "embedding_backward": "the embedding, which is gathered in backward, too",
+    "encoders": "text encoders and VAE that are loaded beside the model",
+}
+"""What a plan of another program's loop leaves out."""
+
+
+def loop(document: Mapping[str, Any]) -> list[str]:
+    """Return whose training loop is planned, if not fsdptool's own, and what is left out, in lines."""
+    planned = document["inputs"].get("loop") or {}
+    program = planned.get("program", "fsdptool")
+    left_out = [name for name in planned.get("not_planned") or () if name in NOT_PLANNED]
+    if program == "fsdptool":
+        if "encoders" in left_out:
+            return ["not included: text encoders and VAE; fsdptool precompute runs them before training"]
+        return []
+    settings = shown(document)["settings"]
+    chunk = document["inputs"]["recipe"].get("objective", {}).get("options", {}).get("chunk")
+    parts = [f"{settings['layout']} layout", f"{settings['gradients']} gradients between micro-batches"]
+    if planned.get("own_loss"):
+        parts.append("the model's own loss")
+    elif planned.get("loss_in_forward"):
+        logits = "whole logits" if chunk == 0 else "logits in chunks"
+        parts.append(f"loss in the model's forward, over {logits}")
+    elif chunk == 0:
+        parts.append("loss after the forward, over whole logits")
+    lines = [f"training loop of {program}: {', '.join(parts)}"]
+    if left_out:
+        lines.append(f"not included: {'; '.join(NOT_PLANNED[name] for name in left_out)}")
+    return lines
+
+
+def unread(document: Mapping[str, Any]) -> list[str]:
+    """Return the keys of the configuration file that change memory and were not read, in a line."""
+    keys = document.get("unread")
+    if not keys:
+        return []
+    named = ", ".join(keys["keys"])
+    advice = f"; give them as options: {', '.join(keys['options'])}" if keys.get("options") else ""
+    return [f"not read from {keys['file']}: {named}{advice}"]
 
 
 def shortfall(document: Mapping[str, Any]) -> list[str]:

@@ -78,6 +78,12 @@ class Denoiser(DiffusersFamily):
         """Return the frames a second the model was trained at, if that is known."""
         return self.geometry_for(self.full(config)).rate or None
 
+    def default_size(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Return pixels and frames of a sample where the recipe does not say."""
+        geometry = self.geometry_for(self.full(config))
+        size = {"height": geometry.height, "width": geometry.width}
+        return {**size, "frames": geometry.frames} if geometry.temporal else size
+
     def latent_channels(self, full: Mapping[str, Any]) -> int:
         """Return the channels of the latents (before packing)."""
         return int(full[self.in_channels_key]) // self.packing

@@ -8,7 +8,7 @@ from fsdptool import spelling
 from fsdptool.config.canonical import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, MESH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import values
-from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, PARALLELISM_KEYS
+from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, IN_PYTHON, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.launch import (
     read_details,
     read_precision,
@@ -70,6 +70,7 @@ def _unknown(lint: LintContext, chosen: dict[str, Entry]) -> None:
             safe=False,
             fix=f"write {near}",
             changes={"*": near},
+            help=f"remove it; {IN_PYTHON[key.lower()]}" if key.lower() in IN_PYTHON else None,
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.errors import ConfigError
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fsdptool.config.fsdp1 import Rewriter, Target
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document, Node
+    from fsdptool.records.diagnostic import EffectiveDtypes
+    from fsdptool.records.plan import NotPlanned
+    from fsdptool.records.recipe import GradientAccumulation, Layout
     from fsdptool.records.sharding import FsdpSettings
 
 API_VERSION = 1
@@ -87,6 +90,15 @@ class Dialect(ABC):
             ConfigError: A setting cannot be expressed; the message names it.
         """
 
+    def dtypes(self, lint: LintContext) -> EffectiveDtypes | None:
+        """Return the dtypes of the run that the file configures; None: not known.
+
+        Called after :meth:`read`. By default they follow ``mixed_precision`` as accelerate has it.
+        """
+        from fsdptool.config.dtypes import consumer_dtypes
+
+        return consumer_dtypes(lint)
+
     def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> Mapping[str, Any]:
         """Turn an FSDP1 file into FSDP2 by edits; return what changes besides ``target``.
 
@@ -99,6 +111,31 @@ class Dialect(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramLoop:
+    """What the training loop of a program does in a step, as far as its memory depends on it.
+
+    Attributes:
+        layout: Whose FSDP units and dtypes it has (docs/layouts.md).
+        gradients: How it accumulates gradients.
+        loss: Logits that its loss over tokens holds: of all of them, or of a chunk at a time.
+        loss_in_forward: Whether the model's own forward computes the loss (``labels=``).
+        marks_last: Whether it calls ``set_is_last_backward``.
+        outside_in_root: Whether embedding and head belong to the root, in the native layout.
+        not_planned: What a plan of it leaves out.
+        source: Where this can be read.
+    """
+
+    layout: Layout
+    gradients: GradientAccumulation
+    loss: Literal["whole", "chunked"]
+    loss_in_forward: bool
+    source: str
+    marks_last: bool = False
+    outside_in_root: bool = False
+    not_planned: tuple[NotPlanned, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A program that reads configuration files.
 
@@ -108,6 +145,7 @@ class Program:
         package: Distribution whose version counts and which ``--target PACKAGE==VERSION`` names.
         assumed: Version to judge for where the program need not be installed here; None: the installed one.
         checked: Version that the rules were checked against by running it, or None.
+        loop: What its training loop does, where that differs from ``fsdptool train``; None: not known.
     """
 
     name: str
@@ -115,18 +153,55 @@ class Program:
     package: str
     assumed: str | None = None
     checked: str | None = None
+    loop: ProgramLoop | None = None
+
+
+ACCELERATE_LOOP = ProgramLoop(
+    layout="accelerate",
+    gradients="unsharded",
+    loss="whole",
+    loss_in_forward=True,
+    source="accelerate 1.15 accelerator.py (no_sync, accumulate, prepare_model), utils/fsdp_utils.py",
+    not_planned=("autocast", "outputs", "stored_dtype", "encoders"),
+)
+"""A loop that prepares its model with accelerate, accumulates with it and gives the model its labels."""
+
+TRAINER_LOOP = replace(
+    ACCELERATE_LOOP,
+    source="transformers 5.23 trainer.py (no_sync but for the last micro-batch; compute_loss drops outputs)",
+    not_planned=("autocast", "fused_loss", "stored_dtype"),
+)
+"""transformers' Trainer, and the programs that are built on it."""
 
 
 PROGRAMS = {
     program.name: program
     for program in (
-        Program("accelerate", "accelerate launch and the plugin it builds", "accelerate", None, "1.15.0"),
+        Program(
+            "accelerate",
+            "accelerate launch and the plugin it builds",
+            "accelerate",
+            None,
+            "1.15.0",
+            ACCELERATE_LOOP,
+        ),
         Program("fsdptool", "fsdptool's own trainer, started on an accelerate YAML", "fsdptool"),
-        Program("trainer", "transformers' TrainingArguments", "transformers", None, "5.23.0"),
-        Program("axolotl", "axolotl", "axolotl", "0.19.0"),
+        Program("trainer", "transformers' TrainingArguments", "transformers", None, "5.23.0", TRAINER_LOOP),
+        Program("axolotl", "axolotl", "axolotl", "0.19.0", loop=TRAINER_LOOP),
         # Its FSDP keys are transformers'.
-        Program("llamafactory", "LLaMA-Factory", "transformers", "5.23.0", "5.23.0"),
-        Program("simpletuner", "SimpleTuner", "simpletuner", "4.8.0"),
+        Program("llamafactory", "LLaMA-Factory", "transformers", "5.23.0", "5.23.0", TRAINER_LOOP),
+        Program(
+            "simpletuner",
+            "SimpleTuner",
+            "simpletuner",
+            "4.8.0",
+            loop=replace(
+                ACCELERATE_LOOP,
+                loss_in_forward=False,
+                source="SimpleTuner 4.8 helpers/training/trainer.py (accumulate; text encoders are unloaded)",
+                not_planned=("autocast",),
+            ),
+        ),
     )
 }
 """The programs that the shipped dialects are for, by name; another dialect brings its own."""

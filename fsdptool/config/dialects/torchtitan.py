@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, check_expressible
-from fsdptool.config.dialects.protocol import Dialect, Program
+from fsdptool.config.dialects.protocol import Dialect, Program, ProgramLoop
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, Node
+from fsdptool.records.diagnostic import EffectiveDtypes
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
@@ -73,12 +74,22 @@ _CHOICES: dict[str, tuple[str, str, dict[str, Any], Any]] = {
 """Setting to its section, its key, what its values mean, and what counts where nothing is written."""
 
 
+_LOOP = ProgramLoop(
+    layout="native",
+    gradients="sharded",
+    loss="whole",
+    loss_in_forward=False,
+    source="torchtitan train.py (forward_backward_step, train_step), components/loss.py",
+    not_planned=("fused_loss", "embedding_backward"),
+)
+
+
 class Torchtitan(Dialect):
     """torchtitan's job configuration."""
 
     name = "torchtitan"
     consumers = ("torchtitan",)
-    programs = (Program("torchtitan", "torchtitan", "torchtitan", "0.2.0"),)
+    programs = (Program("torchtitan", "torchtitan", "torchtitan", "0.2.0", loop=_LOOP),)
     cannot = (
         "wrap_policy", "wrap_classes", "min_num_params", "state_dict_type", "cpu_ram_efficient_loading",
         *ACCELERATE_ONLY, *(name for name in MESH if name not in _DEGREES.values()), *LAUNCH,
@@ -119,6 +130,18 @@ class Torchtitan(Dialect):
         _selective(lint)
         _judge_batch(lint)
         _judge_dimensions(lint)
+
+    def dtypes(self, lint: LintContext) -> EffectiveDtypes:
+        """Return ``training.dtype`` and its mixed precision; outputs are not cast, checkpoints neither."""
+
+        def written(key: str, default: str) -> str:
+            entry = _entry(lint, "training", key)
+            return str(entry.node.value) if entry is not None else default
+
+        stored = written("dtype", "float32")
+        computed = written("mixed_precision_param", "bfloat16")
+        reduced = written("mixed_precision_reduce", "float32")
+        return EffectiveDtypes(stored, computed, computed, reduced, computed, stored)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         """Return the sections on training, mesh and checkpointing.

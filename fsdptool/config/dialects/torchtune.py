@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, facts_from
-from fsdptool.config.dialects.protocol import Dialect, Program
+from fsdptool.config.dialects.protocol import Dialect, Program, ProgramLoop
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Node, to_python
+from fsdptool.records.diagnostic import EffectiveDtypes
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
@@ -31,7 +32,18 @@ _DISTRIBUTED = (
 )  # fmt: skip
 """Keys that single-device recipes do not read."""
 
-_PRECISIONS = {"bf16": "no", "fp32": "no"}
+_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+_LOOP = ProgramLoop(
+    layout="native",
+    gradients="sharded",
+    loss="chunked",
+    loss_in_forward=False,
+    source="torchtune 0.6.1 recipes/full_finetune_distributed.py (_loss_step, train)",
+    outside_in_root=True,
+    not_planned=("whole_loss",),
+)
 
 
 class Torchtune(Dialect):
@@ -39,7 +51,7 @@ class Torchtune(Dialect):
 
     name = "torchtune"
     consumers = ("torchtune",)
-    programs = (Program("torchtune", "torchtune's distributed recipes", "torchtune", "0.6.1"),)
+    programs = (Program("torchtune", "torchtune's distributed recipes", "torchtune", "0.6.1", loop=_LOOP),)
     base = FsdpSettings(mixed_precision="no", state_dict_type="full")
     cannot = (
         "wrap_policy", "wrap_classes", "min_num_params", "cpu_ram_efficient_loading",
@@ -84,6 +96,12 @@ class Torchtune(Dialect):
             lint.ignore(layers, "units of their own in torchtune; the layout of a plan decides here")
         if all(root.get(key) is None for key in _DISTRIBUTED):
             lint.report("FSD362", "read as for a distributed recipe; a single-device recipe does not shard")
+
+    def dtypes(self, lint: LintContext) -> EffectiveDtypes:
+        """Return ``dtype``, which everything has."""
+        entry = lint.root.get("dtype")
+        value = _PRECISIONS.get(str(entry.node.value) if entry is not None else "fp32", "float32")
+        return EffectiveDtypes(value, value, value, value, value, value)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         """Return the part of a file that concerns sharding, precision and checkpointing.

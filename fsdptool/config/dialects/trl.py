@@ -6,10 +6,11 @@ Sources: TRL 1.16.0 ``trainer/base_config.py`` (defaults), ``scripts/utils.py:Tr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.dialects.protocol import Program
+from fsdptool.config.dialects.protocol import TRAINER_LOOP, Program
 from fsdptool.config.dialects.trainer import CANNOT, KEYS, Trainer, mapping
 from fsdptool.files.tree import Entry, Node, to_python
 
@@ -52,12 +53,20 @@ _BOTH: dict[str, Any] = {
 }  # fmt: skip
 
 
+_LOOP = replace(
+    TRAINER_LOOP,
+    loss="chunked",
+    source="TRL 1.16.0 trainer/sft_config.py (loss_type chunked_nll); the rest is transformers' Trainer",
+    not_planned=("autocast", "whole_loss", "stored_dtype"),
+)
+
+
 class Trl(Trainer):
     """TRL's YAML."""
 
     name = "trl"
     consumers = ("trl",)
-    programs = (Program("trl", "TRL's trainers", "trl", "1.16.0"),)
+    programs = (Program("trl", "TRL's trainers", "trl", "1.16.0", loop=_LOOP),)
     cannot = tuple(name for name in CANNOT if name not in _LAUNCH)
 
     def matches(self, root: Node) -> float:

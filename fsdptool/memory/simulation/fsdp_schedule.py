@@ -143,13 +143,8 @@ class Schedule(Unshard):
         elif marker == "grad_leave":
             if group is not None and group.entered == path:
                 self._post_backward(group, reduce)
-        elif marker == "end" and not self._backward:
-            self._leave_with_loss()
         elif marker == "end":
-            self.ledger.note("end of backward")
-            self._final(reduce)
-            if self._logits is not None:
-                self.ledger.drop(self._logits)
+            self._end(reduce)
 
     def _begin_backward(self) -> None:
         self._leave_with_loss()
@@ -162,6 +157,15 @@ class Schedule(Unshard):
         if self._logits is not None and self._backward:
             # The loss has just freed its own copy, whose place this one takes.
             self.ledger.add(self._logits)
+
+    def _end(self, reduce: bool) -> None:
+        if not self._backward:
+            self._leave_with_loss()
+            return
+        self.ledger.note("end of backward")
+        self._final(reduce)
+        if self._logits is not None:
+            self.ledger.drop(self._logits)
 
     def _leave_with_loss(self) -> None:
         """Leave the root, whose forward has computed the loss."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from torch import nn
 
@@ -34,7 +34,7 @@ _SHALLOW, _DEEP, _DEEPER = 3, 4, 6
 _WORTH_A_RULE = 4
 """Missing periods from which on it costs less to learn how a trace grows than to trace the full depth."""
 
-INNER = "inner"
+INNER: Final = "inner"
 """A deeper trace was predicted by repeating an earlier block than the last but one (:func:`inner`)."""
 
 Extrapolation = bool | GrowthRule | Literal["inner"]

@@ -71,6 +71,16 @@ DEAD = {
 }
 """Keys that look right and are not read, with the one that was meant."""
 
+_POLICY = (
+    "accelerate's files have one dtype, mixed_precision; a policy exists only in Python:"
+    " FullyShardedDataParallelPlugin(mixed_precision_policy=...)"
+)
+IN_PYTHON = {
+    "fsdp_mixed_precision": _POLICY,
+    "fsdp_mixed_precision_policy": _POLICY,
+}
+"""What to do instead, for keys whose setting no file can express."""
+
 LEGACY_KEYS = tuple(f"fsdp_{name}" for name in LEGACY_DEFAULTS)
 """Keys of FSDP1 that FSDP2 has no use for."""
 

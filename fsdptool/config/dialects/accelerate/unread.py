@@ -10,6 +10,7 @@ from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate.keys import (
     DEAD,
     FSDP_KEYS,
+    IN_PYTHON,
     PARALLELISM_KEYS,
     TOP_LEVEL,
     WHOLE_NUMBERS,
@@ -155,4 +156,5 @@ def _report_dead(lint: LintContext, block: Node, entry: Entry, full: str, meant:
         )
         return
     lint.ignore(entry, "not read by this version of accelerate")
-    lint.report_removable("FSD211", f"{key} is not read", entry, block, help="remove it", safe=True)
+    advice = f"remove it; {IN_PYTHON[full]}" if full in IN_PYTHON else "remove it"
+    lint.report_removable("FSD211", f"{key} is not read", entry, block, help=advice, safe=True)
