@@ -119,12 +119,13 @@ def suited(spec: ModelSpec, inputs: PlanInputs) -> PlanInputs:
     loop, recipe = inputs.loop, inputs.recipe
     objective = objective_for(recipe, spec)
     open_points = loop.not_planned
-    if objective.samples == "latents":
-        open_points = tuple(dict.fromkeys((*open_points, "encoders")))
-    else:
+    if objective.samples != "latents":
         open_points = tuple(name for name in open_points if name != "encoders")
-    if not any(item.name == "labels" for item in batch_spec(spec, recipe)):
-        loop = replace(loop, loss_in_forward=False)
+    elif loop.program == OWN:
+        open_points = ("encoders",)
+    labelled = any(item.name == "labels" for item in batch_spec(spec, recipe))
+    if not labelled or objective.sequences > 1 or recipe.method.distillation is not None:
+        loop = replace(loop, loss_in_forward=False, own_loss=False)
         open_points = tuple(name for name in open_points if name not in _ABOUT_LOSSES)
     chunks = "chunk" in inspect.signature(type(objective)).parameters
     if loop.whole_logits and chunks and "chunk" not in recipe.objective.options:

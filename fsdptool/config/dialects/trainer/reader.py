@@ -240,7 +240,7 @@ def _unread(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
         f"{key} is not read by TrainingArguments",
         entry,
         block,
-        help="remove it; TrainingArguments take the precision from bf16 or fp16, and a policy of one's own"
+        help="remove it; TrainingArguments take the precision from bf16 or fp16; another policy"
         " exists only in Python: FullyShardedDataParallelPlugin(mixed_precision_policy=...)"
         if precision
         else "remove it",
