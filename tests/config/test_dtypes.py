@@ -104,7 +104,8 @@ def test_dtypes_are_those_of_a_model_that_accelerate_prepared(precision: str) ->
         ('[training]\ndtype = "bfloat16"\nmixed_precision_param = "float32"\n\n[parallelism]\n'
          "data_parallel_shard_degree = 8\n", None,
          ("bfloat16", "float32", "float32", "float32", "float32", "bfloat16")),
-        ("model:\n  _component_: torchtune.models.llama3.llama3_8b\ndtype: bf16\nfsdp_cpu_offload: false\n", None,
+        ("model:\n  _component_: torchtune.models.llama3.llama3_8b\ndtype: bf16\n"
+         "fsdp_cpu_offload: false\n", None,
          ("bfloat16",) * 6),
         ("output_dir: out\nlearning_rate: 0.1\nbf16: true\nfsdp: full_shard\nfsdp_config:\n  version: 2\n"
          "  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", None,

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdptool.memory.simulation.program import program
 from fsdptool.memory.tracing import fake_mode, reduced_depth
 from fsdptool.memory.tracing.fake_mode import TracingMode
 from fsdptool.memory.tracing.growth import GrowthRule
@@ -177,6 +178,51 @@ def test_a_loss_over_all_layers_is_that_of_the_full_depth(name: str, monkeypatch
     monkeypatch.setattr(reduced_depth, "_learn", lambda *_: False)
     assert comparable(at(1)) == comparable(first)
     assert comparable(at(2)) == comparable(second)
+
+
+LTX: dict[str, Any] = {
+    "num_layers": 20,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 8,
+    "audio_cross_attention_dim": 16,
+    "caption_channels": 24,
+    "in_channels": 8,
+    "out_channels": 8,
+    "audio_in_channels": 8,
+    "audio_out_channels": 8,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_summed_over_all_blocks_do_not_need_the_full_depth(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In LTX-2 the second sum of such a gradient takes other memory than the third and later ones."""
+    settings = replace(SETTINGS, activation_checkpointing=checkpointing)
+    spec = resolve("ltx-2:2.0-19b", overrides=LTX)
+    recipe = Recipe(ModelChoice("ltx-2:2.0-19b", overrides=LTX), batch=Batch(height=64, width=64, frames=9))
+
+    def pieces(made: Trace) -> list[Any]:
+        blocks = frozenset({"", *(f"transformer_blocks.{index}" for index in range(20))})
+        cut = program(made, blocks, 1)
+        return [
+            (piece.marker, piece.path, piece.body.net, piece.body.peak, sorted(piece.gradients))
+            for piece in cut
+        ]
+
+    reduced = trace(spec, recipe, settings, use_cache=False)
+    assert reduced.repeats
+    assert reduced_depth.INNER in reduced_depth._extrapolates.values()
+    monkeypatch.setattr(reduced_depth, "_extrapolates", {})
+    monkeypatch.setattr(reduced_depth, "_learn", lambda *_: False)
+    full = trace(spec, recipe, settings, use_cache=False)
+    assert not full.repeats
+    assert pieces(reduced) == pieces(full)
 
 
 def stack(layers: int, size: Callable[[int], int]) -> Trace:
