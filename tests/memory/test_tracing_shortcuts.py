@@ -181,7 +181,7 @@ def test_a_loss_over_all_layers_is_that_of_the_full_depth(name: str, monkeypatch
 
 
 LTX: dict[str, Any] = {
-    "num_layers": 20,
+    "num_layers": 12,
     "num_attention_heads": 2,
     "attention_head_dim": 16,
     "cross_attention_dim": 32,
@@ -198,17 +198,14 @@ LTX: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_known")
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_summed_over_all_blocks_do_not_need_the_full_depth(
-    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_summed_over_all_blocks_do_not_need_the_full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """In LTX-2 the second sum of such a gradient takes other memory than the third and later ones."""
-    settings = replace(SETTINGS, activation_checkpointing=checkpointing)
+    settings = replace(SETTINGS, activation_checkpointing=False)
     spec = resolve("ltx-2:2.0-19b", overrides=LTX)
     recipe = Recipe(ModelChoice("ltx-2:2.0-19b", overrides=LTX), batch=Batch(height=64, width=64, frames=9))
 
     def pieces(made: Trace) -> list[Any]:
-        blocks = frozenset({"", *(f"transformer_blocks.{index}" for index in range(20))})
+        blocks = frozenset({"", *(f"transformer_blocks.{index}" for index in range(12))})
         cut = program(made, blocks, 1)
         return [
             (piece.marker, piece.path, piece.body.net, piece.body.peak, sorted(piece.gradients))
