@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -231,10 +232,10 @@ def write_file(path: Path, text: str, *, force: bool = False) -> None:
         StorageError: The file exists and ``force`` is not set, or it cannot be written.
     """
     check_free(path, force=force)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8", newline="") as stream:
+        with aside.open("x", encoding="utf-8", newline="") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
