@@ -8,13 +8,14 @@ import errno
 import hashlib
 import io
 import os
+import re
 import secrets
 import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
@@ -54,14 +55,19 @@ class SourceText:
         text: The characters after the byte-order mark, if there is one.
         path: As the user named it, or None for text from elsewhere.
         bom: Whether the file began with a UTF-8 byte-order mark.
+        breaks: Characters that end a line besides those that end one everywhere.
     """
 
     text: str
     path: str | None = None
     bom: bool = False
+    breaks: str = ""
 
     @cached_property
     def _starts(self) -> list[int]:
+        if self.breaks:
+            ends = re.finditer(rf"\r\n|[\r\n{self.breaks}]", self.text)
+            return [0, *(match.end() for match in ends)]
         starts = [0]
         text = self.text
         index = 0
@@ -88,7 +94,7 @@ class SourceText:
             return ""
         start = self._starts[number - 1]
         end = self._starts[number] if number < len(self._starts) else len(self.text)
-        return self.text[start:end].rstrip("\r\n")
+        return self.text[start:end].rstrip("\r\n" + self.breaks)
 
     def line_start(self, number: int) -> int:
         """Return the index of the first character of line ``number`` (1-based)."""
@@ -113,11 +119,14 @@ class SourceText:
     def encode(self, text: str | None = None) -> bytes:
         """Return the bytes of ``text`` (default: this text) in this file's encoding."""
         data = (self.text if text is None else text).encode("utf-8")
-        return b"\xef\xbb\xbf" + data if self.bom else data
+        return _MARK + data if self.bom else data
 
     def with_text(self, text: str) -> SourceText:
         """Return the same file with other characters."""
-        return SourceText(text, self.path, self.bom)
+        return replace(self, text=text)
+
+
+_MARK = b"\xef\xbb\xbf"
 
 
 def decode(data: bytes, path: str | None = None, *, limit: int = SIZE_LIMIT) -> SourceText:
@@ -128,9 +137,13 @@ def decode(data: bytes, path: str | None = None, *, limit: int = SIZE_LIMIT) -> 
     """
     if len(data) > limit:
         raise UnreadableError("FSD102", f"the file has {len(data):,} bytes; more than {limit:,} are not read")
-    bom = data.startswith(b"\xef\xbb\xbf")
+    bom = data.startswith(_MARK)
     if bom:
         data = data[3:]
+    if data.startswith(_MARK):
+        raise UnreadableError(
+            "FSD104", "the file begins with two byte-order marks: the second counts as text"
+        )
     try:
         return SourceText(data.decode("utf-8"), path, bom)
     except UnicodeDecodeError as error:

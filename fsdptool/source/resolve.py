@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
+from fsdptool.files.text import exists, reachable
 from fsdptool.formatting import by_size
 from fsdptool.records.anatomy import ModelSpec, Reference, ReferenceKind
 from fsdptool.records.diagnostic import Diagnostic
@@ -23,7 +24,6 @@ from fsdptool.source.config_checks import (
 from fsdptool.source.files import (
     CLASS_MISMATCH,
     components,
-    exists,
     expanded,
     pick,
     read_json,
@@ -188,6 +188,8 @@ def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
         raise ReferenceError(
             f"{text} is a path and has no revisions", help="--revision applies to Hugging Face ids only"
         )
+    if not reachable(path):
+        raise ReferenceError(f"{text} is outside the folders that may be read", help="name a model in one")
     if not exists(path):
         raise ReferenceError(f"there is no file or folder {text}", help="check the path")
     if path.is_dir():
@@ -314,7 +316,7 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
     inner = replace(options, revision=adapter.get("revision"), depth=options.depth + 1)
     local = replace(inner, revision=None)
     try:
-        if exists(base_path):
+        if exists(base_path) or (base_path.is_absolute() and not reachable(base_path)):
             spec = _from_path(base, base_path, local)
         elif not base_path.is_absolute() and exists(local_base):
             spec = _from_path(str(local_base), local_base, local)

@@ -55,6 +55,7 @@ def build_app(policy: Policy, roots: Roots, jobs: Jobs, queue: QueueRunner | Non
         queue: The queue of runs, whose entries are started while the application lasts; that of this
             machine by default.
     """
+    jobs.confine(roots)
     runner = queue if queue is not None else QueueRunner()
     modules = [import_module(f"fsdptool.web.pages.{name}") for name in PAGES]
     menu: tuple[Page, ...] = tuple(module.page for module in modules if hasattr(module, "page"))

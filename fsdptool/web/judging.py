@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdptool.api.validate import Linter, as_found
 from fsdptool.config.lint_settings import LintSettings
-from fsdptool.config.reader import read_settings
+from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Reading
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError, decode, read_bytes
@@ -127,7 +127,7 @@ def _read_once(source: SourceText, given: tuple[tuple[str, str], ...]) -> Readin
 
 def _read(source: SourceText | Path, given: tuple[tuple[str, str], ...]) -> Reading:
     judged = dict(given)
-    return read_settings(
+    return judged_or_failed(
         source,
         dialect=judged.get("dialect"),
         consumer=judged.get("consumer"),

@@ -117,7 +117,8 @@ def _of_path(request: Request, target: str) -> Response:
         roots.check_links(path)
     elif path.suffix.lower() in _CONFIGS:
         return RedirectResponse(address_of(FILE, file=roots.name_of(path)), 303)
-    answer = diagnose(path)
+    with roots.confine():
+        answer = diagnose(path)
     return _render(
         request, target=target, command=("fsdptool", "diagnose", command_path(path)), **_failure(answer)
     )
