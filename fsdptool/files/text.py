@@ -414,7 +414,7 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
             # Root may write whatever the mode says, so the mode itself is checked.
             if not target.stat().st_mode & 0o222:
                 raise StorageError(f"{path} is read-only", help="make it writable (chmod u+w)")
-            if before is not None and not _holds(target, before):
+            if before is not None and not holds(target, before):
                 raise StorageError(
                     f"{path} was changed by another program in the meantime", help="run the command again"
                 )
@@ -439,7 +439,7 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
                 Path(aside).unlink()
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def holds(path: Path, data: bytes) -> bool:
     """Say whether a file is a regular one and holds ``data``, no more and no less."""
     try:
         return read_bytes(path, limit=len(data)) == data

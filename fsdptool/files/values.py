@@ -90,7 +90,7 @@ def number(value: object) -> float | None:
 
 
 _LARGEST = 3.5e38
-"""Larger numbers, infinity and NaN are no figures of a run; sums of some of these still are numbers."""
+"""Figures of a run are smaller; sums and products of some of these are still finite."""
 
 
 def count(value: object) -> int | None:

@@ -153,7 +153,7 @@ def is_step(line: Mapping[str, Any]) -> bool:
 
 
 _SHORTEST = 1e-9
-"""Seconds below which a time is no time of a step, and a rate no number."""
+"""Seconds: a step takes longer, and rates of shorter ones overflow."""
 
 
 @dataclass(frozen=True, slots=True)

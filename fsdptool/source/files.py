@@ -173,7 +173,7 @@ def components(index: Mapping[str, Any]) -> tuple[Component, ...]:
         named = isinstance(library, str) and isinstance(class_name, str)
         if Path(name).name != name or "\0" in name:
             raise ReferenceError(
-                f"model_index.json names a component {short(repr(name))}, which is no name of a folder",
+                f"model_index.json names a component {short(repr(name))}, which does not name a folder in it",
                 help="correct the pipeline's model_index.json",
             )
         if named and not any(word in class_name for word in _NOT_MODELS):

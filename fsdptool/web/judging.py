@@ -12,7 +12,7 @@ from fsdptool.config.lint_settings import LintSettings
 from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Reading
 from fsdptool.errors import ConfigError
-from fsdptool.files.text import SourceText, UnreadableError, decode, read_bytes
+from fsdptool.files.text import SourceText, UnreadableError, decode, is_folder, read_bytes
 from fsdptool.web.roots import Roots
 
 MOST_FILES = 1000
@@ -73,7 +73,7 @@ def judge_file(
         ConfigError: It is outside of the folders or does not exist, or an argument is unknown.
     """
     path = roots.resolve(name)
-    if path.is_dir():
+    if is_folder(path):
         raise ConfigError(f"{name} is a folder", help="open it under Configs")
     return _judged(linter or RootedLinter(roots), path, roots.name_of(path), named=True, judged=judged)
 

@@ -32,7 +32,7 @@ class Roots:
         named: dict[str, Path] = {}
         for folder in folders:
             resolved = Path(os.path.realpath(folder))
-            if not resolved.is_dir():
+            if not is_folder(resolved):
                 raise ConfigError(f"{folder} is not a folder", help="name folders that exist")
             if resolved in named.values():
                 continue

@@ -218,7 +218,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
     return [
         {"step": int(path.name.partition("-")[2]), "folder": path.name, "items": _sample_items(path)}
         for path in steps[:_SAMPLE_STEPS]
-        if path.is_dir() and not path.is_symlink()
+        if is_folder(path) and not path.is_symlink()
     ]
 
 
