@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdptool.errors import ConfigError, ExitCode
-from fsdptool.files.text import is_file
 from fsdptool.files.values import check, count, moment, number
 from fsdptool.records.codec import from_json
 from fsdptool.records.plan import Candidate
@@ -355,7 +354,8 @@ def find_run_folders(roots: Iterable[Path], *, depth: int = 3) -> Iterator[Path]
         depth: Levels of folders below each root that are searched; run folders are not searched themselves.
     """
     for root in roots:
-        if is_file(root / RUN):
+        # What is no file is listed as unreadable, not passed over.
+        if os.path.lexists(root / RUN):
             yield root
         elif depth > 0:
             with contextlib.suppress(OSError):
