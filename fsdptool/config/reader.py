@@ -61,6 +61,9 @@ def read_settings(
         source = _source(path_or_text)
     except UnreadableError as error:
         return failed(error.code, error.message, str(path_or_text), None, None)
+    if source.text.startswith("\ufeff"):
+        message = "the file begins with two byte-order marks: the second one is a part of the first key"
+        return failed("FSD104", message, source.path, source, 0, help="remove the byte-order marks")
     comments = read_comments(source)
     try:
         document, written_in = _parse(source, written_in)

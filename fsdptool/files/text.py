@@ -140,10 +140,6 @@ def decode(data: bytes, path: str | None = None, *, limit: int = SIZE_LIMIT) -> 
     bom = data.startswith(_MARK)
     if bom:
         data = data[3:]
-    if data.startswith(_MARK):
-        raise UnreadableError(
-            "FSD104", "the file begins with two byte-order marks: the second counts as text"
-        )
     try:
         return SourceText(data.decode("utf-8"), path, bom)
     except UnicodeDecodeError as error:

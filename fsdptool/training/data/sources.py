@@ -195,8 +195,9 @@ def _documents(file: Path, unit: str, column: str) -> Iterator[Row]:
 def _in_blocks(parts: Iterable[str], column: str) -> Iterator[Row]:
     """Yield a document as rows of about one block, cut where a line ends, or else before a word."""
     pending, begun = io.StringIO(), False
-    for part in parts:
-        pending.write(part)
+    blocks = (part[at : at + _BLOCK] for part in parts for at in range(0, len(part), _BLOCK))
+    for block in blocks:
+        pending.write(block)
         if pending.tell() < _BLOCK:
             continue
         text = pending.getvalue()
