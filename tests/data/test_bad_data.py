@@ -385,10 +385,10 @@ def test_text_that_is_no_text_is_one_line(unit: str, tmp_path: Path) -> None:
 def test_a_document_of_any_length_is_read_in_parts(unit: str, gap: str, tmp_path: Path) -> None:
     """Also one without lines, and one without words; joined, the parts are the document."""
     path = tmp_path / "a.txt"
-    text = f"wörd{gap}" * (3 << 20)
+    text = f"wörd{gap}" * (3 << 18)
     path.write_text(text + "\n\nnext\n", encoding="utf-8")
     rows = list(open_source(Data(source="text", path=str(path), options={"document": unit})).rows())
-    assert max(len(row["text"]) for row in rows) < 3 << 20
+    assert max(len(row["text"]) for row in rows) <= 2 << 20 < len(text)
     documents = [""]
     for row in rows:
         documents[-1] += row["text"]
@@ -406,6 +406,7 @@ def test_a_document_of_any_length_is_read_in_parts(unit: str, gap: str, tmp_path
 @pytest.mark.parametrize("row", ['"x\n",', "x" * 80 + ",", '"', "\0"])
 def test_a_csv_file_that_is_one_row(name: str, row: str, tmp_path: Path) -> None:
     path = tmp_path / name
+    row = row.replace(",", "\t") if name.endswith("tsv") else row
     path.write_text("text,b\n" + row * ((16 << 20) // len(row)))
     with limited_memory(1 << 30), pytest.raises(ConfigError, match=r"cannot be read"):
         list(open_source(Data(source="jsonl", path=str(path))).rows())
@@ -423,9 +424,9 @@ def test_csv_files_of_people_are_read_as_before(tmp_path: Path) -> None:
         {"text": "last", "b": "2"},
     ]
     assert [place.rpartition(":")[2] for place, _ in located] == ["3", "5"]
-    many = "".join(f"row {n},{n}\n" for n in range(500_000))
-    path.write_text("text,b\n" + many)
-    assert sum(1 for _ in open_source(Data(source="jsonl", path=str(path))).rows()) == 500_000
+    # More than the limit of one row in all.
+    path.write_text("text,b\n" + f"{'row ' * 2000},1\n" * 1000)
+    assert sum(1 for _ in open_source(Data(source="jsonl", path=str(path))).rows()) == 1000
 
 
 @pytest.mark.parametrize("nested", [False, True])
