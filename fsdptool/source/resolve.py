@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -318,7 +319,7 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
     try:
         if exists(base_path) or (base_path.is_absolute() and not reachable(base_path)):
             spec = _from_path(base, base_path, local)
-        elif not base_path.is_absolute() and exists(local_base):
+        elif not base_path.is_absolute() and _is_beside(local_base):
             spec = _from_path(str(local_base), local_base, local)
         elif ":" in base and not looks_like_id(base):
             spec = _from_flavour(base, local)
@@ -334,6 +335,11 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
     except ReferenceError as error:
         raise ReferenceError(f"{text} adapts {base}: {error.message}", help=error.help) from error
     return replace(spec, reference=Reference("adapter", text, spec.reference.revision), adapter=dict(adapter))
+
+
+def _is_beside(path: Path) -> bool:
+    """Say whether a relative path of an adapter leads to something, also if that may not be read here."""
+    return exists(path) or (not reachable(path) and (".." in path.parts or os.path.lexists(path)))
 
 
 def _plain(
