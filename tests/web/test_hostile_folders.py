@@ -297,6 +297,9 @@ def test_strangers_leave_room_for_the_owner(running: Server) -> None:
             assert b" 200 " in again.recv(65536)
             again.sendall(head)
             assert again.recv(65536)
-        assert strangers[0].recv(1) == b"", "the oldest was closed"
+        try:
+            assert strangers[0].recv(1) == b"", "the oldest was closed"
+        except ConnectionResetError:
+            pass  # with its half request unread
         for stranger in strangers:
             stranger.close()
