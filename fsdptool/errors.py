@@ -6,6 +6,7 @@ Anything that is not an :class:`FsdptoolError` is a bug in fsdptool and exits wi
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 
@@ -87,3 +88,16 @@ class StoppedError(FsdptoolError):
 
 class StorageError(FsdptoolError):
     """A file or folder that cannot be read or written (full disk, read-only cache, ...)."""
+
+
+def unusable_name(error: Exception) -> StorageError | None:
+    """Return what is wrong if an error comes from a name that no file can have; None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in _UNUSABLE:
+        return None
+    name = str(error.filename)
+    shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+    return StorageError(f"{shown} cannot be used: {error.strerror}", help="check the path")
+
+
+_UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP)
+_SHOWN = 120

@@ -3,15 +3,17 @@
     python benchmarks/security/fuzz.py [--cases 20000] [--seed 0] [--kinds manifests,clusters] [--output FILE]
 
 Valid documents (recipes, configurations, cluster and GPU files, plans, model configurations, checkpoint
-manifests with their shards, run folders) are changed where their structure is: values of other types and
-sizes, names with paths and control characters in them, keys gone, doubled or unknown, nesting, aliases,
-digests signed again; and files that are pipes, devices, links or cut off. Every case is one command line,
-run in a process that has the libraries loaded. Each must end
+manifests with their shards, run folders with their metrics, events, progress files and logs) are changed
+where their structure is: values of other types and sizes, names with paths and control characters in them,
+keys gone, doubled or unknown, nesting, aliases, byte-order marks, digests signed again; and files that are
+pipes, devices, links or cut off, and names that no file can have. Every case is one command line, run in a
+process that has the libraries loaded. Each must end
 
 - without a traceback and with a status that docs/exit-codes.md documents (3 is a bug),
 - within a time limit,
 - with nothing written outside its own folder and the cache,
-- without a control character in what it prints,
+- without a control character in what it prints, and without raw markup in a page,
+- with every other run of a list, whatever one folder holds,
 - and, for checkpoints, refused or exported with exactly the weights that were trained.
 
 Counts and the first failures of every kind are written as JSON. A failure is repeated by its seed:
@@ -115,6 +117,7 @@ MODEL: dict[str, Any] = {
     "torch_dtype": "float32",
     "tie_word_embeddings": False,
 }
+MARKUP = "<script>owned</script>"
 WORDS = (
     *("", " ", "x" * 5000, "../../../etc/passwd", "/etc/passwd", "/dev/zero", "a/b", ".", "..", "~", "-rf"),
     *(
@@ -129,6 +132,7 @@ WORDS = (
     *("\u202eabc", "\x9b31m", "é" * 300, "\ud800", "::error::owned", "true", "null", "1e400", "0x10"),
     *("NaN", "LlamaForCausalLM", "torch.nn.Linear", "os.system", "{}", "{0.__class__}", "%s%s%n", "<b>"),
     *("__class__", "__init__", "__proto__", "_name_or_path", "auto_map"),
+    *(MARKUP, "\ufeff", "a\x85b: c", "a\u2028b: c"),
 )
 NUMBERS = (
     *(0, -1, 1, 2, 7, 2**31, 2**63, 2**64, -(2**63), 10**12, 10**30, 10**400, 1.5, -0.0, 1e308, 1e-320),
@@ -204,7 +208,7 @@ def as_text(document: Any, rng: random.Random, *, json_only: bool = False) -> by
         data = json.dumps(document, ensure_ascii=rng.random() < 0.7).encode("utf-8", "surrogatepass")
     else:
         data = yaml.safe_dump(document, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
-    kind = rng.randrange(40)
+    kind = rng.randrange(42)
     if kind == 0:
         return data[: rng.randrange(len(data) + 1)]
     if kind == 1:
@@ -227,6 +231,11 @@ def as_text(document: Any, rng: random.Random, *, json_only: bool = False) -> by
         return data + b"\nn: " + b"9" * rng.choice((300, 4000, 5000, 50_000)) + b"\n"
     if kind == 7:
         return rng.choice((b"[", b"{", b'{"a":')) * rng.choice((100, 50_000))
+    if kind == 8:
+        return b"\xef\xbb\xbf" * rng.choice((1, 2, 3)) + data
+    if kind == 9:
+        ending = rng.choice(("\x85", "\u2028", "\u2029", "\r", "\r\n")).encode()
+        return data.replace(b"\n", ending, rng.choice((-1, 1, 3)))
     return data
 
 
@@ -457,6 +466,122 @@ def case_runs(bench: Bench, place: Path, rng: random.Random) -> Arguments:
     return rng.choice((["compare", plan, "run"], ["compare", "run", "run"], calibrate, ["export", "run"]))
 
 
+DOCUMENTS = (
+    *("run.json", "recipe.json", "prediction.json", "summary.json", "logs/out-of-memory.json"),
+    "events/rank-00000.progress",
+)
+LINES = ("metrics.jsonl", "events/rank-00000.jsonl", "events/rank-00001.jsonl")
+ACCOUNT: dict[str, Any] = {
+    "rank": 0,
+    "seen": {"moment": "backward", "requested_bytes": 5, "live": [{"name": "gradients", "bytes": 7}]},
+    "planned_moment": "backward",
+    "planned_bytes": 5,
+    "peak_moment": "backward",
+    "peak_bytes": 5,
+    "next_steps": [{"change": "checkpointing", "cost": "time", "device_total_bytes": 5}],
+}
+
+
+def case_looks(bench: Bench, place: Path, rng: random.Random) -> Arguments:
+    """Two run folders, one of which was changed, and the commands that look at runs."""
+    leave = shutil.ignore_patterns("step-*")
+    for name in ("good", "bad"):
+        shutil.copytree(bench.run, place / "runs" / name, ignore=leave)
+    run = place / "runs" / "bad"
+    (run / "logs" / "out-of-memory.json").write_text(json.dumps(ACCOUNT))
+    if rng.random() < 0.6:  # a run that failed or died is looked at more closely
+        (run / "summary.json").unlink()
+        event = {"kind": "failure", "time": time.time(), "rank": 0, "message": "m", "traceback": ["t"]}
+        with (run / LINES[1]).open("a") as stream:
+            stream.write(json.dumps(event) + "\n")
+    for _ in range(rng.choice((1, 1, 2))):
+        _change_run(run, rng)
+    bad = rng.choice((["--format", "json"], []))
+    return rng.choice(
+        (
+            ["runs", "runs", "--format", rng.choice(("text", "json", "csv", "tsv"))],
+            ["watch", "runs/bad", *bad],
+            ["watch", "runs/bad", "--once"],
+            ["report", "runs/bad", "-o", "page.html"],
+            ["diagnose", "runs/bad", *bad],
+        )
+    )
+
+
+def _change_run(run: Path, rng: random.Random) -> None:
+    """Change one file of a run folder."""
+    kind = rng.randrange(10)
+    if kind == 0:
+        name = rng.choice((".lock", "logs/rank-00000.log", "logs/launcher.log", "events", "logs", *LINES))
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        place_file(path, rng.randbytes(200), random.Random(rng.randrange(4)))
+        return
+    path = run / rng.choice(DOCUMENTS if kind < 4 else LINES)
+    text = path.read_text() if path.exists() else "{}"
+    path.unlink(missing_ok=True)
+    if kind < 4:
+        try:
+            document = mutated(json.loads(text), rng, rng.choice((1, 1, 2)))
+        except ValueError:
+            document = _junk(rng)
+        place_file(path, as_text(document, rng, json_only=True), rng)
+        return
+    lines = [line.encode() for line in text.splitlines()] or [b"{}"]
+    for _ in range(rng.choice((1, 2, 5))):
+        line = json.loads(rng.choice(lines[:3]).decode("utf-8", "replace").strip() or "{}")
+        changed = as_text(mutated(line, rng, rng.choice((1, 1, 2))), rng, json_only=True)
+        lines.insert(rng.randrange(3, len(lines) + 3), changed)
+    place_file(path, b"\n".join(lines) + rng.choice((b"\n", b"", b'\n{"step": 3', b"\n\0\0\0")), rng)
+
+
+def case_logs(bench: Bench, place: Path, rng: random.Random) -> Arguments:
+    """A log with the words of known failures, cut, doubled and mixed with other numbers and words."""
+    from fsdptool.runs.diagnose import signatures
+
+    sizes = (
+        "Tried to allocate 1.50 GiB. 2.00 GiB is reserved by PyTorch but unallocated",
+        "torch.OutOfMemoryError",
+    )
+    known = [text for item in signatures() for text in item.texts]
+    lines = []
+    for _ in range(rng.choice((1, 5, 60))):
+        line = " ".join(
+            rng.choice((*known, *sizes, *map(str, WORDS), "[rank3]: ", "Error: ")) for _ in range(4)
+        )
+        junk = rng.choice(("1.2.3", "..", "9" * 400, "-1", "", "1e400", "NaN"))
+        pieces = re.split(r"(\d+)", line)
+        lines.append("".join(rng.choice((piece, junk)) if piece.isdigit() else piece for piece in pieces))
+    data = "\n".join(lines).encode("utf-8", "surrogatepass")
+    place_file(place / "log", data + rng.choice((b"", b"\xff\xfe", b"\0" * 5000, b"\r\r\n")), rng)
+    return ["diagnose", "log", "--format", rng.choice(("text", "json"))]
+
+
+def case_names(bench: Bench, place: Path, rng: random.Random) -> Arguments:
+    """A name that no file can have, where a command takes one."""
+    name = rng.choice(("x" * 256, "y" * 300 + "/a.yaml", "a/" * 3000, "\x1b[31m" * 80, "é" * 200, "loop"))
+    (place / "loop").symlink_to("loop")
+    recipe, config = str(bench.job / "recipe.yaml"), str(bench.job / "local.yaml")
+    shutil.copy(config, place / "c.yaml")
+    return rng.choice(
+        (
+            *(
+                [command, name]
+                for command in ("validate", "migrate", "explain", "diagnose", "runs", "export")
+            ),
+            *(["watch", name, "--once"], ["report", name, "-o", "page.html"], ["compare", name, name]),
+            *(["calibrate", name, "--gpu", "H100-80GB-SXM"], ["detect", name], ["plan", "--recipe", name]),
+            *(["validate", name, "c.yaml"], ["validate", "c.yaml", "--baseline", name]),
+            *(["launch", name, "--config", config], ["launch", recipe, "--config", name]),
+            ["launch", recipe, "--config", config, "--cluster", name],
+            ["train", recipe, "--config", config, "-o", name, "--dry-run"],
+            *(["emit-config", "--plan", name], ["emit-config", "--preset", "single-node", "-o", name]),
+            *(["plan", "--check", name], ["report", str(bench.job / "plan.json"), "-o", name + ".html"]),
+            ["migrate", "c.yaml", "-o", name],
+        )
+    )
+
+
 KINDS: dict[str, tuple[Callable[[Bench, Path, random.Random], Arguments], float]] = {
     "recipes": (case_recipes, 0.3),
     "configurations": (case_configurations, 0.34),
@@ -466,6 +591,9 @@ KINDS: dict[str, tuple[Callable[[Bench, Path, random.Random], Arguments], float]
     "models": (case_models, 0.01),
     "manifests": (case_manifests, 0.05),
     "runs": (case_runs, 0.03),
+    "looks": (case_looks, 0.2),
+    "logs": (case_logs, 0.05),
+    "names": (case_names, 0.05),
 }
 """How cases of a kind are made, and their share."""
 
@@ -481,6 +609,39 @@ def outside(bench: Bench, place: Path) -> set[tuple[str, int, int]]:
             size = 0 if entry.is_dir() else state.st_size
             found.add((entry.path, size, 0 if entry.is_dir() else state.st_mtime_ns))
     return found | {(entry.path, 0, 0) for entry in os.scandir(place.parent)}
+
+
+def _wrong_answer(code: int | None, said: str) -> list[str]:
+    """Return what is wrong with a status and what a command printed."""
+    wrong = []
+    if code == 3 or "internal error" in said:
+        wrong.append("internal error")
+    elif code is not None and code not in DOCUMENTED:
+        wrong.append(f"status {code}")
+    if "Traceback (most recent call last)" in said:
+        wrong.append("traceback")
+    if CONTROL.search(said):
+        wrong.append("control character")
+    return wrong
+
+
+def _wrong_result(
+    bench: Bench, kind: str, place: Path, arguments: Arguments, code: int | None, said: str
+) -> list[str]:
+    """Return what is wrong with what a command left in its folder, or left out of a list."""
+    wrong = []
+    if (place / "owned").exists():
+        wrong.append("ran a command")
+    if kind == "looks" and arguments[0] == "runs" and code == 0 and "good" not in said:
+        wrong.append("a run is not listed")
+    page = place / "page.html"
+    if page.is_file() and MARKUP in page.read_text(encoding="utf-8", errors="replace"):
+        wrong.append("raw markup")
+    if kind == "manifests" and code == 0:
+        weights = place / "run" / "export" / "model.safetensors"
+        if not weights.exists() or digest(weights) != bench.honest():
+            wrong.append("exported other weights")
+    return wrong
 
 
 def run_case(bench: Bench, kind: str, number: int, seed: int, limit: int, work: Path) -> dict[str, Any]:
@@ -513,22 +674,10 @@ def run_case(bench: Bench, kind: str, number: int, seed: int, limit: int, work: 
     seconds = time.monotonic() - began
     os.chdir(bench.folder)
     said = out.getvalue() + err.getvalue()
-    if code == 3:
-        wrong.append("internal error")
-    elif code is not None and code not in DOCUMENTED:
-        wrong.append(f"status {code}")
-    if "Traceback (most recent call last)" in said:
-        wrong.append("traceback")
+    wrong += _wrong_answer(code, said)
     if outside(bench, place) != before:
         wrong.append("wrote outside its folder")
-    if CONTROL.search(said):
-        wrong.append("control character")
-    if (place / "owned").exists():
-        wrong.append("ran a command")
-    if kind == "manifests" and code == 0:
-        weights = place / "run" / "export" / "model.safetensors"
-        if not weights.exists() or digest(weights) != bench.honest():
-            wrong.append("exported other weights")
+    wrong += _wrong_result(bench, kind, place, arguments, code, said)
     lines = [line for line in err.getvalue().splitlines() if line.startswith(("internal", "error"))]
     shutil.rmtree(place, ignore_errors=True)
     return {

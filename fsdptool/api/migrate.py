@@ -39,7 +39,7 @@ def migrate(
         StorageError: A file cannot be written, or changed meanwhile.
     """
     from fsdptool.config.dialects import load_registry
-    from fsdptool.config.migrate import migrate_file
+    from fsdptool.config.migrate import migrated_or_refused
     from fsdptool.files.text import replace_file
 
     if to is not None:
@@ -47,7 +47,7 @@ def migrate(
     paths = [files] if isinstance(files, str | PathLike) else list(files)
     results = []
     for path, named in expand(map(Path, paths)).items():
-        result = migrate_file(path, to=to, dialect=dialect)
+        result = migrated_or_refused(path, to=to, dialect=dialect)
         if named or result.dialect is not None:
             results.append(result)
     if not write:
@@ -59,6 +59,13 @@ def migrate(
             raise StorageError(
                 f"{result.path} is not replaced by another dialect", help="write its text `after` elsewhere"
             )
+    failed = []
     for result in changed:
-        replace_file(result.path, result.encoded, before=result.original)
+        try:
+            replace_file(result.path, result.encoded, before=result.original)
+        except StorageError as error:
+            failed.append(error)
+    if failed:
+        # The other files were written all the same.
+        raise StorageError(failed[0].message, help=failed[0].help, others=tuple(failed[1:]))
     return tuple(results)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import is_file, is_folder
 from fsdptool.launch.machine import live_claims
 from fsdptool.records.run import RunList, RunView
 from fsdptool.runs.folder import RUN
@@ -30,20 +31,23 @@ def list_runs(
         ConfigError: A root does not exist.
     """
     for root in roots:
-        if not root.is_dir():
+        if not is_folder(root):
             raise ConfigError(f"{root} is not a folder", help="give the folder that contains your runs")
     claims = {Path(folder).resolve(): gpus for gpus, folder in live_claims()}
     folders = dict.fromkeys(path.resolve() for path in find_run_folders(roots or (DEFAULT_ROOT,)))
     if not roots:
         folders |= dict.fromkeys(path.resolve() for path in find_run_folders((Path(),), depth=1))
-        folders |= dict.fromkeys(path for path in claims if (path / RUN).is_file())
+        folders |= dict.fromkeys(path for path in claims if is_file(path / RUN))
     runs: list[RunView] = []
     unreadable: list[str] = []
     for folder in folders:
         try:
             runs.append(read(folder, gpus=sorted(claims.get(folder, ())), now=now))
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             unreadable.append(f"{folder}: {error}")
+        except Exception as error:
+            # Whatever one folder holds, the others are listed.
+            unreadable.append(f"{folder}: cannot be read: {type(error).__name__}: {error}")
     runs.sort(key=lambda run: (run.state != "running", -run.started))
     return RunList(tuple(runs), tuple(unreadable))
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.config.baseline import Baseline, read_baseline
 from fsdptool.config.checks.hardware import Hardware
 from fsdptool.config.lint_settings import LintSettings, find_settings, keep
-from fsdptool.config.reader import read_settings
+from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Reading, Verdict
 from fsdptool.config.rules import RULES
 from fsdptool.errors import ConfigError, PlanError
+from fsdptool.files.text import is_file, is_folder
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
 from fsdptool.spelling import suggest_keywords
@@ -110,7 +111,7 @@ class Linter:
         Raises:
             ConfigError: The file that holds them is wrong.
         """
-        return self._settings_in(Path() if str(path) == "-" else path if path.is_dir() else path.parent)
+        return self._settings_in(Path() if str(path) == "-" else path if is_folder(path) else path.parent)
 
     def _settings_in(self, folder: Path) -> LintSettings:
         if folder not in self._settings:
@@ -129,9 +130,9 @@ class Linter:
             path: The file.
             named: Whether it was named itself, and not found in a folder.
             source: Its text, where it does not come from the file.
-            judged: Further arguments of :func:`read_settings`.
+            judged: Further arguments of :func:`~fsdptool.config.reader.read_settings`.
         """
-        reading = read_settings(path if source is None else source, **judged)
+        reading = judged_or_failed(path if source is None else source, **judged)
         found = not named or self.skip_unknown or self.settings(path).skip_unknown
         return self.sift(as_found(reading) if found else reading, path)
 
@@ -244,7 +245,7 @@ def expand(paths: Iterable[Path], excluded: Callable[[Path], bool] = lambda path
     """
     files: dict[Path, bool] = {}
     for path in paths:
-        if not path.is_dir():
+        if not is_folder(path):
             if not excluded(path):
                 files[path] = True
             continue
@@ -268,8 +269,13 @@ def _configurations(folder: Path, excluded: Callable[[Path], bool], left_out: li
         folders[:] = [name for name in folders if name not in out]
         for name in names:
             known = name.lower().endswith(_SUFFIXES) and not name.startswith(".") and name not in _PROJECT
-            if known and name not in out and items[name].is_file():
+            if known and name not in out and is_file(items[name]) and _is_inside(items[name], folder):
                 yield items[name]
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Say whether a file that was found in a folder lies there: nobody named what a link leads to."""
+    return not path.is_symlink() or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from fsdptool.errors import ExitCode, FsdptoolError
+from fsdptool.errors import ExitCode, FsdptoolError, unusable_name
 from fsdptool.garbage import collect_seldom
 
 COMMANDS = {
@@ -184,6 +184,9 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
             _drop_output()
             complain(FsdptoolError(f"the answer cannot be written: {error.strerror}"))
+            return int(ExitCode.USAGE)
+        if (named := unusable_name(error)) is not None:
+            complain(named)
             return int(ExitCode.USAGE)
         return _other(error)
     return outcome if isinstance(outcome, int) else int(ExitCode.CLEAN)

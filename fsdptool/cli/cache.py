@@ -9,6 +9,7 @@ import typer
 
 from fsdptool.cli.options import Format, FormatOption, answer_line, print_document
 from fsdptool.errors import ConfigError, ExitCode
+from fsdptool.files.text import exists, is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,7 +97,7 @@ def clear(
     from fsdptool.cache import Store
 
     store = Store()
-    if store.folder.exists() and not store.folder.is_dir():
+    if exists(store.folder) and not is_folder(store.folder):
         raise ConfigError(f"{store.folder} is not a folder", help="set FSDPTOOL_CACHE to a folder")
     return _removed(store.clear(), format)
 

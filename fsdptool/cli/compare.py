@@ -9,6 +9,7 @@ import typer
 
 from fsdptool.cli.options import Format, FormatOption, check_output, print_document, write_answer
 from fsdptool.errors import ExitCode, PlanError
+from fsdptool.files.text import is_folder
 
 
 def command(
@@ -41,7 +42,7 @@ def command(
 
     check_output(output, force, {"a comparison": (".json", ".html")})
     if right is None:
-        if not left.is_dir():
+        if not is_folder(left):
             raise PlanError(f"{left} is compared with nothing", help="give a second plan or a run folder")
         right = left
     comparison = compare(left, right)

@@ -86,13 +86,13 @@ def _migrate(
     A check leaves out the files in which the project's settings do not report FSDP1.
     """
     from fsdptool.cli.validate import read_input
-    from fsdptool.config.migrate import migrate_file
+    from fsdptool.config.migrate import migrated_or_refused
 
     results = []
     for path, named in linter.expand(files).items():
         if check and "FSD301" not in linter.codes(path):
             continue
-        result = migrate_file(path, to=to, dialect=dialect, source=read_input(path))
+        result = migrated_or_refused(path, to=to, dialect=dialect, source=read_input(path))
         must = named and not (linter.skip_unknown or linter.settings(path).skip_unknown)
         if must or result.dialect is not None:
             results.append(result)

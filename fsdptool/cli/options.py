@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from fsdptool.errors import ConfigError, StorageError
+from fsdptool.files.text import exists, is_folder
 from fsdptool.formatting import printable, printable_json, shortened
 
 
@@ -194,9 +196,9 @@ def check_free(path: Path, *, force: bool) -> None:
     Raises:
         StorageError: The file exists and ``force`` is not set.
     """
-    if path.is_dir():
+    if is_folder(path):
         raise StorageError(f"{path} is a folder", help="give the path of a file")
-    if path.exists() and not force:
+    if exists(path) and not force:
         raise StorageError(f"{path} already exists", help="use --force to replace it, or give another path")
 
 
@@ -219,8 +221,8 @@ def check_output(output: Path | None, force: bool, suffixes: Mapping[str, Sequen
         listed = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
         raise ConfigError(f"{output}: {what} is written as {listed}", help="choose one of these suffixes")
     check_free(output, force=force)
-    folder = next(parent for parent in output.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    folder = next(parent for parent in output.absolute().parents if exists(parent))
+    if not is_folder(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise StorageError(f"{output} cannot be written: {folder} takes no files", help="choose another path")
 
 
@@ -231,10 +233,10 @@ def write_file(path: Path, text: str, *, force: bool = False) -> None:
         StorageError: The file exists and ``force`` is not set, or it cannot be written.
     """
     check_free(path, force=force)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8", newline="") as stream:
+        with aside.open("x", encoding="utf-8", newline="") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

@@ -93,15 +93,15 @@ def _show_live(run: Path) -> RunView:
     from rich.live import Live
 
     from fsdptool.api.run_lists import view_run
+    from fsdptool.files.values import number
     from fsdptool.records.codec import to_json
     from fsdptool.report.run import run_panel
-    from fsdptool.runs.folder import METRICS
-    from fsdptool.runs.view import tail_records
+    from fsdptool.runs.view import latest_steps
 
     view = view_run(run)
     with Live(auto_refresh=False, transient=True) as live:
         while view.state == "running":
-            losses = [line.get("loss") for line in tail_records(run / METRICS)]
+            losses = [number(line.get("loss")) for line in latest_steps(run)]
             live.update(run_panel(to_json(view), losses, now=time.time()), refresh=True)
             # Every rank's file is read each time.
             time.sleep(max(_POLL_SECONDS, view.world_size / 128.0))
@@ -146,14 +146,16 @@ def report(
 
     The page of a run has its curves, its memory against the plan, and its events.
     """
-    if source.is_file():
+    from fsdptool.files.text import exists, is_file
+
+    if is_file(source):
         from fsdptool.planning.plan import plan_document, read_plan
         from fsdptool.report.html import plan_file
 
         write_file(output, plan_file(plan_document(read_plan(source)), output.suffix), force=force)
         say(f"wrote {output}")
         return int(ExitCode.CLEAN)
-    if not source.exists():
+    if not exists(source):
         raise ConfigError(f"{source} does not exist", help="give a run folder, or a plan that plan -o wrote")
     return _report_run(source, output, force=force)
 

@@ -21,7 +21,7 @@ from fsdptool.cli.options import (
     print_document,
     say,
 )
-from fsdptool.errors import ConfigError, ExitCode, StorageError
+from fsdptool.errors import ConfigError, ExitCode, FsdptoolError, StorageError
 
 if TYPE_CHECKING:
     from fsdptool.api.validate import Linter
@@ -132,10 +132,11 @@ def _path(reading: Reading) -> Path:
 def _accept(linter: Linter, files: list[Path], judged: dict[str, Any]) -> int:
     """Store the current findings in the baseline; its entries for other files stay."""
     from fsdptool.config.baseline import NAME, Baseline, read_baseline
+    from fsdptool.files.text import exists
 
     settings = linter.settings(files[0])
     file = linter.baseline_file(settings) or settings.root / NAME
-    linter.baseline, stored = None, read_baseline(file) if file.exists() else Baseline(file)
+    linter.baseline, stored = None, read_baseline(file) if exists(file) else Baseline(file)
     fresh = replace(linter, with_baseline=False)
     paths = fresh.expand(files)
     count = stored.take(fresh.judge(path, named, read_input(path), **judged) for path, named in paths.items())
@@ -201,9 +202,16 @@ def _repair(
 
     if reading.source is None or reading.dialect is None:
         return None
-    if selectors is not None:
-        return repair_selected(reading, selectors, unsafe=unsafe, **judged)
-    return repair(reading, unsafe=unsafe, only=linter.codes(_path(reading)), **judged)
+    try:
+        if selectors is not None:
+            return repair_selected(reading, selectors, unsafe=unsafe, **judged)
+        return repair(reading, unsafe=unsafe, only=linter.codes(_path(reading)), **judged)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        # Whatever one file holds, the others are fixed.
+        say(f"warning: {_path(reading)} is not fixed: internal error: {type(error).__name__}: {error}")
+        return None
 
 
 def _show(repaired: list[Repaired | None]) -> bool:

@@ -7,6 +7,7 @@ several keys on one line): such a finding then has no fix, rather than a wrong o
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -47,19 +48,29 @@ def scalar_text(value: Any, language: str = "yaml", style: str = "") -> str:
     return dumped.removesuffix("\n").removesuffix("\n...").removesuffix("...").rstrip("\n")
 
 
+_YAML_BREAKS = "\x85\u2028\u2029"
+"""Characters that end a line in YAML 1.1 besides carriage return and newline (PyYAML 6, scanner.py)."""
+
+_BREAKS = ("\n", "\r", *_YAML_BREAKS)
+
+
 class Editor:
     """Makes edits against one parsed text."""
 
     def __init__(self, source: SourceText, document: Document) -> None:
-        self.source = source
+        # YAML ends lines where other languages do not: an edit by lines must see the same ones.
+        self.source = replace(source, breaks=_YAML_BREAKS) if document.language == "yaml" else source
         self.text = source.text
         self.language = document.language
+
+    def _spans_lines(self, node: Node) -> bool:
+        return self.source.place(node.start)[0] != self.source.place(node.end)[0]
 
     def replace(self, node: Node, value: Any) -> tuple[Edit, ...] | None:
         """Replace a value, keeping its quotes when it is text."""
         if node.alias or (node.kind != "scalar" and not node.flow) or node.style in ("|", ">"):
             return None
-        if "\n" in self.text[node.start : node.end] and not node.flow:
+        if self._spans_lines(node) and not node.flow:
             return None
         if self.language in ("env", "flags"):
             text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -86,7 +97,7 @@ class Editor:
     def rename(self, entry: Entry, key: str) -> tuple[Edit, ...] | None:
         """Give an entry another key."""
         node = entry.key_node
-        if entry.merged or node.alias or "\n" in self.text[node.start : node.end]:
+        if entry.merged or node.alias or self._spans_lines(node):
             return None
         if self.language in ("env", "toml"):  # a key of TOML is bare where it can be
             return (Edit(node.start, node.end, key),)
@@ -106,7 +117,7 @@ class Editor:
         if self.text[start : entry.key_node.start].strip():
             return None
         end = max(last_index(entry.node), entry.key_node.end)
-        if self.text[end - 1 : end] == "\n" and end > entry.key_node.end:
+        if self.text[:end].endswith(_BREAKS) and end > entry.key_node.end:
             return (Edit(start, end, ""),)  # block scalars end behind their newline
         last, _ = self.source.place(end)
         rest = self.source.line(last)[end - self.source.line_start(last) :]
@@ -118,7 +129,7 @@ class Editor:
         cut = start
         if self.text[:cut].endswith("\r\n"):
             cut -= 2
-        elif self.text[:cut].endswith(("\n", "\r")):
+        elif self.text[:cut].endswith(_BREAKS):
             cut -= 1
         return (Edit(cut, len(self.text), ""),)
 
@@ -165,7 +176,7 @@ class Editor:
         newline = self.source.newline
         lines = block_lines(values, column)
         last, _ = self.source.place(end)
-        if end > 0 and self.text[end - 1] == "\n":
+        if self.text[:end].endswith(_BREAKS):
             return (Edit(end, end, "".join(line + newline for line in lines)),)
         if last < self.source.line_count:
             at = self.source.line_start(last + 1)

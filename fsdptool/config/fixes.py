@@ -202,6 +202,10 @@ def _try(reading: Reading, group: list[int], arguments: dict[str, Any]) -> Readi
     if text == reading.source.text:
         return None
     again = read_settings(reading.source.with_text(text), **arguments)
+    left, found = (Counter(map(_key, item.diagnostics)) for item in (again, reading))
+    fixed = Counter(_key(reading.diagnostics[index]) for index in group)
+    if any(left[key] > found[key] - number for key, number in fixed.items()):
+        return None  # An edit that leaves its finding would be made again in every pass.
     promised: dict[str, Any] = {}
     for index in group:
         promised.update(reading.changes[index])

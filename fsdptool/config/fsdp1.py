@@ -146,7 +146,8 @@ class Rewriter:
             if spelled != key:
                 parent, _ = self.block(name)
                 entry = parent.get(spelled)
-                assert entry is not None
+                if entry is None:
+                    raise NotEditableError(f"{spelled} is not the same key after an edit")
                 self.apply(self.editor.rename(entry, key), key)
             return
         self.apply(self.editor.add(parent, holder, {key: value}), key)

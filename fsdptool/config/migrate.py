@@ -14,7 +14,7 @@ from fsdptool.config.fixes import repair
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.sharding import FsdpSettings
@@ -33,6 +33,8 @@ class Migrated:
         after: The new text, or None when it was refused.
         refusal: Why nothing was done, or None.
         notes: What the person should know (settings that must be given at launch now).
+        encoded: The bytes of the new text; a file of the same dialect keeps its byte-order mark.
+        original: The bytes that were read.
         version: FSDP version that its program ran before, or None.
     """
 
@@ -44,13 +46,8 @@ class Migrated:
     help: str | None = None
     notes: tuple[str, ...] = ()
     encoded: bytes = field(default=b"", repr=False)
+    original: bytes = field(default=b"", repr=False)
     version: int | None = None
-
-    @property
-    def original(self) -> bytes:
-        """The bytes that were read: the new ones keep the old ones' byte-order mark."""
-        mark = b"\xef\xbb\xbf" if self.encoded.startswith(b"\xef\xbb\xbf") else b""
-        return mark + self.before.encode()
 
     @property
     def changed(self) -> bool:
@@ -92,6 +89,23 @@ def migrate_file(
     return _across(path, reading, to)
 
 
+def migrated_or_refused(path: Path, **arguments: Any) -> Migrated:
+    """Migrate a file as :func:`migrate_file`; whatever it holds, the other files of a call are migrated too.
+
+    A failure of our own is a refusal of the file.
+
+    Raises:
+        ConfigError: As :func:`migrate_file`.
+    """
+    try:
+        return migrate_file(path, **arguments)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        why = f"internal error: {type(error).__name__}: {error}"
+        return Migrated(path, None, "", None, why, "report it, with the file")
+
+
 def _refusal(reading: Reading) -> tuple[str, str | None] | None:
     for item in reading.diagnostics:
         if item.code in ("FSD114", "FSD332", "FSD333") or (item.code == "FSD301" and item.fix is None):
@@ -101,11 +115,20 @@ def _refusal(reading: Reading) -> tuple[str, str | None] | None:
     return None
 
 
+def _result_of(path: Path, reading: Reading) -> partial[Migrated]:
+    """Return what makes the result for a file that was read."""
+    assert reading.source is not None
+    source = reading.source
+    return partial(
+        Migrated, path, reading.dialect, source.text, original=source.encode(), version=reading.version
+    )
+
+
 def _in_place(path: Path, reading: Reading) -> Migrated:
     assert reading.source is not None and reading.written_in is not None
     if reading.version == 1 and not reading.written_in.in_place:
         return _across(path, reading, reading.written_in.name)
-    result_of = partial(Migrated, path, reading.dialect, reading.source.text, version=reading.version)
+    result_of = _result_of(path, reading)
     if reading.version == 2 and _states_version(reading):
         # What else could be written better is for `validate --fix`: --check is to find FSDP1 alone.
         return result_of(reading.source.text)
@@ -144,7 +167,7 @@ def _switched(before: Reading, after: Reading) -> Iterable[str]:
 
 def _across(path: Path, reading: Reading, to: str) -> Migrated:
     assert reading.source is not None and reading.dialect is not None
-    result_of = partial(Migrated, path, reading.dialect, reading.source.text, version=reading.version)
+    result_of = _result_of(path, reading)
     blocking = [item for item in reading.errors if item.fix is None or not item.fix.safe]
     if blocking or reading.settings is None:
         first = blocking[0] if blocking else None
@@ -154,7 +177,8 @@ def _across(path: Path, reading: Reading, to: str) -> Migrated:
         text, notes = write_across(reading.settings, to)
     except ConfigError as error:
         return result_of(None, error.message, error.help)
-    return result_of(text, notes=(*notes, *_lost(reading)), encoded=text.encode())
+    encoded = reading.source.encode(text) if to == reading.dialect else text.encode()
+    return result_of(text, notes=(*notes, *_lost(reading)), encoded=encoded)
 
 
 def write_across(

@@ -17,6 +17,7 @@ from fsdptool.config.dialects import detect_dialect, load_registry, parse_source
 from fsdptool.config.dialects.protocol import PROGRAMS, Consumer, Dialect, known_programs, resolve_consumer
 from fsdptool.config.result import Reading
 from fsdptool.config.rules import RULES
+from fsdptool.errors import FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Document, ParseError, duplicates, walk
 from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting
@@ -60,6 +61,9 @@ def read_settings(
         source = _source(path_or_text)
     except UnreadableError as error:
         return failed(error.code, error.message, str(path_or_text), None, None)
+    if source.text.startswith("\ufeff"):
+        message = "the file begins with two byte-order marks: the second one is a part of the first key"
+        return failed("FSD104", message, source.path, source, 0, help="remove the byte-order marks")
     comments = read_comments(source)
     try:
         document, written_in = _parse(source, written_in)
@@ -104,6 +108,25 @@ def read_settings(
     for problem in load_registry().problems.values():
         lint.report("FSD115", problem)
     return _finish(lint, comments)
+
+
+def judged_or_failed(path_or_text: str | Path | SourceText, **judged: Any) -> Reading:
+    """Read a file as :func:`read_settings`; whatever it holds, the other files of a call are judged as well.
+
+    A failure of our own is a finding of the file.
+
+    Raises:
+        ConfigError: As :func:`read_settings`.
+    """
+    try:
+        return read_settings(path_or_text, **judged)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        path = path_or_text.path if isinstance(path_or_text, SourceText) else str(path_or_text)
+        judge = resolve_consumer(judged.get("consumer"), judged.get("target"), "accelerate")
+        message = f"the file cannot be judged: internal error: {type(error).__name__}: {error}"
+        return _failed("FSD101", message, path, None, None, judged_for=judge, help="report it, with the file")
 
 
 def _lack(source: SourceText, document: Document) -> str:

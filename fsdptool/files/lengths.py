@@ -8,20 +8,21 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.files.text import UnreadableError, read_lines, read_source
+from fsdptool.files.text import UnreadableError, is_file, is_folder, read_lines, read_source
+from fsdptool.files.values import load_json
 
 LONGEST = 1 << 24
 """Tokens of a sample beyond which a file is taken for something else."""
 
 _MOST_SAMPLES = 1 << 40
 _JSON_LIMIT = 64 << 20
+_TABLE_LIMIT = 1 << 30
 _HELP = (
     "write one length per line, length,count per line, a JSON object of length to count,"
     " or JSON Lines with input_ids or length"
@@ -37,7 +38,7 @@ def read_lengths(path: str | Path) -> dict[int, int]:
     path = Path(path)
     counts: Counter[int] = Counter()
     try:
-        if path.is_dir():
+        if is_folder(path):
             rows = _table(path)
         elif path.suffix == ".json":
             rows = _object(path)
@@ -73,10 +74,9 @@ def _whole(value: Any, where: str) -> int:
 def _object(path: Path) -> Iterator[tuple[str, int, int]]:
     text = read_source(path, limit=_JSON_LIMIT).text
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        raise _wrong(f"{path}:{line}", "not JSON") from error
+        data = load_json(text)
+    except ValueError as error:
+        raise _wrong(str(path), f"not JSON: {error}") from error
     if isinstance(data, Mapping):
         for length, count in data.items():
             yield str(path), _whole(length, str(path)), _whole(count, str(path))
@@ -107,9 +107,9 @@ def _lines(path: Path) -> Iterator[tuple[str, int, int]]:
 
 def _row_length(line: str, where: str) -> int:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(where, "not JSON") from error
+        row = load_json(line)
+    except ValueError as error:
+        raise _wrong(where, f"not JSON: {error}") from error
     if isinstance(row, Mapping):
         tokens = row.get("input_ids")
         if isinstance(tokens, list):
@@ -122,11 +122,13 @@ def _row_length(line: str, where: str) -> int:
 def _table(path: Path) -> Iterator[tuple[str, int, int]]:
     """Yield the rows of a tokenised table (``training/data/ragged.py``), by length."""
     ends = path / "input_ids.ends.npy"
-    if not ends.is_file():
+    if not is_file(ends):
         raise ConfigError(f"{path} is not a folder of tokenised text: it has no {ends.name}", help=_HELP)
     import numpy as np
 
     try:
+        if ends.stat().st_size > _TABLE_LIMIT:
+            raise ValueError("too large")
         values = np.load(ends, allow_pickle=False, mmap_mode="r")
         lengths, counts = np.unique(np.diff(values, prepend=0), return_counts=True)
     except (OSError, ValueError, TypeError) as error:

@@ -6,6 +6,7 @@ build the whole file in memory; for a rank's share of a large model that doubles
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -13,8 +14,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from fsdptool.files.text import UnreadableError, open_regular
 from fsdptool.files.values import load_json
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         ValueError: It is not such a file; the message is one line.
         OSError: It cannot be read.
     """
-    with path.open("rb") as stream:
+    with _opened(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_LIMIT):
@@ -194,6 +196,16 @@ def _stored(name: str, entry: Any) -> tuple[Stored, tuple[int, int]]:
 
 def digest_file(path: Path) -> Written:
     """Return size and SHA-256 of a file on disk."""
-    with path.open("rb") as stream:
+    with _opened(path) as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    return Written(path.stat().st_size, sha256)
+        return Written(os.fstat(stream.fileno()).st_size, sha256)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file as :func:`open_regular`; anything else raises ``OSError``."""
+    try:
+        return open_regular(path)
+    except UnreadableError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise OSError(errno.EINVAL, error.message, str(path)) from error

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import hashlib
+import io
 import os
+import re
 import secrets
 import shutil
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any, BinaryIO
 
 from fsdptool.errors import StorageError
 
@@ -24,6 +29,9 @@ SIZE_LIMIT = 1 << 20
 
 LINE_LIMIT = 64 << 20
 """Characters of one row of a data set: a long document, not a file of zeros."""
+
+CSV_LIMIT = 4 << 20
+"""Characters of one row of a CSV file; Python's own reader limits a field to 128 Ki."""
 
 _DESCRIPTORS = Path("/dev/fd")
 """Where a shell puts what it substitutes for ``<(command)``."""
@@ -47,14 +55,19 @@ class SourceText:
         text: The characters after the byte-order mark, if there is one.
         path: As the user named it, or None for text from elsewhere.
         bom: Whether the file began with a UTF-8 byte-order mark.
+        breaks: Characters that end a line besides those that end one everywhere.
     """
 
     text: str
     path: str | None = None
     bom: bool = False
+    breaks: str = ""
 
     @cached_property
     def _starts(self) -> list[int]:
+        if self.breaks:
+            ends = re.finditer(rf"\r\n|[\r\n{self.breaks}]", self.text)
+            return [0, *(match.end() for match in ends)]
         starts = [0]
         text = self.text
         index = 0
@@ -81,7 +94,7 @@ class SourceText:
             return ""
         start = self._starts[number - 1]
         end = self._starts[number] if number < len(self._starts) else len(self.text)
-        return self.text[start:end].rstrip("\r\n")
+        return self.text[start:end].rstrip("\r\n" + self.breaks)
 
     def line_start(self, number: int) -> int:
         """Return the index of the first character of line ``number`` (1-based)."""
@@ -106,11 +119,14 @@ class SourceText:
     def encode(self, text: str | None = None) -> bytes:
         """Return the bytes of ``text`` (default: this text) in this file's encoding."""
         data = (self.text if text is None else text).encode("utf-8")
-        return b"\xef\xbb\xbf" + data if self.bom else data
+        return _MARK + data if self.bom else data
 
     def with_text(self, text: str) -> SourceText:
         """Return the same file with other characters."""
-        return SourceText(text, self.path, self.bom)
+        return replace(self, text=text)
+
+
+_MARK = b"\xef\xbb\xbf"
 
 
 def decode(data: bytes, path: str | None = None, *, limit: int = SIZE_LIMIT) -> SourceText:
@@ -121,7 +137,7 @@ def decode(data: bytes, path: str | None = None, *, limit: int = SIZE_LIMIT) -> 
     """
     if len(data) > limit:
         raise UnreadableError("FSD102", f"the file has {len(data):,} bytes; more than {limit:,} are not read")
-    bom = data.startswith(b"\xef\xbb\xbf")
+    bom = data.startswith(_MARK)
     if bom:
         data = data[3:]
     try:
@@ -142,8 +158,13 @@ def read_source(path: str | Path, *, limit: int = SIZE_LIMIT) -> SourceText:
     return decode(read_bytes(path, limit=limit), str(path), limit=limit)
 
 
-def read_lines(path: str | Path, *, limit: int = LINE_LIMIT) -> Iterator[str]:
+def read_lines(path: str | Path, *, limit: int = LINE_LIMIT, newline: str | None = None) -> Iterator[str]:
     """Yield the lines of a file that may be larger than memory, with their endings.
+
+    Args:
+        path: The file.
+        limit: The most characters of a line.
+        newline: As for ``open``; by default every line ending becomes ``\\n``.
 
     Raises:
         UnreadableError: It cannot be opened, is not a regular file, is not UTF-8, or has a line of more
@@ -151,9 +172,7 @@ def read_lines(path: str | Path, *, limit: int = LINE_LIMIT) -> Iterator[str]:
     """
     number = 0
     try:
-        if not S_ISREG(Path(path).stat().st_mode):
-            raise UnreadableError("FSD101", "the file cannot be read: it is not a regular file")
-        with Path(path).open(encoding="utf-8") as stream:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline=newline) as stream:
             while line := stream.readline(limit + 1):
                 number += 1
                 if len(line) > limit:
@@ -167,40 +186,193 @@ def read_lines(path: str | Path, *, limit: int = LINE_LIMIT) -> Iterator[str]:
         raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
 
 
-def read_bytes(path: str | Path, *, limit: int = SIZE_LIMIT) -> bytes:
-    """Return what a regular file holds: the one way in for every file that somebody else may have written.
+def read_blocks(path: str | Path, *, size: int = 1 << 20) -> Iterator[str]:
+    """Yield the text of a file that may be larger than memory in blocks of ``size`` characters.
 
-    A pipe without a writer and a device without an end are refused before they are read; what a shell
-    substitutes for ``<(command)`` is taken.
+    Raises:
+        UnreadableError: It cannot be opened, is not a regular file, is not UTF-8, or has a block that holds
+            nothing but zeros: a hole, which has any length and no text.
+    """
+    try:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as stream:
+            while block := stream.read(size):
+                if len(block) == size and not block.strip("\0"):
+                    raise UnreadableError("FSD103", "the file is not text: it has a block of zeros")
+                yield block
+    except UnicodeDecodeError as error:
+        raise UnreadableError("FSD103", str(error)) from error
+    except OSError as error:
+        raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
+
+
+def read_csv(path: Path, *, limit: int = CSV_LIMIT) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a CSV or TSV file by the names in its first one, each with its last line's number.
+
+    Raises:
+        UnreadableError: As :func:`read_lines`, or a row has more than ``limit`` characters.
+        csv.Error: It is not CSV, or a field is longer than Python's limit.
+    """
+    held = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal held
+        for line in read_lines(path, limit=limit, newline=""):
+            held += len(line.strip("\r\n"))
+            # A field in quotes may go over any number of lines, and a row may have any number of fields.
+            if held > limit:
+                raise UnreadableError("FSD102", f"a row has more than {limit:,} characters")
+            yield line
+
+    reader = csv.DictReader(lines(), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+    for record in reader:
+        held = 0
+        yield reader.line_num, record
+
+
+_confined: ContextVar[Callable[[Path], bool] | None] = ContextVar("_confined", default=None)
+
+
+@contextlib.contextmanager
+def confined(allowed: Callable[[Path], bool]) -> Iterator[None]:
+    """Within the block, refuse to open files for which ``allowed`` is false; it resolves links itself."""
+    token = _confined.set(allowed)
+    try:
+        yield
+    finally:
+        _confined.reset(token)
+
+
+def reachable(path: Path) -> bool:
+    """Say whether a file may be opened here: anywhere, unless the caller is :func:`confined`."""
+    allowed = _confined.get()
+    return allowed is None or allowed(path)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading: the one way in for every file that somebody else may have written.
+
+    A pipe without a writer is not waited for, and a device without an end is refused; what a shell
+    substitutes for ``<(command)`` is taken. It is the opened file that is looked at: a path can come to
+    mean another one between a look and the opening.
+
+    Args:
+        path: The file; links are followed.
+
+    Raises:
+        UnreadableError: It cannot be opened, is not a regular file, or is outside of where the caller is
+            :func:`confined`.
+    """
+    try:
+        # Pages read hundreds of files: a path is not parsed twice.
+        place = path if isinstance(path, Path) else Path(path)
+        if not reachable(place):
+            raise _outside()
+        substituted = place.parent == _DESCRIPTORS
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+        try:
+            if not (substituted or S_ISREG(os.fstat(descriptor).st_mode)):
+                raise UnreadableError("FSD101", "the file cannot be read: it is not a regular file")
+            if _confined.get() is not None and not reachable(_opened(descriptor, place)):
+                raise _outside()
+            if substituted:
+                os.set_blocking(descriptor, True)
+            return os.fdopen(descriptor, "rb")
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a NUL in the path
+        raise UnreadableError("FSD101", f"the file cannot be read: {error}") from error
+
+
+def _outside() -> UnreadableError:
+    return UnreadableError("FSD101", "the file is outside the folders that may be read")
+
+
+def _opened(descriptor: int, place: Path) -> Path:
+    """Return where an opened file lies, whatever its path means by now (Linux; elsewhere its path)."""
+    try:
+        return Path(f"/proc/self/fd/{descriptor}").readlink()
+    except OSError:
+        return place
+
+
+def read_bytes(path: str | Path, *, limit: int = SIZE_LIMIT) -> bytes:
+    """Return what a regular file holds.
 
     Args:
         path: The file; links are followed.
         limit: The most bytes that are read.
 
     Raises:
-        UnreadableError: It cannot be opened, is not a regular file, or has more than ``limit`` bytes.
+        UnreadableError: As :func:`open_regular`, or it has more than ``limit`` bytes.
     """
     try:
-        # Pages read hundreds of files: a path is not parsed twice.
-        place = path if isinstance(path, Path) else Path(path)
-        substituted = place.parent == _DESCRIPTORS
-        if not (substituted or S_ISREG(place.stat().st_mode)):
-            raise UnreadableError("FSD101", "the file cannot be read: it is not a regular file")
-        # Not waiting for a writer, should it have become a pipe by now.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if substituted else os.O_NONBLOCK))
-        with os.fdopen(descriptor, "rb") as stream:
-            state = os.fstat(descriptor)
-            if not (substituted or S_ISREG(state.st_mode)):
-                raise UnreadableError("FSD101", "the file cannot be read: it is not a regular file")
+        with open_regular(path) as stream:
             data = stream.read(limit + 1)
-        if len(data) > limit:
-            size = max(state.st_size, len(data))
-            raise UnreadableError("FSD102", f"the file has {size:,} bytes; more than {limit:,} are not read")
+            size = max(os.fstat(stream.fileno()).st_size, len(data))
     except OSError as error:
         raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # a NUL in the path
-        raise UnreadableError("FSD101", f"the file cannot be read: {error}") from error
+    if len(data) > limit:
+        raise UnreadableError("FSD102", f"the file has {size:,} bytes; more than {limit:,} are not read")
     return data
+
+
+def read_ends(path: str | Path, *, head: int = 0, tail: int) -> tuple[bytes, bytes, int]:
+    """Return the first ``head`` and the last ``tail`` bytes of a file, without overlap, and its size.
+
+    Raises:
+        UnreadableError: As :func:`open_regular`.
+    """
+    try:
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            first = stream.read(min(head, size))
+            stream.seek(max(size - tail, len(first)))
+            return first, stream.read(tail), size
+    except OSError as error:
+        raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
+
+
+def open_for_writing(path: Path, *, append: bool = False) -> int:
+    """Open or make a file of our own in a folder that somebody else may have prepared; return its descriptor.
+
+    Raises:
+        OSError: It cannot be opened, or what has its name is a link, a pipe or a device.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags | (os.O_APPEND if append else 0), 0o600)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def exists(path: Path) -> bool:
+    """Whether ``path`` exists, readable or not; a name that no file can have does not."""
+    try:
+        return reachable(path) and path.exists()
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a regular file; a name that no file can have is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder; a name that no folder can have is none."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def private_folder(path: Path) -> None:
@@ -238,7 +410,7 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
             # Root may write whatever the mode says, so the mode itself is checked.
             if not target.stat().st_mode & 0o222:
                 raise StorageError(f"{path} is read-only", help="make it writable (chmod u+w)")
-            if before is not None and target.read_bytes() != before:
+            if before is not None and not holds(target, before):
                 raise StorageError(
                     f"{path} was changed by another program in the meantime", help="run the command again"
                 )
@@ -261,6 +433,14 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
         if aside is not None:
             with contextlib.suppress(OSError):
                 Path(aside).unlink()
+
+
+def holds(path: Path, data: bytes) -> bool:
+    """Say whether a file is a regular one and holds ``data``, no more and no less."""
+    try:
+        return read_bytes(path, limit=len(data)) == data
+    except UnreadableError:
+        return False
 
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)

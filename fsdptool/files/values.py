@@ -67,6 +67,47 @@ def load_json(text: str) -> Any:
     return value
 
 
+RECORD_LIMIT = 1 << 20
+"""Bytes of one line of a log of records; a traceback has some thousand."""
+
+
+def load_record(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object on a line that somebody else may have written; None if it is damaged."""
+    if len(line) > RECORD_LIMIT:
+        return None
+    try:
+        value = load_json(line.decode("utf-8", errors="replace"))
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def number(value: object) -> float | None:
+    """Return a number that somebody else may have written, or None: no truth value, none beyond float32."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
+        return value
+    return None
+
+
+_LARGEST = 3.5e38
+"""Figures of a run are smaller; sums and products of some of these are still finite."""
+
+
+def count(value: object) -> int | None:
+    """Return a number of things or of bytes that somebody else may have written, or None."""
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+
+def moment(value: object) -> float | None:
+    """Return a time in seconds since 1970 that somebody else may have written, or None."""
+    found = number(value)
+    return found if found is not None and 0 <= found < _LAST_MOMENT else None
+
+
+_LAST_MOMENT = 1e11
+"""In the year 5138; what calendars can show ends some thousand years later."""
+
+
 def _check_values(root: Any) -> None:
     """Refuse what is too deep to recurse over or too large to compute with, without recursing over it."""
     level = [root]

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from errno import EACCES, EAGAIN
 from importlib import metadata
 from pathlib import Path
+from stat import S_ISDIR
 
 from packaging.version import Version
 
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, StorageError
+from fsdptool.files.text import UnreadableError
+from fsdptool.files.values import read_json
 from fsdptool.launch.processes import ProcessIdentity, identify, is_alive
 from fsdptool.records.cluster import ALLOCATOR_VARIABLES, EXPANDABLE, Cluster
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.sharding import FsdpSettings
+from fsdptool.runs.folder import write_json
 
 
 def count_gpus() -> int:
@@ -45,10 +49,28 @@ def gpu_set(text: str) -> frozenset[str]:
     return frozenset(part for part in re.split(r"[,\s]+", text.strip()) if part)
 
 
-def registry_folder() -> Path:
-    """Return the folder in which the runs of this machine and user register their GPUs."""
-    base = os.environ.get("FSDPTOOL_LOCKS")
-    return Path(base) if base else Path(tempfile.gettempdir()) / f"fsdptool-gpus-{os.getuid()}"
+def registry_folders() -> tuple[Path, ...]:
+    """Return the folders in which the runs of this machine and user register their GPUs.
+
+    ``FSDPTOOL_LOCKS`` names one. By default it is one in ``XDG_RUNTIME_DIR``, which only this user can
+    write, and one in the temporary folder: not every session has the first, and it goes with the last one.
+    """
+    if base := os.environ.get("FSDPTOOL_LOCKS"):
+        return (Path(base),)
+    own = os.environ.get("XDG_RUNTIME_DIR")
+    temporary = Path(tempfile.gettempdir()) / f"fsdptool-gpus-{os.getuid()}"
+    return (Path(own) / "fsdptool-gpus", temporary) if own else (temporary,)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Say whether nobody else can put files into a registry: others may have made it before this user."""
+    if os.environ.get("FSDPTOOL_LOCKS"):
+        return folder.is_dir()
+    try:
+        state = folder.lstat()
+    except OSError:
+        return False
+    return S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077
 
 
 def requested_gpus(settings: FsdpSettings) -> frozenset[str]:
@@ -79,59 +101,93 @@ def register_claim(requested: frozenset[str], folder: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: See :func:`claim_gpus`.
+        StorageError: There is no place to register GPUs in that only this user can write.
     """
-    claim = registry_folder() / f"{os.getpid()}.json"
+    claims: list[Path] = []
     try:
-        _write_claim(claim, requested, folder)
-    except OSError:
+        _write_claims(claims, requested, folder)
+    except OSError as error:
         # Without GPUs the entry only lets `fsdptool runs` find the run.
         if requested:
-            raise
+            raise StorageError(
+                f"the GPUs cannot be registered in {error.filename}: {error.strerror or error}",
+                help="set FSDPTOOL_LOCKS to a folder that only you can write",
+            ) from error
     try:
         yield
     finally:
-        with suppress(OSError):
-            claim.unlink(missing_ok=True)
+        for claim in claims:
+            with suppress(OSError):
+                claim.unlink(missing_ok=True)
 
 
-def _write_claim(claim: Path, requested: frozenset[str], folder: Path) -> None:
-    from filelock import FileLock
+_LOCK_SECONDS = 60.0
+"""How long a registry may be locked: others hold the lock while they read some small files."""
 
-    registry = claim.parent
-    registry.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+def _write_claims(claims: list[Path], requested: frozenset[str], folder: Path) -> None:
+    """Write this process's claim into every registry, and add the files to ``claims``."""
+    from filelock import FileLock, Timeout
+
     own = identify(os.getpid())
     if own is None:
         return  # Systems without /proc do not tell processes with one id apart.
-    with FileLock(registry / ".lock"):
-        for other in sorted(registry.glob("*.json")):
+    registries = registry_folders()
+    for registry in registries:
+        with suppress(OSError):
+            registry.mkdir(mode=0o700, parents="FSDPTOOL_LOCKS" in os.environ, exist_ok=True)
+    ours = [registry for registry in registries if _is_ours(registry)]
+    if not ours:
+        raise OSError(EACCES, "another user can write this folder, or it cannot be made", str(registries[-1]))
+    document = {"gpus": sorted(requested), "run": str(folder), "start": own.start, "boot": own.boot}
+    with ExitStack() as stack:
+        for registry in ours:
+            try:
+                stack.enter_context(FileLock(registry / ".lock", timeout=_LOCK_SECONDS))
+            except Timeout:
+                raise OSError(EAGAIN, "another process keeps it locked", str(registry)) from None
+        for other in (path for registry in ours for path in sorted(registry.glob("*.json"))):
             taken = _read_claim(other)
             if taken is None:
-                other.unlink(missing_ok=True)
+                with suppress(OSError):
+                    other.unlink(missing_ok=True)
                 continue
             if shared := sorted(requested & taken[0]):
                 raise ConfigError(
                     f"GPU {', '.join(shared)} is in use by the run in {taken[1]} (process {other.stem})",
                     help="choose other gpu_ids, or wait for that run",
                 )
-        document = {"gpus": sorted(requested), "run": str(folder), "start": own.start, "boot": own.boot}
-        claim.write_text(json.dumps(document), encoding="utf-8")
+        for registry in ours:
+            # Written aside and renamed: a link of that name is replaced, not followed.
+            write_json(registry / f"{own.pid}.json", document)
+            claims.append(registry / f"{own.pid}.json")
 
 
 def live_claims() -> list[tuple[frozenset[str], str]]:
     """Return the GPU ids and the run folder of every live run on this machine."""
-    registry = registry_folder()
-    claims = [_read_claim(path) for path in sorted(registry.glob("*.json"))] if registry.is_dir() else []
-    return [claim for claim in claims if claim is not None]
+    found: dict[tuple[frozenset[str], str], None] = {}
+    for registry in filter(_is_ours, registry_folders()):
+        for path in sorted(registry.glob("*.json")):
+            if (claim := _read_claim(path)) is not None:
+                found[claim] = None
+    return list(found)
 
 
 def _read_claim(path: Path) -> tuple[frozenset[str], str] | None:
-    """Return the claim in a file, or None if its process has ended."""
+    """Return the claim in a file, or None if its process has ended or is another user's than the file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        owner = path.lstat().st_uid
+        data = read_json(path, limit=_CLAIM_BYTES)
         process = ProcessIdentity(int(path.stem), int(data["start"]), str(data["boot"]))
-        return (frozenset(data["gpus"]), str(data["run"])) if is_alive(process) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        gpus, run = frozenset(data["gpus"]), data["run"]
+        known = isinstance(run, str) and "\0" not in run and all(isinstance(gpu, str) for gpu in gpus)
+        alive = is_alive(process) and Path(f"/proc/{process.pid}").stat().st_uid == owner
+        return (gpus, run) if known and alive else None
+    except (OSError, ValueError, KeyError, TypeError, UnreadableError):
         return None
+
+
+_CLAIM_BYTES = 1 << 16
 
 
 def local_cluster(settings: FsdpSettings) -> Cluster | None:

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import UnreadableError, read_ends
+from fsdptool.files.values import count, moment
 from fsdptool.launch.processes import ProcessIdentity, identify, is_alive, started_before
 from fsdptool.launch.queue_file import Row
 from fsdptool.records.queue import EntryState
 from fsdptool.records.run import Start
-from fsdptool.runs.events import event_path
+from fsdptool.runs.events import ranks_in, tail_events
 from fsdptool.runs.folder import RUN, read_start
-from fsdptool.runs.view import read_view, tail_records
+from fsdptool.runs.view import read_view
 
 _LOG_BYTES = 1 << 16
 """Bytes at the end of a log that are searched for the last error."""
@@ -59,7 +61,8 @@ def read_standing(row: Row, log: Path) -> Standing:
         return Standing(EntryState.RUNNING, occupied=True)
     try:
         view = read_view(folder)
-    except (ConfigError, OSError) as error:
+    except Exception as error:
+        # Whatever one folder holds, the other entries are listed.
         return Standing(EntryState.DEAD, message=str(error))
     # Ranks seem to run for a while after their last sign of life, but their processes have gone.
     state = EntryState.DEAD if view.state == "running" else EntryState(view.state)
@@ -101,10 +104,8 @@ def _written_after(path: Path, moment: float) -> bool:
 def read_log_lines(log: Path) -> list[str]:
     """Return the last lines of a log; empty if it is missing or empty."""
     try:
-        with log.open("rb") as stream:
-            stream.seek(max(log.stat().st_size - _LOG_BYTES, 0))
-            return stream.read().decode("utf-8", errors="replace").splitlines()
-    except OSError:
+        return read_ends(log, tail=_LOG_BYTES)[1].decode("utf-8", errors="replace").splitlines()
+    except UnreadableError:
         return []
 
 
@@ -116,16 +117,16 @@ def live_workers(folder: Path) -> Iterator[ProcessIdentity]:
     except (ConfigError, OSError):
         return
     node = os.uname().nodename
-    for rank in range(start.world_size):
-        for event in tail_records(event_path(folder, rank)):
+    for events in tail_events(folder, ranks_in(folder, start.world_size)).values():
+        for event in events:
             if event.get("kind") == "started" and event.get("node") == node and _is_live(event, started):
-                process = identify(int(event["pid"]))
+                process = identify(event["pid"])
                 if process is not None:
                     yield process
 
 
 def _is_live(event: dict[str, Any], started: float) -> bool:
-    pid, moment = event.get("pid"), event.get("time")
-    if not isinstance(pid, int) or not isinstance(moment, int | float) or moment < started - 1.0:
+    pid, written = count(event.get("pid")), moment(event.get("time"))
+    if pid is None or written is None or written < started - 1.0:
         return False
-    return started_before(pid, moment)
+    return started_before(pid, written)

@@ -8,7 +8,6 @@ their announced ids, so that the bound is ours and the message says who and why.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
+from fsdptool.files.text import UnreadableError, open_for_writing, read_ends
+from fsdptool.files.values import load_json
 from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.outcome import Failure, Outcome, failure_of_event
 from fsdptool.records.run import RunStatus
@@ -173,11 +174,11 @@ class Supervisor:
         log: IO[bytes] | None = None
         # Without the log torchrun's pipe is read all the same: what ranks say when the disk is full is in it.
         with contextlib.suppress(OSError):
-            log = path.open("ab", buffering=0)
+            log = os.fdopen(open_for_writing(path, append=True), "ab", buffering=0)
         for line in stream:
             if line.startswith(STDERR_MARK):
                 with contextlib.suppress(ValueError):
-                    self._stderr_events.append(json.loads(line.removeprefix(STDERR_MARK)))
+                    self._stderr_events.append(load_json(line.removeprefix(STDERR_MARK)))
                 continue
             self._output_tail.append(line.rstrip())
             for code, _, pid in _TORCHRUN_FAILURE.findall(line):
@@ -376,9 +377,9 @@ class Supervisor:
     def _timed_out(self, number: int) -> bool:
         """Say whether NCCL's own watchdog ended a rank: it aborts the process (torch 2.13, NCCLUtils)."""
         log = self._folder / LOGS / f"rank-{number:05d}.log"
-        with contextlib.suppress(OSError), log.open("rb") as stream:
-            stream.seek(max(log.stat().st_size - _LOG_TAIL_BYTES, 0))
-            return b"Watchdog caught collective operation timeout" in stream.read()
+        with contextlib.suppress(UnreadableError):
+            _, end, _ = read_ends(log, tail=_LOG_TAIL_BYTES)
+            return b"Watchdog caught collective operation timeout" in end
         return False
 
     def _outcome(self, returncode: int) -> Outcome:

@@ -202,7 +202,8 @@ def _curve(
 
 def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about ``count`` round values that enclose ``low`` to ``high``."""
-    span = (high - low) or abs(high) or 1.0
+    # Differences that no axis can show would be beyond the least number.
+    span = max((high - low) or abs(high) or 1.0, 1e-30)
     power = 10.0 ** math.floor(math.log10(span / count))
     step = next(power * base for base in (1, 2, 5, 10) if span / (power * base) <= count)
     begin = math.floor(low / step)

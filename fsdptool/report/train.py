@@ -42,9 +42,15 @@ class Progress:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
-        show = getattr(self, f"_on_{event.get('kind')}", None)
-        if show is not None:
+        kind = str(event.get("kind"))
+        show = getattr(self, f"_on_{kind}", None)
+        if show is None:
+            return
+        try:
             show(event)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            # `watch` shows events that somebody else may have written, without what its kind has.
+            self.say(kind.replace("_", " "))
 
     def close(self) -> None:
         """Take the bar off the screen."""
@@ -79,8 +85,7 @@ class Progress:
             self.say(str(event["quantised"]))
 
     def _on_length(self, event: Mapping[str, Any]) -> None:
-        self._total = int(event["steps"])
-        self._countdown.total = self._total
+        self._total = self._countdown.total = int(event["steps"])
         if self._bar is not None:
             self._bar.update(self._task, total=self._total)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError, StorageError
+from fsdptool.files.text import UnreadableError, is_file, is_folder, read_ends
+from fsdptool.files.values import moment
 from fsdptool.records.codec import from_json
 from fsdptool.records.diagnosis import (
     FailureDiagnosis,
@@ -26,10 +27,10 @@ from fsdptool.records.diagnosis import (
     Signature,
 )
 from fsdptool.records.run import RunView
-from fsdptool.runs.events import event_path
+from fsdptool.runs.events import ranks_in, tail_events
 from fsdptool.runs.folder import LOGS, RUN, read_json
 from fsdptool.runs.progress import phase_text
-from fsdptool.runs.view import read_view, tail_records
+from fsdptool.runs.view import read_view
 
 _HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20
 """Bytes of a log that are read: what started it, and how it ended."""
@@ -93,20 +94,14 @@ def read_log(path: Path, *, name: str | None = None, rank: int | None = None) ->
     Raises:
         StorageError: It cannot be read, or is not a file.
     """
-    if not path.is_file():
-        raise StorageError(f"{path} is not a file", help="give a log file or a run folder")
     try:
-        with path.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(0)
-            data = stream.read(min(size, _HEAD_BYTES + _TAIL_BYTES))
-            if size > len(data):
-                stream.seek(size - _TAIL_BYTES)
-                data = data[:_HEAD_BYTES] + b"\n" + stream.read(_TAIL_BYTES)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+        head, tail, size = read_ends(path, head=_HEAD_BYTES, tail=_TAIL_BYTES)
+    except UnreadableError as error:
+        raise StorageError(f"{path}: {error.message}", help="give a log file or a run folder") from error
+    read = len(head) + len(tail)
+    data = head + (b"\n" if read < size else b"") + tail
     text = data.decode("utf-8", errors="replace").replace("\r", "\n")
-    return LogText(name or str(path), text, size, min(size, len(data)), rank)
+    return LogText(name or str(path), text, max(size, read), read, rank)
 
 
 def diagnose(target: Path) -> FailureDiagnosis:
@@ -116,7 +111,7 @@ def diagnose(target: Path) -> FailureDiagnosis:
         ConfigError: The folder is not a run folder.
         StorageError: The log cannot be read.
     """
-    if target.is_dir():
+    if is_folder(target):
         return _diagnose_run(target)
     return diagnose_logs(str(target), (read_log(target),))
 
@@ -306,7 +301,7 @@ def _last_exception(logs: Sequence[LogText]) -> LastException | None:
 
 
 def _diagnose_run(folder: Path) -> FailureDiagnosis:
-    if not (folder / RUN).is_file():
+    if not is_file(folder / RUN):
         raise ConfigError(
             f"{folder} is not a run folder: {RUN} is missing",
             help="give a log file, or a folder that `fsdptool train` wrote",
@@ -329,16 +324,16 @@ def _diagnose_run(folder: Path) -> FailureDiagnosis:
 
 def _run_logs(folder: Path, view: RunView) -> Iterator[LogText]:
     """Yield what the ranks and the launcher of the last start said, the rank that failed first in front."""
-    for rank in range(view.world_size):
-        for event in tail_records(event_path(folder, rank)):
-            moment = event.get("time")
-            recent = isinstance(moment, int | float) and moment >= view.started - 5.0
+    ranks = ranks_in(folder, view.world_size)
+    for rank, events in tail_events(folder, ranks).items():
+        for event in events:
+            recent = (moment(event.get("time")) or 0.0) >= view.started - 5.0
             if event.get("kind") == "failure" and recent:
                 yield _failure_text(rank, event)
     if view.failure is not None:
         message = view.failure.message
         yield LogText("summary.json", message, len(message), len(message))
-    for rank in range(view.world_size):
+    for rank in ranks:
         path = folder / LOGS / f"rank-{rank:05d}.log"
         with contextlib.suppress(StorageError):
             yield read_log(path, name=f"{LOGS}/{path.name}", rank=rank)
@@ -356,8 +351,31 @@ def _failure_text(rank: int, event: Mapping[str, Any]) -> LogText:
 def _memory_account(folder: Path) -> Mapping[str, Any] | None:
     with contextlib.suppress(ConfigError):
         account = read_json(folder / LOGS / "out-of-memory.json")
-        return account if isinstance(account, dict) else None
+        return account if _is_account(account) else None
     return None
+
+
+def _is_account(account: Any) -> bool:
+    """Say whether an account of a lack of memory has what its text shows, in the right types."""
+    sizes = dict.fromkeys(("planned_bytes", "peak_bytes"), int | None)
+    named = dict.fromkeys(("planned_moment", "peak_moment"), str | None)
+    if not _has(account, {"rank": int | None, "seen": dict, "next_steps": list, **sizes, **named}):
+        return False
+    seen = {"requested_bytes": None, "allocated_bytes": None, "live": [], **account["seen"]}
+    asked = {"moment": str, "requested_bytes": int | None, "allocated_bytes": int | None, "live": list}
+    step = {"change": str, "cost": str, "device_total_bytes": int | None}
+    return (
+        _has(seen, asked)
+        and all(_has(item, {"name": str, "bytes": int}) for item in seen["live"])
+        and all(_has(item, step) for item in account["next_steps"])
+    )
+
+
+def _has(value: Any, kinds: Mapping[str, Any]) -> bool:
+    """Say whether a value is an object with these keys and types."""
+    return isinstance(value, dict) and all(
+        key in value and isinstance(value[key], kinds[key]) for key in kinds
+    )
 
 
 def _notes(view: RunView) -> Iterator[str]:

@@ -11,14 +11,17 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from fsdptool.errors import StorageError
+from fsdptool.files.text import UnreadableError, open_for_writing, open_regular, read_ends
+from fsdptool.files.values import RECORD_LIMIT, load_record, moment, number
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import Metrics
 from fsdptool.runs.folder import EVENTS, LOGS, METRICS, write_text
@@ -82,17 +85,13 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._descriptor = open_for_writing(path, append=True)
         self._end_partial_line()
 
     def _end_partial_line(self) -> None:
         """End a line that a killed process or a full disk left unfinished."""
-        size = self._path.stat().st_size
-        if size == 0:
-            return
-        with self._path.open("rb") as stream:
-            stream.seek(size - 1)
-            if stream.read(1) != b"\n":
+        with contextlib.suppress(UnreadableError):
+            if read_ends(self._path, tail=1)[1] not in (b"", b"\n"):
                 os.write(self._descriptor, b"\n")
 
     def append(self, record: Any) -> None:
@@ -106,13 +105,15 @@ class LineFile:
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop the records that are not wanted; the file is replaced whole or not at all."""
+        if self._path.stat().st_size > _LARGEST:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self._path))
         records = list(read_lines(self._path))
         kept = [record for record in records if wanted(record)]
         if len(kept) == len(records):
             return
         write_text(self._path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
         os.close(self._descriptor)
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._descriptor = open_for_writing(self._path, append=True)
 
     def close(self) -> None:
         """Close the file."""
@@ -205,7 +206,7 @@ class EventLog:
         if self._metrics is None:
             return
         try:
-            self._metrics.keep(lambda record: record.get("step", 0) <= step)
+            self._metrics.keep(lambda record: (number(record.get("step", 0)) or 0) <= step)
         except OSError as error:
             raise StorageError(f"metrics.jsonl cannot be written: {error.strerror}") from error
 
@@ -253,20 +254,72 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole, valid JSON lines of a file; a damaged line is skipped."""
-    if not path.exists():
-        return
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+_LARGEST = 1 << 30
+"""Bytes of the longest file of lines that is read whole: metrics of some three million steps."""
+
+_TAIL_BYTES = 4 << 20
+"""Bytes at the end of the events of a rank that are read to see how it stands."""
+
+_ALL_TAILS = 1 << 30
+"""Bytes that are read of the events of all ranks together."""
+
+
+def read_lines(path: Path, *, limit: int = _LARGEST) -> Iterator[dict[str, Any]]:
+    """Yield the whole, valid JSON lines of a file; a damaged line is skipped.
+
+    Args:
+        path: The file; what is not a regular file has no lines.
+        limit: Of a longer file, only lines in its last ``limit`` bytes.
+    """
+    with contextlib.suppress(UnreadableError, OSError), open_regular(path) as stream:
+        for _, record in records_after(stream, 0, limit=limit, unfinished=True):
+            if record is not None:
                 yield record
+
+
+def records_after(
+    stream: BinaryIO, offset: int, *, limit: int = _LARGEST, unfinished: bool = False
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield where each line after an offset ends, and its record; None where it is damaged.
+
+    A line of more than ``RECORD_LIMIT`` bytes is damaged: a crash can leave a hole of zeros.
+
+    Args:
+        stream: An open file.
+        offset: Where a line begins.
+        limit: Of more bytes, only lines in the last ``limit`` ones are read.
+        unfinished: Whether a last line without an end counts.
+    """
+    size = os.fstat(stream.fileno()).st_size
+    at = max(offset, size - limit)
+    stream.seek(at)
+    partial = at > offset
+    while at < size and (line := stream.readline(RECORD_LIMIT + 1)):
+        ends = line.endswith(b"\n")
+        if not ends and len(line) <= RECORD_LIMIT and not unfinished:
+            return
+        at += len(line)
+        yield at, None if partial else load_record(line)
+        partial = not ends
+
+
+def ranks_in(folder: Path, world_size: int) -> list[int]:
+    """Return the ranks of a run that have left something among its events or logs, in order."""
+    found = set[int]()
+    for name in (EVENTS, LOGS):
+        with contextlib.suppress(OSError):
+            names = (path.name for path in (folder / name).iterdir())
+            found.update(int(match[1]) for item in names if (match := _RANK_FILE.match(item)))
+    return sorted(rank for rank in found if rank < world_size)
+
+
+_RANK_FILE = re.compile(r"rank-(\d{5,7})\.")
+
+
+def tail_events(folder: Path, ranks: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+    """Return the latest events of ranks, by rank; of many ranks, fewer events each."""
+    limit = min(_TAIL_BYTES, _ALL_TAILS // max(len(ranks), 1))
+    return {rank: list(read_lines(event_path(folder, rank), limit=limit)) for rank in ranks}
 
 
 class Follower:
@@ -274,12 +327,15 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._offsets: dict[Path, int] = {path: path.stat().st_size for path in self._files()}
+        self._offsets: dict[Path, int] = {}
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                self._offsets[path] = path.stat().st_size
 
     def _files(self) -> list[Path]:
         files = sorted((self._folder / EVENTS).glob("rank-*.jsonl"))
         metrics = self._folder / METRICS
-        return [*files, metrics] if metrics.exists() else files
+        return [*files, metrics]
 
     def news(self) -> Iterator[dict[str, Any]]:
         """Yield new events, oldest first; steps as events of kind ``step`` with the metrics in them.
@@ -292,27 +348,21 @@ class Follower:
         with contextlib.suppress(OSError):
             files = self._files()
         for path in files:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UnreadableError):
                 records.extend(self._tail(path))
-        yield from sorted(records, key=lambda record: record.get("time") or 0.0)
+        yield from sorted(records, key=lambda record: moment(record.get("time")) or 0.0)
 
     def _tail(self, path: Path) -> Iterator[dict[str, Any]]:
         offset = self._offsets.get(path, 0)
-        if path.stat().st_size < offset:
-            # The metrics were rewound to the step the run continues from.
-            self._offsets[path] = path.stat().st_size
-            return
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            data = stream.read()
-        whole = data.rfind(b"\n") + 1
-        self._offsets[path] = offset + whole
-        for line in data[:whole].splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            yield {"kind": "step", **record} if path.name == METRICS else record
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size < offset:
+                # The metrics were rewound to the step the run continues from.
+                self._offsets[path] = size
+                return
+            for self._offsets[path], record in records_after(stream, offset):
+                if record is not None:
+                    yield {"kind": "step", **record} if path.name == METRICS else record
 
 
 def largest_peak(ranks: Iterable[int | None], metrics: Iterable[Mapping[str, Any]]) -> int | None:

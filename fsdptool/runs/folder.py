@@ -16,14 +16,15 @@ import contextlib
 import json
 import os
 import platform
+import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files import values
-from fsdptool.files.text import UnreadableError
+from fsdptool.files.text import UnreadableError, exists
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import envelope, library_versions, tool_version
@@ -46,6 +47,8 @@ CHECKPOINTS = "checkpoints"
 EXPORT = "export"
 RECIPE = "recipe.yaml"
 ACCELERATE = "accelerate.yaml"
+MAX_WORLD = 1 << 20
+"""Ranks of the largest run: code that reads a run loops over them."""
 
 # fmt: off
 _RECORDED = frozenset((
@@ -80,14 +83,19 @@ def read_start(folder: Path) -> Start:
         ConfigError: The folder is not a run folder, or the file is damaged.
     """
     document = read_json(folder / RUN)
+    if not isinstance(document, dict):
+        raise ConfigError(f"{folder / RUN} is not the description of a run")
     names = Start.__dataclass_fields__
-    return from_json(Start, {name: document[name] for name in names if name in document}, where=RUN)
+    start = from_json(Start, {name: document[name] for name in names if name in document}, where=RUN)
+    if not 1 <= start.world_size <= MAX_WORLD or start.number < 0:
+        raise ConfigError(f"{folder / RUN}: no run has {start.world_size} ranks and {start.number} restarts")
+    return replace(start, started=values.moment(start.started))
 
 
 def read_prediction(folder: Path) -> Candidate | None:
     """Return what the plan said of this run, or None if nothing could be derived."""
     path = folder / PREDICTION
-    raw = read_json(path) if path.exists() else None
+    raw = read_json(path) if exists(path) else None
     return None if raw is None else from_json(Candidate, raw, where=PREDICTION)
 
 
@@ -112,7 +120,7 @@ def read_json(path: Path) -> Any:
     Raises:
         ConfigError: It is missing, unreadable or no JSON; the message is one line.
     """
-    if not path.exists():
+    if not exists(path):
         raise ConfigError(
             f"{path.parent} is not a run folder: {path.name} is missing",
             help="use a folder that `fsdptool train` wrote",
@@ -130,9 +138,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` aside, flush it to the disk and rename it (raises ``OSError``)."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # A new file under a name that nobody knows: one that exists could be a link to any other.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
-        with aside.open("w", encoding="utf-8", newline="") as stream:
+        with aside.open("x", encoding="utf-8", newline="") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

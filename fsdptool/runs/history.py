@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptool.runs.events import event_path, read_lines
-from fsdptool.runs.folder import EVENTS, METRICS
+from fsdptool.files.text import UnreadableError, open_regular
+from fsdptool.files.values import count, moment, number
+from fsdptool.runs.events import event_path, ranks_in, read_lines, records_after
+from fsdptool.runs.folder import MAX_WORLD, METRICS
 from fsdptool.runs.view import is_step
 
 _POINTS = 1000
@@ -21,6 +21,12 @@ _POINTS = 1000
 
 _EVENTS = 300
 """Events of a page; the latest ones are kept."""
+
+_METRICS_BYTES = 1 << 28
+"""Bytes of metrics that are read: some 700,000 steps, the latest ones."""
+
+_EVENT_BYTES, _ALL_EVENT_BYTES = 1 << 26, 1 << 30
+"""Bytes of events that are read, of one rank and of all of them."""
 
 _SHOWN = (
     "proof",
@@ -102,26 +108,21 @@ class StepReader:
     def read(self) -> bool:
         """Read what is new; return whether anything has changed."""
         try:
-            with self._path.open("rb") as stream:
+            with open_regular(self._path) as stream:
                 seen = os.fstat(stream.fileno())
                 changed = seen.st_ino != self._file or seen.st_size < self._offset
                 if changed:
                     self._clear()
                     self._file = seen.st_ino
-                stream.seek(self._offset)
-                data = stream.read()
-        except OSError:
+                began = self._offset
+                for self._offset, record in records_after(stream, began, limit=_METRICS_BYTES):
+                    if record is not None and is_step(record):
+                        self._append(record)
+        except (OSError, UnreadableError):
             changed = len(self) > 0
             self._clear()
             return changed
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        for line in data[:whole].splitlines():
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and is_step(record):
-                    self._append(record)
-        return changed or whole > 0
+        return changed or self._offset > began
 
     def _append(self, line: Mapping[str, Any]) -> None:
         self._steps.append(int(line["step"]))
@@ -132,8 +133,8 @@ class StepReader:
             (self._samples, "samples"),
             (self._memory, "memory_allocated_peak_bytes"),
         ):
-            value = line.get(name)
-            column.append(value if isinstance(value, int | float) else math.nan)
+            value = number(line.get(name))
+            column.append(value if value is not None else math.nan)
 
     @property
     def unit(self) -> str:
@@ -177,17 +178,15 @@ def read_history(folder: Path, steps: StepReader | None = None) -> History:
         steps = StepReader(folder)
         steps.read()
     points, unit, size = steps.points(), steps.unit, steps.steps_per_point()
-    events = [
-        event
-        for path in sorted((folder / EVENTS).glob("rank-*.jsonl"))
-        for event in read_lines(path)
-        if _is_shown(event)
-    ]
+    logs = _events_of(folder, ranks_in(folder, MAX_WORLD))
+    events = [event for _, log in logs for event in log if _is_shown(event)]
     events.sort(key=lambda event: event["time"])
     evaluations = tuple(
-        (event["step"], float(event["loss"]))
+        (step, loss)
         for event in events
-        if event["kind"] == "evaluation" and isinstance(event.get("loss"), int | float)
+        if event["kind"] == "evaluation"
+        and (step := count(event.get("step"))) is not None
+        and (loss := number(event.get("loss"))) is not None
     )
     return History(points, size, unit, evaluations, tuple(events[-_EVENTS:]), max(len(events) - _EVENTS, 0))
 
@@ -200,18 +199,25 @@ def read_rank_memory(folder: Path, ranks: Iterable[int]) -> dict[str, dict[int, 
         ranks: The ranks to look at.
     """
     peaks: dict[str, dict[int, int]] = {}
-    for rank in ranks:
-        for event in read_lines(event_path(folder, rank)):
+    for rank, log in _events_of(folder, tuple(ranks)):
+        for event in log:
             moments = event.get("moments")
             for name, value in moments.items() if isinstance(moments, dict) else ():
-                if isinstance(value, int):
+                if (found := count(value)) is not None:
                     phase = peaks.setdefault(str(name), {})
-                    phase[rank] = max(value, phase.get(rank, 0))
+                    phase[rank] = max(found, phase.get(rank, 0))
     return peaks
 
 
+def _events_of(folder: Path, ranks: Sequence[int]) -> Iterator[tuple[int, Iterator[dict[str, Any]]]]:
+    """Yield each rank's events over all starts, of many or long files the latest ones."""
+    limit = min(_EVENT_BYTES, _ALL_EVENT_BYTES // max(len(ranks), 1))
+    for rank in ranks:
+        yield rank, read_lines(event_path(folder, rank), limit=limit)
+
+
 def _is_shown(event: Mapping[str, Any]) -> bool:
-    if not isinstance(event.get("time"), int | float):
+    if moment(event.get("time")) is None:
         return False
     return event.get("kind") in _SHOWN or (
         event.get("kind") in ("started", "finished") and event.get("rank") == 0

@@ -23,7 +23,7 @@ from fsdptool.files.safetensors_writer import Stored, Written, digest_file, read
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import load_json, read_json
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.runs.folder import write_json
+from fsdptool.runs.folder import MAX_WORLD, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdptool-checkpoint-1"
@@ -36,7 +36,6 @@ SHARDING_KEY = "DCP_SHARDING_INFO"
 _CHUNK_MARK = "#"
 """Between a tensor's name and the number of a further chunk of it: a safetensors file names each once."""
 
-MAX_WORLD = 1 << 20
 _NAME = re.compile(r"step-(\d{8})")
 
 Kind = Literal["sharded", "full"]

@@ -11,13 +11,16 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import UnreadableError, open_for_writing, read_ends
+from fsdptool.files.values import count, load_record, moment
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.run import RankProgress
-from fsdptool.runs.events import event_path, read_lines
+from fsdptool.runs.events import tail_events
 from fsdptool.runs.folder import EVENTS
 
 _LENGTH = 512
@@ -48,7 +51,7 @@ class ProgressFile:
         with contextlib.suppress(OSError):
             path = progress_path(folder, rank)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = open_for_writing(path)
 
     def write(self, progress: RankProgress) -> None:
         """Replace the record."""
@@ -61,18 +64,27 @@ class ProgressFile:
 
 def read_progress(folder: Path, rank: int) -> RankProgress | None:
     """Return the last record of a rank, or what its events say if it has none; None if it never started."""
+    return progress_of(folder, rank, tail_events(folder, [rank])[rank])
+
+
+def progress_of(folder: Path, rank: int, events: Iterable[Mapping[str, Any]]) -> RankProgress | None:
+    """Return the last record of a rank, or what its latest events say, as :func:`read_progress`."""
     last: RankProgress | None = None
-    with contextlib.suppress(OSError, ValueError, ConfigError):
-        last = from_json(RankProgress, json.loads(progress_path(folder, rank).read_bytes()[: 2 * _LENGTH]))
+    with contextlib.suppress(UnreadableError, ConfigError):
+        line, _, _ = read_ends(progress_path(folder, rank), head=2 * _LENGTH, tail=0)
+        last = from_json(RankProgress, load_record(line))
+        times = (last.alive, last.progressed, last.interval)
+        if last.rank != rank or None in map(moment, times) or count(last.step or 0) is None:
+            last = None
     seen: RankProgress | None = None
-    for event in read_lines(event_path(folder, rank)):
-        moment = event.get("time")
-        if not isinstance(moment, int | float):
+    for event in events:
+        time_of = moment(event.get("time"))
+        if time_of is None:
             continue
         if event.get("kind") == "started":
-            seen = RankProgress(rank, "starting", None, moment, moment, False, 0.0)
+            seen = RankProgress(rank, "starting", None, time_of, time_of, False, 0.0)
         elif event.get("kind") == "phase" and seen is not None:
-            seen = RankProgress(rank, str(event.get("name")), None, moment, moment, False, 0.0)
+            seen = RankProgress(rank, str(event.get("name")), None, time_of, time_of, False, 0.0)
     if last is None or (seen is not None and seen.progressed > last.progressed):
         return seen
     return last

@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from fsdptool.errors import StoppedError
+from fsdptool.files.text import open_for_writing
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -92,7 +94,8 @@ def install_stack_dump(path: str | None = None) -> None:
     """
     import faulthandler
 
-    stream = sys.stderr if path is None else open(path, "a", encoding="utf-8")  # noqa: SIM115, PTH123 - kept open for the handler
+    # Kept open for the handler.
+    stream = sys.stderr if path is None else os.fdopen(open_for_writing(Path(path), append=True), "a")
     faulthandler.enable(stream, all_threads=True)
     faulthandler.register(signal.SIGUSR2, stream, all_threads=True, chain=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import time
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdptool.errors import ConfigError, ExitCode
-from fsdptool.files.values import check
+from fsdptool.files.values import check, count, moment, number
 from fsdptool.records.codec import from_json
 from fsdptool.records.plan import Candidate
 from fsdptool.records.run import PhaseMemory, RankProgress, RunFailure, RunPhase, RunState, RunView
-from fsdptool.runs.events import event_path
+from fsdptool.runs.events import ranks_in, read_lines, tail_events
 from fsdptool.runs.folder import (
     CHECKPOINTS,
     LOCK,
@@ -29,7 +28,7 @@ from fsdptool.runs.folder import (
     read_start,
 )
 from fsdptool.runs.manifest import newest_step
-from fsdptool.runs.progress import is_running, read_progress
+from fsdptool.runs.progress import is_running, progress_of
 
 _TAIL_BYTES = 1 << 18
 """Bytes at the end of a file of lines that are read for the latest figures."""
@@ -41,22 +40,9 @@ _SILENT_SECONDS = 60.0
 """After how long without a sign of life a run on another machine counts as dead, at least."""
 
 
-def tail_records(path: Path, limit: int = _TAIL_BYTES) -> list[dict[str, Any]]:
-    """Return the records in the last ``limit`` bytes of a file of JSON lines; empty without the file."""
-    try:
-        with path.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(size - limit, 0))
-            lines = stream.read().splitlines()[size > limit :]
-    except OSError:
-        return []
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    return records
+def latest_steps(folder: Path) -> list[dict[str, Any]]:
+    """Return the latest steps in ``metrics.jsonl``; empty without the file."""
+    return [line for line in read_lines(folder / METRICS, limit=_TAIL_BYTES) if is_step(line)]
 
 
 class ViewReader(Protocol):
@@ -81,31 +67,37 @@ def read_view(folder: Path, *, gpus: Sequence[str] = (), now: float | None = Non
     now = time.time() if now is None else now
     start = read_start(folder)
     # A copied folder has files that are younger than what they tell of.
-    written = (folder / RUN).stat().st_mtime
+    written = _written(folder / RUN)
     started = min(written, start.started if start.started is not None else written)
     summary = _summary_of_this_start(folder, started)
     recipe = _optional_json(folder / "recipe.json")
-    events = {rank: _events_of_this_start(folder, rank, started) for rank in range(start.world_size)}
-    progress = {rank: read_progress(folder, rank) for rank in events}
-    ranks = tuple(seen for seen in progress.values() if seen is not None and seen.alive >= started - 1.0)
-    metrics = [line for line in tail_records(folder / METRICS) if is_step(line)]
+    logs = tail_events(folder, ranks_in(folder, start.world_size))
+    progress = [progress_of(folder, rank, log) for rank, log in logs.items()]
+    ranks = tuple(seen for seen in progress if seen is not None and seen.alive >= started - 1.0)
+    # Clocks of other machines may differ by a little.
+    events = {
+        rank: [event for event in log if (moment(event.get("time")) or 0.0) >= started - 5.0]
+        for rank, log in logs.items()
+    }
+    metrics = latest_steps(folder)
     last = metrics[-1] if metrics else {}
-    signs = [_number(last.get("time")), *(seen.alive for seen in ranks)]
+    signs = [moment(last.get("time")), *(seen.alive for seen in ranks)]
     updated = max((sign for sign in signs if sign is not None), default=None)
-    state = _state(folder, summary, [seen for seen in ranks if not _has_ended(events[seen.rank])], now)
+    live = [seen for seen in ranks if not _has_ended(events[seen.rank])]
+    state = _state(folder, summary, live, now)
     pace = _pace([line for line in metrics if line["time"] >= started])
     total = _total_steps(events.get(0, ()), recipe, last)
     step = last.get("step", 0)
     newest = newest_step(folder / CHECKPOINTS)
     prediction = _prediction(folder)
     memory = _memory(prediction, events.values(), summary)
-    peaks = [_number(line.get("memory_allocated_peak_bytes")) for line in metrics]
+    peaks = [count(line.get("memory_allocated_peak_bytes")) for line in metrics]
     peaks += [phase.measured_bytes for phase in memory]
-    peaks += [_number(value) for value in summary.get("measured_peak_bytes", ())]
+    peaks += [count(value) for value in summary.get("measured_peak_bytes", ())]
     return RunView(
         folder=str(folder),
-        model=(recipe.get("model") or {}).get("reference"),
-        method=(recipe.get("method") or {}).get("name"),
+        model=_text(recipe.get("model"), "reference"),
+        method=_text(recipe.get("method"), "name"),
         state=state,
         device=start.device,
         world_size=start.world_size,
@@ -116,32 +108,51 @@ def read_view(folder: Path, *, gpus: Sequence[str] = (), now: float | None = Non
         step=step,
         total_steps=total,
         eta_seconds=_remaining(pace, total, step, last, now) if state == "running" else None,
-        loss=_number(last.get("loss")),
-        grad_norm=_number(last.get("grad_norm")),
-        lr=_number(last.get("lr")),
+        loss=number(last.get("loss")),
+        grad_norm=number(last.get("grad_norm")),
+        lr=number(last.get("lr")),
         step_seconds=pace.step_seconds,
         tokens_per_second=pace.tokens_per_second,
         samples_per_second=pace.samples_per_second,
         memory=memory,
-        predicted_peak_bytes=prediction.allocated_peak_bytes if prediction else None,
-        measured_peak_bytes=max((int(peak) for peak in peaks if peak is not None), default=None),
+        predicted_peak_bytes=count(prediction.allocated_peak_bytes) if prediction else None,
+        measured_peak_bytes=max((peak for peak in peaks if peak is not None), default=None),
         ranks=ranks,
         last_checkpoint=newest,
         resumable=(state != "completed" and newest is not None) or bool(summary.get("resumable")),
         exit_code=_exit_code(state, summary),
-        failure=_failure(summary) or _last_failure(state, events.values()),
+        failure=_failure(summary) or _last_failure(state, events),
     )
 
 
-def _number(value: object) -> float | None:
-    """Return a number of a file that somebody else may have written, or None."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _written(path: Path) -> float:
+    """Return when a file was written, in seconds since 1970."""
+    try:
+        return moment(path.stat().st_mtime) or 0.0
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _text(section: object, key: str) -> str | None:
+    """Return a text in a section of a recipe that somebody else may have written, or None."""
+    value = section.get(key) if isinstance(section, Mapping) else None
+    return value if isinstance(value, str) else None
 
 
 def is_step(line: Mapping[str, Any]) -> bool:
     """Say whether a line of ``metrics.jsonl`` has the figures that every step has."""
-    numbers = ("step", "time", "step_seconds", "samples")
-    return all(_number(line.get(name)) is not None for name in numbers) and line["step"] >= 1
+    seconds = moment(line.get("step_seconds"))
+    return (
+        bool(count(line.get("step")))
+        and count(line.get("samples")) is not None
+        and moment(line.get("time")) is not None
+        and seconds is not None
+        and (seconds == 0.0 or seconds > _SHORTEST)
+    )
+
+
+_SHORTEST = 1e-9
+"""Seconds: a step takes longer, and rates of shorter ones overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +172,7 @@ def _pace(lines: Sequence[Mapping[str, Any]]) -> _Pace:
         return _Pace()
     seconds = [float(line["step_seconds"]) for line in recent]
     total = sum(seconds)
-    tokens = [count for line in recent if (count := _number(line.get("tokens"))) is not None]
+    tokens = [found for line in recent if (found := count(line.get("tokens"))) is not None]
     steps = recent[-1]["step"] - recent[0]["step"]
     wall = (recent[-1]["time"] - recent[0]["time"]) / steps if steps > 0 else statistics.median(seconds)
     return _Pace(
@@ -186,12 +197,14 @@ def _total_steps(
 ) -> int | None:
     """Return the steps of the run: as the ranks counted them, as the recipe says, or from the epochs."""
     for event in events:
-        if event.get("kind") == "length" and isinstance(event.get("steps"), int):
-            return int(event["steps"])
-    if isinstance(recipe.get("steps"), int):
-        return int(recipe["steps"])
-    epochs, done = _number(recipe.get("epochs")), _number(last.get("epoch"))
-    return round(last["step"] * epochs / done) if epochs and done else None
+        if event.get("kind") == "length" and (steps := count(event.get("steps"))) is not None:
+            return steps
+    if (steps := count(recipe.get("steps"))) is not None:
+        return steps
+    epochs, done = number(recipe.get("epochs")), number(last.get("epoch"))
+    # Both are plausible: a fraction of an epoch is more than a billionth.
+    whole = last["step"] * epochs / done if epochs and done and done > _SHORTEST else None
+    return count(round(whole)) if whole is not None else None
 
 
 def _memory(
@@ -199,17 +212,18 @@ def _memory(
 ) -> tuple[PhaseMemory, ...]:
     # A phase without device memory (an export on the host) has nothing to measure.
     predicted = {str(phase.name): phase.allocated_bytes for phase in plan.phases} if plan else {}
-    predicted = {name: value for name, value in predicted.items() if value != 0}
+    predicted = {name: value for name, value in predicted.items() if value is None or count(value)}
     measured: dict[str, int] = {}
     for log in logs:
         for event in log:
-            for name, value in (event.get("moments") or {}).items():
-                measured[name] = max(int(_number(value) or 0), measured.get(name, 0))
+            moments = event.get("moments")
+            for name, value in moments.items() if isinstance(moments, dict) else ():
+                measured[name] = max(count(value) or 0, measured.get(name, 0))
     for name, values in summary.get("measured_moments", {}).items():
-        known = [int(number) for value in values if (number := _number(value)) is not None]
+        known = [found for value in values if (found := count(value)) is not None]
         if known:
             measured[name] = max(known)
-    if plan and not predicted and plan.allocated_peak_bytes is not None:
+    if plan and not predicted and count(plan.allocated_peak_bytes):
         predicted = {"step": plan.allocated_peak_bytes}
     order = [phase.value for phase in RunPhase]
     names = sorted(
@@ -234,7 +248,7 @@ def _has_ended(events: Iterable[Mapping[str, Any]]) -> bool:
     if not started or started[-1].get("node") != os.uname().nodename:
         return False
     pid = started[-1].get("pid")
-    return isinstance(pid, int) and not is_running(pid)
+    return count(pid) is not None and not is_running(pid)
 
 
 def is_locked(path: Path) -> bool:
@@ -264,12 +278,9 @@ def lock_holder(path: Path) -> int | None:
 def _summary_of_this_start(folder: Path, started: float) -> dict[str, Any]:
     """Return ``summary.json``, or nothing if it is missing, damaged or that of an earlier start."""
     try:
-        if (folder / SUMMARY).stat().st_mtime < started:
+        if _written(folder / SUMMARY) < started:
             return {}
-    except OSError:
-        return {}
-    summary = _optional_json(folder / SUMMARY)
-    try:
+        summary = _optional_json(folder / SUMMARY)
         check(summary, "summary", where=SUMMARY)
     except ConfigError:
         return {}
@@ -289,16 +300,21 @@ def _prediction(folder: Path) -> Candidate | None:
     return None
 
 
-def _events_of_this_start(folder: Path, rank: int, started: float) -> tuple[dict[str, Any], ...]:
-    # Clocks of other machines may differ by a little.
-    events = tail_records(event_path(folder, rank), limit=16 * _TAIL_BYTES)
-    return tuple(event for event in events if (event.get("time") or 0.0) >= started - 5.0)
-
-
 def _exit_code(state: RunState, summary: Mapping[str, Any]) -> int | None:
     if state == "running":
         return None
-    return int(summary.get("exit_code", ExitCode.WORKER_FAILED))
+    code = count(summary.get("exit_code"))
+    # A summary of somebody else names any number, and `watch` ends with this one.
+    return code if code in _EXIT_CODES else _STATUS.get(state, ExitCode.WORKER_FAILED)
+
+
+_EXIT_CODES = frozenset(map(int, ExitCode)) - {ExitCode.INTERNAL}
+_STATUS = {
+    "completed": ExitCode.CLEAN,
+    "stopped": ExitCode.RESUMABLE,
+    "interrupted": ExitCode.INTERRUPTED,
+}
+"""The status of a run whose summary does not tell it, by state."""
 
 
 def _failure(summary: Mapping[str, Any]) -> RunFailure | None:
@@ -308,16 +324,26 @@ def _failure(summary: Mapping[str, Any]) -> RunFailure | None:
     return None
 
 
-def _last_failure(state: RunState, logs: Iterable[Iterable[Mapping[str, Any]]]) -> RunFailure | None:
+def _last_failure(state: RunState, logs: Mapping[int, Iterable[Mapping[str, Any]]]) -> RunFailure | None:
     """Return the first failure that a rank of a dead run reported; None for other runs."""
     if state != "dead":
         return None
-    failures = [event for log in logs for event in log if event.get("kind") == "failure"]
+    failures = [
+        (bool(event.get("secondary")), moment(event.get("time")) or 0.0, rank, event)
+        for rank, log in logs.items()
+        for event in log
+        if event.get("kind") == "failure"
+    ]
     if not failures:
         return None
-    first = min(failures, key=lambda event: (bool(event.get("secondary")), event.get("time") or 0.0))
-    message = f"rank {first.get('rank')}: {first.get('message')}"
-    return RunFailure(first.get("rank"), message, first.get("help"), int(first.get("exit_code") or 4))
+    *_, rank, first = min(failures, key=lambda failure: failure[:3])
+    code = count(first.get("exit_code"))
+    return RunFailure(
+        rank,
+        f"rank {rank}: {first.get('message')}",
+        _text(first, "help"),
+        code if code in _EXIT_CODES else int(ExitCode.WORKER_FAILED),
+    )
 
 
 def find_run_folders(roots: Iterable[Path], *, depth: int = 3) -> Iterator[Path]:
@@ -328,7 +354,8 @@ def find_run_folders(roots: Iterable[Path], *, depth: int = 3) -> Iterator[Path]
         depth: Levels of folders below each root that are searched; run folders are not searched themselves.
     """
     for root in roots:
-        if (root / RUN).is_file():
+        # What is no file is listed as unreadable, not passed over.
+        if os.path.lexists(root / RUN):
             yield root
         elif depth > 0:
             with contextlib.suppress(OSError):

@@ -8,17 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.files.text import UnreadableError, exists, is_file, read_bytes
 from fsdptool.records.diagnostic import Diagnostic
 
 REPEATED_KEY = "DET104"
 _SHOWN = 8
 _LARGEST = 16 * 1024 * 1024
-_DESCRIPTORS = Path("/dev/fd")
-"""Where a shell puts what it substitutes for ``<(command)``."""
 
 
 def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
@@ -29,22 +27,14 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
             configuration; the message names the file and, for bad JSON, the line.
     """
     try:
-        status = path.stat()
-        if not S_ISREG(status.st_mode) and path.parent != _DESCRIPTORS:
-            # A pipe without a writer and a device without an end are never read to their end.
-            raise ReferenceError(f"{path} is not a file", help="give the model's config.json or its folder")
-        with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            size = f"{status.st_size:,}" if S_ISREG(status.st_mode) else f"more than {_LARGEST:,}"
-            raise ReferenceError(
-                f"{path} is {size} bytes, which is too large for a configuration file",
-                help="give the model's config.json or its folder",
-            )
-    except OSError as error:
-        raise ReferenceError(
-            f"{path} cannot be read: {error.strerror or error}", help="check the path and its permissions"
-        ) from error
+        content = read_bytes(path, limit=_LARGEST)
+    except UnreadableError as error:
+        what = f": {error.message}"
+        if error.code == "FSD102":
+            what = f" is too large for a configuration file{what}"
+        elif exists(path) and not is_file(path):
+            what = " is not a file"
+        raise ReferenceError(f"{path}{what}", help="give the model's config.json or its folder") from error
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -137,16 +127,6 @@ def expanded(text: str) -> Path:
         return path
 
 
-def exists(path: Path) -> bool:
-    """Whether ``path`` exists, readable or not; an invalid path does not."""
-    try:
-        return path.exists()
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-
-
 def refuse_pages(text: str) -> None:
     """Refuse web addresses.
 
@@ -180,13 +160,22 @@ class Component:
 
 
 def components(index: Mapping[str, Any]) -> tuple[Component, ...]:
-    """Return the components of a pipeline that are models, in file order."""
+    """Return the components of a pipeline that are models, in file order.
+
+    Raises:
+        ReferenceError: A component's name leads out of the pipeline's folder.
+    """
     models = []
     for name, value in index.items():
         if name.startswith("_") or not isinstance(value, list) or len(value) != 2:
             continue
         library, class_name = value
         named = isinstance(library, str) and isinstance(class_name, str)
+        if Path(name).name != name or "\0" in name:
+            raise ReferenceError(
+                f"model_index.json names a component {short(repr(name))}, which does not name a folder in it",
+                help="correct the pipeline's model_index.json",
+            )
         if named and not any(word in class_name for word in _NOT_MODELS):
             models.append(Component(name, library, class_name))
     return tuple(models)

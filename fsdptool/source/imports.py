@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.records.anatomy import ModelSpec, Reference
 
 IMPORT_FLAG = "--allow-import"
@@ -59,14 +60,27 @@ def _lies_in(text: str, folder: Path) -> bool:
     return any(place is not None and Path(place).resolve().parent == folder.resolve() for place in places)
 
 
+_LARGEST_MODULE = 16 << 20
+"""Bytes of a module that a model may bring along."""
+
+
 def own_code_digest(spec: ModelSpec) -> str | None:
-    """Return a digest of the source files that a model brings along, if they may run; else None."""
+    """Return a digest of the source files that a model brings along, if they may run; else None.
+
+    Raises:
+        ReferenceError: One of them cannot be read.
+    """
     if not spec.trust_remote_code:
         return None
     digest = hashlib.sha256()
     for path in sorted(_sources(spec)):
         digest.update(path.name.encode())
-        digest.update(path.read_bytes())
+        try:
+            digest.update(read_bytes(path, limit=_LARGEST_MODULE))
+        except UnreadableError as error:
+            raise ReferenceError(
+                f"{path}: {error.message}", help="take it out of the model's folder"
+            ) from error
     return digest.hexdigest()
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from fsdptool.files.text import exists
 from fsdptool.records.recipe import Data, ModelChoice, Recipe
-from fsdptool.source.files import exists, expanded
+from fsdptool.source.files import expanded
 
 Change = Callable[[str], str]
 

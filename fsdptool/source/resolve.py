@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
+from fsdptool.files.text import exists, reachable
 from fsdptool.formatting import by_size
 from fsdptool.records.anatomy import ModelSpec, Reference, ReferenceKind
 from fsdptool.records.diagnostic import Diagnostic
@@ -23,7 +25,6 @@ from fsdptool.source.config_checks import (
 from fsdptool.source.files import (
     CLASS_MISMATCH,
     components,
-    exists,
     expanded,
     pick,
     read_json,
@@ -188,6 +189,8 @@ def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
         raise ReferenceError(
             f"{text} is a path and has no revisions", help="--revision applies to Hugging Face ids only"
         )
+    if not reachable(path):
+        raise ReferenceError(f"{text} is outside the folders that may be read", help="name a model in one")
     if not exists(path):
         raise ReferenceError(f"there is no file or folder {text}", help="check the path")
     if path.is_dir():
@@ -314,9 +317,9 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
     inner = replace(options, revision=adapter.get("revision"), depth=options.depth + 1)
     local = replace(inner, revision=None)
     try:
-        if exists(base_path):
+        if exists(base_path) or (base_path.is_absolute() and not reachable(base_path)):
             spec = _from_path(base, base_path, local)
-        elif not base_path.is_absolute() and exists(local_base):
+        elif not base_path.is_absolute() and _is_beside(local_base):
             spec = _from_path(str(local_base), local_base, local)
         elif ":" in base and not looks_like_id(base):
             spec = _from_flavour(base, local)
@@ -332,6 +335,11 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
     except ReferenceError as error:
         raise ReferenceError(f"{text} adapts {base}: {error.message}", help=error.help) from error
     return replace(spec, reference=Reference("adapter", text, spec.reference.revision), adapter=dict(adapter))
+
+
+def _is_beside(path: Path) -> bool:
+    """Say whether a relative path of an adapter leads to something, also if that may not be read here."""
+    return exists(path) or (not reachable(path) and (".." in path.parts or os.path.lexists(path)))
 
 
 def _plain(

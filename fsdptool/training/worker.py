@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdptool.errors import ExitCode, FsdptoolError, StorageError
+from fsdptool.files.text import open_for_writing
 from fsdptool.garbage import skip_last_collection, without_gc
 from fsdptool.runs import events as event_module
 from fsdptool.runs.events import SUPERVISOR, EventLog, WorkerPhase, open_events, rank_and_attempt
@@ -174,7 +175,7 @@ def _redirect(folder: Path, rank: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     event_module.fallback_stream = os.fdopen(os.dup(2), "w")
-    log = os.open(folder / LOGS / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_for_writing(folder / LOGS / f"rank-{rank:05d}.log", append=True)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from fsdptool.errors import FsdptoolError
+from fsdptool.errors import FsdptoolError, unusable_name
 from fsdptool.report.html_style import STYLE
 from fsdptool.report.run_page import RUN_STYLE
 from fsdptool.web.events import Streams
@@ -55,6 +55,7 @@ def build_app(policy: Policy, roots: Roots, jobs: Jobs, queue: QueueRunner | Non
         queue: The queue of runs, whose entries are started while the application lasts; that of this
             machine by default.
     """
+    jobs.confine(roots)
     runner = queue if queue is not None else QueueRunner()
     modules = [import_module(f"fsdptool.web.pages.{name}") for name in PAGES]
     menu: tuple[Page, ...] = tuple(module.page for module in modules if hasattr(module, "page"))
@@ -73,7 +74,12 @@ def build_app(policy: Policy, roots: Roots, jobs: Jobs, queue: QueueRunner | Non
             Mount("/static", StaticFiles(packages=[("fsdptool.web", "static")])),
         ],
         middleware=[Middleware(Guard, policy=policy)],
-        exception_handlers={FsdptoolError: error_page, HTTPException: _http_error, Exception: error_page},
+        exception_handlers={
+            FsdptoolError: error_page,
+            HTTPException: _http_error,
+            OSError: _os_error,
+            Exception: error_page,
+        },
         lifespan=lifespan,
     )
     app.state.services = Services(roots, jobs, policy.session, menu, runner, Streams())
@@ -84,6 +90,13 @@ async def style(_: Request) -> Response:
     """Return the one style sheet: the palette and charts of the written pages, and the interface's own."""
     own = files("fsdptool.web").joinpath("static", "interface.css").read_text(encoding="utf-8")
     return Response(f"{STYLE}\n{RUN_STYLE}\n{own}", media_type="text/css")
+
+
+async def _os_error(request: Request, error: Any) -> Response:
+    """Answer a name that no file can have, wherever it was used; other failures are internal errors."""
+    if unusable_name(error) is None:
+        raise error
+    return error_page(request, error)
 
 
 async def _http_error(request: Request, error: Any) -> Response:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.files.text import UnreadableError, create_file, read_bytes, replace_file
+from fsdptool.files.text import UnreadableError, create_file, exists, is_folder, read_bytes, replace_file
 from fsdptool.web.roots import Roots
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".env", ".sh", ".txt")
@@ -82,7 +82,7 @@ def target_of(roots: Roots, name: str) -> Path:
             f"pages do not write files like {path.name}",
             help=f"choose a name that does not begin with a dot and ends in {', '.join(SUFFIXES)}",
         )
-    if path.is_dir():
+    if is_folder(path):
         raise ConfigError(f"{name} is a folder", help="name a file in it")
     return path
 
@@ -93,7 +93,7 @@ def content_of(path: Path) -> bytes | None:
     Raises:
         ConfigError: It cannot be read, or is too large for a configuration.
     """
-    if not path.exists():
+    if not exists(path):
         return None
     try:
         return read_bytes(path)

@@ -59,7 +59,7 @@ class Field:
         choices: All values it may have; empty where it is not a choice.
         value: As text; empty is not given.
         error: What is wrong with the value.
-        minimum: Least number.
+        minimum, maximum: Least and largest number.
         required: Whether it must be given.
         empty: How the choice "not given" reads.
         placeholder: Shown while the field is empty.
@@ -76,6 +76,7 @@ class Field:
     value: str = ""
     error: str = ""
     minimum: float | None = None
+    maximum: float | None = None
     required: bool = False
     empty: str = "(default)"
     placeholder: str = ""
@@ -122,8 +123,12 @@ class Field:
             raise ConfigError(f"{text!r} is not {kind}") from None
         if number != number or number in (float("inf"), float("-inf")):
             raise ConfigError(f"{text!r} is not a number")
+        if self.kind is FieldKind.WHOLE and abs(number) >= 1 << 63:
+            raise ConfigError("the number is too large")
         if self.minimum is not None and number < self.minimum:
             raise ConfigError(f"must be at least {self.minimum:g}")
+        if self.maximum is not None and number > self.maximum:
+            raise ConfigError(f"must be at most {self.maximum:g}")
         return number
 
 

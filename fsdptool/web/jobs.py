@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from fsdptool.errors import ExitCode, FsdptoolError
 from fsdptool.records.diagnostic import digest
+from fsdptool.web.roots import Roots
 
 CHILD = (sys.executable, "-P", "-m", "fsdptool.web.worker")
 """The command of the child process."""
@@ -132,8 +133,13 @@ class Jobs:
         self._running: Job | None = None
         self._child: subprocess.Popen[str] | None = None
         self._ready = False
+        self._folders: tuple[str, ...] | None = None
         self._lock = threading.RLock()
         self._closed = False
+
+    def confine(self, roots: Roots) -> None:
+        """Let tasks that answer questions open files below these folders only."""
+        self._folders = tuple(map(str, roots.folders.values()))
 
     def warm(self) -> None:
         """Start the child process, so that it is ready when the first question comes."""
@@ -254,7 +260,8 @@ class Jobs:
         job = self._running = self._queue.pop(0)
         job.state, job.progress = JobState.RUNNING, "starting"
         job._changed()
-        self._tell({"job": job.id, "task": job.task, "arguments": job.arguments})
+        order = {"job": job.id, "task": job.task, "arguments": job.arguments}
+        self._tell({**order, "folders": self._folders})
 
     def _start_child(self) -> None:
         self._child, self._ready = _start(self._command), False

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from fsdptool.api.validate import Linter, as_found
 from fsdptool.config.lint_settings import LintSettings
-from fsdptool.config.reader import read_settings
+from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Reading
 from fsdptool.errors import ConfigError
-from fsdptool.files.text import SourceText, UnreadableError, decode, read_bytes
+from fsdptool.files.text import SourceText, UnreadableError, decode, is_folder, read_bytes
 from fsdptool.web.roots import Roots
 
 MOST_FILES = 1000
@@ -73,7 +73,7 @@ def judge_file(
         ConfigError: It is outside of the folders or does not exist, or an argument is unknown.
     """
     path = roots.resolve(name)
-    if path.is_dir():
+    if is_folder(path):
         raise ConfigError(f"{name} is a folder", help="open it under Configs")
     return _judged(linter or RootedLinter(roots), path, roots.name_of(path), named=True, judged=judged)
 
@@ -127,7 +127,7 @@ def _read_once(source: SourceText, given: tuple[tuple[str, str], ...]) -> Readin
 
 def _read(source: SourceText | Path, given: tuple[tuple[str, str], ...]) -> Reading:
     judged = dict(given)
-    return read_settings(
+    return judged_or_failed(
         source,
         dialect=judged.get("dialect"),
         consumer=judged.get("consumer"),

@@ -79,9 +79,12 @@ def empty_offer(number: int) -> OfferForm:
     return OfferForm(number, tuple(replace(field, name=f"{number}.{field.name}") for field in _fields({})))
 
 
+_NUMBERS = frozenset(str(number) for number in range(1, MOST + 1))
+
+
 def _numbered(name: str) -> bool:
     number, dot, _ = name.partition(".")
-    return bool(dot) and number.isascii() and number.isdecimal() and 1 <= int(number[:4]) <= MOST
+    return bool(dot) and number in _NUMBERS
 
 
 def _read(place: int, number: int, values: Mapping[str, str]) -> OfferForm:

@@ -14,7 +14,7 @@ from starlette.datastructures import FormData
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from fsdptool.errors import ExitCode, FsdptoolError
+from fsdptool.errors import ExitCode, FsdptoolError, unusable_name
 from fsdptool.formatting import amount, printable, printable_lines
 from fsdptool.report.html_page import breaking
 from fsdptool.web.events import Streams
@@ -172,6 +172,7 @@ STATUS = {ExitCode.INTERNAL: 500, ExitCode.WORKER_FAILED: 500}
 
 def error_page(request: Request, error: Exception) -> Response:
     """Return the page of an error; anything that is not a user's error is an internal one."""
+    error = unusable_name(error) or error
     if not isinstance(error, FsdptoolError):
         text = printable(f"{type(error).__name__}: {error}")
         error = FsdptoolError(f"internal error: {text}", help="report it, with what led to it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from fsdptool.source.files import exists
+from fsdptool.files.text import exists, is_file, is_folder
 from fsdptool.web import uploads
 from fsdptool.web.roots import Roots
 
@@ -27,8 +27,8 @@ def stamp(reference: str) -> list[list[int]]:
     path = Path(reference)
     if not exists(path):
         return []
-    candidates = [path / name for name in _FILES] if path.is_dir() else [path]
-    states = [file.stat() for file in candidates if file.is_file()]
+    candidates = [path / name for name in _FILES] if is_folder(path) else [path]
+    states = [file.stat() for file in candidates if is_file(file)]
     return [[state.st_mtime_ns, state.st_size] for state in states]
 
 

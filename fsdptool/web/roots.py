@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fsdptool.errors import ConfigError
+from fsdptool.files import text as text_files
+from fsdptool.files.text import is_folder
 from fsdptool.formatting import printable
-from fsdptool.source.files import exists, expanded
+from fsdptool.source.files import expanded
 
 
 class Roots:
@@ -29,7 +32,7 @@ class Roots:
         named: dict[str, Path] = {}
         for folder in folders:
             resolved = Path(os.path.realpath(folder))
-            if not resolved.is_dir():
+            if not is_folder(resolved):
                 raise ConfigError(f"{folder} is not a folder", help="name folders that exist")
             if resolved in named.values():
                 continue
@@ -61,9 +64,9 @@ class Roots:
         resolved = Path(os.path.realpath(path))
         if not self.contains(resolved):
             raise ConfigError(f"{printable(text)} is outside the folders of this page", help=self._help())
-        if exists and not resolved.exists():
+        if exists and not text_files.exists(resolved):
             raise ConfigError(f"{printable(text)} does not exist", help=self._help())
-        if not exists and parents and not resolved.parent.is_dir():
+        if not exists and parents and not is_folder(resolved.parent):
             raise ConfigError(f"the folder of {printable(text)} does not exist", help="create it first")
         return resolved
 
@@ -75,9 +78,9 @@ class Roots:
         """
         text = text.strip()
         name = text.partition("/")[0]
-        if text.startswith(("./", "../", "/", "~")) or exists(expanded(text)):
+        if text.startswith(("./", "../", "/", "~")) or text_files.exists(expanded(text)):
             return str(self.resolve(str(expanded(text).absolute())))
-        if name in self.folders and exists(self.folders[name] / text.partition("/")[2]):
+        if name in self.folders and text_files.exists(self.folders[name] / text.partition("/")[2]):
             return str(self.resolve(text))
         return text
 
@@ -97,6 +100,20 @@ class Roots:
         """Return whether a path is below a root, links resolved."""
         resolved = Path(os.path.realpath(path))
         return any(resolved.is_relative_to(root) for root in self.folders.values())
+
+    def confine(self, *others: Path) -> AbstractContextManager[None]:
+        """Return a block in which no file outside of the roots is opened, whatever links or texts name it.
+
+        Args:
+            others: Further folders whose files may be opened.
+        """
+        places = tuple(Path(os.path.realpath(place)) for place in others)
+
+        def allowed(path: Path) -> bool:
+            resolved = Path(os.path.realpath(path))
+            return any(resolved.is_relative_to(place) for place in (*self.folders.values(), *places))
+
+        return text_files.confined(allowed)
 
     def check_links(self, folder: Path) -> None:
         """Refuse a folder in which a link, at most two levels down, leads outside of the roots.

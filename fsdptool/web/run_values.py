@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import struct
 import threading
@@ -14,7 +13,9 @@ from typing import Any
 
 from fsdptool.api.run_lists import view_run
 from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.files.text import UnreadableError, is_folder, read_ends
 from fsdptool.formatting import printable_lines
+from fsdptool.launch.machine import registry_folders
 from fsdptool.launch.queue import Queue
 from fsdptool.launch.queue_state import read_log_lines
 from fsdptool.records.codec import to_json
@@ -22,10 +23,11 @@ from fsdptool.records.run import RunView
 from fsdptool.report.run_page import run_parts
 from fsdptool.report.train import memory_text
 from fsdptool.runs.diagnose import diagnose
-from fsdptool.runs.folder import CHECKPOINTS, EVENTS, EXPORT, LOCK, METRICS, RUN, SUMMARY
+from fsdptool.runs.folder import CHECKPOINTS, EVENTS, EXPORT, LOCK, METRICS, RUN, SUMMARY, read_start
 from fsdptool.runs.history import History, StepReader, read_history, read_rank_memory
 from fsdptool.runs.manifest import is_plain_file, list_checkpoints, read_manifest
 from fsdptool.runs.view import lock_holder, read_view
+from fsdptool.web.roots import Roots
 
 SAMPLES = "samples"
 """Folder of a run folder with what the model wrote or drew during the run."""
@@ -66,13 +68,14 @@ def _steps(folder: Path) -> _Steps:
     return _Steps(folder)
 
 
-def read_run(folder: Path) -> tuple[RunView, History]:
+def read_run(roots: Roots, folder: Path) -> tuple[RunView, History]:
     """Return a run as it stands, and its course; only new steps are read.
 
     Raises:
         ConfigError: The folder is not a run folder.
     """
-    return view_run(folder), _steps(folder).history(folder)
+    with roots.confine(*registry_folders()):
+        return view_run(folder), _steps(folder).history(folder)
 
 
 def signature(folder: Path) -> tuple[object, ...]:
@@ -123,10 +126,11 @@ def points(history: History, view: RunView) -> dict[str, Any]:
     }
 
 
-def run_values(folder: Path, queue: Queue, view: RunView, history: History) -> dict[str, Any]:
+def run_values(roots: Roots, folder: Path, queue: Queue, view: RunView, history: History) -> dict[str, Any]:
     """Return the values of the page's template.
 
     Args:
+        roots: The folders that may be read.
         folder: The run folder.
         queue: The queue, which may have started the run.
         view: The run as it stands.
@@ -138,19 +142,22 @@ def run_values(folder: Path, queue: Queue, view: RunView, history: History) -> d
         entry = queue.latest(folder)
     except FsdptoolError as error:
         problem = error
-    return {
+    values = {
         "run": document,
         "parts": run_parts(document, history),
         "entry": entry,
         "problem_of_queue": problem,
         "log": printed(queue, entry.id) if entry is not None else "",
         "running": view.state == "running",
-        "diagnosis": _diagnosis(folder, view),
-        "rank_memory": _rank_memory(folder, view),
-        "checkpoints": _checkpoints(folder),
-        "samples": _samples(folder),
-        "exported": (folder / EXPORT).is_dir(),
+        "exported": is_folder(folder / EXPORT),
     }
+    with roots.confine():
+        return values | {
+            "diagnosis": _diagnosis(folder, view),
+            "rank_memory": _rank_memory(folder, view),
+            "checkpoints": _checkpoints(folder),
+            "samples": _samples(folder),
+        }
 
 
 def printed(queue: Queue, entry: int) -> str:
@@ -211,7 +218,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
     return [
         {"step": int(path.name.partition("-")[2]), "folder": path.name, "items": _sample_items(path)}
         for path in steps[:_SAMPLE_STEPS]
-        if path.is_dir() and not path.is_symlink()
+        if is_folder(path) and not path.is_symlink()
     ]
 
 
@@ -220,8 +227,10 @@ def _sample_items(folder: Path) -> list[Mapping[str, Any]]:
     for path in sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name)):
         if not SAMPLE_NAME.fullmatch(path.name) or not is_plain_file(path):
             continue
-        with path.open("rb") as stream:
-            data = stream.read(_SAMPLE_BYTES)
+        try:
+            data, _, _ = read_ends(path, head=_SAMPLE_BYTES, tail=0)
+        except UnreadableError:
+            continue
         text = data.decode("utf-8", errors="replace") if path.suffix == ".txt" else ""
         items.append({"name": path.name, "text": printable_lines(text), "size": _png_size(data)})
     return items
@@ -241,9 +250,9 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
 def inputs_of(folder: Path) -> Sequence[str]:
     """Return recipe and configuration that ``run.json`` names, as absolute paths; empty if it does not."""
     try:
-        words = json.loads((folder / RUN).read_text(encoding="utf-8")).get("argv", [])
+        words = read_start(folder).argv
         recipe, config = words[words.index("train") + 1], words[words.index("--config") + 1]
-    except (OSError, ValueError, IndexError, AttributeError, TypeError):
+    except (ConfigError, ValueError, IndexError):
         return ()
     paths = (str(recipe), str(config))
     return paths if all(Path(path).is_absolute() for path in paths) else ()

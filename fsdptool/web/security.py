@@ -160,7 +160,7 @@ class Guard:
         limits = self._policy.limits
         too_large = _RefusedError(413, f"The request is larger than {limits.body_bytes} bytes.")
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > limits.body_bytes:
+        if not length.isdecimal() or len(length) > 18 or int(length) > limits.body_bytes:
             raise too_large
         body = bytearray()
         try:

@@ -31,6 +31,8 @@ HEADER_SECONDS = 10.0
 """Time in which a client must send the head of a request."""
 CONNECTIONS = 100
 """Connections and requests that are served at once."""
+STRANGERS = 32
+"""Connections among these that have not shown the session's cookie: any user of the machine can open them."""
 SHORTEST_TOKEN = 16
 
 
@@ -143,7 +145,7 @@ class Interface:
             app.state.services.streams,
             uvicorn.Config(
                 app,
-                http=_protocol(header_seconds),
+                http=_protocol(header_seconds, self._session),
                 ws="none",
                 lifespan="on",
                 log_level="warning",
@@ -219,25 +221,35 @@ def _open_browser(address: str) -> None:
         sys.stderr.write(f"no browser could be opened: {error}\n")
 
 
-def _protocol(seconds: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with a time limit for the head of every request.
+def _protocol(seconds: float, session: Session) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with limits on the heads of requests, and on who sends none.
 
     uvicorn 0.54 ends a connection that is idle after an answer, but waits without limit for a head that has
-    begun, or for the first one.
+    begun, or for the first one. It refuses everybody once there are too many connections, whoever holds them.
     """
+    strangers: dict[H11Protocol, None] = {}
 
     class HeadLimited(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            strangers[self] = None
+            if len(strangers) > STRANGERS:
+                oldest = next(iter(strangers))
+                del strangers[oldest]
+                oldest.transport.close()
             self._watch()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
+            cookies = [value.decode("latin-1") for name, value in self.headers or () if name == b"cookie"]
+            if self in strangers and any(map(session.knows, cookies)):
+                del strangers[self]
             self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            strangers.pop(self, None)
             self._stop()
             super().connection_lost(exc)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdptool.cache import cache_folder
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.files.text import private_folder, replace_file
+from fsdptool.files.text import is_file, private_folder, replace_file
 from fsdptool.files.values import load_json
 
 PREFIX = "upload:"
@@ -38,7 +38,7 @@ def save(data: bytes) -> str:
         raise ConfigError("the configuration is not a JSON object", help="drop the config.json of a model")
     text = json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8", "surrogatepass")
     name = hashlib.sha256(text).hexdigest()[:16]
-    folder = _folder() / name
+    folder = uploads_folder() / name
     try:
         private_folder(folder)
         replace_file(folder / "config.json", text)
@@ -56,20 +56,21 @@ def path_of(reference: str) -> Path | None:
     """
     if not _NAME.fullmatch(reference):
         return None
-    path = _folder() / reference.removeprefix(PREFIX) / "config.json"
-    if not path.is_file():
+    path = uploads_folder() / reference.removeprefix(PREFIX) / "config.json"
+    if not is_file(path):
         raise ConfigError("this configuration is no longer stored", help="drop the file again")
     return path
 
 
-def _folder() -> Path:
+def uploads_folder() -> Path:
+    """Return the folder of the configurations that were dropped."""
     cache = cache_folder()
     return cache.with_name(f"{cache.name}-uploads")
 
 
 def _prune(keep: Path) -> None:
     """Remove the oldest uploads above the limit."""
-    folders = sorted(_folder().iterdir(), key=lambda path: path.stat().st_mtime)
+    folders = sorted(uploads_folder().iterdir(), key=lambda path: path.stat().st_mtime)
     for folder in folders[:-_KEPT]:
         if folder != keep:
             (folder / "config.json").unlink(missing_ok=True)

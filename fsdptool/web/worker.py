@@ -16,8 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -101,7 +103,7 @@ class _Worker:
             self._interrupted = -math.inf
             try:
                 self._running = True
-                answer = self._run(job, order["task"], order["arguments"])
+                answer = self._run(job, order["task"], order["arguments"], order.get("folders"))
             except KeyboardInterrupt:
                 answer = {"job": job, "state": "cancelled"}
             self._running = False
@@ -109,11 +111,14 @@ class _Worker:
                 self._job = None
             self.say(**answer)
 
-    def _run(self, job: str, task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _run(
+        self, job: str, task: str, arguments: Mapping[str, Any], folders: Sequence[str] | None
+    ) -> dict[str, Any]:
         if self._cancelled:
             raise KeyboardInterrupt
         try:
-            result = load_task(task)(lambda text: self.say(job=job, progress=text), **arguments)
+            with _reading(task, folders):
+                result = load_task(task)(lambda text: self.say(job=job, progress=text), **arguments)
         except FsdptoolError as error:
             failure = {"message": error.message, "help": error.help, "exit_code": int(error.exit_code)}
             return {"job": job, "state": "failed", "error": failure}
@@ -127,6 +132,22 @@ class _Worker:
             failure = {"message": text, "help": None, "exit_code": int(ExitCode.INTERNAL)}
             return {"job": job, "state": "failed", "error": failure}
         return {"job": job, "state": "done", "result": result}
+
+
+def _reading(task: str, folders: Sequence[str] | None) -> AbstractContextManager[None]:
+    """Return a block in which a task opens only what it may open.
+
+    A dry run and an export read what the recipe of a run names, as the run itself does; the others read
+    below the folders of the pages, and what the Hub's cache and dropped files hold.
+    """
+    if folders is None or task.partition(":")[0] in ("runs", "machine"):
+        return nullcontext()
+    from huggingface_hub import constants
+
+    from fsdptool.web.roots import Roots
+    from fsdptool.web.uploads import uploads_folder
+
+    return Roots([Path(folder) for folder in folders]).confine(uploads_folder(), Path(constants.HF_HUB_CACHE))
 
 
 def load_libraries() -> None:

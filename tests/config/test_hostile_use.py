@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from test_config_commands import BAD, V1
 from test_rules_against_accelerate import GOOD
 
+from fsdptool import migrate
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
 
@@ -256,3 +260,125 @@ def test_migration_writes_nothing_that_is_then_reported(capsys: pytest.CaptureFi
     Path("plain.yaml").write_text(written + "  fsdp_auto_wrap_policy: NO_WRAP\n")
     run(["validate", "plain.yaml"])
     assert "FSD319" in capsys.readouterr().out
+
+
+def test_a_link_out_of_a_folder_is_not_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder is named, not what a stranger's link in it leads to; a link within it, or a named one, is."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "mine.yaml").write_text(BAD)
+    (victim / "v1.yaml").write_text(V1)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.yaml").symlink_to("../victim/mine.yaml")
+    (folder / "b.json").symlink_to(victim / "v1.yaml")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "c.yaml").symlink_to("../../victim/v1.yaml")
+    (folder / "own.yaml").write_text(BAD)
+    assert run(["validate", "--fix", "--unsafe-fixes", "folder"]) in (0, 1)
+    assert run(["migrate", "folder"]) in (0, 1)
+    migrate("folder", write=True)
+    assert (victim / "mine.yaml").read_text() == BAD
+    assert (victim / "v1.yaml").read_text() == V1
+    assert (folder / "own.yaml").read_text() != BAD
+    capsys.readouterr()
+    (folder / "link.yaml").symlink_to("own.yaml")
+    assert run(["validate", "folder/link.yaml", "folder", "--format", "concise"]) in (0, 1)
+    assert "c.yaml" not in capsys.readouterr().out
+    (folder / "link.yaml").unlink()
+    (folder / "own.yaml").unlink()
+    assert run(["validate", "folder"]) == 2
+    assert "there is no YAML" in capsys.readouterr().err
+    assert run(["validate", "--fix", "folder/a.yaml"]) in (0, 1)
+    assert (victim / "mine.yaml").read_text() != BAD, "a link that was named is followed"
+
+
+MARK = "\ufeff"
+FLAGS = "accelerate launch --use_fsdp --fsdp_sharding_strategy FULL_SHARD --num_processes 2 train.py\n"
+
+
+@pytest.mark.parametrize(("name", "text"), [("v.yaml", V1), ("v.sh", FLAGS)])
+def test_a_mark_stays_at_the_beginning_of_a_migrated_file(name: str, text: str) -> None:
+    Path(name).write_text(MARK + text, encoding="utf-8")
+    assert run(["migrate", name]) == 0
+    data = Path(name).read_bytes()
+    assert data.startswith(MARK.encode()) and not data[3:].startswith(MARK.encode())
+    assert data != (MARK + text).encode()
+    Path("plain" + name).write_text(text)
+    assert run(["migrate", "plain" + name]) == 0
+    assert data[3:] == Path("plain" + name).read_bytes()
+
+
+@pytest.mark.parametrize("text", [V1, GOOD, BAD], ids=["v1", "good", "bad"])
+@pytest.mark.parametrize("marks", [2, 3])
+def test_a_file_with_several_marks_does_not_end_the_others(
+    text: str, marks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder").mkdir()
+    Path("folder/marked.yaml").write_text(MARK * marks + text)
+    Path("folder/v1.yaml").write_text(V1)
+    assert run(["validate", "folder", "--format", "json"]) == 1
+    files = {item["path"]: item for item in json.loads(capsys.readouterr().out)["files"]}
+    assert set(files) == {"folder/marked.yaml", "folder/v1.yaml"}
+    assert [item["code"] for item in files["folder/marked.yaml"]["findings"]] == ["FSD104"]
+    run(["migrate", "folder"])
+    assert Path("folder/marked.yaml").read_text() == MARK * marks + text
+    assert Path("folder/v1.yaml").read_text() != V1
+    Path("folder/v1.yaml").write_text(V1)
+    migrate("folder", write=True)
+    assert Path("folder/v1.yaml").read_text() != V1
+
+
+def test_a_failure_of_ours_is_a_finding_of_its_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsdptool.config import reader
+
+    whole = reader.check_meaning
+
+    def fails(lint: Any, **rest: Any) -> None:
+        if lint.source.path == "b.yaml":
+            raise KeyError("a bug")
+        whole(lint, **rest)
+
+    monkeypatch.setattr(reader, "check_meaning", fails)
+    assert run(["validate", "a.yaml", "b.yaml", "good.yaml", "--format", "json"]) == 1
+    files = {item["path"]: item for item in json.loads(capsys.readouterr().out)["files"]}
+    assert files["good.yaml"]["status"] == "ok"
+    assert "internal error: KeyError" in files["b.yaml"]["findings"][0]["message"]
+    assert run(["migrate", "b.yaml", "v1.yaml"]) == 1
+    assert Path("v1.yaml").read_text() != V1
+
+
+@pytest.mark.parametrize("ending", ["\x85", "\u2028", "\u2029", "\r", "\r\n"])
+@pytest.mark.parametrize("form", ["all", "middle", "last", "comment", "folded"])
+@pytest.mark.parametrize("text", [BAD, V1, ONE], ids=["bad", "v1", "one"])
+def test_lines_that_yaml_ends_are_edited_as_lines(ending: str, form: str, text: str) -> None:
+    """What accelerate reads of every other key stays, and a second call changes nothing."""
+    text += "main_training_function: folded # no comment\n"
+    if form == "all":
+        text = text.replace("\n", ending)
+    elif form == "middle":
+        text = text.replace("\n", ending, 3)
+    elif form == "last":
+        text = text.removesuffix("\n") + ending
+    elif form == "comment":
+        text = text.replace("distributed_type", f"# one{ending}# two{ending}distributed_type", 1)
+    else:
+        text = text.replace("folded # no comment", f"'folded{ending}  over lines'")
+    Path("c.yaml").write_bytes(text.encode())
+    before = yaml.safe_load(text)
+    assert run(["validate", "--fix", "c.yaml"]) in (0, 1)
+    fixed = Path("c.yaml").read_bytes().decode()
+    after = yaml.safe_load(fixed)
+    assert after["main_training_function"] == before["main_training_function"]
+    assert set(before) - {"fsdp_config"} <= set(after) | {"downcast_bf16", "tpu_use_cluster"}
+    assert len(fixed) - len(text) < 400, "each line is added once"
+    run(["validate", "--fix", "c.yaml"])
+    assert Path("c.yaml").read_bytes().decode() == fixed
+    run(["validate", "--unsafe-fixes", "c.yaml"])
+    run(["migrate", "c.yaml"])
+    assert (
+        yaml.safe_load(Path("c.yaml").read_bytes().decode())["main_training_function"]
+        == before["main_training_function"]
+    )

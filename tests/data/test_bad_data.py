@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,25 @@ import torch
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError, WorkerError
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data import build_batches, build_evaluation, prepare
+from fsdptool.training.data.images import Bucket, list_pictures
+from fsdptool.training.data.sources import open_source
 
 SpecOf = Callable[[str], ModelSpec]
 RecipeFor = Callable[..., Recipe]
+
+
+@contextmanager
+def limited_memory(room: int) -> Iterator[None]:
+    """Let this process take no more than ``room`` bytes besides what it has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def complaint(recipe: Recipe, spec: ModelSpec, cache: Path) -> str:
@@ -344,3 +360,107 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def hole(path: Path) -> None:
+    """Make a file of 100 GiB that takes no room."""
+    with path.open("wb") as stream:
+        stream.truncate(100 << 30)
+
+
+@pytest.mark.parametrize("unit", ["file", "line", "paragraph"])
+def test_text_that_is_no_text_is_one_line(unit: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    data = Data(source="text", path=str(path), options={"document": unit})
+    path.write_bytes("naïve\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"a\.txt cannot be read"):
+        list(open_source(data).rows())
+    hole(path)
+    with limited_memory(1 << 30), pytest.raises(ConfigError, match=r"a\.txt cannot be read"):
+        list(open_source(data).rows())
+
+
+@pytest.mark.parametrize("unit", ["file", "paragraph"])
+@pytest.mark.parametrize("gap", ["", " ", "\n"])
+def test_a_document_of_any_length_is_read_in_parts(unit: str, gap: str, tmp_path: Path) -> None:
+    """Also one without lines, and one without words; joined, the parts are the document."""
+    path = tmp_path / "a.txt"
+    text = f"wörd{gap}" * (3 << 18)
+    path.write_text(text + "\n\nnext\n", encoding="utf-8")
+    rows = list(open_source(Data(source="text", path=str(path), options={"document": unit})).rows())
+    assert max(len(row["text"]) for row in rows) <= 2 << 20 < len(text)
+    documents = [""]
+    for row in rows:
+        documents[-1] += row["text"]
+        if not row.get("continues"):
+            documents.append("")
+    whole = "".join(documents)
+    assert whole.startswith(text) and whole.endswith("next\n")
+    assert len(documents) - 1 == (2 if unit == "paragraph" else 1)
+    if gap:
+        pieces = [row["text"] for row in rows if row.get("continues")]
+        assert all(piece.rstrip(gap).endswith("wörd") for piece in pieces), "cut between words"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize("row", ['"x\n",', "x" * 80 + ",", '"', "\0"])
+def test_a_csv_file_that_is_one_row(name: str, row: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    row = row.replace(",", "\t") if name.endswith("tsv") else row
+    path.write_text("text,b\n" + row * ((16 << 20) // len(row)))
+    with limited_memory(1 << 30), pytest.raises(ConfigError, match=r"cannot be read"):
+        list(open_source(Data(source="jsonl", path=str(path))).rows())
+    hole(path)
+    with limited_memory(1 << 30), pytest.raises(ConfigError, match=r"cannot be read"):
+        list(open_source(Data(source="jsonl", path=str(path))).rows())
+
+
+def test_csv_files_of_people_are_read_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,b\r\n"two\r\nlines, quoted",1\r\n\r\nlast,2')
+    located = list(open_source(Data(source="jsonl", path=str(path))).located())
+    assert [dict(row) for _, row in located] == [
+        {"text": "two\r\nlines, quoted", "b": "1"},
+        {"text": "last", "b": "2"},
+    ]
+    assert [place.rpartition(":")[2] for place, _ in located] == ["3", "5"]
+    # More than the limit of one row in all.
+    path.write_text("text,b\n" + f"{'row ' * 2000},1\n" * 1000)
+    assert sum(1 for _ in open_source(Data(source="jsonl", path=str(path))).rows()) == 1000
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_parquet_file_of_some_bytes_stands_for_gigabytes(nested: bool, tmp_path: Path) -> None:
+    once = pa.array(["x" * (4 << 20)])
+    column: pa.Array = pa.DictionaryArray.from_arrays(pa.array([0] * 1024, pa.int32()), once)
+    if nested:
+        column = pa.StructArray.from_arrays([column], ["content"])
+        column = pa.ListArray.from_arrays(pa.array(range(1025), pa.int32()), column)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": column}), path, compression="zstd")
+    assert path.stat().st_size < 2000
+    with limited_memory(1 << 30):
+        rows = open_source(Data(source="parquet", path=str(path))).rows()
+        assert sum(1 for _ in rows) == 1024
+
+
+def test_parquet_files_of_people_are_read_as_before(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"row {n % 7}", "n": n, "messages": [{"content": str(n)}], "b": b"x", "f": None}
+        for n in range(5000)
+    ]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1500)
+    located = list(open_source(Data(source="parquet", path=str(path))).located())
+    assert [row for _, row in located] == rows
+    assert located[-1][0].endswith("a.parquet, row 5000")
+    assert open_source(Data(source="parquet", path=str(path))).count() == 5000
+
+
+def test_captions_in_a_csv_file_that_is_one_line(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    hole(tmp_path / "metadata.csv")
+    with limited_memory(1 << 30), pytest.raises(ConfigError, match=r"metadata\.csv cannot be read"):
+        list_pictures(Data(source="images", path=str(tmp_path)), (Bucket(8, 8),))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.files.text import UnreadableError, read_lines, read_source
+from fsdptool.files.text import UnreadableError, read_csv, read_lines, read_source
 from fsdptool.files.values import load_json
 from fsdptool.records.recipe import Data
 from fsdptool.training.data.sources import path_of
@@ -127,8 +127,7 @@ def _captions(root: Path, column: str) -> Mapping[str, str]:
             continue
         try:
             if name.endswith(".csv"):
-                with file.open(encoding="utf-8", newline="") as stream:
-                    rows = list(csv.DictReader(stream))
+                rows = [row for _, row in read_csv(file)]
             else:
                 rows = [load_json(line) for line in read_lines(file) if line.strip()]
             if not all(isinstance(row, Mapping) for row in rows):

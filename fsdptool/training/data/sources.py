@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.files.text import UnreadableError, read_lines
+from fsdptool.files.text import UnreadableError, open_regular, read_blocks, read_csv, read_ends, read_lines
 from fsdptool.files.values import load_json
 from fsdptool.records.recipe import Data
 
@@ -155,7 +157,7 @@ def _text(data: Data) -> Source:
             try:
                 for row in _documents(file, unit, data.text_column):
                     yield str(file), row
-            except (OSError, UnicodeDecodeError) as error:
+            except (OSError, UnreadableError) as error:
                 raise _unreadable(file, error) from error
 
     size = sum(file.stat().st_size for file in files)
@@ -176,31 +178,35 @@ def _pydoc() -> Iterator[tuple[str, Row]]:
 
 
 def _documents(file: Path, unit: str, column: str) -> Iterator[Row]:
-    """A file may be larger than memory: it is read in blocks, cut where a line ends."""
+    """A file, and a paragraph in it, may be larger than memory: both are read in blocks."""
     if unit == "line":
         yield from ({column: line.rstrip("\n")} for line in read_lines(file) if line.strip())
         return
-    if unit == "paragraph":
-        lines: list[str] = []
-        for line in read_lines(file):
-            if line.strip():
-                lines.append(line)
-            elif lines:
-                yield {column: "".join(lines)}
-                lines = []
-        if lines:
-            yield {column: "".join(lines)}
+    if unit == "file":
+        yield from _in_blocks(read_blocks(file, size=_BLOCK), column)
         return
-    with file.open(encoding="utf-8") as stream:
-        pending, begun = "", False
-        while block := stream.read(_BLOCK):
-            pending += block
-            cut = pending.rfind("\n") + 1
-            if cut and len(pending) >= _BLOCK:
-                yield {column: pending[:cut], "continues": True}
-                pending, begun = pending[cut:], True
-        if pending or begun:
-            yield {column: pending}
+    lines = read_lines(file)
+    for line in lines:
+        if line.strip():
+            paragraph = itertools.chain([line], itertools.takewhile(str.strip, lines))
+            yield from _in_blocks(paragraph, column)
+
+
+def _in_blocks(parts: Iterable[str], column: str) -> Iterator[Row]:
+    """Yield a document as rows of about one block, cut where a line ends, or else before a word."""
+    pending, begun = io.StringIO(), False
+    blocks = (part[at : at + _BLOCK] for part in parts for at in range(0, len(part), _BLOCK))
+    for block in blocks:
+        pending.write(block)
+        if pending.tell() < _BLOCK:
+            continue
+        text = pending.getvalue()
+        cut = text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
+        yield {column: text[:cut], "continues": True}
+        pending, begun = io.StringIO(), True
+        pending.write(text[cut:])
+    if (rest := pending.getvalue()) or begun:
+        yield {column: rest}
 
 
 def _table(
@@ -213,7 +219,7 @@ def _table(
         for file in files:
             try:
                 yield from read(file)
-            except (OSError, UnicodeDecodeError, UnreadableError, csv.Error) as error:
+            except (OSError, UnreadableError, csv.Error) as error:
                 raise _unreadable(file, error) from error
 
     count = _parquet_count if suffixes == (".parquet",) else _line_count
@@ -222,23 +228,30 @@ def _table(
 
 def _line_count(files: list[Path]) -> int | None:
     """Estimate the lines of all files from the first block of the first one."""
-    with files[0].open("rb") as stream:
-        block = stream.read(_BLOCK)
+    try:
+        block, _, _ = read_ends(files[0], head=_BLOCK, tail=0)
+    except UnreadableError:
+        return None
     return sum(file.stat().st_size for file in files) * block.count(b"\n") // max(len(block), 1) or None
 
 
 def _parquet_count(files: list[Path]) -> int | None:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    return sum(int(pq.read_metadata(file).num_rows) for file in files)
+    def rows_of(file: Path) -> int:
+        with open_regular(file) as stream:
+            return int(pq.read_metadata(stream).num_rows)
+
+    try:
+        return sum(rows_of(file) for file in files)
+    except (OSError, UnreadableError, pa.ArrowException):
+        return None
 
 
 def _read_table(file: Path) -> Iterator[tuple[str, Row]]:
     if file.suffix.lower() in (".csv", ".tsv"):
-        with file.open(encoding="utf-8", newline="") as stream:
-            reader = csv.DictReader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
-            for record in reader:
-                yield f"{file}:{reader.line_num}", record
+        yield from ((f"{file}:{number}", record) for number, record in read_csv(file))
         return
     for number, line in enumerate(read_lines(file), 1):
         if not line.strip():
@@ -262,14 +275,39 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Row]]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file) as table:
-            number = 0
-            for batch in table.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}, row {number}", row
-    except pa.ArrowInvalid as error:
+        with open_regular(file) as stream:
+            # Values that are stored once stay so: a column of a few bytes can stand for gigabytes.
+            repeated = _repeated_columns(pq.read_metadata(stream))
+            with pq.ParquetFile(stream, read_dictionary=repeated) as table:
+                number = 0
+                for group in range(table.num_row_groups):
+                    size = table.metadata.row_group(group).total_byte_size
+                    rows = max(table.metadata.row_group(group).num_rows, 1)
+                    most = max(min(_BATCH_ROWS, rows * _BATCH_BYTES // max(size, 1)), 1)
+                    for batch in table.iter_batches(batch_size=most, row_groups=[group]):
+                        for place in range(batch.num_rows):
+                            number += 1
+                            values = (column[place].as_py() for column in batch.columns)
+                            yield f"{file}, row {number}", dict(zip(batch.schema.names, values, strict=True))
+    except pa.ArrowException as error:
         raise _unreadable(file, error) from error
+
+
+_BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
+"""The most rows and bytes of a Parquet file that are decoded at once."""
+
+
+def _repeated_columns(metadata: Any) -> list[str]:
+    """Return the columns of text in a Parquet file of which a part is stored as a dictionary."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(metadata.num_columns)]
+    return sorted(
+        {
+            column.path_in_schema
+            for column in columns
+            if column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in name for name in column.encodings)
+        }
+    )
 
 
 def _dataset(data: Data) -> Source:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import UnreadableError, open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,6 +114,12 @@ def _opened(file: Path) -> Iterator[tuple[Any, Any]]:
         raise ConfigError(
             f"video {file} needs PyAV, which is not installed",
             help="pip install av, or unpack it: ffmpeg -i NAME.mp4 NAME/%05d.png",
+        ) from error
+    try:
+        open_regular(file).close()
+    except UnreadableError as error:
+        raise ConfigError(
+            f"video {file}: {error.message}", help="repair it or take it out of data.path"
         ) from error
     try:
         with av.open(str(file)) as container:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.registry import family_of
-from fsdptool.files.text import private_folder
+from fsdptool.files.text import holds, private_folder
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.command_documents import BucketCount, PrecomputeReport
 from fsdptool.records.recipe import Recipe
@@ -208,7 +208,7 @@ def _claim(work: Work) -> None:
     mark = work.folder / "key"
     if not mark.exists():
         _write(mark, lambda path: path.write_text(work.key, encoding="utf-8"))
-    if mark.read_text(encoding="utf-8") != work.key:
+    if not holds(mark, work.key.encode()):
         _refuse(work)
 
 

@@ -106,6 +106,7 @@ def _prune_fields(values: dict[str, str]) -> tuple[Field, ...]:
             help="Remove entries older than this.",
             value=values.get("older_than", ""),
             minimum=0,
+            maximum=1e6,
         ),
         Field(
             "max_mib",
@@ -114,6 +115,7 @@ def _prune_fields(values: dict[str, str]) -> tuple[Field, ...]:
             help="Keep the newest entries up to this size.",
             value=values.get("max_mib", ""),
             minimum=0,
+            maximum=1e12,
         ),
     )
 

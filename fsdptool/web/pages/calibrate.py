@@ -63,14 +63,15 @@ class _Calibration:
         for run in runs:
             roots.check_links(run)
         table = roots.resolve(values["machine"]) if values["machine"] else None
-        self.row: Machine = calibrate(
-            values["gpu"],
-            [read_sample(run) for run in runs],
-            context_bytes=parse_size(values["context"] or None),
-            communicator_bytes=parse_size(values["communicator"] or None),
-            table=table,
-        )
-        kept = read_table(table) if table is not None else ()
+        with roots.confine():
+            self.row: Machine = calibrate(
+                values["gpu"],
+                [read_sample(run) for run in runs],
+                context_bytes=parse_size(values["context"] or None),
+                communicator_bytes=parse_size(values["communicator"] or None),
+                table=table,
+            )
+            kept = read_table(table) if table is not None else ()
         self.text = write_table((self.row, *(item for item in kept if item.match != self.row.match)))
         for name in ("context", "communicator"):
             self.command += [f"--{name}", values[name]] if values[name] else []

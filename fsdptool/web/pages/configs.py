@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from fsdptool.files.text import is_file
 from fsdptool.formatting import printable
 from fsdptool.web.judging import MOST_FILES, JudgedFile, judge_folder
 from fsdptool.web.page import Page, render, services
@@ -51,7 +52,7 @@ def show(request: Request) -> Response:
     command: tuple[str, ...] = ()
     if folder:
         path = roots.resolve(folder)
-        if path.is_file():
+        if is_file(path):
             return Response(status_code=303, headers={"location": address_of(FILE, file=folder)})
         rows = [_row(item, path) for item in judge_folder(roots, folder)]
         command = ("fsdptool", "validate", command_path(path))

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from fsdptool.config.fixes import repair
 from fsdptool.config.result import Reading
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import is_folder
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnosis import FailureDiagnosis
 from fsdptool.report.diagnosis import failure_place
@@ -113,11 +114,12 @@ def _page(request: Request) -> Response:
 def _of_path(request: Request, target: str) -> Response:
     roots = services(request).roots
     path = roots.resolve(target)
-    if path.is_dir():
+    if is_folder(path):
         roots.check_links(path)
     elif path.suffix.lower() in _CONFIGS:
         return RedirectResponse(address_of(FILE, file=roots.name_of(path)), 303)
-    answer = diagnose(path)
+    with roots.confine():
+        answer = diagnose(path)
     return _render(
         request, target=target, command=("fsdptool", "diagnose", command_path(path)), **_failure(answer)
     )

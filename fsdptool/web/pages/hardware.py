@@ -14,9 +14,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.files.text import replace_file
+from fsdptool.files.text import create_file
 from fsdptool.planning.clusters import describe
 from fsdptool.records.cluster import Cluster
+from fsdptool.web.changes import target_of
 from fsdptool.web.offers import MOST, OfferForm, catalogue, empty_offer, read_offers
 from fsdptool.web.page import Page, error_page, render, return_address, services
 
@@ -70,12 +71,10 @@ async def save(request: Request) -> Response:
     try:
         offer = _only(form)
         roots = services(request).roots
-        path = roots.resolve(form.get("path", ""), exists=False)
-        if path.exists():
-            raise ConfigError(f"{form['path']} exists", help="choose another name")
+        path = target_of(roots, form.get("path", ""))
         if path.suffix not in (".yaml", ".yml"):
             raise ConfigError(f"{form['path']} is not a YAML file", help="use a name that ends in .yaml")
-        replace_file(path, offer.yaml.encode())
+        create_file(path, offer.yaml.encode())
     except FsdptoolError as error:
         return error_page(request, error)
     back = return_address(received)

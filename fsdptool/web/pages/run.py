@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from fsdptool.errors import ConfigError
+from fsdptool.files.text import is_file
 from fsdptool.launch.processes import stop_run
 from fsdptool.records.codec import to_json
 from fsdptool.report.queue import note_text
@@ -52,7 +53,7 @@ def _folder(request: Request, name: str) -> Path:
         ConfigError: It is outside the roots, or not a run folder.
     """
     folder = services(request).roots.resolve(name, exists=False, parents=False)
-    if not (folder / RUN).is_file():
+    if not is_file(folder / RUN):
         raise ConfigError(f"{name} is not a run folder", help="choose a run on the page Runs")
     return folder
 
@@ -74,9 +75,9 @@ def show(request: Request) -> Response:
     if request.headers.get("hx-request"):
         # The page of an entry that had not begun asks: now there is more to load.
         return Response(headers={"HX-Refresh": "true"})
-    view, history = read_run(folder)
+    view, history = read_run(shared.roots, folder)
     job = shared.jobs.get(request.query_params.get("job", ""))
-    values = run_values(folder, shared.queue.queue, view, history)
+    values = run_values(shared.roots, folder, shared.queue.queue, view, history)
     return render(
         request,
         "run.html",
@@ -94,7 +95,7 @@ def _not_begun(request: Request, name: str) -> dict[str, Any] | None:
     """Return the values of the page of an entry whose run folder is not written yet; None for other runs."""
     shared = services(request)
     folder = shared.roots.resolve(name, exists=False, parents=False)
-    if (folder / RUN).is_file():
+    if is_file(folder / RUN):
         return None
     queue = shared.queue.queue
     row = queue.latest(folder)
@@ -152,8 +153,8 @@ async def _begin(request: Request, name: str) -> AsyncIterator[tuple[str, str]]:
 
 def _parts(request: Request, folder: Path) -> dict[str, str]:
     shared = services(request)
-    view, history = read_run(folder)
-    values = run_values(folder, shared.queue.queue, view, history)
+    view, history = read_run(shared.roots, folder)
+    values = run_values(shared.roots, folder, shared.queue.queue, view, history)
     name = shared.roots.name_of(folder)
     texts = {part: render_part(request, f"run_{part}.html", name=name, **values) for part in _PARTS}
     return {**texts, "points": json.dumps(points(history, view))}
@@ -161,7 +162,8 @@ def _parts(request: Request, folder: Path) -> dict[str, str]:
 
 def curve(request: Request) -> Response:
     """Return the curves as columns."""
-    view, history = read_run(_folder(request, request.query_params.get("run", "")))
+    folder = _folder(request, request.query_params.get("run", ""))
+    view, history = read_run(services(request).roots, folder)
     return JSONResponse(points(history, view))
 
 

@@ -12,12 +12,15 @@ from typing import Any, cast
 from urllib.parse import urlencode
 
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from fsdptool.api.run_lists import list_runs
 from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.files.text import is_file
+from fsdptool.launch.machine import registry_folders
 from fsdptool.launch.queue import Direction
 from fsdptool.records.codec import to_json
 from fsdptool.records.queue import RunRequest
@@ -55,13 +58,14 @@ def _values(request: Request) -> dict[str, Any]:
         problem = error
     for entry in entries:
         show_names(shared.roots, entry)
-        entry["begun"] = (Path(entry["folder"]) / RUN).is_file()
+        entry["begun"] = is_file(Path(entry["folder"]) / RUN)
         entry["needs_text"], entry["note"] = needs_text(entry), note_text(entry)
         entry["name"] = _name(shared.roots, entry["folder"])
         entry["when"] = moment_text(entry["ended"] or entry["started"] or entry["added"])
         entry["pending"] = entry["state"] in ("waiting", "held")
         entry["active"] = entry["state"] in ("starting", "running")
-    listed = to_json(list_runs(tuple(shared.roots.folders.values()), read=read_known_view))
+    with shared.roots.confine(*registry_folders()):
+        listed = to_json(list_runs(tuple(shared.roots.folders.values()), read=read_known_view))
     for run in listed["runs"]:
         run["name"] = _name(shared.roots, run["folder"])
         run["when"] = moment_text(run["started"])
@@ -218,8 +222,11 @@ def _add(request: Request, values: Mapping[str, str]) -> Response:
 async def act(request: Request) -> Response:
     """Change an entry of the queue, and return to the page that asked."""
     form = await request.form()
-    entry, action = int(request.path_params["entry"]), str(form.get("act", ""))
-    await run_in_threadpool(_act, request, entry, action)
+    entry, action = request.path_params["entry"], str(form.get("act", ""))
+    # The database counts in 64 bits.
+    if not (entry.isascii() and entry.isdecimal() and len(entry) <= 18):
+        raise HTTPException(404, "the queue has no such entry")
+    await run_in_threadpool(_act, request, int(entry), action)
     return RedirectResponse("/runs", 303)
 
 
@@ -254,5 +261,5 @@ routes = [
     Route("/runs/events", events),
     Route("/runs/new", new),
     Route("/runs/add", add, methods=["POST"]),
-    Route("/runs/entry/{entry:int}", act, methods=["POST"]),
+    Route("/runs/entry/{entry}", act, methods=["POST"]),
 ]

@@ -1,0 +1,150 @@
+"""Files of somebody else come in through ``fsdptool/files/text.py`` alone: no other code opens one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "fsdptool"
+
+OPENED: dict[str, str] = {
+    "cache.py": "the user's own cache, a folder of mode 0700",
+    "cli/app.py": "/dev/null, for streams that the caller closed",
+    "families/bases/catalogue.py": "data of an installed package",
+    "families/bases/libraries.py": "the text of an installed library",
+    "families/registry.py": "the text of an installed plugin",
+    "files/safetensors_writer.py:write_stream": "a file that is written",
+    "files/text.py:open_regular": "the way in",
+    "files/text.py:open_for_writing": "a file that is written, never through a link",
+    "files/text.py:create_file": "a new file",
+    "files/text.py:read_csv": "lines that open_regular yields",
+    "files/lengths.py:_table": "a table whose size was checked; numpy opens the path itself",
+    "files/values.py:load_schema": "data of this package",
+    "files/values.py:load_json": "the way in of JSON texts",
+    "inspection/document.py:_line": "the text of an installed library",
+    "inspection/source_reads.py:_source": "the text of an installed library",
+    "launch/doctor.py:_probe": "a temporary folder of mode 0700",
+    "launch/machine.py:driver_gpus": "/proc",
+    "launch/processes.py": "/proc, and the log of a process that is started",
+    "launch/queue_file.py:read_row": "the user's own queue, a folder of mode 0700",
+    "planning/hardware.py": "data of this package",
+    "cli/calibrate.py:command": "a text that was just made",
+    "cli/options.py:_value": "the command line",
+    "cli/options.py:write_file": "a new file",
+    "distributed/weights.py": "safetensors opens the path itself, after a look",
+    "runs/diagnose.py:signatures": "data of this package",
+    "runs/folder.py:write_text": "a new file",
+    "runs/manifest.py:sync_folder": "a folder, to flush it",
+    "runs/progress.py:_state": "/proc",
+    "runs/view.py:lock_holder": "/proc",
+    "source/config_checks.py:_source_text": "the text of an installed library",
+    "source/files.py:read_json": "a text that read_bytes returned",
+    "source/hub.py:fetch_code": "code in the Hub's cache that the user agreed to run",
+    "testing/families.py": "a text that was just made",
+    "training/data/images.py:_open": "Pillow opens the path itself, after a look",
+    "training/data/latents.py:_opened": "safetensors opens the path itself, after open_regular",
+    "training/data/ragged.py": "the user's own data cache, a folder of mode 0700",
+    "training/data/tokenizer.py:_digest": "a text of the tokenizers library",
+    "training/data/videos.py:_opened": "PyAV opens the path itself, after open_regular",
+    "training/data/workers.py:_unpack": "a message of a process that this one started",
+    "training/export/adapters.py": "a text that was just made",
+    "training/export/values.py": "files of a checkpoint that its manifest was compared with",
+    "training/precompute/run.py": "shards that this program has just written",
+    "web/app.py": "data of this package",
+    "web/jobs.py": "a message of a process that this one started",
+    "web/server.py:_open_browser": "a browser, not a file",
+    "web/worker.py": "a message of the process that started this one",
+}
+"""Where files are opened, or texts parsed, in another way, and why that is safe."""
+
+_METHODS = {"open", "read_text", "read_bytes", "fdopen"}
+_FUNCTIONS = {
+    *("open", "os.open", "io.open", "json.load", "json.loads", "csv.reader", "csv.DictReader"),
+    *("np.load", "np.memmap", "np.fromfile", "safe_open", "torch.load", "pickle.load", "yaml.safe_load"),
+    *("tomllib.load", "mmap.mmap"),
+}
+_LOOKS = {"exists", "is_file", "is_dir"}
+
+
+def calls(tree: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.Call]]:
+    """Yield every call with the name of the function around it."""
+    for node in ast.iter_child_nodes(tree):
+        inner = scope
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = node.name
+        if isinstance(node, ast.Call):
+            yield scope, node
+        yield from calls(node, inner)
+
+
+def opens(call: ast.Call) -> bool:
+    """Say whether a call opens a file or parses what was read."""
+    text = ast.unparse(call.func)
+    if text == "os.fdopen":
+        return False  # of a descriptor that was opened by one of the others
+    method = isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS
+    return method or text in _FUNCTIONS
+
+
+def looks(call: ast.Call) -> bool:
+    """Say whether a call asks a path whether it exists, which fails for a name that no file can have."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _LOOKS and not call.args
+
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def others(path: Path, text: str) -> list[str]:
+    """Return the places of a module that open files in a way of their own."""
+    found = []
+    for scope, call in calls(ast.parse(text)):
+        place = f"{name(path)}:{scope}"
+        if opens(call) and place not in OPENED and name(path) not in OPENED:
+            found.append(f"{place}, line {call.lineno}: {ast.unparse(call)[:60]}")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_files_are_opened_in_one_place(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not others(path, text), "use open_regular, read_bytes, read_lines, read_ends or load_json"
+
+
+def test_every_exception_is_still_needed() -> None:
+    used = set()
+    for path in MODULES:
+        for scope, call in calls(ast.parse(path.read_text(encoding="utf-8"))):
+            used |= {name(path), f"{name(path)}:{scope}"} if opens(call) else set()
+    assert set(OPENED) <= used
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.parts[-2] in ("cli", "pages", "web")], ids=name
+)
+def test_names_of_a_command_line_and_a_page_are_looked_at_safely(path: Path) -> None:
+    """``exists``, ``is_file`` and ``is_folder`` of ``files/text.py`` take any name; a path's own do not."""
+    found = [call for _, call in calls(ast.parse(path.read_text(encoding="utf-8"))) if looks(call)]
+    allowed = {"root.is_dir()", "path.is_dir()"} if name(path) in ("cli/completion.py",) else set()
+    assert not [ast.unparse(call) for call in found if ast.unparse(call) not in allowed]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(path):\n    return path.read_text()",
+        "def f(path):\n    return open(path)",
+        "class A:\n    def f(self):\n        with self.path.open('rb') as s: pass",
+        "import json\ndef f(s):\n    return json.load(s)",
+        "import os\nx = os.open('a', 0)",
+        "import csv\nrows = list(csv.reader(s))",
+    ],
+)
+def test_this_test_sees_another_way(text: str) -> None:
+    assert others(PACKAGE / "new.py", text)
