@@ -199,6 +199,11 @@ def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Un
     Raises:
         ConfigError: The settings do not suit the teacher.
     """
+    if anatomy.spec.adapter is not None:
+        raise ConfigError(
+            f"the teacher {anatomy.spec.reference.id} is a LoRA adapter, and teachers are whole models",
+            help="merge it into its base, and name that",
+        )
     recipe = with_stored_dtypes(recipe, settings)
     choice = method_of(recipe).teacher_choice(recipe)
     assert choice is not None

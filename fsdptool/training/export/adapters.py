@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.files.safetensors_writer import Entry, write_stream
-from fsdptool.modeling.methods import ADAPTER, adapter_config, base_name, is_adapter
+from fsdptool.modeling.methods.lora import ADAPTER, adapter_config, base_name, is_adapter
 from fsdptool.runs.folder import write_json
 from fsdptool.runs.work import LongWork
 
