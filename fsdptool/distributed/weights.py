@@ -240,17 +240,16 @@ def open_adapter(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
         plain = {key: key.removeprefix(_PEFT_PREFIX) for key in keys}
         # A table that was adapted is saved with its adapter, under its own name.
         found = {key: own.get(name, name) for key, name in plain.items()}
+        filled = {id(there[name]) for name in found.values() if name in there}
         unknown = [key for key, name in found.items() if name not in there]
-        missing = {id(there[name]): key for key, name in own.items() if name in there}
-        for name in found.values():
-            if name in there:
-                missing.pop(id(there[name]), None)
-        for names, what in ((unknown, "which this adapter does not have"), (missing.values(), "missing")):
-            if names:
-                shown = ", ".join(list(names)[:_SHOWN])
+        missing = [key for key, name in own.items() if id(there[name]) not in filled]
+        for keys, what in ((unknown, "has no place for"), (missing, "are missing")):
+            if keys:
+                shown = ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
+                tensors = f"{len(keys)} tensors {'that it ' if keys is unknown else ''}{what}"
                 raise ModelError(
-                    f"{spec.adapter_weights} does not hold the adapter that its configuration describes:"
-                    f" {len(names)} tensors are {'there ' if names is unknown else ''}{what}: {shown}",
+                    f"{spec.adapter_weights} does not fit the adapter that its configuration describes:"
+                    f" {tensors}: {shown}",
                     help="load the adapter with the installed peft and save it again, or set model.weights:"
                     " random to start anew",
                 )

@@ -149,6 +149,16 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in f".{name}"
 
 
+def is_copy(name: str) -> bool:
+    """Return whether a tensor belongs to the copy of a module that is trained in its place."""
+    return f"{_COPY}." in name
+
+
+def original_name(name: str) -> str:
+    """Return the name of the tensor that a copy was made of."""
+    return name.replace(_COPY, ".original_module")
+
+
 def base_name(name: str) -> str:
     """Return the name that a tensor had before adapters were injected.
 
@@ -193,6 +203,23 @@ def derived_tensors(model: nn.Module) -> dict[str, Derived]:
                 path = name.removesuffix(ending)
                 found[name] = Derived(base_name(f"{path}.weight"), partial(make, model.get_submodule(path)))
     return found
+
+
+def trained_rows(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the tables of which rows are trained, by name: the name of the rows, and their numbers.
+
+    Tied tables share the rows of the first.
+    """
+    first: dict[int, str] = {}
+    tables: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.endswith(_ROWS):
+            path = name.removesuffix(_ROWS)
+            wrapper: Any = model.get_submodule(path)
+            rows = first.setdefault(id(parameter), name)
+            indices = tuple(wrapper.token_adapter.token_indices[ADAPTER])
+            tables[f"{path}.token_adapter.base_layer.weight"] = (rows, indices)
+    return tables
 
 
 def _table_rows(wrapper: Any, read: ReadRows, rows: Rows) -> Tensor:
