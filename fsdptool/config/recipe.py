@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints

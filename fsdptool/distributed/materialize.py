@@ -236,7 +236,7 @@ def _derive(
     missing: list[str],
     window: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """Return rows of what starts from a weight of the base; ``missing`` has that weight once, not for each."""
+    """Return rows of what starts from a weight of the base, of which ``missing`` has the name already."""
     source = origins.published[derived.source]
     noted = len(missing)
 

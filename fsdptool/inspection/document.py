@@ -61,7 +61,7 @@ def detect_document(
         tensor_parallel: Ranks of a tensor-parallel group to show the division for.
         sequence_parallel: Whether that group divides hidden states along the sequence, too.
         expert_parallel: Ranks of an expert-parallel group to show the division for.
-        published: The model before an adapter changed it, of which divisions are shown; None if it is the same.
+        published: The model before an adapter changed it, whose divisions are shown; None if it is the same.
         diagnostics: Findings from outside (plugins that failed to load).
 
     Raises:

@@ -176,7 +176,9 @@ def _shard_unused(builder: _Builder, blocks: list[str]) -> None:
 
     It holds parameters that nothing else holds: tied modules are unused together, or not at all.
     """
-    copied = [p for p, m in builder.tree.modules.items() if m.class_name == _COPIED and not _inside(p, blocks)]
+    copied = [
+        p for p, m in builder.tree.modules.items() if m.class_name == _COPIED and not _inside(p, blocks)
+    ]
     unused = [f"{path}.original_module" for path in copied]
     below = tuple(f"{path}." for path in unused)
     alone: dict[str, tuple[str, ...]] = {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.report.plan_words import lora_words
 from fsdptool.report.split import print_split
 from fsdptool.report.tables import count, print_finding, print_line, print_rows, print_table
 
@@ -80,30 +81,6 @@ def _head(document: Mapping[str, Any]) -> None:
     built = ", ".join(f"{dtype} {count(value)}" for dtype, value in total["by_dtype"].items())
     saved = f"; the configuration says its weights are {model['checkpoint_dtype']}"
     print_line(f"built as {built}" + (saved if model["checkpoint_dtype"] else ""))
-
-
-_SWITCHES = {"use_dora": "DoRA", "use_rslora": "rsLoRA", "lora_bias": "biases of its own"}
-
-
-def lora_words(lora: Mapping[str, Any]) -> str:
-    """Return the settings of LoRA that decide what is trained, in one line."""
-    words = [f"rank {lora['rank']}, alpha {lora['alpha']:g}"]
-    words += [text for name, text in _SWITCHES.items() if lora[name]]
-    if lora["rank_pattern"]:
-        words.append(f"other ranks for {', '.join(lora['rank_pattern'])}")
-    targets = [lora["targets"]] if isinstance(lora["targets"], str) else lora["targets"] or []
-    if named := ", ".join([*targets, *lora["target_parameters"]]):
-        words.append(f"on {named}")
-    if lora["layers_to_transform"] is not None:
-        words.append(f"in blocks {', '.join(map(str, lora['layers_to_transform']))}")
-    if lora["modules_to_save"]:
-        words.append(f"trained whole: {', '.join(lora['modules_to_save'])}")
-    rows = lora["trainable_token_indices"]
-    tables = rows.items() if isinstance(rows, Mapping) else [("the input embedding", rows)] if rows else []
-    words += [f"{len(indices)} rows of {table}" for table, indices in tables]
-    if lora["bias"] != "none":
-        words.append(f"trained biases: {lora['bias']}")
-    return "; ".join(words)
 
 
 def _classes(document: Mapping[str, Any]) -> None:

@@ -55,7 +55,9 @@ _HEADS = {
 }
 """What peft 0.21 adds to ``modules_to_save`` for a task (``peft_model.py``)."""
 
-_FREE = frozenset({"dropout", "adapters", "base", "alpha", "alpha_pattern", "use_rslora", "init_lora_weights"})
+_FREE = frozenset(
+    {"dropout", "adapters", "base", "alpha", "alpha_pattern", "use_rslora", "init_lora_weights"}
+)
 """Settings that may differ from those an adapter's weights were made with: their names and shapes stay."""
 
 
@@ -116,12 +118,14 @@ def _check_kind(adapter: Mapping[str, Any], where: str) -> None:
         )
     for name, why in _REFUSED.items():
         if adapter.get(name):
-            raise ReferenceError(f"{where}: {name} in adapter_config.json is not supported: {why}", help=other)
+            raise ReferenceError(
+                f"{where}: {name} in adapter_config.json is not supported: {why}", help=other
+            )
     start = adapter.get("init_lora_weights", True)
     if not isinstance(start, bool | str) or (start not in _STARTS and start not in _CONTINUED):
         raise ReferenceError(
-            f"{where}: init_lora_weights {short(repr(start))} in adapter_config.json is not supported: such an"
-            " adapter belongs to weights of the base that its initialisation changed",
+            f"{where}: init_lora_weights {short(repr(start))} in adapter_config.json is not supported: such"
+            " an adapter belongs to weights of the base that its initialisation changed",
             help="convert it with peft's save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
 
@@ -129,7 +133,9 @@ def _check_kind(adapter: Mapping[str, Any], where: str) -> None:
 def _by_their_names(message: str) -> str:
     """Return a message about a recipe's settings with peft's names for them."""
     for theirs, ours in _NAMES.items():
-        message = message.replace(f"adapter_config.json.{ours}:", f"adapter_config.json: {theirs}:")
+        before, key, rest = message.partition(f"adapter_config.json.{ours}")
+        if key and rest[:1] in (":", ".", "["):
+            return f"{before}adapter_config.json: {theirs}{rest}"
     return message
 
 
@@ -177,7 +183,7 @@ def check_continues(recipe: Recipe, spec: ModelSpec) -> None:
         start = spec.adapter.get("init_lora_weights", True)
         if recipe.model.weights == "pretrained" or start in _CONTINUED:
             raise ConfigError(
-                f"{name} has no adapter_model.safetensors on this machine, and a run would not begin as it was",
+                f"{name} has no adapter_model.safetensors on this machine, from which a run could go on",
                 help="download the whole adapter, or set model.weights: random to start anew",
             )
         return

@@ -127,7 +127,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two stacks": (T5, {"r": 4, "target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"}),
     "two stacks, the shared table": (T5, {"r": 4, "target_modules": ["q"], "modules_to_save": ["shared"]}),
     "a denoiser": (SD3, {"r": 4, "target_modules": ["to_q", "to_k"]}),
-    "a denoiser, more": (SD3, {"r": 4, "target_modules": ["to_q"], "use_dora": True, "modules_to_save": ["proj_out"]}),
+    "a denoiser, more": (
+        SD3,
+        {"r": 4, "target_modules": ["to_q"], "use_dora": True, "modules_to_save": ["proj_out"]},
+    ),
 }
 
 

@@ -50,7 +50,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         QV | {"modules_to_save": ["norm"], "target_modules": ["embed_tokens", "q_proj"]},
     ),
     "biases": ("gpt2", QV | {"bias": "all", "lora_bias": True, "target_modules": ["c_attn"]}),
-    "a denoiser": ("flow", QV | {"target_modules": ["to_q"], "modules_to_save": ["proj_out"], "use_dora": True}),
+    "a denoiser": (
+        "flow",
+        QV | {"target_modules": ["to_q"], "modules_to_save": ["proj_out"], "use_dora": True},
+    ),
 }
 
 

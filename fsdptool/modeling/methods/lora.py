@@ -63,7 +63,7 @@ def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) ->
     try:
         return LoraConfig(
             r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]
+            lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=None if modules == "default" else to_json(modules) or None,
             target_parameters=list(parameters) or None,
@@ -126,16 +126,20 @@ def _check_injected(model: nn.Module, lora: Lora, settings: Any) -> None:
     Raises:
         ConfigError: Names the setting.
     """
-    copied = [name for name, _ in model.named_modules() if name.endswith(_COPY)]
-    unknown = [
-        name for name in lora.modules_to_save if not any(path.removesuffix(_COPY).endswith(name) for path in copied)
-    ]
-    # peft names the heads of every task, of which a model has one.
-    if unknown and not copied:
+    # peft names the heads of every task, of which a model has one: none of all must be there.
+    if lora.modules_to_save and not any(name.endswith(_COPY) for name, _ in model.named_modules()):
         raise ConfigError(
-            f"method.lora.modules_to_save: {type(model).__name__} has no module {', '.join(unknown)}",
+            f"method.lora.modules_to_save: {type(model).__name__} has no {', '.join(lora.modules_to_save)}",
             help="name modules by the ends of their paths (`fsdptool detect --tree` shows them)",
         )
+    for name, (_, indices) in trained_rows(model).items():
+        rows = model.get_parameter(name).shape[0]
+        if beyond := [index for index in indices if not 0 <= index < rows]:
+            raise ConfigError(
+                f"method.lora.trainable_token_indices: there is no row {beyond[0]} in {base_name(name)},"
+                f" which has {rows:,}",
+                help="give the numbers of tokens that the table has",
+            )
     if getattr(settings, "target_modules_to_tie", None):
         raise ConfigError(
             "method.lora.ensure_weight_tying ties the adapters of tied layers to one another, whose tensors"
@@ -170,7 +174,7 @@ def base_name(name: str) -> str:
 
 
 def saved_keys(model: Any) -> dict[str, str]:
-    """Return what peft writes to an adapter's file: the key of each tensor, and its name in a prepared model."""
+    """Return the keys that peft gives the tensors of an adapter's file, and their names in the model."""
     from peft import get_peft_model_state_dict
 
     names = {name: name for name in dict(model.named_parameters(remove_duplicate=False))}

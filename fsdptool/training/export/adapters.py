@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.files.safetensors_writer import Entry, write_stream
 from fsdptool.errors import ConfigError
+from fsdptool.files.safetensors_writer import Entry, write_stream
 from fsdptool.modeling.methods.lora import (
     ADAPTER,
     adapter_config,
@@ -152,7 +152,7 @@ def _write(
 
 
 def _task(model_class: str, saved: Collection[str]) -> str | None:
-    """Return peft's name for what a model does; one whose head it would look for only where the head is saved."""
+    """Return peft's name for a task; one that has peft look for a head only where the head is saved."""
     endings = {
         "ForCausalLM": ("CAUSAL_LM", None),
         "ForConditionalGeneration": ("SEQ_2_SEQ_LM", None),
@@ -160,7 +160,9 @@ def _task(model_class: str, saved: Collection[str]) -> str | None:
         "ForTokenClassification": ("TOKEN_CLS", ("classifier", "score")),
         "ForQuestionAnswering": ("QUESTION_ANS", ("qa_outputs",)),
     }
-    task, heads = next((item for ending, item in endings.items() if model_class.endswith(ending)), (None, None))
+    task, heads = next(
+        (item for ending, item in endings.items() if model_class.endswith(ending)), (None, None)
+    )
     return task if heads is None or not set(heads).isdisjoint(saved) else None
 
 
@@ -228,8 +230,8 @@ def _check_mergeable(
             apart = [other for other in group if other != name] if name in changed else []
         if apart:
             raise ConfigError(
-                f"{base_name(name)} is tied to {', '.join(base_name(other) for other in apart)} in the base and was"
-                " trained apart from it: no merged model of this class holds both",
+                f"{base_name(name)} is tied to {', '.join(map(base_name, apart))} in the base and was trained"
+                " apart from it: no merged model of this class holds both",
                 help="export the adapter alone, or train with method.lora.ensure_weight_tying",
             )
     for path, layer in model.named_modules():
