@@ -228,6 +228,10 @@ def detect(
         overrides=overrides,
     )
     anatomy = inspect(spec, wrap=wrap, exclude=exclude, use_cache=use_cache, refresh=refresh)
+    if spec.adapter is not None:
+        from fsdptool.modeling.units import with_adapter
+
+        anatomy = with_adapter(anatomy, use_cache=use_cache).anatomy
     return _shown(ShownAnatomy, anatomy)
 
 

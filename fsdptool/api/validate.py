@@ -206,6 +206,7 @@ def _smallest_run(
     """Return needed and usable bytes per GPU at micro-batch 1."""
     from fsdptool.planning import predict
     from fsdptool.planning.clusters import make_cluster
+    from fsdptool.source import adapted
 
     sharding = Sharding(layout="native") if layout == "native" else Sharding(layout, reduce_dtype=None)
     recipe = Recipe(
@@ -213,6 +214,7 @@ def _smallest_run(
         batch=Batch(micro_batch=1, sequence_length=_sequence(anatomy)),
         sharding=sharding,
     )
+    recipe = adapted(recipe, anatomy.spec)
     bandwidth = 25e9 if machines > 1 else None
     cluster = make_cluster(gpu, gpus // machines, machines, inter_node_bandwidth=bandwidth)
     candidate = predict(anatomy.spec, anatomy, recipe, settings, cluster=cluster)

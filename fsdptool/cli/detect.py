@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -87,18 +88,25 @@ def command(
         trust_remote_code=trust_remote_code,
         overrides=override_values(override or ()),
     )
-    anatomy = examine(
+    inspection = examine(
         spec, wrap=_names(wrap), exclude=_names(exclude), use_cache=not no_cache, refresh=refresh
     )
+    published = None
+    if spec.adapter is not None:
+        from fsdptool.modeling.units import with_adapter
+
+        published = inspection.anatomy
+        inspection = replace(inspection, anatomy=with_adapter(published, use_cache=not no_cache).anatomy)
     views: tuple[tuple[View, bool], ...] = (("leaves", leaves), ("tree", tree), ("where", where))
     document = detect_document(
-        anatomy,
+        inspection,
         world_size=world_size,
         layout="accelerate" if layout == "accelerate" else "native",
         views=[name for name, requested in views if requested],
         tensor_parallel=tp,
         sequence_parallel=sequence_parallel,
         expert_parallel=ep,
+        published=published,
         diagnostics=load_registry().diagnostics,
     )
     if format is RowFormat.JSON:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -58,18 +58,7 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
             ``file:line:column: what`` and the help names the nearest known key.
     """
     source = _open(path)
-    try:
-        is_json = (source.path or "").endswith(".json")
-        document = parse_json(source.text) if is_json else parse_yaml(source.text)
-    except ParseError as error:
-        _refuse_configuration(source, sniff_dialect(source.text))
-        raise _error(source, error.index, error.message) from error
-    root = document.root
-    if root is None or root.kind != "map":
-        _refuse_configuration(source, sniff_dialect(source.text))
-        raise _error(
-            source, 0, "a recipe must be a mapping that begins with `model:`", "see `fsdptool schema recipe`"
-        )
+    root = _root(source)
     try:
         _check_record(source, Recipe, root, "")
     except ConfigError:
@@ -83,6 +72,38 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
         + [_error(source, node.start, message, advice) for node, message, advice in contradictions(root)]
     )
     return from_json(Recipe, to_python(root), where="recipe")
+
+
+def given_keys(path: str | Path | SourceText) -> frozenset[str]:
+    """Return the paths of the keys that a recipe's file gives, as ``method.lora.rank``.
+
+    Raises:
+        ConfigError: As :func:`read_recipe`.
+    """
+
+    def below(node: Node, prefix: str) -> Iterator[str]:
+        for entry in effective_entries(node):
+            yield f"{prefix}{entry.key}"
+            if entry.node.kind == "map":
+                yield from below(entry.node, f"{prefix}{entry.key}.")
+
+    return frozenset(below(_root(_open(path)), ""))
+
+
+def _root(source: SourceText) -> Node:
+    try:
+        is_json = (source.path or "").endswith(".json")
+        document = parse_json(source.text) if is_json else parse_yaml(source.text)
+    except ParseError as error:
+        _refuse_configuration(source, sniff_dialect(source.text))
+        raise _error(source, error.index, error.message) from error
+    root = document.root
+    if root is None or root.kind != "map":
+        _refuse_configuration(source, sniff_dialect(source.text))
+        raise _error(
+            source, 0, "a recipe must be a mapping that begins with `model:`", "see `fsdptool schema recipe`"
+        )
+    return root
 
 
 def _refuse_configuration(source: SourceText, dialect: Dialect | None) -> None:
@@ -335,4 +356,4 @@ def _name(hint: Any) -> str:
     return "a value"
 
 
-__all__ = ["OWNED_BY_YAML", "read_recipe"]
+__all__ = ["OWNED_BY_YAML", "given_keys", "read_recipe"]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from fsdptool.distributed.initialisation import Blueprint, loose_tensors, replay
 from fsdptool.distributed.shard import local, sharded_dimension, sharded_like
 from fsdptool.errors import ModelError
-from fsdptool.modeling.methods import base_name
+from fsdptool.modeling.methods.lora import base_name
 from fsdptool.modeling.methods.quantised_formats import empty_parts, encode
 from fsdptool.modeling.methods.quantised_layers import QuantisedLinear, quantised_layers
 from fsdptool.modeling.tensor_group import ALONE, TensorGroup
@@ -23,6 +23,7 @@ from fsdptool.records.tensor_plan import Placement
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
     from fsdptool.distributed.weights import Weights
+    from fsdptool.modeling.methods.lora import Derived
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,12 @@ class Origins:
         blueprint: The base model's initialisation and buffers.
         weights: Pretrained weights, or None for random ones.
         adapters: Initialisation of parameters the method added, or None.
+        derived: What starts from values of the base's weights, by name.
+        continued: An adapter's own weights, or None.
         seed: The run's seed.
         placements: Where each divided parameter lies on a tensor-parallel group, by name.
         group: This rank's place in that group.
+        published: The base model's parameters, by name.
     """
 
     blueprint: Blueprint
@@ -44,6 +48,35 @@ class Origins:
     seed: int
     placements: Mapping[str, Placement] = field(default_factory=dict)
     group: TensorGroup = ALONE
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+    continued: Weights | None = None
+    published: Mapping[str, Published] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A parameter of the published model.
+
+    Attributes:
+        names: All its names: tied ones have several.
+        shape: Its whole shape.
+        dtype: In which it is stored.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def published_parameters(model: nn.Module) -> dict[str, Published]:
+    """Return the parameters of a model before a method changes it, under each of their names."""
+    found: dict[str, Published] = {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for names in _aliases(model).values():
+        parameter = named[names[0]]
+        item = Published(tuple(names), tuple(parameter.shape), parameter.dtype)
+        found.update(dict.fromkeys(names, item))
+    return found
 
 
 def materialize(model: nn.Module, origins: Origins, session: Session, *, offload: bool = False) -> list[str]:
@@ -168,8 +201,15 @@ def _values(
     window: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Return rows of a whole parameter, or the part of them in a ``window``: dimension, start and length."""
+    for name in names:
+        if origins.continued is not None and name in origins.continued:
+            return origins.continued.rows(name, shape, rows, window).to(dtype)
+        if name in origins.derived:
+            return _derive(origins.derived[name], rows, origins, missing, window).to(dtype)
     size = torch.Size(shape)
     plain = [base_name(name) for name in names]
+    # A copy of one of several tied modules has one of their names.
+    plain += [n for n in (other for name in plain for other in _tied(name, origins)) if n not in plain]
     if origins.adapters is not None and any(origins.adapters.notes.get(name) for name in names):
         name = next(name for name in names if origins.adapters.notes.get(name))
         drawn = (dtype, origins.seed, names[0])
@@ -187,6 +227,30 @@ def _values(
         )
     # One key for all names of a tied parameter: which name comes first differs between builds.
     return replay(origins.blueprint, known[0], size, rows, dtype, origins.seed, min(plain), window=window)
+
+
+def _tied(name: str, origins: Origins) -> tuple[str, ...]:
+    return origins.published[name].names if name in origins.published else ()
+
+
+def _derive(
+    derived: Derived,
+    rows: tuple[int, int],
+    origins: Origins,
+    missing: list[str],
+    window: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """Return rows of what starts from a weight of the base, of which ``missing`` has the name already."""
+    source = origins.published[derived.source]
+    noted = len(missing)
+
+    def read(some: tuple[int, int] | None) -> torch.Tensor:
+        first, last = some or (0, source.shape[0])
+        return _values(source.shape, (first, last), source.dtype, [derived.source], origins, missing)
+
+    values = derived.compute(read, rows)
+    del missing[noted:]
+    return values if window is None else values.narrow(*window)
 
 
 def _assign(model: nn.Module, names: Iterable[str], parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -224,6 +288,8 @@ def _fill_loose(model: nn.Module, origins: Origins, device: torch.device) -> Non
 
 def _buffer_values(name: str, buffer: torch.Tensor, origins: Origins) -> torch.Tensor:
     plain = base_name(name)
+    if name in origins.derived:
+        return _derive(origins.derived[name], (0, buffer.shape[0]), origins, []).to(buffer.dtype)
     if origins.weights is not None and plain in origins.weights:
         total = buffer.shape[0] if buffer.dim() else 1
         return origins.weights.rows(plain, tuple(buffer.shape), (0, total)).to(buffer.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.errors import ConfigError, ModelError, StorageError
+from fsdptool.modeling.methods.lora import saved_keys
 from fsdptool.runs.watchdog import beat
 
 if TYPE_CHECKING:
@@ -45,19 +46,28 @@ class Weights:
     Args:
         files: safetensors files of one model.
         model: The model (on meta) before any adapter is injected; its own renaming rules apply.
+        named: Returns the parameter that each key of the files is, where that needs no rules.
 
     Raises:
         StorageError: A file cannot be read, or is not a safetensors file.
     """
 
-    def __init__(self, files: Iterable[str], model: nn.Module) -> None:
+    def __init__(
+        self,
+        files: Iterable[str],
+        model: nn.Module,
+        named: Callable[[Collection[str]], Mapping[str, str]] | None = None,
+    ) -> None:
         self._files: dict[str, Any] = {}
         self._model = model
         where: dict[str, str] = {}
         for name in files:
             where.update(dict.fromkeys(self._open(name).keys(), name))
         self._where = where
-        self._sources = _match(where, model)
+        if named is None:
+            self._sources = _match(where, model)
+        else:
+            self._sources = {name: _Source([(key, None)]) for key, name in named(where).items()}
 
     def _open(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -207,16 +217,60 @@ def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
     return weights
 
 
+_PEFT_PREFIX = "base_model.model."
+
+
+def open_adapter(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weights | None:
+    """Open the weights of an adapter that training continues from, or return None where it starts anew.
+
+    Args:
+        spec: Of an adapter, or of a model.
+        choice: Where weights come from.
+        model: On meta, with the adapter injected.
+
+    Raises:
+        StorageError: The file is not a safetensors file.
+        ModelError: It does not hold this adapter.
+    """
+    if spec.adapter_weights is None or choice.weights == "random":
+        return None
+    own, there = saved_keys(model), dict(model.named_parameters(remove_duplicate=False))
+
+    def named(keys: Collection[str]) -> dict[str, str]:
+        plain = {key: key.removeprefix(_PEFT_PREFIX) for key in keys}
+        # A table that was adapted is saved with its adapter, under its own name.
+        found = {key: own.get(name, name) for key, name in plain.items()}
+        filled = {id(there[name]) for name in found.values() if name in there}
+        unknown = [key for key, name in found.items() if name not in there]
+        missing = [key for key, name in own.items() if id(there[name]) not in filled]
+        for keys, what in ((unknown, "has no place for"), (missing, "are missing")):
+            if keys:
+                shown = ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
+                tensors = f"{len(keys)} tensors {'that it ' if keys is unknown else ''}{what}"
+                raise ModelError(
+                    f"{spec.adapter_weights} does not fit the adapter that its configuration describes:"
+                    f" {tensors}: {shown}",
+                    help="load the adapter with the installed peft and save it again, or set model.weights:"
+                    " random to start anew",
+                )
+        return found
+
+    return Weights([spec.adapter_weights], model, named)
+
+
 def random_start_notes(
     spec: ModelSpec, choice: ModelChoice, missing: list[str], *, pretrained: bool
 ) -> tuple[str, ...]:
     """Say which weights start at random although a person may expect trained ones."""
-    name = spec.reference.id
+    name, notes = spec.reference.id, list[str]()
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-        return (
-            f"{len(missing)} parameters are missing from the weights of {name} and start at random: {shown}",
+        notes.append(
+            f"{len(missing)} parameters are missing from the weights of {name} and start at random: {shown}"
         )
-    if not pretrained and choice.weights == "auto" and spec.reference.kind in ("hub", "folder"):
-        return (f"{name} has no safetensors weights on this machine: it starts at random",)
-    return ()
+    if not pretrained and choice.weights == "auto" and spec.reference.kind in ("hub", "folder", "adapter"):
+        base = f"the base of {name}" if spec.adapter is not None else name
+        notes.append(f"{base} has no safetensors weights on this machine: it starts at random")
+    if spec.adapter is not None and spec.adapter_weights is None and choice.weights == "auto":
+        notes.append(f"{name} has no weights of its own on this machine: the adapter starts anew")
+    return tuple(notes)

@@ -147,6 +147,25 @@ def _reselect(anatomy: Anatomy, census: Census, wrap: Sequence[str], exclude: Se
     return with_concern(replace(chosen, diagnostics=kept + choice_hazards(chosen, census)), census)
 
 
+def resized(anatomy: Anatomy) -> Anatomy:
+    """Return an anatomy whose classes have the sizes that a changed model gives them; the choice stays."""
+    census = Census(anatomy.modules, anatomy.parameters)
+    candidates = []
+    for item in anatomy.wrap.candidates:
+        paths = census.by_class.get(item.name, ())
+        sizes, total = [census.size(path) for path in paths], census.union(paths)
+        candidates.append(
+            replace(
+                item,
+                parameters_each=(min(sizes), max(sizes)) if sizes else item.parameters_each,
+                parameters_total=total,
+                share=(share := total / max(census.total, 1)),
+                reason=item.reason.replace(f"{item.share:.1%}", f"{share:.1%}"),
+            )
+        )
+    return replace(anatomy, wrap=replace(anatomy.wrap, candidates=tuple(candidates)))
+
+
 def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
     """Return everything an inspection depends on, as JSON values for the cache key."""
     return {

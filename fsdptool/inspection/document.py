@@ -34,6 +34,7 @@ from fsdptool.records.detection import (
 )
 from fsdptool.records.diagnostic import Diagnostic, envelope
 from fsdptool.records.sharding import Unit, UnitPlan
+from fsdptool.source.adapters import read_adapter
 
 View = Literal["leaves", "tree", "where"]
 
@@ -47,6 +48,7 @@ def detect_document(
     tensor_parallel: int | None = None,
     sequence_parallel: bool = False,
     expert_parallel: int | None = None,
+    published: Anatomy | None = None,
     diagnostics: Iterable[Diagnostic] = (),
 ) -> dict[str, Any]:
     """Return the document of an inspection.
@@ -59,6 +61,7 @@ def detect_document(
         tensor_parallel: Ranks of a tensor-parallel group to show the division for.
         sequence_parallel: Whether that group divides hidden states along the sequence, too.
         expert_parallel: Ranks of an expert-parallel group to show the division for.
+        published: The model before an adapter changed it, whose divisions are shown; None if it is the same.
         diagnostics: Findings from outside (plugins that failed to load).
 
     Raises:
@@ -69,16 +72,16 @@ def detect_document(
         raise ConfigError(
             "sequence parallelism needs tensor-parallel ranks", help="give --tp 2 or more, or leave it out"
         )
-    anatomy = inspection.anatomy
+    anatomy, spec = inspection.anatomy, inspection.anatomy.spec
     census = Census(anatomy.modules, anatomy.parameters)
     units = unit_plan(anatomy, layout=layout)
     wanted = set(views)
     tensors, span, undivided = (
-        divided_tensors(anatomy, tensor_parallel, sequence=sequence_parallel)
+        divided_tensors(published or anatomy, tensor_parallel, sequence=sequence_parallel)
         if tensor_parallel
         else (None, None, ())
     )
-    experts = expert_summary(anatomy, expert_parallel) if expert_parallel else None
+    experts = expert_summary(published or anatomy, expert_parallel) if expert_parallel else None
     findings = [*undivided, *(violations(experts, "--ep") if experts else ())]
     detection = Detection(
         reference=anatomy.spec.reference,
@@ -106,6 +109,7 @@ def detect_document(
             BufferSize(buffer.fqn, buffer.persistent, _bytes(buffer.shape, buffer.dtype), buffer.dtype)
             for buffer in anatomy.buffers
         ),
+        lora=read_adapter(spec.adapter, spec.reference.id) if spec.adapter is not None else None,
         world_size=world_size,
         uneven=uneven(anatomy.parameters, world_size) if world_size else (),
         cached=inspection.cached,
@@ -116,7 +120,6 @@ def detect_document(
         sequence_parallel=span,
         expert_parallel=experts,
     )
-    spec = anatomy.spec
     inputs = {
         **cache_parts(spec),
         "wrap": anatomy.wrap.classes,

@@ -85,13 +85,13 @@ def prepare(
         FsdptoolError: A mistake in the inputs, in one line.
     """
     from fsdptool.config import read_settings
-    from fsdptool.config.recipe import read_recipe
+    from fsdptool.config.recipe import given_keys, read_recipe
     from fsdptool.inspection import inspect
     from fsdptool.modeling.context_parallel import check_context
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
-    from fsdptool.source import consented, resolve_choice, with_places
+    from fsdptool.source import adapted, check_continues, consented, resolve_choice, with_places
     from fsdptool.training.data.sources import check_place
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
@@ -112,6 +112,8 @@ def prepare(
     if recipe.steps is None and recipe.epochs is None:
         raise ConfigError(f"{recipe_path} sets neither steps nor epochs", help="set one of them")
     spec = resolve_choice(recipe.model, recipe_path.parent)
+    recipe = adapted(recipe, spec, given_keys(recipe_path))
+    check_continues(recipe, spec)
     method_of(recipe).check(recipe, settings)
     check_context(spec, recipe, settings)
     objective_for(recipe, spec)

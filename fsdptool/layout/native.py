@@ -6,6 +6,8 @@ gathered between forward and backward, where freeing it would cost a gather that
 hide. Everything else belongs to the root, which torch keeps gathered for the whole step: correct
 however many modules share a tensor. Tied embeddings and heads are there, and embeddings whose weight
 the model's code reads without calling them.
+
+peft replaces an adapted table or head by a module that holds it: the grouping is that of the plain one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from fsdptool.records.sharding import FsdpSettings, Unit, UnitKind
 
 _EMBEDDING_SHARE = 0.01
 """An embedding below this share of the parameters is not worth a collective of its own."""
+
+_COPIED = "ModulesToSaveWrapper"
+"""peft's module that holds another one and a copy of it that is trained in its place (0.21)."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,7 @@ def native_units(
     blocks = block_paths(anatomy, tree, settings)
     for path in experts:
         builder.shard("experts", [path], reshard=builder.reshard)
+    _shard_unused(builder, blocks)
     _shard_shared(builder, blocks)
     _shard_blocks(builder, blocks, settings, sharding)
     if sharding.grouping.embedding == "unit":
@@ -165,17 +171,69 @@ def checkpoints(settings: FsdpSettings, sharding: Sharding) -> bool:
     return settings.activation_checkpointing and mode != "none"
 
 
+def _shard_unused(builder: _Builder, blocks: list[str]) -> None:
+    """Give what no forward calls, the module that a trained copy stands for, a unit that is never gathered.
+
+    It holds parameters that nothing else holds: tied modules are unused together, or not at all.
+    """
+    copied = [
+        p for p, m in builder.tree.modules.items() if m.class_name == _COPIED and not _inside(p, blocks)
+    ]
+    unused = [f"{path}.original_module" for path in copied]
+    below = tuple(f"{path}." for path in unused)
+    alone: dict[str, tuple[str, ...]] = {}
+    for path in unused:
+        owners = {o for p in builder.tree.subtree(path) for o in builder.tree.owners(p)}
+        if all(f"{owner}.".startswith(below) for owner in owners):
+            alone[path] = tuple(o for o in unused if any(f"{owner}.".startswith(f"{o}.") for owner in owners))
+    done: set[str] = set()
+    for path, together in alone.items():
+        if path not in done and alone.keys() >= set(together):
+            done.update(together)
+            builder.shard("embedding", list(together), reshard=builder.reshard)
+
+
+def _computing(tree: ModuleTree, path: str) -> str:
+    """Return the module that FSDP has to gather for the table or head at ``path``: it, or one within it."""
+    copy = f"{path}.modules_to_save.default"
+    if tree.modules[path].class_name == _COPIED and copy in tree.modules:
+        return copy
+    base = f"{path}.base_layer"
+    # DoRA reads the weight without calling the layer.
+    if base in tree.modules and tree.modules[base].embedding and not _reads_base(tree, path):
+        return base
+    return path
+
+
+def _reads_base(tree: ModuleTree, path: str) -> bool:
+    return f"{path}.lora_magnitude_vector.default" in tree.modules
+
+
+def _table_root(tree: ModuleTree, path: str) -> str:
+    """Return the module whose forward gathers the table at ``path``: one around it may read its weight."""
+    if not path.endswith(".base_layer"):
+        return path
+    holder = path.removesuffix(".base_layer")
+    if holder.endswith(".token_adapter"):
+        return holder.removesuffix(".token_adapter")
+    return holder if _reads_base(tree, holder) else path
+
+
 def _shard_embeddings(builder: _Builder, anatomy: Anatomy, blocks: list[str]) -> None:
+    tree, table = builder.tree, anatomy.input_embedding
     least = anatomy.total_parameters * _EMBEDDING_SHARE
-    for path, module in builder.tree.modules.items():
-        if not module.embedding or path in builder.taken or _inside(path, blocks):
+    first = _table_root(tree, _computing(tree, table)) if table in tree.modules else None
+    read = {_computing(tree, path) if path in tree.modules else path for path in anatomy.weights_read}
+    for inner, module in tree.modules.items():
+        path = _table_root(tree, inner)
+        if not module.embedding or builder.taken.intersection((inner, path)) or _inside(path, blocks):
             continue
-        if path in anatomy.weights_read:
+        if read.intersection((inner, path)):
             continue  # read where nothing gathers it; the root's parameters are there all the time
-        parameters = builder.tree.subtree(path)
+        parameters = tree.subtree(path)
         if any(parameter.aliases for parameter in parameters):
             continue
-        if path == anatomy.input_embedding or sum(p.numel for p in parameters) >= least:
+        if path == first or sum(p.numel for p in parameters) >= least:
             # Token ids carry no gradient and the lookup's backward needs no weight, so the
             # gather in backward would be for nothing (``set_unshard_in_backward``, torch 2.13).
             # Whatever else the module has is needed: Inkling's embedding holds a norm, whose
@@ -186,6 +244,8 @@ def _shard_embeddings(builder: _Builder, anatomy: Anatomy, blocks: list[str]) ->
 
 def _shard_tail(builder: _Builder, anatomy: Anatomy, blocks: list[str]) -> None:
     head = anatomy.output_embedding
+    if head in builder.tree.modules:
+        head = _computing(builder.tree, head)
     if head is None or head in builder.taken or _inside(head, blocks):
         return
     if any(parameter.aliases for parameter in builder.tree.subtree(head)):

@@ -73,7 +73,11 @@ def published(name: str) -> tuple[str, str | None]:
             return ".".join([*parts[:at], parts[-1]]), part
         if part.startswith("lora_"):
             return ".".join([*parts[:at], parts[-1]]), part
-    return ".".join(part for part in parts if part != "base_layer"), None
+    changed = next((part for part in ("modules_to_save", "trainable_tokens_delta") if part in parts), None)
+    inner = ("base_layer", "original_module", "token_adapter", "default", changed)
+    hidden = inner if changed else inner[:3]
+    kept = [part for part in parts if part not in hidden]
+    return ".".join([*kept, "weight"] if changed == "trainable_tokens_delta" else kept), changed
 
 
 def _inside(name: str, regions: frozenset[str]) -> bool:

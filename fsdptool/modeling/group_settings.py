@@ -9,7 +9,7 @@ from fsdptool.layout.refusals import EXPERT
 from fsdptool.modeling.optimizers import optimizer_spec
 
 if TYPE_CHECKING:
-    from fsdptool.records.recipe import Recipe
+    from fsdptool.records.recipe import Lora, Recipe
     from fsdptool.records.sharding import FsdpSettings
 
 
@@ -23,8 +23,8 @@ def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
     reason = None
     if not spec.elementwise:
         reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
-    elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
-        reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
+    elif recipe.method.lora is not None and (why := _undivided(recipe.method.lora)):
+        reason = why
     elif recipe.sharding.compile:
         reason = "sharding.compile does not support the sums over the group"
     elif settings.mixed_precision == "fp8":
@@ -33,6 +33,15 @@ def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
         raise ConfigError(f"tp_size is not supported: {reason}", help="set tp_size to 1, or change it")
     if recipe.sharding.sequence_parallel:
         _refuse_uneven(recipe, settings)
+
+
+def _undivided(lora: Lora) -> str | None:
+    """Return why the ranks of a group cannot divide a model with such adapters, or None."""
+    if lora.base != "unchanged":
+        return f"a base stored as {lora.base} cannot be divided"
+    names = ("modules_to_save", "trainable_token_indices", "use_dora", "lora_bias")
+    used = [name for name in names if getattr(lora, name)] + ["bias"] * (lora.bias != "none")
+    return f"method.lora.{used[0]} is trained on whole layers" if used else None
 
 
 def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
@@ -53,8 +62,8 @@ def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
         reason = "ignored_modules may leave experts out of sharding"
     elif not spec.elementwise:
         reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
-    elif recipe.method.lora is not None and recipe.method.lora.base != "unchanged":
-        reason = f"a base stored as {recipe.method.lora.base} cannot be divided"
+    elif recipe.method.lora is not None and (why := _undivided(recipe.method.lora)):
+        reason = why
     if reason is not None:
         name = EXPERT.removesuffix(":")
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
-from fsdptool.inspection.api import cache_parts, decode, encode
+from fsdptool.inspection.api import cache_parts, decode, encode, resized
 from fsdptool.layout import compute_dtype, group
 from fsdptool.layout.placements import merged, placements, published
 from fsdptool.layout.refusals import EXPERT, TENSOR, refuse_indivisible
@@ -17,6 +17,8 @@ from fsdptool.modeling.group_settings import check_expert_parallel, check_tensor
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.codec import to_json
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.source import adapted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.records.anatomy import Anatomy
-    from fsdptool.records.recipe import ModelChoice, Recipe
     from fsdptool.records.sharding import FsdpSettings, UnitPlan
     from fsdptool.records.tensor_plan import TensorPlan
 
@@ -68,7 +69,7 @@ def with_stored_dtypes(recipe: Recipe, settings: FsdpSettings) -> Recipe:
     return dataclasses.replace(recipe, model=model, method=method)
 
 
-def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
+def as_trained(anatomy: Anatomy, recipe: Recipe, *, use_cache: bool = True) -> TrainedModel:
     """Return the anatomy of the model as the recipe trains it.
 
     Only methods that add parameters need torch, and only where the cache has no answer.
@@ -76,6 +77,7 @@ def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
     Args:
         anatomy: Of the model as published (``inspection.inspect``).
         recipe: Method and dtype, which is decided (:func:`with_stored_dtypes`).
+        use_cache: Whether to read and keep cached answers.
 
     Raises:
         ConfigError: The method does not suit the model.
@@ -92,7 +94,7 @@ def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
             "code": source_digest(__name__),
         }
     )
-    kept, findings = store.get(KIND, key)
+    kept, findings = store.get(KIND, key) if use_cache else (None, ())
     if kept is not None and (cached := _restored(kept, anatomy)) is not None:
         return cached
     from fsdptool.families.registry import family_of
@@ -101,11 +103,26 @@ def as_trained(anatomy: Anatomy, recipe: Recipe) -> TrainedModel:
     model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention, initialise=False)
     method.prepare(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
     trained = TrainedModel(_anatomy_of_live(model, anatomy), method.replicated(model, recipe), anatomy)
-    if not findings:
+    if use_cache and not findings:
         about = f"{recipe.method.name} of {anatomy.spec.model_class} of {anatomy.spec.reference.id}"
         value = {"anatomy": encode(trained.anatomy), "replicated": list(trained.replicated)}
         store.put(KIND, key, value, about=about)
     return trained
+
+
+def with_adapter(anatomy: Anatomy, *, use_cache: bool = True) -> TrainedModel:
+    """Return the model that a reference names, with the adapter that it is, in the dtype it was inspected in.
+
+    Args:
+        anatomy: Of the base.
+        use_cache: Whether to read and keep cached answers.
+
+    Raises:
+        ConfigError: The adapter does not suit its base.
+    """
+    choice = ModelChoice(anatomy.spec.reference.id, dtype="float32")
+    trained = as_trained(anatomy, adapted(Recipe(choice), anatomy.spec), use_cache=use_cache)
+    return dataclasses.replace(trained, anatomy=resized(trained.anatomy))
 
 
 def _restored(data: Any, published: Anatomy) -> TrainedModel | None:
@@ -199,6 +216,11 @@ def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Un
     Raises:
         ConfigError: The settings do not suit the teacher.
     """
+    if anatomy.spec.adapter is not None:
+        raise ConfigError(
+            f"the teacher {anatomy.spec.reference.id} is a LoRA adapter, and teachers are whole models",
+            help="merge it into its base, and name that",
+        )
     recipe = with_stored_dtypes(recipe, settings)
     choice = method_of(recipe).teacher_choice(recipe)
     assert choice is not None

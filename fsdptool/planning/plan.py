@@ -365,6 +365,7 @@ def _common_details(
         "notes": list(estimator.notes),
         "dtypes": estimator.stored_dtypes(point, cluster),
         "wrap_classes": list(estimator.anatomy.wrap.classes),
+        "adapter": estimator.spec.adapter is not None,
         "headroom": HEADROOM,
     }
 

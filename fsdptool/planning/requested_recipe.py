@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fsdptool.errors import PlanError
 from fsdptool.planning.options import OPTIMAL, Options, settings_of
@@ -16,6 +16,7 @@ from fsdptool.records.recipe import (
     Distillation,
     Lora,
     Method,
+    MethodName,
     ModelChoice,
     Objective,
     Recipe,
@@ -33,14 +34,16 @@ def build_recipe(options: Options) -> Recipe:
         ConfigError: The recipe file cannot be used.
     """
     source, reference = options.get("recipe"), options.get("reference")
+    given: frozenset[str] = frozenset()
     if source is not None:
-        from fsdptool.config.recipe import read_recipe
+        from fsdptool.config.recipe import given_keys, read_recipe
         from fsdptool.source import consented, located
 
         if isinstance(source, Recipe):
             recipe, where = source, "the recipe"
         else:
             recipe, where = located(read_recipe(Path(source)), Path(source).parent), str(source)
+            given = given_keys(Path(source))
         consent = options.get("trust_remote_code", False)
         recipe = consented(recipe, where, trust_remote_code=consent)
     elif reference is not None:
@@ -54,7 +57,7 @@ def build_recipe(options: Options) -> Recipe:
         changed = replace(changed, data=replace(changed.data, packing=False, padding="longest"))
     return replace(
         changed,
-        method=_method(options, recipe.method),
+        method=_method(options, _method_of_adapter(options, changed, given)),
         objective=_objective(options, changed.objective),
         batch=_batch(options, changed.batch),
         sharding=_sharding(options, changed.sharding),
@@ -67,6 +70,18 @@ def set_fields(record: R, changes: Iterable[tuple[tuple[str, ...], Any]]) -> R:
         inner = set_fields(getattr(record, name), [(tuple(rest), value)]) if rest else value
         record = replace(record, **{name: inner})  # type: ignore[type-var]
     return record
+
+
+def _method_of_adapter(options: Options, recipe: Recipe, given: frozenset[str]) -> Method:
+    """Return the method of the file, or of the adapter that the model is."""
+    from fsdptool.source import adapted, resolve_choice
+
+    asked = "distillation" if "teacher" in options else options.get("method")
+    if asked in ("full", "distillation"):
+        named = replace(recipe, method=Method(cast("MethodName", asked)))
+        adapted(named, resolve_choice(recipe.model), {"method.name"})
+        return recipe.method
+    return adapted(recipe, resolve_choice(recipe.model), given).method
 
 
 def _method(options: Options, method: Method) -> Method:

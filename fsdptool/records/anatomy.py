@@ -263,6 +263,7 @@ class ModelSpec:
         weights: Local safetensors files that belong to this component, sorted; empty if none.
         component: Name of the pipeline component (``transformer``, ``unet``), or None.
         adapter: ``adapter_config.json`` of a PEFT reference, or None.
+        adapter_weights: Local file with the weights of that adapter, or None.
         trust_remote_code: Whether the user allowed code from the reference to run.
         diagnostics: Findings of the resolution (misspelt config keys, ...).
     """
@@ -278,5 +279,6 @@ class ModelSpec:
     weights: tuple[str, ...] = field(default=(), repr=False)
     component: str | None = None
     adapter: Mapping[str, Any] | None = None
+    adapter_weights: str | None = None
     trust_remote_code: bool = False
     diagnostics: tuple[Diagnostic, ...] = field(default=())

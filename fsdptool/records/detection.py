@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fsdptool.records.anatomy import NoSplitEntry, Reference, WrapCandidate, WrapConcern, WrapOrigin
-from fsdptool.records.recipe import Layout
+from fsdptool.records.recipe import Layout, Lora
 from fsdptool.records.schema import Count, Keywords, Positive, Share
 from fsdptool.records.sharding import UnitKind
 from fsdptool.records.tensor_plan import Indivisible, PlanOrigin, SequenceSpan, SplitStyle, WholeReason
@@ -245,6 +245,7 @@ class Detection:
         experts: Experts in fused tensors, or null.
         ties: Groups of names that share one tensor.
         buffers: Every buffer.
+        lora: Settings of the PEFT adapter that the reference is, or null.
         world_size: Number of ranks that ``uneven`` is computed for, or null.
         uneven: Parameters that shard unevenly across the ranks.
         cached: Whether the answer comes from the cache.
@@ -272,6 +273,7 @@ class Detection:
     experts: FusedExperts | None
     ties: tuple[Annotated[tuple[str, ...], Keywords(minItems=2)], ...]
     buffers: tuple[BufferSize, ...]
+    lora: Lora | None
     world_size: Positive | None
     uneven: tuple[Uneven, ...]
     cached: bool

@@ -40,15 +40,44 @@ MAX_LORA_RANK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """LoRA (Hu et al. 2021). ``targets`` None takes the family's; ``base`` stores the frozen part."""
+    """LoRA (Hu et al. 2021), with the settings of peft's ``LoraConfig`` (0.21) under its names."""
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | str | None = None
+    """Suffixes of modules, a regular expression, or ``all-linear``; None takes the family's, and ``default``
+    what peft chooses for the type of the model."""
     target_parameters: tuple[str, ...] = ()
+    """Fused parameters that are adapted themselves (experts)."""
+    exclude_modules: tuple[str, ...] | str | None = None
+    """Suffixes of modules that are not adapted, or a regular expression; None takes the family's."""
+    layers_to_transform: tuple[int, ...] | None = None
+    """Numbers of the blocks whose modules are adapted; None adapts all."""
+    layers_pattern: tuple[str, ...] = ()
+    """Names of the lists of blocks that ``layers_to_transform`` counts; empty takes any."""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of modules whose names end with a key, which may be a regular expression."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()
+    """Modules of which a copy is trained whole and saved with the adapter: new embeddings, a new head."""
+    trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] = ()
+    """Rows of the input embedding that are trained, or of several tables by their names."""
+    ensure_weight_tying: bool = False
+    """Whether the copies of tied modules, or their trained rows, are tied as well."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases of the base are trained."""
+    lora_bias: bool = False
+    """Whether the second matrix of an adapter has a bias."""
+    use_rslora: bool = False
+    """Scale adapters by ``alpha / sqrt(rank)`` instead of ``alpha / rank``."""
+    use_dora: bool = False
+    """Also train the magnitudes of the adapted weights (Liu et al. 2024)."""
+    init_lora_weights: Literal["default", "gaussian"] = "default"
+    """How adapters that do not continue from a file start."""
     adapters: Literal["replicated", "sharded"] = "sharded"
     base: Literal["unchanged", "nf4", "int8", "float8"] = "unchanged"
+    """How the frozen weights are stored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.report.plan_words import lora_words
 from fsdptool.report.split import print_split
 from fsdptool.report.tables import count, print_finding, print_line, print_rows, print_table
 
@@ -68,11 +69,15 @@ def _head(document: Mapping[str, Any]) -> None:
     revision = f" at {reference['revision']}" if reference["revision"] else ""
     print_line(f"{reference['id']}{revision}: {model['class']} ({model['library']}){cached}", style="bold")
     text = f"{total['total']:,} parameters (exact)"
-    if total["frozen"]:
+    if document["lora"] is not None:
+        text += f", {total['trainable']:,} of them trained"
+    elif total["frozen"]:
         text += f", {total['frozen']:,} of them frozen"
     if total["tied_saved"]:
         text += f"; ties save {total['tied_saved']:,}"
     print_line(text)
+    if document["lora"] is not None:
+        print_line(f"LoRA adapter: {lora_words(document['lora'])}")
     built = ", ".join(f"{dtype} {count(value)}" for dtype, value in total["by_dtype"].items())
     saved = f"; the configuration says its weights are {model['checkpoint_dtype']}"
     print_line(f"built as {built}" + (saved if model["checkpoint_dtype"] else ""))

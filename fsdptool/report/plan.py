@@ -51,6 +51,9 @@ def print_plan(
         print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates{words.time_range(candidate)})")
     if run := words.duration_of_run(document):
         print_line(run)
+    if document["details"].get("adapter"):
+        lora = document["inputs"]["recipe"]["method"]["lora"]
+        print_line(f"trains the LoRA adapter: {words.lora_words(lora)}")
     if stored := words.dtypes(document):
         print_line(stored)
     requested = candidate["id"] in document["details"]["asked"]

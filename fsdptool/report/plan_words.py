@@ -380,6 +380,30 @@ def spare_memory(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_SWITCHES = {"use_dora": "DoRA", "use_rslora": "rsLoRA", "lora_bias": "biases of its own"}
+
+
+def lora_words(lora: Mapping[str, Any]) -> str:
+    """Return the settings of LoRA that decide what is trained, in one line."""
+    words = [f"rank {lora['rank']}, alpha {lora['alpha']:g}"]
+    words += [text for name, text in _SWITCHES.items() if lora[name]]
+    if lora["rank_pattern"]:
+        words.append(f"other ranks for {', '.join(lora['rank_pattern'])}")
+    targets = [lora["targets"]] if isinstance(lora["targets"], str) else lora["targets"] or []
+    if named := ", ".join([*targets, *lora["target_parameters"]]):
+        words.append(f"on {named}")
+    if lora["layers_to_transform"] is not None:
+        words.append(f"in blocks {', '.join(map(str, lora['layers_to_transform']))}")
+    if lora["modules_to_save"]:
+        words.append(f"trained whole: {', '.join(lora['modules_to_save'])}")
+    rows = lora["trainable_token_indices"]
+    tables = rows.items() if isinstance(rows, Mapping) else [("the input embedding", rows)] if rows else []
+    words += [f"{len(indices)} rows of {table}" for table, indices in tables]
+    if lora["bias"] != "none":
+        words.append(f"trained biases: {lora['bias']}")
+    return "; ".join(words)
+
+
 def dtypes(document: Mapping[str, Any]) -> str:
     """Return what parameters are stored and computed in; empty where the document does not say it."""
     known = document["details"].get("dtypes") or {}

@@ -1,7 +1,18 @@
 """From a reference, as a person types it, to a :class:`~fsdptool.records.anatomy.ModelSpec`. Torch-free."""
 
+from fsdptool.source.adapters import adapted, check_continues
 from fsdptool.source.config_checks import check_consent, consented
 from fsdptool.source.recipe_paths import located, rebased, with_places
 from fsdptool.source.resolve import resolve, resolve_choice
 
-__all__ = ["check_consent", "consented", "located", "rebased", "resolve", "resolve_choice", "with_places"]
+__all__ = [
+    "adapted",
+    "check_consent",
+    "check_continues",
+    "consented",
+    "located",
+    "rebased",
+    "resolve",
+    "resolve_choice",
+    "with_places",
+]

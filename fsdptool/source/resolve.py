@@ -16,6 +16,7 @@ from fsdptool.formatting import by_size
 from fsdptool.records.anatomy import ModelSpec, Reference, ReferenceKind
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import ModelChoice
+from fsdptool.source.adapters import read_adapter
 from fsdptool.source.config_checks import (
     check_known,
     check_quantization,
@@ -38,6 +39,7 @@ from fsdptool.source.recipe_paths import locate
 
 _DEEPEST = 4
 """Adapters of adapters that are followed."""
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _CONFIG, _INDEX, _ADAPTER = "config.json", "model_index.json", "adapter_config.json"
 
 
@@ -334,7 +336,19 @@ def _adapter(text: str, adapter: Mapping[str, Any], folder: Path, options: _Opti
         ) from None
     except ReferenceError as error:
         raise ReferenceError(f"{text} adapts {base}: {error.message}", help=error.help) from error
-    return replace(spec, reference=Reference("adapter", text, spec.reference.revision), adapter=dict(adapter))
+    if spec.adapter is not None:
+        raise ReferenceError(
+            f"{text} adapts {base}, which is an adapter itself",
+            help=f"merge {base} into its base first, and name that as base_model_name_or_path",
+        )
+    read_adapter(adapter, text)
+    weights = (folder / name for name in _ADAPTER_WEIGHTS)
+    return replace(
+        spec,
+        reference=Reference("adapter", text, spec.reference.revision),
+        adapter=dict(adapter),
+        adapter_weights=next((str(path) for path in weights if path.is_file()), None),
+    )
 
 
 def _is_beside(path: Path) -> bool:

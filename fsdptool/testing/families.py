@@ -327,7 +327,7 @@ def _merging(family: Family, small: SmallModel) -> Iterator[str]:
 
     import torch
 
-    from fsdptool.modeling.methods import inject, is_adapter
+    from fsdptool.modeling.methods.lora import inject, is_adapter
     from fsdptool.training.export.adapters import merged_fetch
 
     if not family.lora_targets(small.spec.config).modules:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdptool.distributed.initialisation import Blueprint, model_blueprint, note_initialisation
-from fsdptool.distributed.materialize import Origins, materialize
+from fsdptool.distributed.materialize import Origins, materialize, published_parameters
 from fsdptool.distributed.proof import prove
 from fsdptool.distributed.session import close_session, open_session
 from fsdptool.distributed.shard import reshard_all, shard, store_masters
-from fsdptool.distributed.weights import open_weights, random_start_notes
+from fsdptool.distributed.weights import open_adapter, open_weights, random_start_notes
 from fsdptool.families.registry import family_of
 from fsdptool.modeling import build_model, choose_kernels_of_cuda
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.distributed.session import Session
+    from fsdptool.distributed.weights import Weights
+    from fsdptool.modeling.methods.lora import Derived
     from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice, Recipe
     from fsdptool.records.sharding import FsdpSettings, UnitPlan
@@ -200,7 +202,10 @@ def build_sharded(
     model = build_model(spec, choice, cp=session.dims.cp)
     # The files are matched with the parameters' own names, so before adapters rename them.
     weights = open_weights(spec, choice, model)
+    published = published_parameters(model)
     adapters: Blueprint | None = None
+    derived: Mapping[str, Derived] = {}
+    continued: Weights | None = None
     if recipe is None:
         model.requires_grad_(False)
         model.eval()
@@ -208,9 +213,10 @@ def build_sharded(
         # Method: it decides which parameters exist and which are trained; all that follows counts them.
         method = method_of(recipe)
         method.prepare(model, recipe, family_of(spec), spec.config)
-        added = method.initialisation(model)
+        added = method.initialisation(model, recipe)
         if added is not None:
-            adapters = note_initialisation(added.reset, added.parameters)
+            adapters, derived = note_initialisation(added.reset, added.parameters), added.derived
+            continued = open_adapter(spec, choice, model)
         convert_layers(model, recipe, settings, session.device)
         model.train()
     phase(WorkerPhase.SHARDING)
@@ -232,12 +238,23 @@ def build_sharded(
     blueprint = model_blueprint(spec, choice, seed=seed)
     missing = materialize(
         model,
-        Origins(blueprint, weights, adapters, seed, by_name(plan.placements), session.tensor),
+        Origins(
+            blueprint,
+            weights,
+            adapters,
+            seed,
+            by_name(plan.placements),
+            session.tensor,
+            derived,
+            continued,
+            published,
+        ),
         session,
         offload=plan.cpu_offload,
     )
-    if weights is not None:
-        weights.close()
+    for files in (weights, continued):
+        if files is not None:
+            files.close()
     return model, random_start_notes(spec, choice, missing, pretrained=weights is not None)
 
 

@@ -69,6 +69,8 @@ UNET = {
 }
 WAN = {"num_layers": 3, "num_attention_heads": 2, "ffn_dim": 256, "text_dim": 128}
 
+WIDE = LLAMA | {"vocab_size": 8000}
+QWEN3 = WIDE | {"head_dim": 32}
 DEEP = LLAMA | {"num_hidden_layers": 9}
 
 CASES: dict[str, Case] = {
@@ -132,6 +134,67 @@ CASES: dict[str, Case] = {
     ),
     "adapters, recomputed": Case(method=Method("lora", lora=Lora(rank=4)), settings=RECOMPUTE),
     "adapters, replicated": Case(method=Method("lora", lora=Lora(rank=4, adapters="replicated"))),
+    "adapters, tables saved": Case(
+        overrides=WIDE, method=Method("lora", lora=Lora(rank=4, modules_to_save=("embed_tokens", "lm_head")))
+    ),
+    "adapters, tables saved, recomputed": Case(
+        overrides=WIDE,
+        ranks=2,
+        method=Method("lora", lora=Lora(rank=4, modules_to_save=("embed_tokens", "lm_head"))),
+        settings=RECOMPUTE,
+        batch={"accumulation": 2},
+    ),
+    "adapters, tied tables saved together": Case(
+        "qwen3:0.6b",
+        QWEN3,
+        method=Method(
+            "lora",
+            lora=Lora(rank=4, modules_to_save=("embed_tokens", "lm_head"), ensure_weight_tying=True),
+        ),
+    ),
+    "adapters, tied tables saved apart": Case(
+        "qwen3:0.6b",
+        QWEN3,
+        method=Method("lora", lora=Lora(rank=4, modules_to_save=("embed_tokens", "lm_head"))),
+    ),
+    "adapters, DoRA": Case(method=Method("lora", lora=Lora(rank=4, use_dora=True))),
+    "adapters, DoRA, recomputed": Case(
+        method=Method("lora", lora=Lora(rank=4, use_dora=True)), settings=RECOMPUTE
+    ),
+    "adapters, DoRA of a table and a head": Case(
+        overrides=WIDE,
+        method=Method("lora", lora=Lora(rank=4, use_dora=True, targets=("embed_tokens", "lm_head"))),
+    ),
+    "adapters, ranks by pattern": Case(
+        method=Method(
+            "lora", lora=Lora(rank=4, use_rslora=True, rank_pattern={"q_proj": 32, "layers.1.*v_proj": 64})
+        )
+    ),
+    "adapters in some blocks": Case(
+        overrides=LLAMA | {"num_hidden_layers": 9},
+        method=Method("lora", lora=Lora(rank=32, layers_to_transform=(0, 4, 8))),
+    ),
+    "adapters, rows": Case(
+        overrides=WIDE, method=Method("lora", lora=Lora(rank=4, trainable_token_indices=(1, 7, 900)))
+    ),
+    "adapters, rows of a tied table": Case(
+        "qwen3:0.6b",
+        QWEN3,
+        method=Method("lora", lora=Lora(rank=4, trainable_token_indices=(1, 7, 900))),
+    ),
+    "adapters, a module of the blocks saved, base in nf4": Case(
+        method=Method("lora", lora=Lora(rank=4, modules_to_save=("down_proj",), base="nf4"))
+    ),
+    "adapters, biases": Case(
+        "gpt2:small", GPT2, method=Method("lora", lora=Lora(rank=4, bias="all", lora_bias=True))
+    ),
+    "adapters of a denoiser, its output saved": Case(
+        "sd3:medium",
+        SD3,
+        batch={"height": 64, "width": 64},
+        method=Method("lora", lora=Lora(rank=4, modules_to_save=("proj_out",))),
+        settings={"mixed_precision": "no"},
+    ),
     "base in nf4": Case(method=Method("lora", lora=Lora(rank=4, base="nf4"))),
     "base in nf4, resharded to two": Case(
         method=Method("lora", lora=Lora(rank=4, base="nf4")), sharding={"reshard_after_forward": 2}

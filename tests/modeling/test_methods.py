@@ -51,7 +51,7 @@ def test_a_method_says_what_it_does_to_a_model(name: str) -> None:
     added = {name for name, _ in model.named_parameters()} - set(before)
     assert bool(added) is method.adds_parameters
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    initialisation = method.initialisation(model)
+    initialisation = method.initialisation(model, recipe)
     assert trainable == (set(initialisation.parameters) if initialisation else set(before))
     assert set(method.replicated(model, recipe)) == (trainable if name == "lora" else set())
     trained = as_trained(inspect(spec), recipe)

@@ -168,14 +168,16 @@ def run(
     steps: int = STEPS,
     count: int = MICRO_BATCHES,
     optimizer_of: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    model: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """Train a case in this process and return losses, norms and final weights."""
+    """Train a case, or a ``model`` that has its values, and return losses, norms and final weights."""
     case = CASES[name]
     dtype = torch.float64 if recipe.model.dtype == "float64" else torch.float32
-    model = plain_model(case, case.config, dtype)
-    if recipe.method.lora is not None:
-        model = adapted(case, recipe, model)
-    load(model, before)
+    if model is None:
+        model = plain_model(case, case.config, dtype)
+        if recipe.method.lora is not None:
+            model = adapted(case, recipe, model)
+        load(model, before)
     teacher = None
     if recipe.method.distillation is not None:
         assert teacher_config is not None

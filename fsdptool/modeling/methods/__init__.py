@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fsdptool.errors import ConfigError
+from fsdptool.modeling.methods.lora import base_name, derived_tensors, inject, is_adapter, reset_adapters
 from fsdptool.modeling.objective import MicroLoss, Task, default_objective
 from fsdptool.records.recipe import Lora
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fsdptool.families.protocol import Family, Objective
+    from fsdptool.modeling.methods.lora import Derived
     from fsdptool.modeling.methods.quantised_formats import Format
     from fsdptool.modeling.objective import MicroLoss, Observer
     from fsdptool.records.anatomy import ModelSpec
@@ -35,6 +38,8 @@ class Initialisation(NamedTuple):
     """Gives all of them their first values."""
     parameters: dict[str, nn.Parameter]
     """By name."""
+    derived: dict[str, Derived]
+    """What starts from values of the published weights, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ class TrainingMethod:
         """Return the parameters of a prepared model that stay whole on every rank."""
         return ()
 
-    def initialisation(self, model: nn.Module) -> Initialisation | None:
+    def initialisation(self, model: nn.Module, recipe: Recipe) -> Initialisation | None:
         """Return how parameters that :meth:`prepare` added start; None if it added none."""
         return None
 
@@ -132,9 +137,6 @@ class TrainingMethod:
         return Task(objective)
 
 
-ADAPTER = "default"
-
-
 class LoraMethod(TrainingMethod):
     """Trains adapters beside a frozen base, which may be stored quantised (Hu et al. 2021)."""
 
@@ -143,7 +145,13 @@ class LoraMethod(TrainingMethod):
     freezes_model: ClassVar[bool] = True
 
     def check(self, recipe: Recipe, settings: FsdpSettings) -> None:
-        """Refuse float8 training, which is for trained weights."""
+        """Refuse float8 training, which is for trained weights, and norms of a quantised base."""
+        lora = recipe.method.lora or Lora()
+        if lora.use_dora and lora.base != "unchanged":
+            raise ConfigError(
+                f"method.lora.use_dora needs the base's weights as they are, not stored as {lora.base}",
+                help="leave the base unchanged, or leave use_dora out",
+            )
         if settings.mixed_precision == "fp8":
             raise ConfigError(
                 "mixed_precision fp8 trains whole weights, but LoRA keeps them frozen",
@@ -165,16 +173,12 @@ class LoraMethod(TrainingMethod):
             return ()
         return tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
-    def initialisation(self, model: nn.Module) -> Initialisation | None:
-        """Return peft's own initialisation of adapters (A Kaiming uniform, B zero)."""
-        from peft.tuners.lora import LoraLayer
-
-        def reset() -> None:
-            for module in model.modules():
-                if isinstance(module, LoraLayer):
-                    module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-
-        return Initialisation(reset, {n: p for n, p in model.named_parameters() if is_adapter(n)})
+    def initialisation(self, model: nn.Module, recipe: Recipe) -> Initialisation | None:
+        """Return peft's own initialisation of what it adds."""
+        start = (recipe.method.lora or Lora()).init_lora_weights
+        derived = derived_tensors(model)
+        added = {n: p for n, p in model.named_parameters() if is_adapter(n) and n not in derived}
+        return Initialisation(partial(reset_adapters, model, start), added, derived)
 
     def unquantised(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the base as it was published."""
@@ -204,77 +208,6 @@ def check_format(base: str) -> None:
             "method.lora.base: nf4 needs bitsandbytes, which is not installed",
             help="pip install bitsandbytes, or use int8 or float8, which need torch alone",
         )
-
-
-def adapter_config(recipe: Recipe, family: Family, config: Mapping[str, Any]) -> Any:
-    """Return the ``peft.LoraConfig`` of a recipe.
-
-    Raises:
-        ConfigError: Neither the recipe nor the family names targets.
-    """
-    from peft import LoraConfig
-
-    lora = recipe.method.lora or Lora()
-    defaults = family.lora_targets(config)
-    modules = lora.targets if lora.targets is not None else defaults.modules
-    parameters = lora.target_parameters or (defaults.parameters if lora.targets is None else ())
-    if not modules and not parameters:
-        raise ConfigError(
-            f"family {family.name} has no default LoRA targets",
-            help="name module suffixes under method.lora.targets, for example [q_proj, v_proj]",
-        )
-    return LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=list(modules) or None,
-        target_parameters=list(parameters) or None,
-        exclude_modules=defaults.exclude,
-    )
-
-
-def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
-    """Freeze ``model`` and inject adapters, on meta as the model is; quantise the base if the recipe says so.
-
-    Raises:
-        ConfigError: A target is not in the model, or the base cannot be stored in the requested format.
-    """
-    import torch
-
-    from fsdptool.modeling.methods.quantised_formats import load_kernels
-
-    load_kernels()
-    from peft import inject_adapter_in_model
-
-    settings = adapter_config(recipe, family, config)
-    # Nothing has values yet; :meth:`LoraMethod.initialisation` draws them where a run holds them.
-    settings.init_lora_weights = False
-    model.requires_grad_(False)
-    try:
-        with torch.device("meta"):
-            inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise ConfigError(
-            f"LoRA targets do not match {type(model).__name__}: {str(error).splitlines()[0]}",
-            help="name module suffixes that `fsdptool detect` lists under method.lora.targets",
-        ) from error
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-    base = (recipe.method.lora or Lora()).base
-    if base != "unchanged":
-        from fsdptool.modeling.methods.quantised_layers import quantise_base
-
-        quantise_base(model, base)
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, by peft's naming."""
-    return ".lora_" in f".{name}"
-
-
-def base_name(name: str) -> str:
-    """Return the name a parameter had before adapters were injected (peft nests ``base_layer``)."""
-    return name.replace(".base_layer", "")
 
 
 class DistillationMethod(TrainingMethod):

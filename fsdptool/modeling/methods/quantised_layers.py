@@ -106,11 +106,11 @@ def _unchanged(taken: LayerChoice) -> str:
 
 
 def in_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what is inside lists of modules, adapters left out."""
+    """Yield what is inside lists of modules, adapters and modules that a trained copy stands for left out."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     prefixes = tuple(f"{path}." for path in lists)
     for path, module in model.named_modules():
-        if path.startswith(prefixes) and ".lora_" not in f".{path}":
+        if path.startswith(prefixes) and ".lora_" not in f".{path}" and ".original_module" not in path:
             yield path, module
 
 

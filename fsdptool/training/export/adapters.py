@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.errors import ConfigError
 from fsdptool.files.safetensors_writer import Entry, write_stream
-from fsdptool.modeling.methods import ADAPTER, adapter_config, base_name, is_adapter
+from fsdptool.modeling.methods.lora import (
+    ADAPTER,
+    adapter_config,
+    base_name,
+    is_adapter,
+    is_copy,
+    original_name,
+    saved_keys,
+    trained_rows,
+)
 from fsdptool.runs.folder import write_json
 from fsdptool.runs.work import LongWork
 
@@ -102,73 +112,135 @@ def write_adapters(
     """
     spec = inputs.spec
     config = adapter_config(inputs.recipe, family, spec.config).to_dict()
-    config |= {"inference_mode": True, "base_model_name_or_path": spec.folder or spec.reference.id}
+    named_base = (spec.adapter or {}).get("base_model_name_or_path") or spec.reference.id
+    config |= {"inference_mode": True, "base_model_name_or_path": spec.folder or named_base}
     config["revision"] = spec.reference.revision
     if spec.library == "transformers":
-        config["task_type"] = _task(spec.model_class)
+        config["task_type"] = _task(spec.model_class, config["modules_to_save"] or ())
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    named = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    keys = saved_keys(model)
     # diffusers takes the first safetensors file it finds in a folder (0.42, lora_base.py), so for its
     # models peft's format has a folder of its own.
     apart = spec.library == "diffusers"
     place = folder / "peft" if apart else folder
     place.mkdir(exist_ok=True)
-    _write(place / PEFT_FILE, "base_model.model.", named, fetch, {"format": "pt"})
+    _write(place / PEFT_FILE, "base_model.model.", model, keys, fetch, {"format": "pt"})
     write_json(place / "adapter_config.json", json.loads(json.dumps(plain, default=str)))
-    if not apart:
+    # diffusers' own format holds the matrices of adapters and nothing else.
+    if not apart or not all(is_adapter(name) for name in keys.values()):
         return
     component = f"{spec.component or 'transformer'}."
     packed = {f"{component}{key}": value for key, value in plain.items()}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(packed, default=str, sort_keys=True)}
-    _write(folder / DIFFUSERS_FILE, component, named, fetch, metadata)
+    _write(folder / DIFFUSERS_FILE, component, model, keys, fetch, metadata)
 
 
 def _write(
     path: Path,
     prefix: str,
-    named: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    keys: Mapping[str, str],
     fetch: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str],
 ) -> None:
+    there = dict(model.named_parameters(remove_duplicate=False))
     entries = [
-        Entry(prefix + name.replace(f".{ADAPTER}", ""), like.dtype, tuple(like.shape), partial(fetch, name))
-        for name, like in named.items()
+        Entry(prefix + key, there[name].dtype, tuple(there[name].shape), partial(fetch, name))
+        for key, name in keys.items()
     ]
     write_stream(path, entries, metadata)
 
 
-def _task(model_class: str) -> str | None:
+def _task(model_class: str, saved: Collection[str]) -> str | None:
+    """Return peft's name for a task; one that has peft look for a head only where the head is saved."""
     endings = {
-        "ForCausalLM": "CAUSAL_LM",
-        "ForConditionalGeneration": "SEQ_2_SEQ_LM",
-        "ForSequenceClassification": "SEQ_CLS",
-        "ForTokenClassification": "TOKEN_CLS",
+        "ForCausalLM": ("CAUSAL_LM", None),
+        "ForConditionalGeneration": ("SEQ_2_SEQ_LM", None),
+        "ForSequenceClassification": ("SEQ_CLS", ("classifier", "score")),
+        "ForTokenClassification": ("TOKEN_CLS", ("classifier", "score")),
+        "ForQuestionAnswering": ("QUESTION_ANS", ("qa_outputs",)),
     }
-    return next((task for ending, task in endings.items() if model_class.endswith(ending)), None)
+    task, heads = next(
+        (item for ending, item in endings.items() if model_class.endswith(ending)), (None, None)
+    )
+    return task if heads is None or not set(heads).isdisjoint(saved) else None
 
 
 def merged_fetch(model: nn.Module, fetch: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
     """Return a fetch by the base model's names, whose values have the adapters merged in.
 
     peft's own layers compute the change, one layer at a time, so that every kind of layer it adapts
-    is merged as it merges it.
+    is merged as it merges it. Trained copies of modules take their place, and trained rows theirs.
 
     Args:
         model: With adapters injected, on meta.
         fetch: Returns a tensor's value by its name in ``model``.
+
+    Raises:
+        ConfigError: The base has no place for what was trained.
     """
-    names = {base_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {base_name(name): name for name, _ in model.named_buffers(remove_duplicate=False)}
-    owners = _owners(model)
+    owners, tables = _owners(model), trained_rows(model)
+    _check_mergeable(model, owners, tables)
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    names = {base_name(name): name for name in tensors if not is_copy(name)}
+    names |= {base_name(name): name for name in tensors if is_copy(name)}
 
     def merged(name: str) -> torch.Tensor:
         inner = names[name]
         value = fetch(inner)
         for path, layer in owners.get(inner, ()):
-            value = value + _delta(path, layer, fetch, value)
+            value = _merged_value(path, layer, fetch, value, bias=inner.endswith(".bias"))
+        if inner in tables:
+            rows, indices = tables[inner]
+            value = value.clone()
+            value[list(indices)] = fetch(rows).to(value.dtype)
         return value
 
     return merged
+
+
+def _check_mergeable(
+    model: nn.Module,
+    changed: Collection[str],
+    tables: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> None:
+    """Refuse to merge what the tensors of the base cannot hold.
+
+    Args:
+        model: With adapters injected, on meta.
+        changed: Tensors of the base that adapters change, by name.
+        tables: What :func:`trained_rows` found.
+    """
+    tied: dict[int, list[str]] = {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named.items():
+        tied.setdefault(id(parameter), []).append(name)
+    for name, parameter in named.items():
+        group = tied[id(parameter)]
+        if is_copy(name):
+            kept = tied[id(named[original_name(name)])]
+            copies = {original_name(other) for other in group}
+            apart = [other for other in kept if other not in copies]
+        elif name in tables:
+            apart = [other for other in group if tables.get(other) != tables[name]]
+        else:
+            apart = [other for other in group if other != name] if name in changed else []
+        if apart:
+            raise ConfigError(
+                f"{base_name(name)} is tied to {', '.join(map(base_name, apart))} in the base and was trained"
+                " apart from it: no merged model of this class holds both",
+                help="export the adapter alone, or train with method.lora.ensure_weight_tying",
+            )
+    for path, layer in model.named_modules():
+        biased = getattr(layer, "lora_bias", None)
+        if isinstance(biased, dict) and biased.get(ADAPTER) and layer.get_base_layer().bias is None:
+            raise ConfigError(
+                f"{path} has no bias that the one of its adapter (method.lora.lora_bias) could be added to",
+                help="export the adapter alone",
+            )
 
 
 def _owners(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
@@ -184,32 +256,42 @@ def _owners(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
         while hasattr(base, "base_layer"):
             base, prefix = base.base_layer, f"{prefix}.base_layer"
         owners.setdefault(f"{prefix}.{leaf}", []).insert(0, (path, module))
+        if module.lora_bias.get(ADAPTER):
+            owners.setdefault(f"{prefix}.bias", []).insert(0, (path, module))
     return owners
 
 
-def _delta(path: str, layer: Any, fetch: Callable[[str], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-    """Give one layer its adapter's values, let it compute its change, and take the values away again."""
+def _merged_value(
+    path: str, layer: Any, fetch: Callable[[str], torch.Tensor], value: torch.Tensor, *, bias: bool
+) -> torch.Tensor:
+    """Give one layer its adapter's values, let it merge them into ``value``, and take them away again."""
     import torch
     from torch import nn
 
     own = {name: p for name, p in layer.named_parameters() if is_adapter(name) and "base_layer" not in name}
     for name in own:
         _put(layer, name, nn.Parameter(fetch(f"{path}.{name}"), requires_grad=False))
-    # peft's wrapper of a parameter moves the change to the device of the base parameter, which is meta here.
-    leaf = getattr(layer, "parameter_name", None)
+    # peft's wrapper of a parameter moves the change to the device of the base parameter, which is meta here;
+    # DoRA's takes the norm of the base's weight.
+    leaf = None if bias else getattr(layer, "parameter_name", "weight")
     base = layer.get_base_layer()
     on_meta = getattr(base, leaf) if leaf else None
     if leaf:
         base.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
     try:
         with torch.no_grad():
-            change: torch.Tensor = layer.get_delta_weight(ADAPTER)
+            if bias:
+                merged = value + layer.lora_B[ADAPTER].bias * layer.scaling[ADAPTER]
+            elif ADAPTER in layer.lora_variant:
+                merged = layer.lora_variant[ADAPTER].merge_safe(layer, ADAPTER, value)
+            else:
+                merged = value + layer.get_delta_weight(ADAPTER).to(value.dtype)
     finally:
         for name, parameter in own.items():
             _put(layer, name, parameter)
         if leaf:
             base.register_parameter(leaf, on_meta)
-    return change.to(value.dtype)
+    return merged.to(value.dtype)  # type: ignore[no-any-return]
 
 
 def _put(module: Any, name: str, parameter: Any) -> None:

@@ -22,7 +22,7 @@ from fsdptool.distributed.initialisation import Blueprint, model_blueprint, repl
 from fsdptool.distributed.weights import open_weights
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.safetensors_writer import Entry
-from fsdptool.modeling.methods import base_name
+from fsdptool.modeling.methods.lora import base_name
 from fsdptool.modeling.methods.quantised_formats import Format, decode, encode
 from fsdptool.runs.folder import CHECKPOINTS
 from fsdptool.runs.manifest import Manifest, check_checkpoint, newest_good, read_manifest, tensor_name

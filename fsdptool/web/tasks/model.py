@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fsdptool.inspection.document import View, detect_document
@@ -42,11 +43,18 @@ def detect(
     inspection = detected = examine(spec)
     if wrap:
         inspection = examine(spec, wrap=tuple(wrap))
+    published = None
+    if spec.adapter is not None:
+        from fsdptool.modeling.units import with_adapter
+
+        published = inspection.anatomy
+        inspection = replace(inspection, anatomy=with_adapter(published).anatomy)
     document = detect_document(
         inspection,
         world_size=world_size,
         layout=layout,
         views=views,
+        published=published,
         diagnostics=load_registry().diagnostics,
     )
     return {"document": document, "detected": list(detected.anatomy.wrap.classes)}
