@@ -54,24 +54,27 @@ def collect(lint: LintContext, known: dict[str, str]) -> dict[str, Entry]:
                     fix=f"write {meant}",
                 )
                 continue
-            lint.ignore(entry, "unknown flag")
-            lint.report(
-                "FSD201",
-                f"unknown flag {written}" + (f": did you mean {meant}?" if meant else ""),
-                entry,
-                edits=_rename(lint, entry, meant) if meant and meant not in chosen else None,
-                safe=False,
-                fix=f"write {meant}",
-                changes={KEYS.get(meant or "", "*"): to_python(entry.node)},
-            )
+            report_unknown(lint, entry, meant if meant not in chosen else None)
     return chosen
+
+
+def report_unknown(lint: LintContext, entry: Entry, meant: str | None) -> None:
+    """Report a flag that the program's parser refuses; ``meant`` is the one to write instead, or None."""
+    lint.ignore(entry, "unknown flag")
+    lint.report(
+        "FSD201",
+        f"unknown flag {entry.key}" + (f": did you mean {meant}?" if meant else ""),
+        entry,
+        edits=_rename(lint, entry, meant) if meant else None,
+        safe=False,
+        fix=f"write {meant}",
+        changes={"*": to_python(entry.node)},
+    )
 
 
 def _rename(lint: LintContext, entry: Entry, key: str) -> Any:
     if lint.document.language == "flags":
-        from fsdptool.records.diagnostic import Edit
-
-        return (Edit(entry.key_node.start, entry.key_node.end, f"--{key}"),)
+        return lint.editor.rename(entry, key)
     written = str(entry.key)
     dashes = written[: len(written) - len(written.lstrip("-"))]
     return lint.editor.rename(entry, dashes + key)
