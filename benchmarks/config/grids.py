@@ -19,6 +19,7 @@ SimpleTuner is not a dependency: give the folder of its unpacked wheel (4.8.0) i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import shlex
@@ -340,13 +341,118 @@ def compare(case: Case, reading: Reading, stopped: str | None, settings: Mapping
         plain = list(value) if isinstance(value, tuple) else value
         if shown is _UNSHOWN or (name in _UNSAID and (shown in _UNSAID[name] or plain in _UNSAID[name])):
             continue
-        if name in ("num_processes", "num_machines", "machine_rank", "main_process_ip", "mixed_precision"):
+        if name in _AS_TEXT:
+            plain = int(plain) if isinstance(plain, bool | float) else plain
             shown, plain = str(shown), {"fp32": "no"}.get(str(plain), str(plain))
         if shown != plain or isinstance(shown, bool) != isinstance(plain, bool):
             different.append(f"{name} is {plain!r}, shown {shown!r}")
     return Answer(case, "wrong", "; ".join(different)) if different else Answer(case, "agrees")
 
 
+_AS_TEXT = (
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
+)  # fmt: skip
+"""Settings that the launcher passes on as text, whatever they were."""
 _UNSHOWN = object()
 _UNSAID: Mapping[str, tuple[Any, ...]] = {"gpu_ids": (None, "all"), "num_processes": (None,), "machine_rank": (None,)}
 """What says as much as nothing."""
+
+
+JSON_TRUTH: tuple[Any, ...] = (
+    True, False, "true", "false", "True", "FALSE", "yes", "no", "on", "off", "y", "f", "1", "0", 1, 0, 2, "2",
+    1.0, None, "", "None", "null", "maybe", [], {}, {"a": 1}, ["x"], " true",
+)  # fmt: skip
+FSDP_CONFIG: Mapping[str, tuple[Any, ...]] = {
+    "version": (1, 2, "1", "2", 3, 0, "v2", 2.0, "2.0", None, "", True, " 2", "02", [2]),
+    "reshard_after_forward": (*JSON_TRUTH, *STRATEGIES),
+    "auto_wrap_policy": (*POLICIES, None, 0, True, []),
+    "transformer_layer_cls_to_wrap": (
+        *CLASSES, None, ["A"], ["A", "B"], ["A,B"], ["A, B"], [], [""], ["None"], 5, True, [5], ["a.b.A"],
+    ),
+    "min_num_params": (0, 5, 2000, -5, "2000", "1e8", None, "", 1.5, 2000.0, -1.5, True, False, "None", [1]),
+    "state_dict_type": (*STATE_DICTS, None, 1, 2, 3, 4, 0, True, 1.0, []),
+    "forward_prefetch": JSON_TRUTH,
+    "backward_prefetch": (*PREFETCHES, None, 1, 2, True, False, []),
+    "sharding_strategy": (*STRATEGIES, None, 1, 2),
+    "xla": JSON_TRUTH,
+    "xla_fsdp_v2": (True, False, "false", None),
+    "xla_fsdp_grad_ckpt": (True, False, "false", None),
+    **dict.fromkeys(
+        (
+            "cpu_offload",
+            "cpu_ram_efficient_loading",
+            "activation_checkpointing",
+            "use_orig_params",
+            "sync_module_states",
+            "limit_all_gathers",
+        ),
+        JSON_TRUTH,
+    ),
+}
+SWITCH: tuple[Any, ...] = (
+    True, False, None, "", "true", "false", 1, 0, "1", [], {}, "full_shard", "shard_grad_op", "hybrid_shard",
+    "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap", "full_shard auto_wrap", "full_shard offload",
+    "shard_grad_op auto_wrap offload", "full_shard,auto_wrap", "FULL_SHARD", "Full_Shard", "bogus", "None",
+    ["full_shard"], ["full_shard", "auto_wrap"], ["hybrid_shard"], ["bogus"], ["full_shard auto_wrap"],
+    "auto_wrap full_shard shard_grad_op", "zero3", "offload shard_grad_op",
+)  # fmt: skip
+
+
+def trainer_cases() -> Iterator[Case]:
+    """Yield every key of ``fsdp_config`` and every value of ``fsdp``, and both precisions."""
+
+    def case(context: str, key: str, value: Any, arguments: dict[str, Any]) -> Case:
+        text = json.dumps({"output_dir": "out", **arguments}, indent=1)
+        return Case("trainer", "json", context, key, repr(value), text, "args.json")
+
+    for version in (1, 2, None):
+        stated = {} if version is None else {"version": version}
+        named = "no version" if version is None else f"version {version}"
+        for key, values in FSDP_CONFIG.items():
+            for value in values:
+                if key == "version" and version is not None:
+                    continue
+                for context, around in _around_trainer(key):
+                    for prefix in ("", "fsdp_"):
+                        block = {**stated, "transformer_layer_cls_to_wrap": ["A"], **around}
+                        block.pop(key, None)
+                        block[prefix + key] = value
+                        yield case(f"{context}{named}", prefix + key, value, {"fsdp": True, "fsdp_config": block})
+        for value in SWITCH:
+            yield case(named, "fsdp", value, {"fsdp": value, "fsdp_config": {**stated}})
+    for first, second in itertools.product(PRECISION, PRECISION):
+        arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
+        arguments |= {name: value for name, value in (("bf16", first), ("fp16", second)) if value is not None}
+        yield case("version 2", "bf16, fp16", (first, second), arguments)
+
+
+PRECISION: tuple[Any, ...] = (None, True, False, "true", "false", 1, 0, "no", "")
+
+
+def _around_trainer(key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "", {}
+    if key == "min_num_params":
+        yield "by size, ", {"auto_wrap_policy": "SIZE_BASED_WRAP"}
+    if key in ("activation_checkpointing", "transformer_layer_cls_to_wrap"):
+        yield "nothing wrapped, ", {"auto_wrap_policy": "NO_WRAP"}
+    if key == "sync_module_states":
+        yield "RAM-efficient loading, ", {"cpu_ram_efficient_loading": True}
+
+
+def judge_trainer(case: Case, folder: Path) -> Answer:
+    """Read a case here and run it through TrainingArguments and the plugin."""
+    path = folder / case.name
+    path.write_text(case.text, encoding="utf-8")
+    reading = read_settings(path, dialect="trainer")
+    data = json.loads(case.text)
+    stopped, settings = None, dict[str, Any]()
+    try:
+        precision = trainer_oracle.precision_of(data.get("bf16"), data.get("fp16"))
+    except ValueError as error:
+        return compare(case, reading, str(error), {})
+    outcome = trainer_oracle.run_trainer(data["fsdp"], data["fsdp_config"], prepare=True)
+    if isinstance(outcome, str):
+        stopped = outcome
+    elif outcome:
+        settings = {**outcome, "mixed_precision": precision}
+    return compare(case, reading, stopped, settings)

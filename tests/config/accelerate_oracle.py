@@ -111,7 +111,7 @@ def _launch(words: list[str], path: Path | None, prepare: bool) -> Outcome:
         if path is not None:
             load_config_from_file(str(path))
         stage = "launch"
-        with contextlib.redirect_stderr(said), _devices():
+        with contextlib.redirect_stderr(said), devices():
             args = _parser().parse_args(words)
             args, _, _ = _validate_launch_command(args)
         top = {
@@ -132,7 +132,7 @@ def _launch(words: list[str], path: Path | None, prepare: bool) -> Outcome:
         exported = prepare_multi_gpu_env(args)
         if prepare:
             stage = "torchrun"
-            with _devices():
+            with devices():
                 _torchrun(args)
         stage = "build"
         with _environment(exported):
@@ -147,7 +147,7 @@ def _launch(words: list[str], path: Path | None, prepare: bool) -> Outcome:
 
 
 @contextlib.contextmanager
-def _devices() -> Iterator[None]:
+def devices() -> Iterator[None]:
     """Answer the questions about devices: eight of CUDA."""
     from unittest.mock import patch
 
@@ -212,7 +212,7 @@ def _blocks() -> tuple[type, ...]:
     return tuple(type(name, (torch.nn.Module,), {"__init__": build, "forward": forward}) for name in BLOCKS)
 
 
-def _prepare(plugin: Any) -> None:
+def prepare_model(plugin: Any) -> None:
     """Look the classes up and apply the policies, as ``Accelerator.prepare_model`` does for either version."""
     from types import SimpleNamespace
 
@@ -234,7 +234,7 @@ def _build(parallelism: bool, processes: int | None, precision: str, prepare: bo
     from accelerate import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    with _devices():
+    with devices():
         plugin = FullyShardedDataParallelPlugin()
         if precision != "no":
             plugin.set_mixed_precision(precision)
@@ -257,7 +257,7 @@ def _build(parallelism: bool, processes: int | None, precision: str, prepare: bo
         if prepare:
             validate_mesh(mesh, plugin.fsdp_version == 2, processes or mesh.total_size)
     if prepare:
-        _prepare(plugin)
+        prepare_model(plugin)
     return settings
 
 

@@ -11,7 +11,7 @@ from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate.values import read_boolean, word_of_truth
 from fsdptool.files.tree import Entry, Node, to_python
 
-_PREFETCHES = {
+PREFETCHES = {
     "BACKWARD_PRE": "BACKWARD_PRE",
     "BACKWARD_POST": "BACKWARD_POST",
     "NO_PREFETCH": None,
@@ -49,7 +49,7 @@ def read_legacy(
             fix=f"remove {key}",
             help="remove it; fsdptool's own trainer prefetches with `sharding.prefetch`",
         )
-    elif name == "backward_prefetch" and value is not None and str(value).upper() not in _PREFETCHES:
+    elif name == "backward_prefetch" and value is not None and str(value).upper() not in PREFETCHES:
         message = f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError"
         lint.report_removable("FSD206", message, entry, block, key=key, value=True, safe=True)
     else:
@@ -185,8 +185,8 @@ def _legacy_under_1(lint: LintContext, key: str, name: str, value: Any, entry: E
         return
     if name == "backward_prefetch":
         text = "NO_PREFETCH" if value is None else str(value).upper()
-        lint.set(name, _PREFETCHES.get(text), entry=entry)
-        if text not in _PREFETCHES:
+        lint.set(name, PREFETCHES.get(text), entry=entry)
+        if text not in PREFETCHES:
             lint.report_value(
                 "FSD206",
                 f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
