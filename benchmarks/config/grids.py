@@ -43,6 +43,8 @@ from fsdptool.config.dialects.environment import KEYS as VARIABLES  # noqa: E402
 
 BY_DEFINITION: Mapping[str | tuple[str, str], str] = {
     ("FSD205", "machine_rank"): "no machine has a negative rank, and torchrun waits for rank 0",
+    ("FSD110", "xla"): "transformers starts torch_xla's FSDP",
+    ("FSD206", "version"): "the version is true, of which transformers makes 1",
     ("FSD206", "fsdp_version"): "there is no such version; the plugin takes neither one's path whole",
     "FSD303": "the strategy or prefetch that is written does not run under version 2",
     "FSD309": "the mesh replicates only",
@@ -323,7 +325,8 @@ def compare(case: Case, reading: Reading, stopped: str | None, settings: Mapping
         return Answer(case, "agrees") if errors else Answer(case, "wrong", f"missed: {stopped[:160]}")
     if errors:
         why = "; ".join(f"{item.code} {item.message}" for item in errors)
-        if all(item.code in BY_DEFINITION or (item.code, case.key) in BY_DEFINITION for item in errors):
+        key = case.key if case.program == "accelerate" else case.key.removeprefix("fsdp_")
+        if all(item.code in BY_DEFINITION or (item.code, key) in BY_DEFINITION for item in errors):
             return Answer(case, "by definition", ", ".join(sorted({item.code for item in errors})))
         return Answer(case, "wrong", f"false error: {why}")
     if not settings:
@@ -332,30 +335,20 @@ def compare(case: Case, reading: Reading, stopped: str | None, settings: Mapping
     explained = {item.key: item.value for item in reading.effective}
     if reading.version is None:
         return Answer(case, "wrong", "FSDP starts")
-    different = []
-    alone = not (settings.get("num_machines") or 1) > 1
-    for name, value in settings.items():
-        if alone and name in ("num_machines", "machine_rank"):
-            value = {"num_machines": 1, "machine_rank": None}[name]
-        shown = explained.get(name, _UNSHOWN)
-        plain = list(value) if isinstance(value, tuple) else value
-        if shown is _UNSHOWN or (name in _UNSAID and (shown in _UNSAID[name] or plain in _UNSAID[name])):
-            continue
-        if name in _AS_TEXT:
-            plain = int(plain) if isinstance(plain, bool | float) else plain
-            shown, plain = str(shown), {"fp32": "no"}.get(str(plain), str(plain))
-        if shown != plain or isinstance(shown, bool) != isinstance(plain, bool):
-            different.append(f"{name} is {plain!r}, shown {shown!r}")
-    return Answer(case, "wrong", "; ".join(different)) if different else Answer(case, "agrees")
+    taken = {
+        name: {"fp32": "no"}.get(value, value) if name == "mixed_precision" else value
+        for name, value in settings.items()
+        if name in explained and not _unsaid(name, value, explained[name])
+    }
+    different = accelerate_oracle.differences(explained, taken)
+    why = "; ".join(f"{name} is {value!r}, shown {explained[name]!r}" for name, value in different.items())
+    return Answer(case, "wrong", why) if different else Answer(case, "agrees")
 
 
-_AS_TEXT = (
-    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
-)  # fmt: skip
-"""Settings that the launcher passes on as text, whatever they were."""
-_UNSHOWN = object()
-_UNSAID: Mapping[str, tuple[Any, ...]] = {"gpu_ids": (None, "all"), "num_processes": (None,), "machine_rank": (None,)}
-"""What says as much as nothing."""
+def _unsaid(name: str, value: Any, shown: Any) -> bool:
+    """Whether neither says anything: all GPUs, a process count from the command line, a rank for one machine."""
+    nothing = {"gpu_ids": (None, "all"), "num_processes": (None,), "machine_rank": (None,)}.get(name, ())
+    return bool(nothing) and (shown in nothing or value in nothing)
 
 
 JSON_TRUTH: tuple[Any, ...] = (

@@ -309,6 +309,34 @@ def plugin_settings(plugin: Any) -> dict[str, Any]:
     return settings
 
 
+_TRAVELS_AS_TEXT = (
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+)  # fmt: skip
+
+
+def differences(explained: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that are explained otherwise.
+
+    A number of the launch may be text, a truth or a float to the launcher, which passes it on as text; one
+    machine needs neither its count nor its rank.
+    """
+    different = {}
+    alone = not (settings.get("num_machines") or 1) > 1
+    for key, value in settings.items():
+        shown = explained[key]
+        plain = list(value) if isinstance(value, tuple) else value
+        if alone and key in ("num_machines", "machine_rank"):
+            continue
+        if key in _TRAVELS_AS_TEXT:
+            plain = int(plain) if isinstance(plain, bool | float) else plain
+            same = str(shown) == str(plain).strip()
+        else:
+            same = shown == plain and isinstance(shown, bool) == isinstance(plain, bool)
+        if not same:
+            different[key] = plain
+    return different
+
+
 def check_explained(path: Path) -> str | None:
     """Assert that accelerate and our reading of ``path`` agree in every setting.
 
@@ -336,10 +364,7 @@ def check_explained(path: Path) -> str | None:
     # Rotation has no value where nothing rotates.
     unread = {"cp_comm_strategy"} if explained["cp"] == 1 else set()
     assert (set(explained) ^ set(outcome.settings)) <= unread, path.name
-    plain = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in outcome.settings.items()
-    }
-    different = {key: value for key, value in plain.items() if explained[key] != value}
+    different = differences(explained, outcome.settings)
     if different:
         assert reading.errors, f"{path.name}: {different}, explained otherwise"
     return str(different) if different else None
