@@ -1,6 +1,6 @@
 """Read every key with good and bad spellings of its values, and compare with the program itself.
 
-    python benchmarks/config/grids.py [PROGRAM ...] [--wrong] [-o RESULT.json]
+    python benchmarks/config/grids.py [PROGRAM ...] [-o RESULT.json]
 
 Each case is one file, command line or environment in which one key has one spelling; everything around it is
 good. The program's own code reads the same text in this process (``tests/config/*_oracle.py``); only the
@@ -21,10 +21,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
+import os
 import platform
 import shlex
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,8 +37,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "config"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import accelerate_oracle  # noqa: E402
+import simpletuner_oracle  # noqa: E402
 import trainer_oracle  # noqa: E402
 
 from fsdptool.config import Reading, read_settings  # noqa: E402
@@ -43,6 +49,7 @@ from fsdptool.config.dialects.environment import KEYS as VARIABLES  # noqa: E402
 
 BY_DEFINITION: Mapping[str | tuple[str, str], str] = {
     ("FSD205", "machine_rank"): "no machine has a negative rank, and torchrun waits for rank 0",
+    "FSD214": "the text is no class of the model: SimpleTuner drops the name with a warning",
     ("FSD110", "xla"): "transformers starts torch_xla's FSDP",
     ("FSD206", "version"): "the version is true, of which transformers makes 1",
     ("FSD206", "fsdp_version"): "there is no such version; the plugin takes neither one's path whole",
@@ -449,3 +456,126 @@ def judge_trainer(case: Case, folder: Path) -> Answer:
     elif outcome:
         settings = {**outcome, "mixed_precision": precision}
     return compare(case, reading, stopped, settings)
+
+
+TUNER: Mapping[str, tuple[Any, ...]] = {
+    "fsdp_version": (1, 2, "1", "2", 3, 0, "v2", 2.0, "2.0", None, "", True, False, " 2", "02", [2], "false"),
+    "fsdp_state_dict_type": (*STATE_DICTS, None, 1, True, [], " SHARDED_STATE_DICT "),
+    "fsdp_auto_wrap_policy": (*POLICIES, None, 0, True, False, []),
+    "fsdp_transformer_layer_cls_to_wrap": (
+        *CLASSES, None, ["A"], ["A", "B"], ["A,B"], [], [""], 5, True, False, {}, "Nope", "false",
+    ),
+    "context_parallel_size": (1, 2, 4, 3, 0, -1, "2", 2.0, "2.0", None, "", "two", True, False, " 2", [2], "None"),
+    "context_parallel_comm_strategy": (*ROTATIONS, None, True, " alltoall"),
+    "mixed_precision": ("no", "fp16", "bf16", "fp8", "fp32", "BF16", None, "", False, True, "None", " bf16"),
+    "num_processes": (1, 8, 0, "8", 8.0, None, "", "eight", True, "8.0"),
+    "num_machines": (1, 2, "1", None, "", 1.0, "one"),
+    **dict.fromkeys(
+        (
+            "fsdp_enable",
+            "fsdp_reshard_after_forward",
+            "fsdp_cpu_ram_efficient_loading",
+            "fsdp_cpu_offload",
+            "fsdp_activation_checkpointing",
+            "fsdp_limit_all_gathers",
+        ),
+        JSON_TRUTH,
+    ),
+}
+
+
+def simpletuner_cases() -> Iterator[Case]:
+    """Yield every key of FSDP in ``config.json``, and as a flag."""
+    base = {"model_family": "sdxl", "model_type": "full", "fsdp_enable": True, "num_processes": 8}
+    for key, values in TUNER.items():
+        for value in values:
+            data = {**base, key: value}
+            text = json.dumps(data, indent=1)
+            yield Case("simpletuner", "json", "", key, repr(value), text, "config.json")
+            if not isinstance(value, str):
+                continue
+            words = [f"--{name}={word}" for name, word in base.items() if name != key]
+            line = f"simpletuner train {' '.join(words)} --{key}={_quoted(value)}\n"
+            yield Case("simpletuner", "flags", "", key, repr(value), line, "run.args")
+        flag = f"simpletuner train --model_family=sdxl --fsdp_enable --{key}\n"
+        yield Case("simpletuner", "flags", "bare", key, "", flag, "run.args")
+
+
+def judge_simpletuner(case: Case, folder: Path) -> Answer:
+    """Read a case here and run it through SimpleTuner's parser and plugin."""
+    if "fp8" in case.value:
+        return Answer(case, "not judged", "SimpleTuner asks the device for fp8")
+    dialect = "simpletuner" if case.form == "json" else "flags"
+    reading = read_settings(case.text, dialect=dialect, consumer="simpletuner")
+    outcome = simpletuner_oracle.run_simpletuner(case.text)
+    if isinstance(outcome, str):
+        return compare(case, reading, outcome, {})
+    return compare(case, reading, None, outcome)
+
+
+PROGRAMS = {
+    "accelerate": (accelerate_cases, judge_accelerate),
+    "trainer": (trainer_cases, judge_trainer),
+    "simpletuner": (simpletuner_cases, judge_simpletuner),
+}
+
+
+def judge(program: str, *, every: int = 1, first: int = 0) -> list[Answer]:
+    """Judge a program's cases, or each of so many from the ``first``."""
+    cases, judged = PROGRAMS[program]
+    logging.disable(logging.WARNING)  # the programs warn of what is tried here
+    try:
+        with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return [judged(case, Path(name)) for case in itertools.islice(cases(), first, None, every)]
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def summary(answers: list[Answer]) -> dict[str, Any]:
+    """Return the counts of a program, the reasons of what is right by definition, and every wrong case."""
+    kinds = Counter(answer.kind for answer in answers)
+    forms = Counter((answer.case.form, answer.kind) for answer in answers)
+    return {
+        "cases": len(answers),
+        **{kind.replace(" ", "_"): kinds[kind] for kind in KINDS},
+        "forms": {
+            form: {kind.replace(" ", "_"): forms[form, kind] for kind in KINDS if forms[form, kind]}
+            for form in dict.fromkeys(answer.case.form for answer in answers)
+        },
+        "definitions": dict(sorted(Counter(a.why for a in answers if a.kind == "by definition").items())),
+        "wrong_cases": [f"{answer.case}: {answer.why}" for answer in answers if answer.kind == "wrong"],
+    }
+
+
+KINDS = ("agrees", "by definition", "not judged", "wrong")
+
+
+def main() -> int:
+    """Judge the programs and print the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program", nargs="*", help=f"of {', '.join(PROGRAMS)}; default: all that are here")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    here = [name for name in PROGRAMS if name != "simpletuner" or simpletuner_oracle.folder()]
+    result = {
+        "benchmark": "config-grids",
+        "python": platform.python_version(),
+        "versions": {
+            **{name: metadata.version(name) for name in ("accelerate", "transformers", "torch", "PyYAML")},
+            **({"simpletuner": "4.8.0"} if simpletuner_oracle.folder() else {}),
+        },
+        "programs": {name: summary(judge(name)) for name in options.program or here},
+        "by_definition": {
+            code if isinstance(code, str) else f"{code[0]} {code[1]}": why for code, why in BY_DEFINITION.items()
+        },
+    }
+    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    sys.stdout.write(text)
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    return 1 if any(item["wrong"] for item in result["programs"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
