@@ -138,6 +138,7 @@ def _settings(trainer: Any, config: Any) -> dict[str, Any]:
         trainer.build_context_parallel_topology(config, config.num_processes, size, rotation)
     if plugin is None:
         return {}
+    made._prepare_fsdp_plugin_for_accelerator(plugin)
     settings = plugin_settings(plugin)
     # The plugin's own list is extended with the model's classes (and lacks those that the model has not).
     settings["wrap_classes"] = tuple(written or ())
