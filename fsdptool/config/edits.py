@@ -101,6 +101,8 @@ class Editor:
             return None
         if self.language in ("env", "toml"):  # a key of TOML is bare where it can be
             return (Edit(node.start, node.end, key),)
+        if self.language == "flags":
+            return (Edit(node.start, node.end, f"--{key}"),)
         return (Edit(node.start, node.end, scalar_text(key, self.language, node.style)),)
 
     def remove(self, parent: Node | None, entry: Entry) -> tuple[Edit, ...] | None:

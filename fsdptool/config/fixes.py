@@ -1,15 +1,19 @@
-"""Applying fixes: edits to spans; the file is read again after each pass; only announced changes are made."""
+"""Fixes: edits to spans. One is offered, and applied, only where the program accepts the result.
+
+A copy of the text is edited and judged like the original: the finding must be gone, no other error may be new,
+and the settings may change only as announced.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY
 from fsdptool.config.edits import apply_edits
-from fsdptool.config.reader import read_settings
+from fsdptool.config.reader import read_again
 from fsdptool.config.result import Reading
 from fsdptool.config.selection import FindingSelector, selector_of
 from fsdptool.files.text import SourceText
@@ -50,13 +54,14 @@ def repair(
         reading: What :func:`read_settings` returned.
         unsafe: Also apply fixes that change the run.
         only: Codes to fix, or None for all.
-        judged: Further arguments of :func:`read_settings`, so that every pass judges alike.
+        judged: What :func:`read_settings` judged by besides the file (``environment``, ``model``,
+            ``hardware``), so that every pass judges alike.
     """
     assert reading.source is not None
     before = reading.source
     refused: set[tuple[str, str]] = set()
     applied: list[Applied] = []
-    arguments = _arguments(reading, judged)
+    arguments = _conditions(judged)
     # Safe fixes first: an unsafe one (a migration) rewrites lines that they repair. And once more
     # afterwards, for what an unsafe one brought to light.
     for safe in (True, False, True) if unsafe else (True,):
@@ -67,6 +72,8 @@ def repair(
             reading, done = step
             applied.extend(done)
     assert reading.source is not None
+    if applied:
+        reading = withhold_refused(reading, **arguments)
     return Repaired(before, reading.source, reading, tuple(applied))
 
 
@@ -81,10 +88,10 @@ def repair_selected(
         reading: What :func:`read_settings` returned.
         selectors: Which findings.
         unsafe: Also apply fixes that change the run.
-        judged: Further arguments of :func:`read_settings`, so that the result is judged alike.
+        judged: As for :func:`repair`.
     """
     assert reading.source is not None
-    before, arguments = reading.source, _arguments(reading, judged)
+    before, arguments = reading.source, _conditions(judged)
     wanted = [
         item
         for item in selected(reading, selectors)
@@ -101,6 +108,8 @@ def repair_selected(
             applied.append(_applied(reading, index))
             reading = result
     assert reading.source is not None
+    if applied:
+        reading = withhold_refused(reading, **arguments)
     return Repaired(before, reading.source, reading, tuple(applied))
 
 
@@ -119,10 +128,40 @@ def _index(reading: Reading, wanted: Diagnostic, *, unique: bool) -> int | None:
     return alike[0] if alike else None
 
 
-def _arguments(reading: Reading, judged: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which the changed text is read as the unchanged one was."""
-    judge = reading.consumer
-    return {**judged, "dialect": reading.written_in, "consumer": judge.name, "target": judge.version}
+def _conditions(judged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a changed text is judged by; whether a run fits does not depend on how a file is fixed."""
+    kept = {key: judged[key] for key in ("environment", "model", "hardware") if judged.get(key) is not None}
+    if "hardware" in kept:
+        kept["hardware"] = replace(kept["hardware"], fit=None)
+    return kept
+
+
+def withhold_refused(reading: Reading, **judged: Any) -> Reading:
+    """Return a reading without the fixes whose result its program would refuse.
+
+    Safe fixes, which leave the run as it is, are tried together, and one by one where that fails.
+
+    Args:
+        reading: A reading whose fixes have not been tried.
+        judged: As for :func:`repair`.
+    """
+    arguments = _conditions(judged)
+    offered = [index for index, item in enumerate(reading.diagnostics) if item.fix and item.fix.edits]
+    safe = [index for index in offered if reading.diagnostics[index].fix.safe]  # type: ignore[union-attr]
+    together = _disjoint(reading, safe)
+    good = set(together) if len(together) > 1 and _try(reading, together, arguments) is not None else set()
+    good.update(
+        index for index in offered if index not in good and _try(reading, [index], arguments) is not None
+    )
+    refused = {index for index in offered if index not in good}
+    if not refused:
+        return reading
+    diagnostics = tuple(
+        replace(item, fix=None) if index in refused else item
+        for index, item in enumerate(reading.diagnostics)
+    )
+    changes = tuple({} if index in refused else item for index, item in enumerate(reading.changes))
+    return replace(reading, diagnostics=diagnostics, changes=changes)
 
 
 def _step(
@@ -201,15 +240,20 @@ def _try(reading: Reading, group: list[int], arguments: dict[str, Any]) -> Readi
         return None
     if text == reading.source.text:
         return None
-    again = read_settings(reading.source.with_text(text), **arguments)
-    left, found = (Counter(map(_key, item.diagnostics)) for item in (again, reading))
-    fixed = Counter(_key(reading.diagnostics[index]) for index in group)
-    if any(left[key] > found[key] - number for key, number in fixed.items()):
-        return None  # An edit that leaves its finding would be made again in every pass.
+    again = read_again(reading, text, **arguments)
+    if again is None or not _gone(reading, again, group):
+        return None
     promised: dict[str, Any] = {}
     for index in group:
         promised.update(reading.changes[index])
     return again if kept(reading, again, promised) else None
+
+
+def _gone(before: Reading, after: Reading, group: list[int]) -> bool:
+    """Whether each finding of a group is gone."""
+    left, had = Counter(map(_key, after.diagnostics)), Counter(map(_key, before.diagnostics))
+    taken = Counter(_key(before.diagnostics[index]) for index in group)
+    return all(left[key] <= had[key] - count for key, count in taken.items())
 
 
 def kept(before: Reading, after: Reading, promised: Mapping[str, Any]) -> bool:
@@ -220,7 +264,7 @@ def kept(before: Reading, after: Reading, promised: Mapping[str, Any]) -> bool:
         promised: Settings with their new values; ``*`` allows a group of keys to begin to count (a
             misspelt key, a switch), never to change one that counted already.
     """
-    if after.dialect != before.dialect or _errors(after) > _errors(before):
+    if after.dialect != before.dialect or _errors(after) - _errors(before):
         return False
     old, new = before.facts, after.facts
     for key in (*COMMON, *DETAILS, *LEGACY):
@@ -236,12 +280,13 @@ def kept(before: Reading, after: Reading, promised: Mapping[str, Any]) -> bool:
     return True
 
 
-def _errors(reading: Reading) -> int:
-    """Return the number of errors, with those that settings or a baseline hold back.
+def _errors(reading: Reading) -> Counter[str]:
+    """Return how often each code is an error, with those that settings or a baseline hold back.
 
     The file is read again without settings and baseline, so both sides must count them.
     """
-    return sum(item.severity == "error" for item in (*reading.diagnostics, *reading.suppressed))
+    found = (*reading.diagnostics, *reading.suppressed)
+    return Counter(item.code for item in found if item.severity == "error")
 
 
 def _plain(value: Any) -> Any:

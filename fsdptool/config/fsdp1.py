@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdptool.config.canonical import LEGACY, MESH, RESHARD_OF_STRATEGY, hybrid_mesh
+from fsdptool.config.checks.meaning import wraps_nothing
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import parse_source
 from fsdptool.config.dialects.protocol import Dialect
@@ -73,6 +74,8 @@ def _refusal(lint: LintContext) -> str | None:
         return "LOCAL_STATE_DICT is not supported by FSDP2: use SHARDED_STATE_DICT"
     if lint.migration_refusal:
         return lint.migration_refusal
+    if lint.get("activation_checkpointing") and wraps_nothing(lint) and lint.consumer.name != "fsdptool":
+        return "activation checkpointing crashes under FSDP2 where nothing is wrapped: wrap the blocks first"
     if lint.has("FSD336", severity="error"):
         return "decide which strategy you want: the one in the file has never run (FULL_SHARD has)"
     if strategy is not None and strategy.startswith("hybrid"):

@@ -99,6 +99,51 @@ def read_settings(
             judged_for=judged_for,
             help=_advice(written_in, natural, judged_for.name),
         )
+    reading = _judge(source, document, comments, judged_for, written_in, environment, model, hardware)
+    if not any(item.fix is not None for item in reading.diagnostics):
+        return reading
+    from fsdptool.config.fixes import withhold_refused
+
+    return withhold_refused(reading, environment=environment, model=model, hardware=hardware)
+
+
+def read_again(
+    reading: Reading,
+    text: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    model: Anatomy | None = None,
+    hardware: Hardware | None = None,
+) -> Reading | None:
+    """Return the reading of a changed text, judged as ``reading`` was; its fixes are not tried.
+
+    None: it does not parse, or is no mapping any more.
+    """
+    assert reading.source is not None and reading.written_in is not None
+    source = reading.source.with_text(text)
+    try:
+        document = parse_source(source, reading.written_in)
+    except ParseError:
+        return None
+    if document.root is None or document.root.kind != "map":
+        return None
+    comments = read_comments(source)
+    return _judge(
+        source, document, comments, reading.consumer, reading.written_in, environment, model, hardware
+    )
+
+
+def _judge(
+    source: SourceText,
+    document: Document,
+    comments: Comments,
+    judged_for: Consumer,
+    written_in: Dialect,
+    environment: Mapping[str, str] | None,
+    model: Anatomy | None,
+    hardware: Hardware | None,
+) -> Reading:
+    """Read a tree into facts, and judge them."""
     lint = LintContext(source, document, judged_for, written_in, environment or {})
     _check_text(lint)
     written_in.read(lint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accelerate_oracle import Outcome, run_accelerate
+from accelerate_oracle import Outcome, run_accelerate, validate_mesh
 
 from fsdptool.config import Reading, read_settings
 from fsdptool.config.fixes import repair
@@ -276,21 +276,11 @@ def test_good_meshes_are_good_for_both(sizes: dict[str, int], tmp_path: Path) ->
 
 def accelerator_refuses(sizes: dict[str, int], *, fsdp2: bool, processes: int) -> str | None:
     """Run ``ParallelismConfig`` and its check of the accelerator; return what it says."""
-    from types import SimpleNamespace
-
     from accelerate import ParallelismConfig
-    from accelerate.utils import DistributedType
 
-    accelerator = SimpleNamespace(
-        num_processes=processes,
-        multi_device=False,
-        is_fsdp2=fsdp2,
-        is_main_process=True,
-        distributed_type=DistributedType.FSDP,
-    )
     try:
-        made = ParallelismConfig(**{f"{key}_size": value for key, value in sizes.items()})
-        made._validate_accelerator(accelerator)
+        mesh = ParallelismConfig(**{f"{key}_size": value for key, value in sizes.items()})
+        validate_mesh(mesh, fsdp2, processes)
     except ValueError as error:
         return str(error)
     return None

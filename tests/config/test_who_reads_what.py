@@ -115,7 +115,7 @@ def test_a_command_line_is_for_the_program_it_starts(tmp_path: Path) -> None:
     "line",
     [
         "accelerate launch --num_processes 4 --fsdp_version 2 --use_fsdp train.py {}",
-        "accelerate launch --use_fsdp true --fsdp_version=2 --num_processes 4 \\\n  train.py \\\n  {}",
+        "accelerate launch --use_fsdp --fsdp_version=2 --num_processes 4 \\\n  train.py \\\n  {}",
         "python -m accelerate.commands.launch --use_fsdp --fsdp_version 2 --num_processes 4 -m my.module {}",
         "srun -n 4 accelerate launch $MORE --use_fsdp --fsdp_version 2 --num_processes 4 train.py {}",
     ],
@@ -127,9 +127,17 @@ def test_what_follows_the_script_is_the_scripts(line: str) -> None:
     assert not reading.errors, [item.message for item in reading.errors]
     assert (reading.version, reading.facts["num_processes"], reading.facts["mixed_precision"]) == (2, 4, "no")
     own = [word for word in text.replace("\\", " ").partition("launch ")[2].split() if word != "$MORE"]
-    parsed = launch_command_parser().parse_args([word for word in own if word != "true"])
+    parsed = launch_command_parser().parse_args(own)
     assert (parsed.use_fsdp, parsed.fsdp_version, parsed.num_processes) == (True, "2", 4)
     assert parsed.mixed_precision is None and not parsed.debug
+
+
+def test_a_switch_with_a_value_is_an_error() -> None:
+    """accelerate takes the value for the script, and all behind it for the script's arguments."""
+    line = "accelerate launch --use_fsdp true --fsdp_version=2 train.py"
+    parsed = launch_command_parser().parse_args(line.split()[2:])
+    assert (parsed.training_script, parsed.fsdp_version) == ("true", "1")
+    assert [item.code for item in read_settings(line + "\n", dialect="flags").errors] == ["FSD206"]
 
 
 def test_the_launchers_switches_are_its_own() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from accelerate_oracle import plugin_settings
+from accelerate_oracle import devices, plugin_settings, prepare_model
 
 
 class _Bare:
@@ -29,9 +29,11 @@ class _Bare:
         self.process = TrainingArguments._process_fsdp_args
 
 
-def run_trainer(fsdp: Any, fsdp_config: Any) -> dict[str, Any] | str:
-    """Return the plugin's settings by our names, or how transformers stopped."""
-    import torch
+def run_trainer(fsdp: Any, fsdp_config: Any, *, prepare: bool = False) -> dict[str, Any] | str:
+    """Return the plugin's settings by our names, or how transformers stopped.
+
+    With ``prepare`` the policies are applied to a model, too.
+    """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     logging.getLogger("transformers.training_args").setLevel(logging.ERROR)
@@ -43,12 +45,11 @@ def run_trainer(fsdp: Any, fsdp_config: Any) -> dict[str, Any] | str:
             arguments = bare.process(bare)
             if arguments is None:
                 return {}
-            with (
-                patch("accelerate.utils.dataclasses.is_cuda_available", return_value=True),
-                patch.object(torch.cuda, "current_device", return_value=0),
-            ):
+            with devices():
                 plugin = FullyShardedDataParallelPlugin(**arguments)
             settings = plugin_settings(plugin)
+            if prepare:
+                prepare_model(plugin)
             if "limit_all_gathers" in arguments:
                 settings["limit_all_gathers"] = plugin.limit_all_gathers
             return settings
@@ -75,18 +76,24 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 def _precision(path: Path) -> str:
     """Return the precision of TrainingArguments made from the file: ``no``, ``fp16`` or ``bf16``."""
     data = _mapping(path)
-    return _precision_of(*(data.get(key) is True for key in ("bf16", "fp16")))
+    return precision_of(*(data.get(key) for key in ("bf16", "fp16")))
 
 
 @cache
-def _precision_of(bf16: bool, fp16: bool) -> str:
+def precision_of(bf16: Any, fp16: Any) -> str:
+    """Return the precision of TrainingArguments with these values.
+
+    Raises:
+        ValueError: TrainingArguments refuse them.
+    """
     from transformers import TrainingArguments
 
+    given = {key: value for key, value in (("bf16", bf16), ("fp16", fp16)) if value is not None}
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "no"}),
     ):
-        return str(TrainingArguments(output_dir=folder, use_cpu=True, bf16=bf16, fp16=fp16).mixed_precision)
+        return str(TrainingArguments(output_dir=folder, use_cpu=True, **given).mixed_precision)
 
 
 def check_explained(path: Path) -> str | None:

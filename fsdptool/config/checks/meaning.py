@@ -20,6 +20,7 @@ _LEAVES = frozenset([
     "Linear", "Conv1d", "Conv2d", "Conv3d", "LayerNorm", "RMSNorm", "GroupNorm", "Dropout", "Embedding",
     "Identity", "SiLU", "GELU",
 ])  # fmt: skip
+_ONCE = ("Pooler", "Pooling", "Head")
 _WHOLE = (
     "ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification", "ForMaskedLM",
     "ForTokenClassification", "ForQuestionAnswering", "LMHeadModel", "Pipeline",
@@ -66,7 +67,7 @@ def check_meaning(
 def _conflicts(lint: LintContext) -> None:
     kind, block = lint.distributed_type, lint.fsdp_block
     filled = block is not None and bool(block.entries)
-    if lint.deepspeed and (lint.runs_fsdp or filled):
+    if lint.deepspeed and (lint.runs_fsdp or (filled and kind in ("FSDP", "DEEPSPEED", None))):
         lint.report(
             "FSD304",
             "FSDP and DeepSpeed cannot be enabled simultaneously.",
@@ -196,6 +197,10 @@ def _wrapping(lint: LintContext) -> None:
         what = None
         if class_name in _LEAVES:
             what = "a layer inside the blocks, not a block"
+        elif class_name.endswith(("Embedding", "Embeddings")):
+            what = "an embedding, judging by its name"
+        elif class_name.endswith(_ONCE):
+            what = "a part that the model has once, judging by its name"
         elif class_name.endswith(_WHOLE) or (class_name.endswith("Model") and len(class_name) > 5):
             what = "a whole model, judging by its name"
         if what is not None:
@@ -206,8 +211,15 @@ def _checkpointing(lint: LintContext) -> None:
     on = bool(lint.get("activation_checkpointing"))
     offload = bool(lint.get("activation_checkpointing_offload"))
     if on and wraps_nothing(lint) and lint.consumer.name != "fsdptool":
+        # FSDP1 passes no policy to torch's apply_activation_checkpointing, which then takes every module.
+        first = lint.get("fsdp_version") == 1
         lint.report(
-            "FSD316", "activation checkpointing crashes without wrapped blocks", "activation_checkpointing"
+            "FSD316",
+            "without wrapped blocks activation checkpointing takes every module, and crashes under version 2"
+            if first
+            else "activation checkpointing crashes without wrapped blocks",
+            "activation_checkpointing",
+            severity="warning" if first else None,
         )
     if offload and (not on or lint.get("fsdp_version") != 2):
         need = "activation checkpointing" if not on else "fsdp_version 2"

@@ -156,19 +156,21 @@ def check_processes(lint: LintContext) -> None:
         lint.report("FSD347", "context parallelism does not work on CPU", "cp")
     if not launched_by_accelerate(lint):
         return
+    written = lint.at("num_processes")
     if processes is None:
         # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
-        if "num_processes" not in lint.dialect.cannot:
+        unsaid = written is None or written.node.value in (None, -1)  # else it is a finding of its own
+        if unsaid and "num_processes" not in lint.dialect.cannot:
             lint.report("FSD326", "num_processes is not written", "num_processes")
     elif isinstance(processes, int):
-        if processes == 1:
-            lint.report_value("FSD327", "FSDP over a single process", "num_processes")
-        elif processes % machines:
+        if processes % machines:
             lint.report_value(
                 "FSD328",
                 f"{processes} processes cannot be divided evenly over {machines} machines",
                 "num_processes",
             )
+        elif processes == 1:
+            lint.report_value("FSD327", "FSDP over a single process", "num_processes")
     elif machines > 1:
         lint.report_value(
             "FSD205",

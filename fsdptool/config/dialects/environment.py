@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import BOOLEANS, LAUNCH, LEGACY_DEFAULTS, MESH, WRITTEN, check_expressible
+from fsdptool.config.canonical import LAUNCH, LEGACY_DEFAULTS, MESH, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, IN_PYTHON, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.launch import (
     read_details,
-    read_precision,
     read_rotation,
     report_size,
 )
+from fsdptool.config.dialects.accelerate.reader import read_plugin
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.shell import parse_environment, sniff
 from fsdptool.errors import ConfigError
@@ -74,79 +74,43 @@ def _unknown(lint: LintContext, chosen: dict[str, Entry]) -> None:
         )
 
 
-def _read(lint: LintContext, key: str, name: str, entry: Entry | None, version: int) -> None:
-    unread = _unread(name, version)
-    if unread is not None:
-        if entry is not None:
-            lint.ignore(entry, unread)
-        return
-    if entry is None:
-        _default(lint, name, version)
-        return
-    if name == "sharding_strategy":
-        lint.set(name, spelling.choice(entry.node.value, spelling.STRATEGIES) or "full_shard", entry=entry)
-    elif name == "backward_prefetch":
-        text = str(entry.node.value).upper()
-        lint.set(name, None if text == "NO_PREFETCH" else text, entry=entry)
-    elif name == "reshard_after_forward":
-        values.read_reshard(lint, entry, key)
-    elif name == "wrap_classes":
-        values.read_classes(lint, entry, lint.root)
-    elif name in ("wrap_policy", "state_dict_type"):
-        table = values.POLICIES if name == "wrap_policy" else values.STATE_DICTS
-        values.read_choice(lint, key, name, entry, table, version)
-    elif name == "mixed_precision":
-        read_precision(lint, entry)
-    elif name == "min_num_params":
-        _threshold(lint, entry)
-    elif name in BOOLEANS:
-        truth = values.word_of_truth(entry.node.value)
-        lint.set(name, bool(truth), entry=entry)
-        if truth is None:
-            lint.report_value("FSD206", f"{key} must be true or false, not {entry.node.value!r}", entry)
-    else:
-        lint.set(name, entry.node.value, entry=entry)
-
-
-def _unread(name: str, version: int) -> str | None:
-    if name in LEGACY_DEFAULTS and version == 2:
-        return "FSDP1 only; not read under version 2"
-    if name == "reshard_after_forward" and version == 1:
-        return "FSDP_SHARDING_STRATEGY decides under version 1"
-    return None
-
-
-def _threshold(lint: LintContext, entry: Entry) -> None:
-    if lint.get("wrap_policy") != "size":
-        lint.ignore(entry, "read with SIZE_BASED_WRAP only")
-        return
-    try:
-        lint.set("min_num_params", int(entry.node.value), entry=entry)
-    except ValueError:
-        meant = spelling.integer(entry.node.value)
-        lint.set("min_num_params", meant or 0, entry=entry)
-        lint.report_value(
-            "FSD213",
-            f"{entry.key} {entry.node.value!r} is not an integer",
-            entry,
-            edits=lint.editor.replace(entry.node, str(meant)) if meant is not None else None,
-            fix=f"write {meant}",
-        )
-
-
 def _default(lint: LintContext, name: str, version: int) -> None:
+    """Record what the plugin takes where a variable is not set."""
+    if (name in LEGACY_DEFAULTS and version == 2) or (name == "reshard_after_forward" and version == 1):
+        return
     defaults: dict[str, Any] = {
         "reshard_after_forward": True,
         "wrap_policy": "none",
         "wrap_classes": (),
         "min_num_params": 0 if lint.get("wrap_policy") == "size" else None,
         "state_dict_type": "full" if version == 1 else "sharded",
-        "mixed_precision": "no",
         "sharding_strategy": "full_shard",
         "backward_prefetch": None,
         "ignored_modules": None,
     }
     lint.set(name, defaults.get(name, False))
+
+
+def _precision(lint: LintContext, entry: Entry | None) -> None:
+    """Read what ``AcceleratorState`` takes as it stands: the plugin knows fp32 besides, and no upper case."""
+    text = "no" if entry is None else str(entry.node.value)
+    if text == "fp32":
+        lint.set("mixed_precision", "no", entry=entry)
+        lint.report_value("FSD217", "fp32 computes in float32 throughout: no mixed precision", entry)
+    elif text in spelling.PRECISIONS:
+        lint.set("mixed_precision", text, entry=entry)
+    else:
+        meant = spelling.choice(text, spelling.PRECISIONS)
+        lint.set("mixed_precision", meant or "no", entry=entry)
+        message = f"ACCELERATE_MIXED_PRECISION {text!r} is not one of no, fp16, bf16, fp8"
+        lint.report_value("FSD206", message, entry, meant)
+
+
+def _boolean(lint: LintContext, key: str, name: str, entry: Entry | None) -> None:
+    if entry is None:
+        lint.set(name, False)
+    else:
+        values.read_boolean(lint, key, name, entry)
 
 
 def _sizes(lint: LintContext, chosen: dict[str, Entry], active: bool) -> None:
@@ -158,7 +122,7 @@ def _sizes(lint: LintContext, chosen: dict[str, Entry], active: bool) -> None:
         if not active:
             lint.ignore(entry, "ACCELERATE_USE_PARALLELISM_CONFIG is not true")
             continue
-        size = spelling.integer(entry.node.value) if str(entry.node.value).isdecimal() else None
+        size = values.whole(entry.node.value)
         if size is not None and size >= 1:
             lint.set(name, size, entry=entry)
         else:
@@ -226,12 +190,11 @@ class Environment(Dialect):
                 severity="warning",
                 help="set ACCELERATE_USE_FSDP=true, or launch with an accelerate file",
             )
-        values.read_version(lint, chosen.get("FSDP_VERSION"))
-        version = lint.get("fsdp_version")
-        for key, name in KEYS.items():
-            if key == "FSDP_VERSION":
-                continue
-            _read(lint, key, name, chosen.get(key), version)
+        by_name = {name: chosen[key] for key, name in KEYS.items() if key in chosen}
+        read_plugin(lint, by_name, lint.root, _default)
+        _precision(lint, by_name.get("mixed_precision"))
+        for name in ("use_cpu", "debug"):
+            _boolean(lint, lint.name(name), name, by_name.get(name))
         _sizes(lint, chosen, on("ACCELERATE_USE_PARALLELISM_CONFIG"))
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:

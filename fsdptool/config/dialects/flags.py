@@ -1,20 +1,23 @@
-"""Command lines: ``accelerate launch`` flags, or SimpleTuner's, in forgiving spellings."""
+"""Command lines: those of ``accelerate launch``, and SimpleTuner's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import LEGACY_DEFAULTS, MESH, check_expressible
+from fsdptool.config.canonical import MESH, STRATEGY_NAMES, WRITTEN, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import accelerate
+from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, PARALLELISM_KEYS
-from fsdptool.config.dialects.accelerate.launch import read_details, report_size
+from fsdptool.config.dialects.accelerate.launch import read_details, read_rotation, read_top, report_size
+from fsdptool.config.dialects.accelerate.reader import read_plugin
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.dialects.simpletuner import reader as simpletuner
 from fsdptool.config.shell import parse_flags, sniff
 from fsdptool.errors import ConfigError
-from fsdptool.files.tree import Entry, to_python
+from fsdptool.files.tree import Entry, effective_entries
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
@@ -32,146 +35,184 @@ _SIMPLETUNER = frozenset([
 
 NAME = "flags"
 
-_TOP = (
-    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
-    "mixed_precision", "gpu_ids", "rdzv_backend", "debug",
+_WHOLE = (
+    "num_processes", "num_machines", "machine_rank", "main_process_port", "fsdp_min_num_params",
+    *(key for key, name in PARALLELISM_KEYS.items() if name in MESH),
 )  # fmt: skip
+"""Flags of ``accelerate launch`` (1.15) with ``type=int``."""
+_CHOICES = {
+    "fsdp_version": ("1", "2"),
+    "mixed_precision": ("no", "fp16", "bf16", "fp8"),
+    "parallelism_config_cp_backend": ("torch",),
+    "parallelism_config_sp_backend": ("deepspeed",),
+}
+_SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed", "multi_gpu", "cpu", "tpu", "debug")
+"""Flags with ``action="store_true"``."""
+_TEXTS = ("main_process_ip", "gpu_ids", "rdzv_backend", "config_file")
+_FSDP = {key: name for key, name in FSDP_KEYS.items() if name != "ignored_modules"}
 KEYS: dict[str, str] = {
-    **FSDP_KEYS,
+    **_FSDP,
     **PARALLELISM_KEYS,
     **DETAILS,
-    **{key: key for key in _TOP},
-    "use_fsdp": "use_fsdp",
-    "use_parallelism_config": "use_parallelism_config",
-    "use_deepspeed": "use_deepspeed",
-    "multi_gpu": "multi_gpu",
-    "cpu": "cpu",
-    "config_file": "config_file",
+    **{key: key for key in (*_WHOLE[:4], "mixed_precision", *_TEXTS, *_SWITCHES)},
 }
-_BOOLEAN_FLAGS = ("use_fsdp", "use_parallelism_config", "use_deepspeed", "multi_gpu", "cpu", "debug")
-DEFAULTS: dict[str, Any] = {
-    "fsdp_version": 1,
-    "wrap_policy": "none",
-    "wrap_classes": (),
-    "min_num_params": None,
-    "state_dict_type": None,
-    "cpu_offload": False,
-    "cpu_ram_efficient_loading": True,
-    "activation_checkpointing": False,
-    "activation_checkpointing_offload": False,
-    "mixed_precision": "no",
-    "num_processes": None,
+_LAUNCH: dict[str, Any] = {
     "num_machines": 1,
+    "num_processes": None,
     "machine_rank": 0,
     "main_process_ip": None,
     "main_process_port": None,
     "rdzv_backend": "static",
     "gpu_ids": None,
-    "debug": False,
+    "mixed_precision": "no",
 }
-"""accelerate 1.15 ``launch_command_parser``; a state_dict_type of None follows the version."""
+"""What ``accelerate launch`` takes for the flags that are not given."""
 
 
 def read_accelerate(lint: LintContext) -> None:
-    """Read the flags of ``accelerate launch`` into facts."""
+    """Read the flags of ``accelerate launch`` into facts: argparse first, then as its files are read."""
     lint.names = {canonical: key for key, canonical in KEYS.items()}
-    chosen = simpletuner.collect(lint, KEYS)
-    details = {name: chosen.pop(key) for key, name in DETAILS.items() if key in chosen}
-    parsed = {name: _value(lint, key, name, chosen[key]) for key, name in KEYS.items() if key in chosen}
-    fsdp = any(key.startswith("fsdp_") for key in chosen)
-    if parsed.get("use_deepspeed") and (parsed.get("use_fsdp") or fsdp):
-        lint.report("FSD304", "FSDP and DeepSpeed cannot be enabled simultaneously.", chosen["use_deepspeed"])
-    if not parsed.get("use_fsdp"):
+    written = _collect(lint)
+    fsdp = [entry for key, entry in written.items() if key.startswith("fsdp_")]
+    switched = _switches(lint, written, bool(fsdp))
+    parsed = {key: _parsed(lint, key, entry) for key, entry in written.items()}
+    chosen = {key: entry for key, entry in parsed.items() if entry is not None}
+    if "use_fsdp" not in switched:
         if not fsdp:
             lint.runs_fsdp = False
             lint.configures_fsdp = False
             lint.report("FSD113", "the command line does not configure FSDP")
             return
-        first = next(chosen[key] for key in chosen if key.startswith("fsdp_"))
-        if "config_file" not in chosen:
+        if "config_file" not in written:
             lint.report(
                 "FSD330",
                 "FSDP flags have no effect without --use_fsdp",
-                first,
+                fsdp[0],
                 severity="warning",
                 help="add --use_fsdp",
             )
-    version = parsed.get("fsdp_version") or 1
-    defaults = _defaults(parsed, version)
-    by_name = {name: chosen[key] for key, name in KEYS.items() if key in chosen}
-    mesh = bool(parsed.get("use_parallelism_config"))
-    lint.parallelism_block = lint.root if mesh else None
-    for name in MESH:
-        defaults[name] = 1 if mesh or name != "dp_shard" else None
-        if not mesh and name in by_name:
-            lint.ignore(by_name[name], "read with --use_parallelism_config only")
-            parsed.pop(name)
-    defaults["cp_comm_strategy"] = "allgather"
-    _record(lint, parsed, by_name, version)
-    for name, value in defaults.items():
-        if name not in lint.facts:
-            lint.set(name, value)
-    lint.set("use_cpu", bool(parsed.get("cpu")))
-    if mesh:
+    read_plugin(
+        lint, {name: chosen[key] for key, name in _FSDP.items() if key in chosen}, lint.root, values.default
+    )
+    for key, default in _LAUNCH.items():
+        entry = chosen.get(key)
+        if entry is None:
+            lint.set(key, default)
+        elif key == "mixed_precision":
+            lint.set(key, entry.node.value, entry=entry)
+        elif key == "rdzv_backend":
+            lint.set(key, str(entry.node.value), entry=entry)
+        else:
+            read_top(lint, key, entry, int(entry.node.value) if key in _WHOLE else entry.node.value)
+    if (lint.get("num_machines") or 1) > 1 and not written.keys() & {"machine_rank", "config_file"}:
+        lint.report(
+            "FSD205",
+            "several machines without --machine_rank; the launcher stops with a TypeError",
+            "num_machines",
+            help="give --machine_rank on every machine, 0 on the first",
+        )
+    lint.set("debug", "debug" in switched)
+    lint.set("use_cpu", "cpu" in switched)
+    _mesh(lint, chosen, "use_parallelism_config" in switched)
+
+
+def _mesh(lint: LintContext, chosen: dict[str, Entry], active: bool) -> None:
+    lint.parallelism_block = lint.root if active else None
+    for key, name in PARALLELISM_KEYS.items():
+        entry = chosen.get(key)
+        if name == "cp_comm_strategy":
+            lint.set(name, "allgather")
+        else:
+            lint.set(name, 1 if active or name != "dp_shard" else None)
+        if entry is None:
+            continue
+        if not active:
+            lint.ignore(entry, "read with --use_parallelism_config only")
+        elif name == "cp_comm_strategy":
+            read_rotation(lint, entry.node.value, entry)
+        elif int(entry.node.value) >= 1:
+            lint.set(name, int(entry.node.value), entry=entry)
+        else:
+            report_size(lint, key, name, entry)
+    details = {name: chosen[key] for key, name in DETAILS.items() if key in chosen}
+    if active:
         read_details(lint, details, written_in="flags")
-    for entry in () if mesh else details.values():
+    for entry in () if active else details.values():
         lint.ignore(entry, "read with --use_parallelism_config only")
 
 
-def _record(lint: LintContext, parsed: dict[str, Any], by_name: dict[str, Entry], version: int) -> None:
-    for name, value in parsed.items():
-        if (name in _BOOLEAN_FLAGS and name != "debug") or name == "config_file":
-            continue
-        if name in (LEGACY_DEFAULTS if version == 2 else ("reshard_after_forward",)):
-            lint.ignore(by_name[name], "not read under this version")
-            continue
-        if name == "min_num_params" and parsed.get("wrap_policy") != "size":
-            lint.ignore(by_name[name], "read with SIZE_BASED_WRAP only")
-            continue
-        lint.set(name, value, entry=by_name[name])
+def _collect(lint: LintContext) -> dict[str, Entry]:
+    """Return the entries by flag, spelled as accelerate's parser takes them: all ``_``, or all ``-``."""
+    chosen: dict[str, Entry] = {}
+    for entry in effective_entries(lint.root):
+        written = str(entry.key)
+        key = written.replace("-", "_").lower()
+        if key in KEYS and written in (key, key.replace("_", "-")):
+            chosen[key] = entry
+        elif key in KEYS or key.startswith(("fsdp", "context_parallel", "parallelism_config")):
+            simpletuner.report_unknown(lint, entry, key if key in KEYS else _meant(key, entry, chosen))
+    return chosen
 
 
-def _defaults(parsed: dict[str, Any], version: int) -> dict[str, Any]:
-    defaults = dict(DEFAULTS)
-    defaults["state_dict_type"] = "sharded" if version == 2 else "full"
-    if parsed.get("wrap_policy") == "size":
-        defaults["min_num_params"] = 100_000_000
-    if version == 2:
-        defaults["reshard_after_forward"] = True
-    else:
-        defaults.update(LEGACY_DEFAULTS)
-    return defaults
+def _meant(key: str, entry: Entry, chosen: dict[str, Entry]) -> str | None:
+    """Return the flag that an unknown one stands for: by its value, where only another flag takes that."""
+    owners = [flag for flag, table in _OWN_VALUES.items() if str(entry.node.value).upper() in table]
+    if owners:
+        return next((flag for flag in owners if flag not in chosen), None)
+    return spelling.nearest(key, KEYS, cutoff=0.7)
 
 
-def _value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
-    value = to_python(entry.node)
-    if name == "sharding_strategy":
-        strategy = spelling.choice(value, spelling.STRATEGIES)
-        if strategy is None:
-            lint.report_value("FSD206", f"{key} {value!r} is not a sharding strategy", entry)
-        return strategy or "full_shard"
-    if name == "backward_prefetch":
-        text = str(value).upper()
-        return None if text in ("NO_PREFETCH", "NONE") else text
-    if name in ("reshard_after_forward",) and spelling.boolean(value) is None:
-        strategy = spelling.choice(value, spelling.STRATEGIES)
-        meant = {"full_shard": True, "shard_grad_op": False}.get(strategy or "")
-        lint.report_value(
-            "FSD322",
-            f"{key} must be true or false, not {value!r}",
-            entry,
-            str(meant).lower() if meant is not None else None,
+_OWN_VALUES = {
+    "fsdp_auto_wrap_policy": frozenset(values.POLICIES),
+    "fsdp_state_dict_type": frozenset(WRITTEN["state_dict_type"].values()),
+    "fsdp_sharding_strategy": frozenset(STRATEGY_NAMES),
+    "fsdp_backward_prefetch": frozenset({"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"}),
+}
+"""Values that belong to one flag alone."""
+
+
+def _switches(lint: LintContext, written: dict[str, Entry], fsdp: bool) -> set[str]:
+    """Return the switches that are given, and report those that exclude each other."""
+    given = {key for key in _SWITCHES if key in written}
+    kinds = [key for key in ("use_fsdp", "use_deepspeed", "multi_gpu", "cpu", "tpu") if key in given]
+    if "use_deepspeed" in given and ("use_fsdp" in given or fsdp):
+        lint.report(
+            "FSD304", "FSDP and DeepSpeed cannot be enabled simultaneously.", written["use_deepspeed"]
         )
-        return meant if meant is not None else True
-    if name == "config_file":
-        return value
-    if name in MESH:
-        size = spelling.integer(value)
-        if size is None or size < 1:
-            report_size(lint, key, name, entry)
-            return 1
-        return size
-    return simpletuner.read_value(lint, key, name, entry)
+    elif len(kinds) > 1:
+        names = " and ".join(f"--{key}" for key in kinds)
+        lint.report("FSD206", f"{names} exclude each other; the launcher stops", written[kinds[1]])
+    if "use_parallelism_config" in given and "use_fsdp" not in given:
+        place = written["use_parallelism_config"]
+        lint.report("FSD342", "--use_parallelism_config needs --use_fsdp and --fsdp_version 2", place)
+    return given
+
+
+def _parsed(lint: LintContext, key: str, entry: Entry) -> Entry | None:
+    """Return an entry as argparse lets it pass: with what was meant where that is clear, or None."""
+    value, bare = entry.node.value, entry.node.end == entry.node.start
+    if key in _SWITCHES:
+        if not bare:
+            lint.report_value("FSD206", f"{key} takes no value; accelerate stops at {value!r}", entry)
+        return entry
+    if bare:
+        lint.report("FSD206", f"{key} needs a value; accelerate's parser stops", entry)
+        return None
+    if key in _CHOICES and value not in _CHOICES[key]:
+        code, must = "FSD206", f"be one of {', '.join(_CHOICES[key])}"
+        meant: Any = spelling.choice(value, spelling.PRECISIONS)
+        meant = meant if key == "mixed_precision" else str(spelling.integer(value))
+        meant = meant if meant in _CHOICES[key] else None
+    elif key in _WHOLE and values.whole(value) is None:
+        code, must = _CODES.get(key, "FSD205"), "be a whole number"
+        meant = spelling.integer(value)
+    else:
+        return entry
+    lint.report_value(code, f"{key} must {must}, not {value!r}", entry, meant)
+    return None if meant is None else replace(entry, node=replace(entry.node, value=str(meant)))
+
+
+_CODES = {"fsdp_min_num_params": "FSD213", "parallelism_config_cp_size": "FSD306"}
 
 
 def _word(value: Any) -> str:

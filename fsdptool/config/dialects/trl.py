@@ -86,7 +86,7 @@ class Trl(Trainer):
         for key in _LAUNCH:
             entry = root.get(key)
             if entry is not None:
-                launch.read_top(lint, key, entry)
+                launch.read_top(lint, key, entry, to_python(entry.node))
         _judge_liger(lint)
         _judge_batch(lint)
         if root.get("fsdp") is None and root.get("fsdp_config") is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fsdptool import spelling
@@ -10,24 +11,32 @@ from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate.values import read_boolean, word_of_truth
 from fsdptool.files.tree import Entry, Node, to_python
 
-_PREFETCHES = {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2"}
+PREFETCHES = {
+    "BACKWARD_PRE": "BACKWARD_PRE",
+    "BACKWARD_POST": "BACKWARD_POST",
+    "NO_PREFETCH": None,
+    "1": "BACKWARD_PRE",
+    "2": "BACKWARD_POST",
+}
+"""torch's names (in upper case) and numbers, which the plugin accepts as text."""
 
 
 def read_legacy(
-    lint: LintContext, key: str, name: str, entry: Entry, block: Node | None, version: int
+    lint: LintContext, name: str, chosen: Mapping[str, Entry], block: Node | None, version: int
 ) -> None:
-    """Keys of FSDP1: settings under version 1, findings under version 2."""
+    """Read a setting of FSDP1: a setting under version 1, a finding under version 2."""
+    key, entry = lint.name(name), chosen[name]
     value = to_python(entry.node)
     if version == 1:
-        _legacy_under_1(lint, key, name, value, entry, block)
+        _legacy_under_1(lint, key, name, value, entry)
         return
     lint.ignore(entry, "FSDP1 only; not read under version 2")
     remove = lint.editor.remove(block, entry)
     if name == "sharding_strategy":
         _strategy_under_2(lint, key, value, entry, block, remove)
-    elif name == "sync_module_states" and not value and _loading(block):
+    elif name == "sync_module_states" and _launcher_refuses(lint, value):
         lint.report_removable(
-            "FSD321", f"{key}: false makes accelerate launch refuse the file", entry, block, key=key
+            "FSD321", f"{key}: {shown(value)} makes accelerate launch refuse the file", entry, block, key=key
         )
     elif name == "forward_prefetch" and word_of_truth(value):
         lint.report(
@@ -40,26 +49,35 @@ def read_legacy(
             fix=f"remove {key}",
             help="remove it; fsdptool's own trainer prefetches with `sharding.prefetch`",
         )
-    elif name == "backward_prefetch" and value is not None and str(value).upper() not in _PREFETCHES:
+    elif name == "backward_prefetch" and value is not None and str(value).upper() not in PREFETCHES:
         message = f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError"
         lint.report_removable("FSD206", message, entry, block, key=key, value=True, safe=True)
     else:
         lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block, key=key)
 
 
-def _loading(block: Node | None) -> Any:
-    """Return RAM-efficient loading as it is written: the launcher tests its truth, the plugin parses it."""
-    entry = None
-    if block is not None:
-        entry = block.get("fsdp_cpu_ram_efficient_loading") or block.get("cpu_ram_efficient_loading")
-    return True if entry is None else to_python(entry.node)
+def shown(value: Any) -> str:
+    """Return a value as a file or a command line writes it."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _launcher_refuses(lint: LintContext, value: Any) -> bool:
+    """Whether the launcher refuses an untrue ``sync_module_states``.
+
+    It tests the truth of both values before the plugin parses them, so that any text but an empty one
+    passes. Where variables are exported no launcher looks.
+    """
+    if value or lint.document.language == "env":
+        return False
+    entry = lint.at("cpu_ram_efficient_loading")
+    return entry is None or bool(to_python(entry.node))
 
 
 def _strategy_under_2(
     lint: LintContext, key: str, value: Any, entry: Entry, block: Node | None, remove: Any
 ) -> None:
     strategy = spelling.choice(value, spelling.STRATEGIES)
-    own = block.get("fsdp_reshard_after_forward") or block.get("reshard_after_forward") if block else None
+    own = lint.at("reshard_after_forward")
     runs = word_of_truth(own.node.value) if own is not None else True
     if strategy == "no_shard":
         lint.report_value("FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry)
@@ -68,7 +86,7 @@ def _strategy_under_2(
     elif strategy == "shard_grad_op" and runs is not False:
         edits = None
         if block is not None and remove is not None and own is None:
-            edits = lint.editor.rename(entry, "fsdp_reshard_after_forward")
+            edits = lint.editor.rename(entry, lint.name("reshard_after_forward"))
             replaced = lint.editor.replace(entry.node, False)
             edits = (*edits, *replaced) if edits is not None and replaced is not None else None
         elif block is not None and remove is not None and own is not None:
@@ -80,7 +98,7 @@ def _strategy_under_2(
             entry,
             edits=edits,
             safe=False,
-            fix="write fsdp_reshard_after_forward: false",
+            fix=f"write {lint.name('reshard_after_forward')}: false",
             changes={"reshard_after_forward": False},
         )
     else:
@@ -144,14 +162,20 @@ def _hybrid_under_2(
     )
 
 
-def _legacy_under_1(
-    lint: LintContext, key: str, name: str, value: Any, entry: Entry, block: Node | None
-) -> None:
+def _legacy_under_1(lint: LintContext, key: str, name: str, value: Any, entry: Entry) -> None:
     if name == "sharding_strategy":
         strategy = STRATEGIES.get(str(value).upper())
         if strategy is None:
+            meant = spelling.choice(value, spelling.STRATEGIES)
             lint.set(name, "full_shard", entry=entry)
-            lint.report_value("FSD206", f"{key} {value!r} is not a sharding strategy", entry)
+            lint.report_value(
+                "FSD206",
+                f"{key} {value!r} is not a sharding strategy",
+                entry,
+                meant.upper() if meant else None,
+                safe=False,
+                changes={name: meant},
+            )
             return
         lint.set(name, strategy, entry=entry)
         if str(value).isdigit():
@@ -160,34 +184,38 @@ def _legacy_under_1(
             )
         return
     if name == "backward_prefetch":
-        text = None if value is None else str(value).upper()
-        if text is not None and text not in _PREFETCHES:
-            lint.set(name, None, entry=entry)
+        text = "NO_PREFETCH" if value is None else str(value).upper()
+        lint.set(name, PREFETCHES.get(text), entry=entry)
+        if text not in PREFETCHES:
             lint.report_value(
                 "FSD206",
                 f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
                 entry,
                 edits=lint.editor.replace(entry.node, "NO_PREFETCH")
-                if spelling.normal(value) in ("none", "no", "off")
+                if spelling.normal(value) in ("none", "no", "off", "null", "false")
                 else None,
                 fix="write NO_PREFETCH",
             )
-            return
-        shown = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST", "NO_PREFETCH": None}.get(text or "", text)
-        lint.set(name, shown, entry=entry)
         return
     read_boolean(lint, key, name, entry)
-    if name == "sync_module_states" and not value and _loading(block):
+    if name == "sync_module_states" and _launcher_refuses(lint, value):
         lint.report_value(
             "FSD321",
-            f"{key}: false makes accelerate launch refuse the file while RAM-efficient loading is on",
+            f"{key}: {shown(value)} makes accelerate launch refuse the file while RAM-efficient loading is on",
             entry,
             True,
-            help="set it to true, or fsdp_cpu_ram_efficient_loading to false",
+            help=f"set it to true, or {lint.name('cpu_ram_efficient_loading')} to false",
             safe=False,
             changes={"sync_module_states": True},
         )
-    elif name == "sync_module_states" and lint.get(name) is False and word_of_truth(_loading(block)):
-        # Text slips past the launcher, and the plugin sets it to true with a warning.
+
+
+def synchronise(lint: LintContext) -> None:
+    """Set ``sync_module_states`` where version 1 loads efficiently: the plugin does so with a warning."""
+    loading = lint.get("cpu_ram_efficient_loading")
+    if lint.get("fsdp_version") != 1 or not loading or lint.get("sync_module_states") is not False:
+        return
+    entry = lint.at("sync_module_states")
+    if entry is not None:
         lint.ignore(entry, "RAM-efficient loading needs it: the plugin sets it to true")
-        lint.set(name, True, origin="RAM-efficient loading needs it")
+    lint.set("sync_module_states", True, origin="RAM-efficient loading needs it")

@@ -8,62 +8,155 @@ from typing import Any
 from fsdptool import spelling
 from fsdptool.config.canonical import MESH
 from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.keys import DETAILS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.unread import report_in_parallelism
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
-def read_top(lint: LintContext, key: str, entry: Entry) -> None:
-    """Read one of the top-level keys about processes and machines."""
-    value = to_python(entry.node)
+def read_top(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
+    """Read one of the settings of the launch, as the launcher and torchrun take a ``value``.
+
+    A flag's value comes out of argparse; a file's is what YAML or JSON makes of it, and no type is checked
+    before the launcher computes with it.
+    """
     if key in ("use_cpu", "debug"):
-        if not isinstance(value, bool) and value is not None:
-            meant = spelling.boolean(value)
-            lint.report_value(
-                "FSD205",
-                f"{key} must be true or false, not {value!r}",
-                entry,
-                meant,
-                safe=meant == bool(value),
-                changes={key: meant},
-            )
-        lint.set(key, bool(value), entry=entry)
+        _truth(lint, key, entry, value)
     elif key == "gpu_ids":
         _gpu_ids(lint, value, entry)
     elif key == "main_process_ip":
         lint.set(key, None if value is None else str(value), entry=entry)
-    elif key == "num_processes" and value in ("gpu", "auto", "cpu"):
-        lint.set(key, value, entry=entry)
-    elif value is None:
-        _null(lint, key, entry)
+    elif key == "num_processes":
+        _process_count(lint, key, entry, value)
+    elif key == "num_machines":
+        _machines(lint, key, entry, value)
+    elif key == "machine_rank":
+        _rank(lint, key, entry, value)
     else:
-        low = {"machine_rank": 0, "main_process_port": 0, "num_processes": -1}.get(key, 1)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= low:
-            lint.set(key, None if value == -1 else value, entry=entry)
+        _port(lint, key, entry, value)
+
+
+def _port(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
+    """Read the port, which the launcher tries to connect to on the first machine."""
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535
+    number = _near(value, 0, 65535)
+    lint.set(key, value if good else number, entry=entry)
+    if good or value is None:
+        return
+    unread = (lint.get("num_machines") or 1) > 1 and lint.get("machine_rank") not in (0, None)
+    message = f"{key} must be a whole number from 0 to 65535, not {value!r}"
+    if unread and values.whole(value) == number is not None:
+        lint.report_value("FSD205", f"{message}: fails on the first machine", entry, number, severity="warning")
+    else:
+        lint.report_value("FSD205", message, entry, number, safe=True)
+
+
+def _near(value: Any, low: int, high: int = 10**9) -> int | None:
+    """Return the number that a value can only have meant, if it lies within the bounds."""
+    number = spelling.integer(value)
+    return number if number is not None and low <= number <= high else None
+
+
+def _truth(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
+    """Read what the launcher tests for truth without parsing it: any text but an empty one is true."""
+    lint.set(key, bool(value), entry=entry)
+    if isinstance(value, bool) or value is None:
+        return
+    meant, truth = spelling.boolean(value), str(bool(value)).lower()
+    if meant is bool(value):
+        lint.report_value("FSD207", f"{key} {value!r} is read as {truth}", entry, meant)
+        return
+    lint.report_value(
+        "FSD337",
+        f"{key} {value!r} is not parsed: accelerate reads it as {truth}",
+        entry,
+        meant,
+        severity=None if meant is not None else "warning",
+        safe=False,
+        changes={key: meant},
+    )
+
+
+def _process_count(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
+    """Read the process count, of which torchrun makes ``int(str(value))`` on one machine."""
+    several = (lint.get("num_machines") or 1) > 1
+    if value in (None, -1) and lint.document.language != "flags":
+        lint.set(key, None, entry=None if value is None else entry)
+        return
+    if value in ("gpu", "auto", "cpu"):
+        lint.set(key, value, entry=entry)
+        return
+    number = values.whole(value) if isinstance(value, str) and not several else value
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+        lint.set(key, number, entry=entry)
+        if isinstance(value, str):
+            lint.report_value("FSD217", f"{key} {value!r} means {number}", entry, number)
+        return
+    lint.set(key, _near(value, 1), entry=entry)
+    message = f"{key} must be a whole number of at least 1, not {value!r}"
+    lint.report_value("FSD205", message, entry, _near(value, 1), safe=True)
+
+
+def _machines(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
+    """Read the number of machines: the launcher compares it with 1, and divides by it only above."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    alone = isinstance(value, int | float) and not value > 1
+    lint.set(key, value if whole and value >= 1 else _near(value, 1) or 1, entry=entry)
+    if whole and value >= 1:
+        return
+    if value is None:
+        _report_null(lint, key, entry)
+        return
+    message = f"{key} must be a whole number of at least 1, not {value!r}"
+    lint.report_value(
+        "FSD205",
+        f"{message}: one machine runs" if alone else message,
+        entry,
+        1 if alone else _near(value, 1),
+        severity="warning" if alone else None,
+        safe=True,
+    )
+
+
+def _rank(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
+    """Read the rank of the machine, which counts (as ``int(value)``) with several machines only."""
+    several = (lint.get("num_machines") or 1) > 1
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if isinstance(value, str) and several:
+        number = values.whole(value)
+        if number is not None and number >= 0:
+            lint.set(key, number, entry=entry)
+            lint.report_value("FSD217", f"{key} {value!r} means {number}", entry, number)
             return
-        number = spelling.integer(value)
-        good = number if number is not None and number >= low else None
-        lint.set(
-            key, good if good is not None else {"num_machines": 1, "machine_rank": 0}.get(key), entry=entry
-        )
-        lint.report_value("FSD205", f"{key} must be a whole number, not {value!r}", entry, good, safe=True)
+    number = int(value) if isinstance(value, bool) else _near(value, 0)
+    lint.set(key, value if good else number or (None if value is None else 0), entry=entry)
+    if good or (value is None and not several):
+        return
+    if value is None:
+        _report_null(lint, key, entry)
+        return
+    message = f"{key} must be a whole number of at least 0, not {value!r}"
+    taken = not several or (isinstance(value, int | float) and value >= 0)
+    lint.report_value(
+        "FSD205",
+        message if several else f"{message}; one machine does not need it",
+        entry,
+        _near(value, 0),
+        severity="warning" if taken else None,
+        safe=True,
+    )
 
 
-def _null(lint: LintContext, key: str, entry: Entry) -> None:
-    """A number written as null: the launcher takes it before its default, and compares it."""
-    machines = lint.root.get("num_machines")
-    several = machines is not None and (spelling.integer(machines.node.value) or 1) > 1
-    stops = key == "num_machines" or (key == "machine_rank" and several)
-    lint.set(key, 1 if key == "num_machines" else None, entry=entry)
-    if stops:
-        lint.report(
-            "FSD205",
-            f"{key} must be a whole number, not null; the launcher stops with a TypeError",
-            entry,
-            edits=lint.editor.remove(lint.root, entry),
-            safe=True,
-            fix=f"remove {key}",
-        )
+def _report_null(lint: LintContext, key: str, entry: Entry) -> None:
+    """Report a number written as null: the launcher takes it before its default, and compares it."""
+    lint.report(
+        "FSD205",
+        f"{key} must be a whole number, not null; the launcher stops with a TypeError",
+        entry,
+        edits=lint.editor.remove(lint.root, entry),
+        safe=True,
+        fix=f"remove {key}",
+    )
 
 
 def _gpu_ids(lint: LintContext, value: Any, entry: Entry) -> None:
@@ -126,7 +219,7 @@ def read_parallelism(lint: LintContext, name: str, entry: Entry) -> None:
     meant = spelling.integer(value)
     good = meant if meant is not None and meant >= 1 else None
     # The launcher compares cp and sp with 1 before it makes text of them; the others may be text.
-    if name not in ("cp", "sp") and isinstance(value, str) and good is not None and value.strip().isdecimal():
+    if name not in ("cp", "sp") and isinstance(value, str) and values.whole(value) == good is not None:
         lint.set(name, good, entry=entry)
         lint.report_value("FSD217", f"{entry.key} {value!r} means {good}", entry, good)
         return

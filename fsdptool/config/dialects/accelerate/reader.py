@@ -7,20 +7,27 @@ Sources: accelerate 1.15.0 ``commands/config/config_args.py`` (loader), ``comman
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import LEGACY_DEFAULTS
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import launch, values
-from fsdptool.config.dialects.accelerate.fsdp1 import read_legacy
+from fsdptool.config.dialects.accelerate.fsdp1 import read_legacy, synchronise
 from fsdptool.config.dialects.accelerate.keys import CONVERTED, FSDP_KEYS, INERT, NAMES, TOP_LEVEL
 from fsdptool.config.dialects.accelerate.unread import report_inside, report_top_level
-from fsdptool.files.tree import Entry, Node, effective_entries
+from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
 def read(lint: LintContext) -> None:
     """Read the file into facts, and report what the loader and the launcher say of it."""
+    environment = lint.root.get("compute_environment")
+    if environment is not None and spelling.nearest(environment.node.value, ("AMAZON_SAGEMAKER",)):
+        lint.runs_fsdp = lint.configures_fsdp = False
+        message = "the file configures a job on Amazon SageMaker, which has other keys and does not use FSDP"
+        lint.report_value("FSD110", message, environment)
+        return
     _top_level(lint)
     block = _block(lint, "fsdp_config")
     kind = _distributed_type(lint, block)
@@ -117,9 +124,10 @@ def _distributed_type(lint: LintContext, block: Node | None) -> str | None:
 def _processes(lint: LintContext) -> None:
     if "rdzv_backend" not in lint.facts:
         lint.set("rdzv_backend", INERT["rdzv_backend"])
+    # The number of machines first: the others depend on it.
     for key in (
-        "num_processes",
         "num_machines",
+        "num_processes",
         "machine_rank",
         "main_process_ip",
         "main_process_port",
@@ -132,7 +140,7 @@ def _processes(lint: LintContext) -> None:
             default: Any = {"num_machines": 1, "machine_rank": 0, "use_cpu": False, "debug": False}.get(key)
             lint.set(key, default)
             continue
-        launch.read_top(lint, key, entry)
+        launch.read_top(lint, key, entry, to_python(entry.node))
 
 
 def _precision(lint: LintContext) -> None:
@@ -156,18 +164,36 @@ def _fsdp_block(lint: LintContext, block: Node | None, kind: str | None) -> None
         return
     if kind != "FSDP":
         return
-    chosen = _choose(lint, block)
+    chosen = {FSDP_KEYS[key]: entry for key, entry in _choose(lint, block).items()}
+    read_plugin(lint, chosen, block, values.default)
+
+
+def read_plugin(
+    lint: LintContext,
+    chosen: Mapping[str, Entry],
+    parent: Node | None,
+    default: Callable[[LintContext, str, int], None],
+) -> None:
+    """Read the settings that accelerate's plugin takes, from a file, a command line or the environment.
+
+    Args:
+        lint: Its ``names`` say how the settings are written.
+        chosen: The entries that count, by the canonical names of their settings.
+        parent: The mapping that holds them.
+        default: Records what a setting is where nobody writes it, for a version.
+    """
     values.read_version(lint, chosen.get("fsdp_version"))
     version = lint.get("fsdp_version")
-    for key, name in FSDP_KEYS.items():
-        if key == "fsdp_version":
+    for name in FSDP_KEYS.values():
+        if name == "fsdp_version":
             continue
-        written = chosen.get(key)
-        if written is None:
-            values.default(lint, key, name, version)
+        if name not in chosen:
+            default(lint, name, version)
+        elif name in LEGACY_DEFAULTS:
+            read_legacy(lint, name, chosen, parent, version)
         else:
-            read_setting = read_legacy if name in LEGACY_DEFAULTS else values.read_block_key
-            read_setting(lint, key, name, written, block, version)
+            values.read_block_key(lint, name, chosen, parent, version)
+    synchronise(lint)
 
 
 def _choose(lint: LintContext, block: Node | None) -> dict[str, Entry]:

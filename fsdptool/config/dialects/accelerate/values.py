@@ -1,7 +1,14 @@
-"""How accelerate reads booleans: the text of the YAML value, exported, and parsed again."""
+"""How accelerate 1.15's plugin reads its settings: as text, whoever writes it.
+
+The launcher makes text of a file's values and of flags and exports them; a person may export them too. Null
+exists in files only: of some keys (:data:`_ENVIRONMENT`) nothing is exported then, of the others the text
+``None``.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from fsdptool import spelling
@@ -35,7 +42,7 @@ def read_boolean(lint: LintContext, key: str, name: str, entry: Entry) -> None:
 def accept_truth(lint: LintContext, key: str, name: str, entry: Entry, value: Any, truth: bool) -> None:
     """Record what a value is read as; a value that is not a boolean itself is a note."""
     lint.set(name, truth, entry=entry)
-    if not isinstance(value, bool):
+    if not isinstance(value, bool) and lint.document.language not in ("env", "flags"):
         kind = "text" if isinstance(value, str) else "number"
         lint.report_value(
             "FSD207", f"{key} is the {kind} {value!r}, read as {str(truth).lower()}", entry, truth
@@ -66,11 +73,11 @@ _ENVIRONMENT = {
 """Variables the launcher does not export when the file is silent, so that an inherited one decides."""
 
 
-def default(lint: LintContext, key: str, name: str, version: int) -> None:
-    """Record what the consumer does when ``key`` is not written."""
+def default(lint: LintContext, name: str, version: int) -> None:
+    """Record what is in effect where neither the file nor the command line says it."""
     variable = _ENVIRONMENT.get(name)
     if variable and lint.environment.get(variable) is not None:
-        _from_environment(lint, key, name, variable)
+        _from_environment(lint, lint.name(name), name, variable)
         return
     if name in LEGACY_DEFAULTS or (name == "reshard_after_forward" and version == 1):
         if name in LEGACY_DEFAULTS and version == 1:
@@ -110,29 +117,38 @@ def read_version(lint: LintContext, entry: Entry | None) -> None:
         lint.set("fsdp_version", 1)
         return
     value = entry.node.value
-    text = str(value).strip()
-    if text in ("1", "2"):
-        lint.set("fsdp_version", int(text), entry=entry)
+    number = whole(value)
+    if number in (1, 2):
+        lint.set("fsdp_version", number, entry=entry)
         return
     meant = spelling.integer(value)
     fix = meant if meant in (1, 2) else None
     lint.set("fsdp_version", fix or 2, entry=entry)
-    lint.report_value("FSD206", f"fsdp_version must be 1 or 2, not {value!r}", entry, fix)
+    key = lint.name("fsdp_version")
+    lint.report_value("FSD206", f"{key} must be 1 or 2, not {value!r}", entry, fix)
+
+
+def whole(value: Any) -> int | None:
+    """Return what ``int(str(value))`` makes of a value, or None where it raises."""
+    try:
+        return int(str(value))
+    except ValueError:
+        return None
 
 
 def read_block_key(
-    lint: LintContext, key: str, name: str, entry: Entry, block: Node | None, version: int
+    lint: LintContext, name: str, chosen: Mapping[str, Entry], block: Node | None, version: int
 ) -> None:
-    """Read one known key of ``fsdp_config`` that exists under version 2."""
+    """Read one setting of the plugin that exists under version 2; ``chosen`` are the entries of all."""
+    key, entry = lint.name(name), chosen[name]
     if name == "reshard_after_forward":
-        _reshard(lint, entry, block, version)
+        _reshard(lint, key, chosen, version)
     elif name == "wrap_classes":
         read_classes(lint, entry, block)
     elif name == "min_num_params":
         _threshold(lint, key, entry, block, version)
     elif name == "ignored_modules":
-        value = entry.node.value if entry.node.kind == "scalar" else str(to_python(entry.node))
-        lint.set(name, None if value is None else str(value), entry=entry)
+        _ignored_modules(lint, key, entry)
     elif name in BOOLEANS:
         read_boolean(lint, key, name, entry)
     else:
@@ -147,7 +163,7 @@ def read_choice(
     value = to_python(entry.node)
     if value is None:
         # The launcher exports nothing for null, so the default (or the environment) decides.
-        default(lint, key, name, version)
+        default(lint, name, version)
         return
     canonical = table.get(str(value).upper())
     written = WRITTEN[name]
@@ -171,14 +187,24 @@ def read_choice(
         lint.report_value("FSD217", f"{key} {value!r} means {written[canonical]}", entry, written[canonical])
 
 
-def _reshard(lint: LintContext, entry: Entry, block: Node | None, version: int) -> None:
+def _ignored_modules(lint: LintContext, key: str, entry: Entry) -> None:
+    value = entry.node.value if entry.node.kind == "scalar" else str(to_python(entry.node))
+    lint.set("ignored_modules", None if value is None else str(value), entry=entry)
+    try:
+        re.compile(str(value))
+    except re.error as error:
+        lint.report_value("FSD206", f"{key} is not a valid regular expression: {error}", entry)
+
+
+def _reshard(lint: LintContext, key: str, chosen: Mapping[str, Entry], version: int) -> None:
+    entry = chosen["reshard_after_forward"]
     value = to_python(entry.node)
-    key = "fsdp_reshard_after_forward"
     strategy = spelling.choice(value, spelling.STRATEGIES) if not isinstance(value, bool) else None
+    # Of numbers 1 and 0 are truths as well; only names are strategies beyond doubt.
+    strategy = None if str(value).isdigit() else strategy
     if version == 1:
-        lint.ignore(entry, "not read under version 1: fsdp_sharding_strategy decides")
-        own = block.get("fsdp_sharding_strategy") or block.get("sharding_strategy") if block else None
-        if strategy is not None and block is not None and own is None:
+        lint.ignore(entry, f"not read under version 1: {lint.name('sharding_strategy')} decides")
+        if strategy is not None and "sharding_strategy" not in chosen:
             lint.report_value(
                 "FSD336",
                 f"{value} is written under {key}, which version 1 does not read: the run is FULL_SHARD",
@@ -214,40 +240,50 @@ def read_classes(lint: LintContext, entry: Entry, parent: Node | None) -> None:
     """Read the class list: one text, split at commas, nothing trimmed."""
     value = to_python(entry.node)
     if value is None:
-        default(lint, str(entry.key), "wrap_classes", lint.get("fsdp_version") or 1)
+        default(lint, "wrap_classes", lint.get("fsdp_version") or 1)
         return
-    exact = isinstance(value, str) and all(part.isidentifier() for part in value.split(","))
+    exact = isinstance(value, str) and all(is_class_name(part) for part in value.split(","))
     names = spelling.classes(value)
     lint.set("wrap_classes", names or (), entry=entry)
     if exact:
         return
-    if names:
+    severity: Any = None if lint.get("wrap_policy") == "transformer" else "info"  # not read
+    if names and not isinstance(value, bool) and all(map(is_class_name, names)):
         lint.report_value(
             "FSD214",
             f"{entry.key} {value!r} is not split into class names",
             entry,
+            severity=severity,
             edits=lint.editor.replace_entry(entry, ",".join(names)),
             fix=f"write {','.join(names)}",
         )
     elif names == ():
         edits = lint.editor.remove(parent, entry)
+        what = "is empty: accelerate looks for a class with an empty name"
+        if value:
+            what = f"{value!r} is text: accelerate looks for a class of this name"
         lint.report(
             "FSD214",
-            f"{entry.key} is empty: accelerate looks for a class with an empty name",
+            f"{entry.key} {what}",
             entry,
+            severity=severity,
             help="remove the key, or name the classes",
             edits=edits,
             fix="remove the key",
         )
     else:
-        lint.report_value("FSD214", f"{entry.key} {value!r} does not contain class names", entry)
+        message = f"{entry.key} {value!r} does not contain class names"
+        lint.report_value("FSD214", message, entry, severity=severity)
+
+
+def is_class_name(text: str) -> bool:
+    """Whether text can be the name of a class: no word that other languages have for nothing or a truth."""
+    return text.isidentifier() and text.lower() not in ("none", "null", "true", "false")
 
 
 def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, version: int) -> None:
     value = to_python(entry.node)
-    policy = block.get("fsdp_auto_wrap_policy") or block.get("auto_wrap_policy") if block else None
-    chosen = spelling.choice(policy.node.value, spelling.WRAP_POLICIES) if policy else "none"
-    if chosen != "size":
+    if lint.get("wrap_policy") != "size":
         lint.set("min_num_params", None)
         lint.ignore(entry, "read with SIZE_BASED_WRAP only")
         if version == 2 or value not in (0, None):
@@ -255,11 +291,11 @@ def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, ve
                 "FSD325", f"{key} is not read: the policy is not SIZE_BASED_WRAP", entry, block, key=key
             )
         return
-    try:
-        number = int(str(value))
-    except ValueError:
+    number = whole(value)
+    if number is None:
         meant = spelling.integer(value)
         lint.set("min_num_params", meant or 100_000_000, entry=entry)
-        lint.report_value("FSD213", f"{key} {value!r} is not an integer in YAML 1.1", entry, meant)
+        where = " in YAML 1.1" if lint.document.language == "yaml" else ""
+        lint.report_value("FSD213", f"{key} {value!r} is not an integer{where}", entry, meant)
         return
     lint.set("min_num_params", number, entry=entry)

@@ -66,15 +66,13 @@ CANNOT = (
     *(name for name in LAUNCH if name != "num_processes"),
 )  # fmt: skip
 
-_TABLES = {
+SPELLINGS = {
     "state_dict_type": spelling.STATE_DICT_TYPES,
     "wrap_policy": spelling.WRAP_POLICIES,
     "cp_comm_strategy": spelling.ROTATIONS,
     "mixed_precision": spelling.PRECISIONS,
 }
-
-
-_TEXTS = ("main_process_ip", "gpu_ids", "rdzv_backend", "ignored_modules")
+"""Settings with choices, and what people write for each."""
 
 
 def mapping(settings: FsdpSettings) -> dict[str, Any]:

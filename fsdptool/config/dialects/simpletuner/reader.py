@@ -1,18 +1,21 @@
-"""SimpleTuner's flags, from its ``config.json`` or from a command line, in forgiving spellings.
+"""SimpleTuner's flags, from its ``config.json`` or from a command line.
 
-Read, not run: SimpleTuner 4.8.0. Its page promises forgiving spellings; its parser refuses most of
-them, so that they are findings with a fix when SimpleTuner itself will read the file.
+SimpleTuner 4.8.0 was run for the rules: ``mapping_to_cli_args``, which makes arguments of a file, its parser and
+``Trainer._load_fsdp_plugin``. Its page promises forgiving spellings; its parser refuses most of them, so that
+they are findings with a fix when SimpleTuner itself will read the file.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import MESH, WRITTEN
+from fsdptool.config.canonical import WRITTEN
 from fsdptool.config.checks.mesh import refuse_context_size
 from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.simpletuner import _TABLES, _TEXTS, DEFAULTS, KEYS, WITHOUT
+from fsdptool.config.dialects.accelerate.values import is_class_name, whole
+from fsdptool.config.dialects.simpletuner import DEFAULTS, KEYS, SPELLINGS, WITHOUT
 from fsdptool.files.tree import Entry, effective_entries, to_python
 
 
@@ -54,24 +57,27 @@ def collect(lint: LintContext, known: dict[str, str]) -> dict[str, Entry]:
                     fix=f"write {meant}",
                 )
                 continue
-            lint.ignore(entry, "unknown flag")
-            lint.report(
-                "FSD201",
-                f"unknown flag {written}" + (f": did you mean {meant}?" if meant else ""),
-                entry,
-                edits=_rename(lint, entry, meant) if meant and meant not in chosen else None,
-                safe=False,
-                fix=f"write {meant}",
-                changes={KEYS.get(meant or "", "*"): to_python(entry.node)},
-            )
+            report_unknown(lint, entry, meant if meant not in chosen else None)
     return chosen
+
+
+def report_unknown(lint: LintContext, entry: Entry, meant: str | None) -> None:
+    """Report a flag that the program's parser refuses; ``meant`` is the one to write instead, or None."""
+    lint.ignore(entry, "unknown flag")
+    lint.report(
+        "FSD201",
+        f"unknown flag {entry.key}" + (f": did you mean {meant}?" if meant else ""),
+        entry,
+        edits=_rename(lint, entry, meant) if meant else None,
+        safe=False,
+        fix=f"write {meant}",
+        changes={"*": to_python(entry.node)},
+    )
 
 
 def _rename(lint: LintContext, entry: Entry, key: str) -> Any:
     if lint.document.language == "flags":
-        from fsdptool.records.diagnostic import Edit
-
-        return (Edit(entry.key_node.start, entry.key_node.end, f"--{key}"),)
+        return lint.editor.rename(entry, key)
     written = str(entry.key)
     dashes = written[: len(written) - len(written.lstrip("-"))]
     return lint.editor.rename(entry, dashes + key)
@@ -83,7 +89,11 @@ def read_flags(lint: LintContext, chosen: dict[str, Entry]) -> None:
     parsed: dict[str, Any] = {}
     for key, name in KEYS.items():
         entry = chosen.get(key)
-        if entry is not None:
+        if entry is None:
+            continue
+        if _argument(lint, to_python(entry.node)) is _Passed.SKIPPED:
+            _skipped(lint, key, name, entry)
+        else:
             parsed[name] = read_value(lint, key, name, entry)
     enabled = bool(parsed.pop("enable", False))
     lint.fsdp_entry = chosen.get("fsdp_enable")
@@ -105,7 +115,7 @@ def read_flags(lint: LintContext, chosen: dict[str, Entry]) -> None:
 
 def _deepspeed(lint: LintContext, enabled: bool) -> None:
     entry = lint.root.get("deepspeed_config") or lint.root.get("deepspeed") or lint.root.get("use_deepspeed")
-    if enabled and entry is not None and to_python(entry.node):
+    if enabled and entry is not None and to_python(entry.node) not in (None, "", False, "None"):
         lint.deepspeed = True
 
 
@@ -141,69 +151,147 @@ def _topology(lint: LintContext, rest: str, other: str) -> None:
         lint.set(rest, processes // size)
 
 
+class _Passed(Enum):
+    """What becomes of a value on its way to the parser, other than text."""
+
+    SKIPPED = "the file's loader leaves the key out"
+    BARE = "the flag stands alone"
+
+
+_WHOLE = ("fsdp_version", "cp", "num_processes", "num_machines")
+"""Flags with ``type=int``; all others take truths, choices or class names."""
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "y", "on"}), frozenset({"0", "false", "no", "n", "off"})
+
+
+def _argument(lint: LintContext, value: Any) -> str | _Passed:
+    """Return the text that the parser sees, as ``mapping_to_cli_args`` makes it of a value in JSON."""
+    if lint.document.language == "flags":
+        return value if isinstance(value, str) else _Passed.BARE
+    if isinstance(value, bool):
+        return _Passed.BARE if value else "false"
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return _Passed.BARE if value.strip().lower() == "true" else _Passed.SKIPPED
+    if isinstance(value, list):  # one argument for each; the last one counts
+        items = [text for text in (str(item).strip() for item in value) if text]
+        return items[-1] if items else _Passed.SKIPPED
+    text = "" if value is None or isinstance(value, dict) else str(value).strip()
+    return text or _Passed.SKIPPED
+
+
+def _taken(name: str, argument: str | _Passed) -> Any:
+    """Return what the parser makes of an argument, or None where it refuses it."""
+    if isinstance(argument, _Passed):
+        return True if name not in (*_WHOLE, *SPELLINGS, "wrap_classes") else None
+    if name in _WHOLE:
+        number = whole(argument)
+        return None if name == "fsdp_version" and number not in (1, 2) else number
+    if name in SPELLINGS:
+        written = WRITTEN.get(name, {})
+        choice = next((choice for choice in SPELLINGS[name] if written.get(choice, choice) == argument), None)
+        return None if choice == "local" else choice
+    word = argument.strip().lower()
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
 def read_value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
-    """Read one flag in any spelling; what was changed is a finding."""
+    """Read one flag as SimpleTuner's parser does, or as it was meant; what was changed is a finding."""
     value = to_python(entry.node)
-    shown: Any
-    if name == "cp":
-        return _context_size(lint, key, entry, value)
-    if name in (
-        "fsdp_version",
-        "num_processes",
-        "num_machines",
-        "min_num_params",
-        "machine_rank",
-        "main_process_port",
-        *MESH,
-    ):
-        result: Any = spelling.integer(value)
-        shown = result
-        exact = isinstance(value, int) or str(value) == str(result)
-        if name == "fsdp_version" and result not in (1, 2):
-            result = None
-        choices = "1 or 2" if name == "fsdp_version" else "a whole number"
-    elif name == "wrap_classes":
-        result = spelling.classes(value)
-        shown = ",".join(result) if result else None
-        exact = result is not None and (not result or value == shown or "".join(str(value).split()) == shown)
-        choices = "class names"
-    elif name in _TABLES:
-        result = spelling.choice(value, _TABLES[name])
-        shown = WRITTEN.get(name, {}).get(result, result) if result else None
-        exact = value == shown
-        choices = ", ".join(WRITTEN[name].values() if name in WRITTEN else _TABLES[name])
-    elif name in _TEXTS:
-        return None if value is None else str(value)
-    else:
-        result = spelling.boolean(True if value is None else value)
-        shown = result
-        exact = result is not None
-        choices = "true or false"
+    argument = _argument(lint, value)
+    if name == "wrap_classes" and isinstance(argument, str):
+        return _classes(lint, key, entry, value, argument)
+    taken = _taken(name, argument)
+    if name == "cp" and (taken is None or taken < 1):
+        return _context_size(lint, entry, value, taken)
+    if taken is not None:
+        return taken
+    result, shown, choices = _meant(name, value)
     if result is None:
         return _refused(lint, key, name, entry, value, choices)
-    if not exact:
-        strict = lint.consumer.name == "simpletuner"
-        written = shown if lint.document.language != "flags" else str(shown)
-        lint.report_value(
-            "FSD206" if strict else "FSD217",
-            f"{key} {value!r} means {shown}"
-            + ("; SimpleTuner 4.8.0 refuses this spelling" if strict else ""),
-            entry,
-            edits=lint.editor.replace(entry.node, written),
-            fix=f"write {shown}",
-        )
+    _report_spelling(lint, key, entry, value, shown)
     return result
 
 
-def _context_size(lint: LintContext, key: str, entry: Entry, value: Any) -> int:
-    size = spelling.integer(value)
-    if size is None:
-        lint.report_value("FSD306", f"Context parallel size must be an integer, got {value!r}.", entry)
-        return 1
-    if size < 1:
-        lint.report_value("FSD306", "Context parallel size must be greater than 0 when specified.", entry)
-        return 1
-    return size
+def _report_spelling(lint: LintContext, key: str, entry: Entry, value: Any, shown: Any) -> None:
+    strict = lint.consumer.name == "simpletuner"
+    lint.report_value(
+        "FSD206" if strict else "FSD217",
+        f"{key} {value!r} means {shown}" + ("; SimpleTuner 4.8.0 refuses this spelling" if strict else ""),
+        entry,
+        edits=lint.editor.replace(entry.node, shown if lint.document.language != "flags" else str(shown)),
+        fix=f"write {shown}",
+    )
+
+
+def _meant(name: str, value: Any) -> tuple[Any, Any, str]:
+    """Return the only setting that a refused value can mean, how it is written, and what there is to choose."""
+    if name in _WHOLE:
+        number = spelling.integer(value)
+        version = name == "fsdp_version"
+        good = number if number in (1, 2) or not version else None
+        return good, good, "1 or 2" if version else "a whole number"
+    if name in SPELLINGS:
+        written = WRITTEN.get(name, {})
+        choice = spelling.choice(value, SPELLINGS[name])
+        choice = None if choice == "local" or isinstance(value, bool) else choice
+        choices = [written.get(item, item) for item in SPELLINGS[name] if item != "local"]
+        return choice, written.get(choice or "", choice), ", ".join(choices)
+    if name == "wrap_classes":
+        return None, None, "class names"
+    truth = spelling.boolean(value)
+    return truth, truth, "true or false"
+
+
+def _skipped(lint: LintContext, key: str, name: str, entry: Entry) -> None:
+    """A key that the loader leaves out, so that the default stays: null, blank text, and the text false."""
+    value = to_python(entry.node)
+    default = DEFAULTS.get(name, name == "limit_all_gathers")
+    lint.ignore(entry, "SimpleTuner skips a key with this value: the default stays")
+    if isinstance(value, str) and value.strip() and default is not False:
+        shown = str(default).lower() if default is True else default
+        lint.report_value(
+            "FSD337",
+            f"{key} {value!r} is text, which SimpleTuner skips: the default, {shown}, stays",
+            entry,
+            False if default is True else None,
+            safe=False,
+            changes={name: False},
+        )
+
+
+def _classes(lint: LintContext, key: str, entry: Entry, value: Any, argument: str) -> tuple[str, ...]:
+    """Split at commas, trimmed; a name that the model lacks is dropped later with a warning."""
+    taken = tuple(dict.fromkeys(filter(None, (part.strip() for part in argument.split(",")))))
+    taken = () if argument in ("", "None") else taken
+    meant = spelling.classes(value)
+    if meant == taken and all(map(is_class_name, taken)):
+        return taken
+    shown = ",".join(meant or ())
+    strict = lint.consumer.name == "simpletuner"
+    edits = lint.editor.replace_entry(entry, shown) if meant else None
+    if not meant and lint.document.language != "flags":
+        edits = lint.editor.remove(lint.root, entry)
+    lint.report_value(
+        "FSD214" if strict else "FSD217",
+        f"{key} {value!r} means {shown or 'no class'}"
+        + (f"; SimpleTuner 4.8.0 looks for {' and '.join(map(repr, taken)) or 'none'}" if strict else ""),
+        entry,
+        edits=edits,
+        fix=f"write {shown}" if shown else f"remove {key}",
+    )
+    return meant or ()
+
+
+def _context_size(lint: LintContext, entry: Entry, value: Any, taken: int | None) -> int:
+    if taken is None:
+        meant = spelling.integer(value)
+        meant = meant if meant is not None and meant >= 1 else None
+        message = f"Context parallel size must be an integer, got {value!r}."
+        if meant is not None and lint.consumer.name != "simpletuner":
+            return meant
+        lint.report_value("FSD306", message, entry, meant, safe=True)
+        return meant or 1
+    lint.report_value("FSD306", "Context parallel size must be greater than 0 when specified.", entry)
+    return 1
 
 
 def _refused(lint: LintContext, key: str, name: str, entry: Entry, value: Any, choices: str) -> Any:

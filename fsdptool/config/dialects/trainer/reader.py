@@ -11,9 +11,16 @@ from typing import Any
 from fsdptool import spelling
 from fsdptool.config.canonical import begins
 from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.accelerate.fsdp1 import synchronise
 from fsdptool.config.dialects.trainer import ELSEWHERE, FSDP1_KEYS, KEYS, XLA_KEYS
 from fsdptool.config.dialects.trainer.switch import read_switch
-from fsdptool.config.dialects.trainer.values import default, read_fsdp1_key, read_key, read_strategy
+from fsdptool.config.dialects.trainer.values import (
+    default,
+    judge_truth,
+    read_fsdp1_key,
+    read_key,
+    read_strategy,
+)
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
@@ -129,17 +136,31 @@ def _off(lint: LintContext, switch: Entry | None, block: Node | None) -> Node | 
 
 
 def _precision(lint: LintContext) -> None:
+    """Read ``fp16`` and ``bf16``; a file's values go into TrainingArguments as they are (TRL parses text)."""
+    lint.set("mixed_precision", "no")
+    on: list[Entry] = []
     for key in ("fp16", "bf16"):  # in the order in which transformers 5.23 looks
         entry = lint.root.get(key)
-        if entry is not None and spelling.boolean(entry.node.value):
-            lint.set("mixed_precision", key, entry=entry)
-            return
-    lint.set("mixed_precision", "no")
+        if entry is None:
+            continue
+        value = to_python(entry.node)
+        parsed = lint.consumer.name == "trl" and isinstance(value, str)
+        if not parsed:
+            judge_truth(lint, key, "mixed_precision", entry, value)
+        if spelling.boolean(value) if parsed else value:
+            on.append(entry)
+    if on:
+        lint.set("mixed_precision", str(on[0].key), entry=on[0])
+    if len(on) > 1:
+        message = "fp16 and bf16 are both true; TrainingArguments take at most one"
+        lint.report_value("FSD206", message, on[-1], help="keep the one that the GPU supports")
 
 
 def read_config(lint: LintContext, block: Node | None) -> None:
     """Read the keys of ``fsdp_config`` as ``_process_fsdp_args`` does: prefix stripped, prefixed wins."""
     chosen = _choose(lint, block)
+    if _runs_xla(lint, chosen.get("xla")):
+        return
     version = _version(lint, chosen.get("version"), block)
     read_switch(lint, version, chosen)
     for key, name in KEYS.items():
@@ -153,11 +174,21 @@ def read_config(lint: LintContext, block: Node | None) -> None:
     for key in FSDP1_KEYS:
         read_fsdp1_key(lint, key, chosen.get(key), block, version)
     read_strategy(lint, chosen.get("sharding_strategy"), chosen, block, version)
-    synchronised = lint.at("sync_module_states")
-    if version == 1 and lint.get("cpu_ram_efficient_loading") and lint.get("sync_module_states") is False:
-        if synchronised is not None:
-            lint.ignore(synchronised, "RAM-efficient loading needs it: accelerate's plugin sets it to true")
-        lint.set("sync_module_states", True, origin="RAM-efficient loading needs it")
+    synchronise(lint)
+
+
+def _runs_xla(lint: LintContext, entry: Entry | None) -> bool:
+    """Whether ``xla`` is true in any spelling: TrainingArguments then build no plugin for accelerate."""
+    value = None if entry is None else to_python(entry.node)
+    if entry is None or not value:
+        return False
+    lint.runs_fsdp = lint.configures_fsdp = False
+    if spelling.boolean(value) is False:
+        judge_truth(lint, str(entry.key), "*", entry, value)
+    else:
+        message = f"{entry.key} is {value!r}: transformers uses torch_xla's FSDP, not FSDP2"
+        lint.report_value("FSD110", message, entry)
+    return True
 
 
 def _choose(lint: LintContext, block: Node | None) -> dict[str, Entry]:

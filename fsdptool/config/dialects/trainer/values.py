@@ -8,6 +8,7 @@ from fsdptool import spelling
 from fsdptool.config.canonical import LEGACY_DEFAULTS, STRATEGIES, WRITTEN
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import values
+from fsdptool.config.dialects.accelerate.fsdp1 import PREFETCHES
 from fsdptool.files.tree import Entry, Node, to_python
 
 DEFAULTS: dict[str, Any] = {
@@ -63,11 +64,27 @@ def read_key(lint: LintContext, key: str, name: str, entry: Entry, block: Node |
             # The plugin is passed nothing and takes its own default, which depends on the version.
             lint.set(name, "full" if version == 1 else "sharded", entry=entry)
             return
+        if not isinstance(value, str):
+            _state_dict_number(lint, key, name, entry, value)
+            return
         values.read_choice(lint, key, name, entry, values.STATE_DICTS, version)
     elif name == "wrap_classes":
         _classes(lint, entry, value)
     elif name == "min_num_params":
         read_threshold(lint, entry, block, value)
+
+
+def _state_dict_number(lint: LintContext, key: str, name: str, entry: Entry, value: Any) -> None:
+    """The plugin makes a type of text only: anything else stays as it is, and equals no type."""
+    meant = None if isinstance(value, bool) else values.STATE_DICTS.get(str(value))
+    lint.set(name, meant or "sharded", entry=entry)
+    lint.report_value(
+        "FSD205",
+        f"{key} {value!r} is not text: accelerate's plugin keeps it, and no state dict is of this type",
+        entry,
+        WRITTEN[name][meant] if meant else None,
+        safe=False,
+    )
 
 
 def strategy_under_1(lint: LintContext, written: str | None, entry: Entry | None = None) -> None:
@@ -117,22 +134,37 @@ def _reshard(lint: LintContext, entry: Entry, value: Any, version: int) -> None:
 def _offload(lint: LintContext, entry: Entry, value: Any) -> None:
     """transformers tests the value's truth without parsing it."""
     lint.set("cpu_offload", bool(value), entry=entry)
-    if isinstance(value, bool):
+    judge_truth(lint, "cpu_offload", "cpu_offload", entry, value)
+
+
+def judge_truth(lint: LintContext, key: str, name: str, entry: Entry, value: Any) -> None:
+    """Report a value that is tested for truth and not parsed, where it is not plainly true or false.
+
+    Args:
+        lint: The lint.
+        key: What the program calls the setting.
+        name: Its canonical name, or ``*``.
+        entry: Where it is written.
+        value: The value.
+    """
+    if isinstance(value, bool) or value is None:
         return
+    truth = bool(value)
     meant = spelling.boolean(value)
-    if meant is None and isinstance(value, dict):
-        meant = True
-    if meant is None or meant != bool(value):
-        lint.report_value(
-            "FSD337",
-            f"cpu_offload is the text {value!r}, which is treated as true",
-            entry,
-            meant,
-            safe=False,
-            changes={"cpu_offload": meant},
-        )
-    else:
-        lint.report_value("FSD207", f"cpu_offload {value!r} is treated as {str(meant).lower()}", entry, meant)
+    if meant is truth or not value or isinstance(value, dict):
+        shown = repr(value) if not isinstance(value, dict) else "a mapping"
+        message = f"{key}: {shown} is treated as {str(truth).lower()}"
+        lint.report_value("FSD207", message, entry, truth)
+        return
+    kind = {str: "text", list: "list"}.get(type(value), "number")
+    lint.report_value(
+        "FSD337",
+        f"{key} is the {kind} {value!r}, which is treated as {str(truth).lower()}",
+        entry,
+        meant,
+        safe=False,
+        changes={name: meant},
+    )
 
 
 def _policy(lint: LintContext, entry: Entry, value: Any) -> None:
@@ -166,15 +198,18 @@ def _classes(lint: LintContext, entry: Entry, value: Any) -> None:
         if isinstance(value, list) and all(isinstance(item, str) for item in value)
         else str(value).split(",")
     )
-    if isinstance(value, str | list) and all(piece.isidentifier() for piece in pieces):
+    if isinstance(value, str | list) and all(map(values.is_class_name, pieces)):
         return
-    if not names:
-        lint.report_value("FSD214", f"{entry.key} {value!r} does not contain class names", entry)
+    severity: Any = None if lint.get("wrap_policy") == "transformer" else "info"  # not read
+    if not names or not all(map(values.is_class_name, names)):
+        message = f"{entry.key} {value!r} does not contain class names"
+        lint.report_value("FSD214", message, entry, severity=severity)
         return
     lint.report_value(
         "FSD214",
         f"{entry.key} {value!r} is not split into class names",
         entry,
+        severity=severity,
         edits=lint.editor.replace_entry(entry, ",".join(names)),
         fix=f"write {','.join(names)}",
     )
@@ -191,8 +226,16 @@ def read_threshold(lint: LintContext, entry: Entry, block: Node | None, value: A
                 "FSD325", f"{entry.key} is not read: the policy is not SIZE_BASED_WRAP", entry, block
             )
         return
-    if isinstance(value, int) and not isinstance(value, bool):
-        lint.set("min_num_params", value, entry=entry)
+    if isinstance(value, int | float) and value <= 0:
+        # Not passed on, so that the plugin takes its variable or 0.
+        default(lint, "min_num_params", lint.get("fsdp_version") or 2)
+        if value:
+            lint.report_value("FSD217", f"{entry.key} {value!r} means 0", entry, 0)
+        return
+    if isinstance(value, int):
+        lint.set("min_num_params", int(value), entry=entry)
+        if isinstance(value, bool):
+            lint.report_value("FSD213", f"{entry.key} is true, which counts as 1", entry, severity="warning")
         return
     meant = spelling.integer(value)
     lint.set("min_num_params", meant or 0, entry=entry)
@@ -224,10 +267,9 @@ def read_fsdp1_key(
         lint.report_removable("FSD302", f"{entry.key} has no effect under version 2", entry, block)
         return
     if key == "backward_prefetch":
-        text = str(entry.node.value).upper()
-        known = {"BACKWARD_PRE": "BACKWARD_PRE", "BACKWARD_POST": "BACKWARD_POST", "NO_PREFETCH": None}
-        lint.set(key, known.get(text), entry=entry)
-        if text not in known:
+        text = entry.node.value.upper() if isinstance(entry.node.value, str) else None
+        lint.set(key, PREFETCHES.get(text or ""), entry=entry)
+        if text not in PREFETCHES:
             lint.report_value(
                 "FSD206",
                 f"{entry.key} {entry.node.value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
