@@ -52,7 +52,8 @@ _WARNING = 4
 _SILENT_SECONDS = 60.0
 
 _RANK = re.compile(
-    r"\[(?:rank|Rank )(\d+)\]|\[PG (?:ID \d+ PG GUID )?0 ?(?:\(default_pg\) )?Rank (\d+)\]|\brank (\d+)(?:: | \(process )"
+    r"\[(?:rank|Rank )(\d+)\]|\[PG (?:ID \d+ PG GUID )?0 ?(?:\(default_pg\) )?Rank (\d+)\]"
+    r"|\brank (\d+)(?:: | \(process )"
 )
 _LOCAL_RANK = re.compile(r"\[default(\d+)\]")
 """What torchrun can put in front of a line: a rank within a machine."""
@@ -173,7 +174,7 @@ def diagnose_logs(target: str, logs: Sequence[LogText]) -> FailureDiagnosis:
         (item.file, item.line) == (exception.file, exception.line) for item in warned
     ):
         exception = None
-    failed = least < _WARNING and bool(merged) or exception is not None
+    failed = (least < _WARNING and bool(merged)) or exception is not None
     kept = [item for item in merged if item not in warned] if failed else merged
     failures = tuple(replace(item, consequence=depths[item.code] > least) for item in kept)
     return FailureDiagnosis(
@@ -263,7 +264,7 @@ def _group_name(match: re.Match[str] | None) -> str | None:
 
 
 def _divergence(logs: Sequence[LogText]) -> tuple[Divergence | None, RecognisedFailure | None]:
-    """Return where ranks called different collectives, as the lines of NCCL's watchdog show, and the failure."""
+    """Return where ranks called different collectives, as NCCL's watchdog shows, and the failure."""
     places: dict[tuple[str | None, int], dict[int, _Call]] = defaultdict(dict)
     for log in logs:
         for call in _calls(log):
@@ -580,4 +581,6 @@ def _notes(view: RunView) -> Iterator[str]:
         elif view.state == "dead" and latest - rank.progressed > _SILENT_SECONDS:
             yield f"rank {rank.rank} was last seen {latest - rank.progressed:.0f} s before the others"
     if view.last_checkpoint is not None and view.state != "running":
-        yield f"the newest checkpoint is that of step {view.last_checkpoint}"
+        yield f"the newest checkpoint is that of step {view.last_checkpoint}: --resume auto continues there"
+    elif view.lost_steps:
+        yield f"no checkpoint exists: starting again loses the {view.lost_steps} steps of the run"

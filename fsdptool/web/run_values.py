@@ -19,8 +19,8 @@ from fsdptool.launch.queue import Queue
 from fsdptool.launch.queue_state import read_log_lines
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import RunView
-from fsdptool.report.run_page import run_parts
 from fsdptool.report.diagnosis import divergence_lines
+from fsdptool.report.run_page import run_parts
 from fsdptool.report.train import memory_text
 from fsdptool.runs.diagnose import diagnose
 from fsdptool.runs.folder import CHECKPOINTS, EVENTS, EXPORT, LOCK, METRICS, RUN, SUMMARY

@@ -311,11 +311,12 @@ def test_the_page_has_the_table() -> None:
     assert page.endswith(f"\n{signatures_table(signatures())}")
 
 
+NOW = "[rank{0}]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [PG ID 0 PG GUID 0(default_pg) Rank {0}] "
 PREFIXES = {
     "2.0": "[E ProcessGroupNCCL.cpp:475] [Rank {0}] ",
     "2.3": "[rank{0}]:[E ProcessGroupNCCL.cpp:563] [PG 0 Rank {0}] ",
     "2.4": "[rank{0}]:[E1122 06:40:00.5 ProcessGroupNCCL.cpp:607] [PG 0 (default_pg) Rank {0}] ",
-    "2.13": "[rank{0}]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [PG ID 0 PG GUID 0(default_pg) Rank {0}] ",
+    "2.13": NOW,
     "torchrun": "[default0]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [Rank {0}] ",
     "slurm": "{0}: [rank{0}]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [Rank {0}] ",
 }
@@ -361,7 +362,7 @@ def test_the_rank_that_calls_another_collective_is_named(
 
 
 def test_without_a_majority_all_ranks_are_named() -> None:
-    answer = answer_of(waits(PREFIXES["2.13"], 0, GATHER), waits(PREFIXES["2.13"], 1, SUM))
+    answer = answer_of(waits(NOW, 0, GATHER), waits(NOW, 1, SUM))
     assert answer.failures[0].code == "RUN011"
     assert answer.failures[0].ranks == (0, 1)
     assert answer.divergence is not None
@@ -380,13 +381,16 @@ def test_versions_without_sizes_are_compared_by_operation() -> None:
 @pytest.mark.parametrize(
     "lines",
     [
-        [waits(PREFIXES["2.13"], 0, SUM, 7), waits(PREFIXES["2.13"], 1, GATHER, 8)],
-        [waits(PREFIXES["2.13"], 0, "SEND, NumelIn=8, NumelOut=8"), waits(PREFIXES["2.13"], 1, "RECV, NumelIn=8, NumelOut=8")],
-        [waits(PREFIXES["2.13"], n, f"ALLTOALL_BASE, NumelIn={n + 1}, NumelOut=4") for n in (0, 1)],
-        [waits(PREFIXES["2.13"].replace("0(default_pg)", f"{4 + n}(mesh_dp)"), n, call) for n, call in enumerate((SUM, GATHER))],
+        [waits(NOW, 0, SUM, 7), waits(NOW, 1, GATHER, 8)],
+        [waits(NOW, rank, f"{call}, NumelIn=8, NumelOut=8") for rank, call in enumerate(("SEND", "RECV"))],
+        [waits(NOW, n, f"ALLTOALL_BASE, NumelIn={n + 1}, NumelOut=4") for n in (0, 1)],
+        [
+            waits(NOW.replace("0(default_pg)", f"{4 + rank}(mesh_dp)"), rank, call)
+            for rank, call in enumerate((SUM, GATHER))
+        ],
     ],
     ids=["sequence", "pairs", "uneven", "groups"],
-)  # fmt: skip
+)
 def test_what_may_differ_between_ranks_is_no_divergence(lines: list[str]) -> None:
     answer = answer_of("".join(lines))
     assert answer.divergence is None
