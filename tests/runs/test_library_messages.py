@@ -129,7 +129,7 @@ def test_a_message_that_people_paste(line: str) -> None:
 
 def test_the_ways_out_of_a_tied_parameter_in_two_units_are_both_named() -> None:
     tied = next(item for item in signatures() if item.code == "RUN063")
-    assert "accelerate 1.15 or newer, or a torch below 2.13" in tied.change
+    assert "accelerate 1.15 or newer, or a torch below 2.12" in tied.change
 
 
 WARNING = "UserWarning: FSDP is switching to use `NO_SHARD` instead of FULL_SHARD since the world size is 1."
