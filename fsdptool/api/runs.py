@@ -28,6 +28,7 @@ def train(
     *,
     output: str | PathLike[str] | None = None,
     resume: str | None = None,
+    start_over: bool = False,
     force: bool = False,
     processes: int | None = None,
     cpu: bool = False,
@@ -52,6 +53,7 @@ def train(
         config: The accelerate YAML, or another dialect.
         output: Run folder; None is ``runs/RECIPE``.
         resume: ``auto`` (the newest valid checkpoint) or a checkpoint folder.
+        start_over: Whether ``auto`` starts over if the run has made steps and has no checkpoint.
         force: Replace an existing run in the folder.
         processes: Total number of processes; must agree with the configuration.
         cpu: Train on the CPU, whatever the configuration says.

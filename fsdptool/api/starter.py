@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.recipe import Data, ModelChoice, Recipe
+from fsdptool.records.recipe import SYNTHETIC_SAMPLES, Data, ModelChoice, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +36,6 @@ _CHARACTERS = 3
 """Characters per token, on the low side: English has about four."""
 _OFTEN_ADDED = """
 # Often added (docs/recipes.md):
-# checkpoints: {every_steps: 500}
 # evaluation: {every_steps: 100, holdout: 0.02}
 # tracking: {backends: [tensorboard]}
 """
@@ -52,12 +53,16 @@ class DataLook:
         kind: How its samples are read.
         columns: Columns of its first row; empty without rows.
         longest: Characters of the longest text among the rows that were read, or None.
+        samples: About how many there are, or None where that would take reading them.
+        characters: About how many characters they have together, or None.
     """
 
     data: Data
     kind: DataKind
     columns: tuple[str, ...] = ()
     longest: int | None = None
+    samples: int | None = None
+    characters: int | None = None
 
 
 def look_at(path: str, objective: Objective) -> DataLook:
@@ -93,7 +98,7 @@ def look_at(path: str, objective: Objective) -> DataLook:
         **dict.fromkeys(TEXT_SUFFIXES, "text"),
         **dict.fromkeys(STILLS, "images"),
     }
-    files = [place] if place.is_file() else itertools.islice(place.rglob("*"), _FILES)
+    files = [place] if place.is_file() else list(itertools.islice(place.rglob("*"), _FILES))
     counted = Counter(kinds[file.suffix.lower()] for file in files if file.suffix.lower() in kinds)
     if not counted:
         raise ConfigError(
@@ -106,19 +111,28 @@ def look_at(path: str, objective: Objective) -> DataLook:
     if source == "images":
         if objective.samples not in ("latents", "labelled"):
             raise ConfigError(f"--data {path} holds images, and the model is trained on text")
-        return DataLook(Data(source="images", path=path), "images")
+        return DataLook(Data(source="images", path=path), "images", samples=counted["images"])
     if objective.samples == "latents":
         raise ConfigError(f"--data {path} holds text, and the model is trained on images")
-    return _rows(Data(source=source, path=path), objective)  # type: ignore[arg-type]
-
-
-def _rows(data: Data, objective: Objective) -> DataLook:
     from fsdptool.training.data.sources import open_source
 
-    source = open_source(data)
-    rows = list(itertools.islice(source.rows(), _ROWS))
+    data_section = Data(source=source, path=path)  # type: ignore[arg-type]
+    rows = list(itertools.islice(open_source(data_section).rows(), _ROWS + 1))
     if not rows:
-        raise ConfigError(f"--data {data.path} has no rows", help="name another file or folder")
+        raise ConfigError(f"--data {path} has no rows", help="name another file or folder")
+    written = sum(len(json.dumps(row, default=str, ensure_ascii=False)) for row in rows)
+    if len(rows) <= _ROWS:
+        samples, characters = len(rows), written
+    elif source == "parquet":
+        samples = characters = None
+    else:
+        characters = sum(file.stat().st_size for file in files if kinds.get(file.suffix.lower()) == source)
+        samples = characters * len(rows) // written
+    look = _rows(data_section, objective, rows[:_ROWS])
+    return replace(look, samples=samples, characters=characters)
+
+
+def _rows(data: Data, objective: Objective, rows: Sequence[Mapping[str, Any]]) -> DataLook:
     if data.source == "text":
         return DataLook(data, "text", (), None)
     columns = tuple(str(name) for name in rows[0])
@@ -246,7 +260,7 @@ def prepare_starter(
     from fsdptool.config.recipe_writer import dump_recipe
     from fsdptool.config.writer import schema_comment
     from fsdptool.modeling.objective import objective_for
-    from fsdptool.planning.plan import make_plan
+    from fsdptool.planning.plan import chosen_candidate, make_plan
     from fsdptool.planning.request import read_request
     from fsdptool.source import rebased, resolve
 
@@ -259,7 +273,10 @@ def prepare_starter(
     _complete_sizes(given, spec, objective, look)
     if trust_remote_code:
         given["trust_remote_code"] = True
-    plan = make_plan(read_request(cast("Options", given)), progress=progress)
+    request = read_request(cast("Options", given))
+    # A plan in which the run saves before its end: the interval follows from it.
+    request = replace(request, inputs=replace(request.inputs, recipe=_saving(request.inputs.recipe, 1)))
+    plan = make_plan(request, progress=progress)
     has_weights = bool(spec.weights) or spec.reference.kind == "hub"
     hub_id = _hub_id(spec)
     if plan.chosen is None:
@@ -267,6 +284,8 @@ def prepare_starter(
     emission = from_plan(plan, trust_remote_code=trust_remote_code)
     assert emission.recipe is not None
     recipe = _with_data(emission.recipe, spec, look)
+    steps = _run_steps(recipe, look, emission.settings.num_processes)
+    recipe = _saving(recipe, _save_interval(steps, chosen_candidate(plan).step_seconds))
     if recipe.method.name == "lora":
         recipe = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=2e-4))
     elif has_weights:
@@ -284,6 +303,42 @@ def prepare_starter(
     return Starter(text, config, plan, look, has_weights, hub_id, on_cpu, latents)
 
 
+def _saving(recipe: Recipe, every: int) -> Recipe:
+    return replace(recipe, checkpoints=replace(recipe.checkpoints, every_steps=every))
+
+
+def _run_steps(recipe: Recipe, look: DataLook | None, ranks: int) -> int | None:
+    """Return about how many steps an epoch takes, or None where the size of the data is not known."""
+    if look is None:
+        samples: int | None = SYNTHETIC_SAMPLES
+    elif recipe.data.packing and recipe.batch.sequence_length and look.kind in _PACKED:
+        samples = look.characters and look.characters // (_CHARACTERS * recipe.batch.sequence_length)
+    else:
+        samples = look.samples
+    if samples is None:
+        return None
+    batch = recipe.batch.global_batch or recipe.batch.micro_batch * recipe.batch.accumulation * ranks
+    return max(samples // batch, 1)
+
+
+def _save_interval(steps: int | None, seconds: float | None) -> int:
+    """Return after how many steps to save: a tenth of a run, but at least a minute and at most half an hour.
+
+    Args:
+        steps: Steps of the run, or None if that is not known.
+        seconds: Time of a step, or None.
+    """
+    every = steps / 10 if steps is not None else _USUAL_INTERVAL
+    if seconds:
+        every = min(max(every, 60.0 / seconds), 1800.0 / seconds)
+    if steps is not None:
+        every = min(every, steps / 2)
+    scale = 10 ** max(math.floor(math.log10(max(every, 1.0))), 0)
+    return max(digit * scale for digit in (1, 2, 5) if digit * scale <= max(every, 1.0))
+
+
+_USUAL_INTERVAL = 100
+_PACKED = ("chat", "prompts", "text")
 _MORE = "Every key: fsdptool schema recipe, and docs/recipes.md"
 
 

@@ -21,6 +21,7 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.text import is_file, is_folder
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
+from fsdptool.runs.folder import ACCELERATE, RECIPE, RUN, is_run_folder
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
@@ -120,8 +121,16 @@ class Linter:
         return self._settings[folder]
 
     def expand(self, paths: Iterable[Path]) -> dict[Path, bool]:
-        """Return the files to read, as :func:`expand` does, without those that are excluded."""
-        return expand(paths, lambda path: self._settings_in(path.parent).excludes(path))
+        """Return the files to read, as :func:`expand` does, without those that are excluded.
+
+        With ``skip_unknown``, the files of run folders are left out even where they are named: a hook names
+        every file of a commit.
+        """
+        chosen = [path for path in paths if not (self._skips_unknown(path) and _in_run_folder(path))]
+        return expand(chosen, lambda path: self._settings_in(path.parent).excludes(path))
+
+    def _skips_unknown(self, path: Path) -> bool:
+        return self.skip_unknown or self.settings(path).skip_unknown
 
     def judge(self, path: Path, named: bool, source: SourceText | None = None, **judged: Any) -> Reading:
         """Return the reading of a file, with the findings that count.
@@ -133,7 +142,7 @@ class Linter:
             judged: Further arguments of :func:`~fsdptool.config.reader.read_settings`.
         """
         reading = judged_or_failed(path if source is None else source, **judged)
-        found = not named or self.skip_unknown or self.settings(path).skip_unknown
+        found = not named or self._skips_unknown(path)
         return self.sift(as_found(reading) if found else reading, path)
 
     def sift(self, reading: Reading, path: Path) -> Reading:
@@ -236,7 +245,8 @@ def expand(paths: Iterable[Path], excluded: Callable[[Path], bool] = lambda path
     """Return the files to read, each once, and whether it was named itself (not found in a folder).
 
     A folder stands for its YAML, JSON and TOML files; names that begin with a dot are skipped, as are
-    the folders of installed packages.
+    the folders of installed packages and of runs. A run folder that is named itself stands for the recipe
+    and the configuration that the run was started with.
 
     Args:
         paths: Files and folders.
@@ -265,6 +275,11 @@ def _configurations(folder: Path, excluded: Callable[[Path], bool], left_out: li
         # Not entered at all: a repository's .git holds many times more files than the project.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
         base = Path(place)
+        if RUN in names and is_run_folder(base):
+            left_out.append(base)
+            folders.clear()
+            # What a run stores is in fsdptool's own form, whatever the file was that it was started with.
+            names = [name for name in names if base == folder and name in (RECIPE, ACCELERATE)]
         items = {name: base / name for name in (*folders, *names)}
         out = {name for name, item in items.items() if excluded(item)}
         left_out.extend(items[name] for name in out)
@@ -283,6 +298,10 @@ def _is_inside(path: Path, folder: Path) -> bool:
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _PROJECT = ("pyproject.toml", "fsdptool.toml")
 _INSTALLED = ("node_modules", "site-packages")
+
+
+def _in_run_folder(path: Path) -> bool:
+    return any(is_run_folder(folder) for folder in path.absolute().parents)
 
 
 def as_found(reading: Reading) -> Reading:

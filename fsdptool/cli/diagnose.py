@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdptool.cli.options import Format, FormatOption, print_document
-from fsdptool.errors import ExitCode
+from fsdptool.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from fsdptool.records.diagnosis import FailureDiagnosis
 
 
 def command(
-    target: Annotated[
-        Path,
+    targets: Annotated[
+        list[Path] | None,
         typer.Argument(
-            help="A log of any program that trains with FSDP, or a run folder.", metavar="LOG|RUN"
+            help="Logs of one run of any program that trains with FSDP, or a run folder; - reads standard"
+            " input.",
+            metavar="LOG...|RUN",
         ),
-    ],
+    ] = None,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Recognise known failures of FSDP runs: the cause, what to change, and the rule's page.
@@ -26,11 +32,10 @@ def command(
     """
     from fsdptool.records.codec import to_json
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.runs.diagnose import diagnose
 
-    diagnosis = diagnose(target)
+    diagnosis = _diagnose(targets or [])
     if format is Format.JSON:
-        print_document(envelope("diagnose", str(target), diagnosis))
+        print_document(envelope("diagnose", diagnosis.target, diagnosis))
     else:
         from fsdptool.report.diagnosis import print_diagnosis
 
@@ -40,3 +45,20 @@ def command(
     if diagnosis.run is None and not diagnosis.failures:
         return int(ExitCode.INCOMPLETE)
     return int(ExitCode.CLEAN)
+
+
+def _diagnose(targets: list[Path]) -> FailureDiagnosis:
+    """Diagnose what the command line names: files, a run folder, or what is piped into the command.
+
+    Raises:
+        ConfigError: Nothing is named and nothing is piped, or standard input is one of several.
+    """
+    from fsdptool.runs.diagnose import diagnose, diagnose_logs, read_stream
+
+    if any(str(target) == "-" for target in targets) and len(targets) > 1:
+        raise ConfigError("- cannot be combined with files", help="name the files, or pipe them all")
+    if targets and str(targets[0]) != "-":
+        return diagnose(targets)
+    if not targets and sys.stdin.isatty():
+        raise ConfigError("no log is given", help="give a log, a run folder, or - and a log through a pipe")
+    return diagnose_logs("-", (read_stream(sys.stdin.buffer, "standard input"),))

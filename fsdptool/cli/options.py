@@ -46,6 +46,13 @@ RevisionOption = Annotated[str | None, typer.Option(help="Revision of a Hugging 
 OverrideOption = Annotated[
     list[str] | None, typer.Option("--override", help="Replace a configuration value: KEY=JSON (repeatable).")
 ]
+StartOverOption = Annotated[
+    bool,
+    typer.Option(
+        "--start-over",
+        help="With --resume: start over if the run has no checkpoint, so that its steps are lost.",
+    ),
+]
 TrustOption = Annotated[
     bool,
     typer.Option(

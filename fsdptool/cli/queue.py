@@ -14,6 +14,7 @@ from fsdptool.cli.options import (
     Format,
     FormatOption,
     RecipeArgument,
+    StartOverOption,
     answer_line,
     print_document,
     say,
@@ -56,6 +57,7 @@ def add(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in the folder from its newest checkpoint.")
     ] = False,
+    start_over: StartOverOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run in the folder.")] = False,
     gpus: Annotated[
         str | None, typer.Option("--gpus", help="GPUs of the run (0,1), if the configuration has no gpu_ids.")
@@ -85,6 +87,7 @@ def add(
         predict=predict,
         max_restarts=max_restarts,
         resume=resume,
+        start_over=start_over,
         force=force,
         hold=hold,
         first=first,
@@ -160,9 +163,9 @@ def stop(
 
 
 @group.command("resume")
-def resume(entry: EntryArgument, first: FirstOption = False) -> int:
+def resume(entry: EntryArgument, first: FirstOption = False, start_over: StartOverOption = False) -> int:
     """Queue another start of a run that has ended, from its newest checkpoint."""
-    answer_line(f"{_queue().resume(entry, first=first)}")
+    answer_line(f"{_queue().resume(entry, first=first, start_over=start_over)}")
     return int(ExitCode.CLEAN)
 
 

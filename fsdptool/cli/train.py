@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +15,13 @@ from fsdptool.cli.options import (
     Format,
     FormatOption,
     RecipeArgument,
+    StartOverOption,
     TrustOption,
     print_document,
     say,
     show_progress,
 )
+from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
     from fsdptool.launch.outcome import Outcome
@@ -36,6 +39,7 @@ def command(
         str | None,
         typer.Option("--resume", help="auto (the newest valid checkpoint) or a checkpoint folder."),
     ] = None,
+    start_over: StartOverOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run in the folder.")] = False,
     dry_run: Annotated[
         bool,
@@ -75,9 +79,12 @@ def command(
     """Train RECIPE with the processes, mesh and wrapping of the configuration."""
     from contextlib import ExitStack
 
-    from fsdptool.launch.start import StartOptions, open_run
+    from fsdptool.launch.start import StartOptions, open_run, run_folder
 
-    start = open_run(recipe, config, StartOptions.of(locals()), dry_run=dry_run)
+    options = StartOptions.of(locals())
+    if resume == "auto" and not (start_over or node_rank):
+        options = replace(options, start_over=_starts_over(run_folder(recipe, output)))
+    start = open_run(recipe, config, options, dry_run=dry_run)
     with ExitStack() as stack:
         with show_progress():
             ready = stack.enter_context(start)
@@ -85,6 +92,19 @@ def command(
             _print_dry_run(ready, format)
             return 0
         return _run(ready, format)
+
+
+def _starts_over(folder: Path) -> bool:
+    """Ask, where somebody can answer, whether a run starts over that has no checkpoint to continue from."""
+    from fsdptool.launch.create import check_loss
+
+    try:
+        check_loss(folder)
+    except ConfigError as error:
+        if sys.stdin.isatty() and sys.stderr.isatty():
+            say(error.message)
+            return typer.confirm("start over?", err=True)
+    return False
 
 
 _UNCHECKED = {
@@ -147,10 +167,12 @@ def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format
     from fsdptool.errors import ExitCode
     from fsdptool.formatting import printable
     from fsdptool.records.codec import to_json
+    from fsdptool.report.run import continuation
     from fsdptool.report.tables import print_lines
     from fsdptool.report.train import closing_text, memory_text
     from fsdptool.runs.events import read_lines
     from fsdptool.runs.folder import METRICS
+    from fsdptool.runs.manifest import lost_steps
 
     folder = ready.folder
     conclusion = ready.conclude(outcome)
@@ -167,8 +189,8 @@ def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format
     _say_failure(outcome, progress)
     if summary.exit_code == ExitCode.WORKER_FAILED:
         progress.say(f"help: fsdptool diagnose {_shown(folder)} names known causes and what to change")
-    if outcome.failure is None and summary.resumable:
-        progress.say("stopped; continue with --resume auto")
+    if advice := continuation(summary.resumable, lost_steps(folder)):
+        progress.say(advice if outcome.failure is not None else f"stopped; {advice}")
     return summary.exit_code
 
 

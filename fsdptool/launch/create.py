@@ -33,26 +33,31 @@ from fsdptool.runs.folder import (
     write_start,
     write_text,
 )
-from fsdptool.runs.manifest import read_manifest
+from fsdptool.runs.manifest import lost_steps, read_manifest
 
 _OURS = (CHECKPOINTS, EVENTS, LOGS, EXPORT, METRICS, SUMMARY, RUN)
 
 
-def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
+def check_folder(folder: Path, *, resume: str | None, force: bool, start_over: bool = False) -> int:
     """Check that ``folder`` may be written; return how often the run was started before.
 
     Raises:
         ConfigError: There is a run already and neither ``resume`` nor ``force`` says what to do with it,
-            or ``resume`` is not a checkpoint that can be resumed.
+            ``resume`` is not a checkpoint that can be resumed, or ``resume`` is ``auto``, the run has no
+            checkpoint, and ``start_over`` does not accept that its steps are lost.
     """
     if resume and force:
         raise ConfigError("--resume and --force cannot be combined", help="use only one of them")
+    if start_over and resume != "auto":
+        raise ConfigError("--start-over says what --resume auto may do", help="add --resume auto")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file", help="choose another folder with --output")
     if resume and resume != "auto":
         read_manifest(Path(resume))
     if (folder / RUN).exists():
         if resume:
+            if resume == "auto" and not start_over:
+                check_loss(folder)
             return read_start(folder).number + 1
         if not force:
             raise ConfigError(
@@ -67,6 +72,21 @@ def check_folder(folder: Path, *, resume: str | None, force: bool) -> int:
             help="choose an empty or new folder with --output",
         )
     return 0
+
+
+def check_loss(folder: Path) -> None:
+    """Refuse to continue a run without a checkpoint: somebody has to decide that its steps are lost.
+
+    Raises:
+        ConfigError: The folder has a run that has made steps and has no checkpoint.
+    """
+    if (folder / RUN).exists() and (lost := lost_steps(folder)):
+        origin = read_start(folder).resume
+        again = f"continue from {origin} again with --resume, " if origin not in (None, "auto") else ""
+        raise ConfigError(
+            f"no checkpoint exists in {folder}: {lost} step{'s are' if lost > 1 else ' is'} lost",
+            help=f"{again}start over with --resume auto --start-over, or choose another folder with --output",
+        )
 
 
 def wait_for_run(folder: Path, launch_id: str | None, *, seconds: float = 600.0) -> None:

@@ -247,15 +247,16 @@ class Queue:
         row = self._change(entry, ("started",), {"kill_requested": time.time()})
         return row.process is not None and send_signals(row.process, signal.SIGTERM, signal.SIGINT)
 
-    def resume(self, entry: int, *, first: bool = False) -> int:
+    def resume(self, entry: int, *, first: bool = False, start_over: bool = False) -> int:
         """Queue another start of a run that has ended, from its newest checkpoint; return the new entry.
 
         Args:
             entry: The entry of the run.
             first: Whether it starts before those that wait already.
+            start_over: Whether it starts over if it has made steps and has no checkpoint.
 
         Raises:
-            ConfigError: The queue has no such entry, or it was not started.
+            ConfigError: The queue has no such entry, it was not started, or it would start over.
             StorageError: The queue cannot be written.
         """
         with self.file.read() as connection:
@@ -263,7 +264,7 @@ class Queue:
         _require(row, ("started", "ended"))
         options = options_of_another_start(row.options)
         if (Path(row.folder) / RUN).exists():
-            options = (*options, "--resume", "auto")
+            options = (*options, "--resume", "auto", *(("--start-over",) if start_over else ()))
         return self.add(
             Path(row.recipe),
             Path(row.config),

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdptool.errors import ConfigError
+from fsdptool.launch.create import check_loss
 from fsdptool.launch.machine import gpu_set, requested_gpus
 from fsdptool.launch.prepare import choose_device, count_processes
 from fsdptool.records.queue import Needs
-from fsdptool.runs.folder import RUN
+from fsdptool.runs.folder import LOCK, RUN
+from fsdptool.runs.view import is_locked
 
 
 def find_needs(config: Path, folder: Path, *, cpu: bool = False, visible: str | None = None) -> Needs:
@@ -55,11 +57,14 @@ def find_needs(config: Path, folder: Path, *, cpu: bool = False, visible: str | 
 
 
 def check_run_folder(folder: Path, options: Sequence[str]) -> None:
-    """Refuse a folder with a run that the options neither continue nor replace.
+    """Refuse a folder with a run that the options neither continue nor replace, or cannot continue.
 
     Raises:
         ConfigError: It has one.
     """
+    # A run that goes on may still write its first checkpoint.
+    if "--resume" in options and "--start-over" not in options and not is_locked(folder / LOCK):
+        check_loss(folder)
     if (folder / RUN).exists() and not {"--resume", "--force"} & set(options):
         raise ConfigError(
             f"{folder} already contains a run",
@@ -74,6 +79,6 @@ def options_of_another_start(options: Sequence[str]) -> tuple[str, ...]:
     for item in items:
         if item == "--resume":
             next(items, None)
-        elif item != "--force" and not item.startswith("--resume="):
+        elif item not in ("--force", "--start-over") and not item.startswith("--resume="):
             kept.append(item)
     return tuple(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdptool.errors import ConfigError
 from fsdptool.launch.job import PORT, Job, random_id, train_line
@@ -30,7 +31,8 @@ def slurm_script(
 
     Slurm sends SIGUSR1 to the job's steps ahead of the time limit (``--signal`` without ``B:``);
     every node's fsdptool asks its ranks to save, they agree on a step, and the exit status 75 puts
-    the job back into the queue, where ``--resume auto`` continues it.
+    the job back into the queue, where ``--resume auto`` continues it. A job that Slurm starts again after
+    a node failed has nobody to ask: without a checkpoint it starts over.
 
     Args:
         job: The run.
@@ -62,7 +64,8 @@ def slurm_script(
     head = [f"#SBATCH --{key}={_value(key, value)}" for key, value in values.items() if value]
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(job.variables.items())]
     # exec: Slurm signals every process of a step, and a shell in between would be killed.
-    line = "exec " + train_line(job, '"$SLURM_NODEID"', '"$head_node:$port"', '"$launch_id"')
+    unattended = replace(job, options=("--start-over", *job.options))
+    line = "exec " + train_line(unattended, '"$SLURM_NODEID"', '"$head_node:$port"', '"$launch_id"')
     # Since Slurm 22.05 srun does not take it from sbatch: a cluster that binds tasks may leave it one core.
     cores = f"--cpus-per-task={cpus_per_task} " if cpus_per_task else ""
     body = [

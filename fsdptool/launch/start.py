@@ -102,6 +102,7 @@ class StartOptions:
     Attributes:
         output: Run folder; None is ``runs/RECIPE``.
         resume: ``auto`` (the newest valid checkpoint) or a checkpoint folder.
+        start_over: Whether ``auto`` starts over if the run has made steps and has no checkpoint.
         force: Replace an existing run in the folder.
         processes: Total number of processes; must agree with the configuration.
         cpu: Train on the CPU, whatever the configuration says.
@@ -118,6 +119,7 @@ class StartOptions:
 
     output: Path | None = None
     resume: str | None = None
+    start_over: bool = False
     force: bool = False
     processes: int | None = None
     cpu: bool = False
@@ -135,6 +137,15 @@ class StartOptions:
     def of(cls, arguments: Mapping[str, Any]) -> StartOptions:
         """Return the options among the arguments of a function that has all of them."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+
+def run_folder(recipe: Path, output: Path | None) -> Path:
+    """Return the folder of a run: what was asked for, or that of the recipe."""
+    return (output or Path("runs") / recipe.stem).absolute()
+
+
+def _check_folder(folder: Path, options: StartOptions) -> int:
+    return check_folder(folder, resume=options.resume, force=options.force, start_over=options.start_over)
 
 
 @contextmanager
@@ -160,12 +171,12 @@ def open_run(
         raise ConfigError(
             f"launcher {options.launcher!r} is not supported", help="choose torchrun or accelerate"
         )
-    folder = (options.output or Path("runs") / recipe.stem).absolute()
+    folder = run_folder(recipe, options.output)
     first = not options.node_rank
     with handle_stop_signals("the run was started", "start it again with --resume auto") as stops:
         if first:
             check_unlocked(folder)
-            check_folder(folder, resume=options.resume, force=options.force)
+            _check_folder(folder, options)
         prepared = prepare(
             recipe,
             config,
@@ -209,7 +220,7 @@ def open_run(
             return
         with lock_run(folder), claim_gpus(prepared.settings, prepared.device, folder):
             # Again: another start may have come and gone while this one prepared.
-            number = check_folder(folder, resume=options.resume, force=options.force)
+            number = _check_folder(folder, options)
             write_run(
                 folder,
                 prepared,

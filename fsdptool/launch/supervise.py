@@ -301,8 +301,7 @@ class Supervisor:
             seen,
             rank=first,
             message=f"rank {first}{more}: {self._silent[first]}; rank {seen.rank} gave up waiting for it",
-            help=f"read the stacks and rank-{first:05d}.log in {self._folder / LOGS};"
-            " continue with --resume auto",
+            help=f"read the stacks and rank-{first:05d}.log in {self._folder / LOGS}",
         )
 
     def _dump_stacks(self) -> None:
@@ -371,7 +370,7 @@ class Supervisor:
         return Failure(
             number,
             f"rank {number} (process {pid}) {how}",
-            f"read {self._folder / LOGS / f'rank-{number:05d}.log'}; continue with --resume auto",
+            f"read {self._folder / LOGS / f'rank-{number:05d}.log'}",
         )
 
     def _timed_out(self, number: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -41,6 +41,27 @@ class Cause(StrEnum):
     STOPPED = "stopped"
 
 
+class FailurePhase(StrEnum):
+    """What a run was doing when it failed, as the traceback or the run folder tells."""
+
+    LOAD = "load"
+    DATA = "loading data"
+    TRAINING = "training"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    EVALUATION = "evaluation"
+    SAVE = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseAdvice:
+    """What a failure means, and what to do about it, where its phase is known."""
+
+    why: str
+    change: str
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """A known failure: how it is recognised, what it means and what to change.
@@ -52,11 +73,13 @@ class Signature:
         texts: A line that contains one of these is a candidate.
         pattern: Regular expression that the line must contain as well, or None.
         context: Regular expression that a line shortly before must contain, or None.
-        depth: 0 for a cause, 1 for what other ranks report of it, 2 for lost connections, 3 for summaries.
+        depth: 0 for a cause, 1 for what other ranks report of it, 2 for lost connections, 3 for summaries,
+            4 for warnings, which count only where nothing failed.
         over: Codes that this one replaces on the same line.
         why: What happens.
         change: What to do.
         source: Where the message comes from: library, version and file, or a public thread.
+        by_phase: What replaces ``why`` and ``change`` in a phase; in phases that are not named nothing does.
     """
 
     code: str
@@ -70,22 +93,12 @@ class Signature:
     why: str
     change: str
     source: str
+    by_phase: Mapping[str, PhaseAdvice] = field(default_factory=dict)
 
     @property
     def rule(self) -> Rule:
         """The rule that ``fsdptool rule`` prints."""
         return Rule(self.code, self.title, "error", f"{self.why} Source: {self.source}.", self.change)
-
-
-class FailurePhase(StrEnum):
-    """The phase in which memory ran out, as the traceback tells."""
-
-    LOAD = "load"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-    EVALUATION = "evaluation"
-    SAVE = "save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +115,7 @@ class RecognisedFailure:
         text: That line, shortened.
         occurrences: How often it was seen; counting ends at 1000.
         ranks: Ranks that reported it, as far as the lines name them.
-        phase: For a lack of memory: the phase, or null.
+        phase: For a lack of memory and a killed process: the phase, or null.
         why: What happens.
         change: What to do.
         source: Where the message comes from.
@@ -133,11 +146,46 @@ class LastException:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """A collective as the ranks that called it report it.
+
+    Attributes:
+        operation: NCCL's name of it.
+        elements_in, elements_out: Elements per rank; null where torch's version does not report them.
+        ranks: Who called it.
+        odd: Whether most of the ranks that report called another one, or no majority did the same.
+    """
+
+    operation: str
+    elements_in: Count | None
+    elements_out: Count | None
+    ranks: tuple[Count, ...]
+    odd: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Different collectives at one place in the sequence of a process group.
+
+    Attributes:
+        sequence: The sequence number.
+        group: The process group, or null for the one of all ranks (and where the log does not name it).
+        group_ranks: Whether the ranks count within the group: the log does not name the run's ranks.
+        calls: What was called, by most ranks first.
+    """
+
+    sequence: Count
+    group: str | None
+    group_ranks: bool
+    calls: tuple[CollectiveCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FailureDiagnosis:
     """What `fsdptool diagnose --format json` prints.
 
     Attributes:
-        target: The log or run folder.
+        target: The run folder or the logs.
         failures: Known failures: causes first, then their consequences.
         exception: The last exception, where no known failure is a cause; null without any.
         failed: Whether anything failed: false for a run that completed or was stopped on request.
@@ -146,6 +194,7 @@ class FailureDiagnosis:
         notes: Facts from the run folder, one sentence each.
         run: The state of the run, or null for a log.
         memory: The rank's own account of a lack of memory (``logs/out-of-memory.json``), or null.
+        divergence: Where ranks report different collectives at one sequence number, or null.
     """
 
     target: str
@@ -157,3 +206,4 @@ class FailureDiagnosis:
     notes: tuple[str, ...]
     run: RunView | None
     memory: Mapping[str, Any] | None
+    divergence: Divergence | None = None

@@ -88,6 +88,7 @@ _FAMILIES: dict[str, RuleFamily] = {
     "DOC0": "doctor",
     "CACHE0": "cache",
     "RUN0": "failures",
+    "RUN1": "failures",
 }
 
 

@@ -131,6 +131,7 @@ class RunRequest:
         predict: Predict memory before the run starts.
         max_restarts: Restarts from the newest valid checkpoint before giving up.
         resume: Continue the run in the folder from its newest checkpoint.
+        start_over: With resume: start over if the run has no checkpoint; its steps are lost.
         force: Replace an existing run in the folder.
         hold: Do not start it before it is released.
         first: Start it before the entries that wait already.
@@ -144,6 +145,7 @@ class RunRequest:
     predict: bool = True
     max_restarts: Count = 0
     resume: bool = False
+    start_over: bool = False
     force: bool = False
     hold: bool = False
     first: bool = False
@@ -152,6 +154,7 @@ class RunRequest:
         """Return the options of ``fsdptool train`` besides the files and the folder, as they are typed."""
         return (
             *(("--resume", "auto") if self.resume else ()),
+            *(("--start-over",) if self.start_over else ()),
             *(("--force",) if self.force else ()),
             *(("--cpu",) if self.cpu else ()),
             *(() if self.predict else ("--no-predict",)),

@@ -113,6 +113,9 @@ the longest sample of their micro-batch."""
 PADDING_MULTIPLE = 8
 """Tokens to whose multiples micro-batches are padded under ``longest``."""
 
+SYNTHETIC_SAMPLES = 1024
+"""Generated samples of an epoch, unless ``data.options.samples`` says otherwise."""
+
 DATA_OPTIONS = (
     *("name", "data_files", "revision", "document", "samples"),
     *("messages_column", "assistant_turns", "prompt_column", "source_column", "target_column", "prefix"),

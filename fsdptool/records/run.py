@@ -236,6 +236,7 @@ class RunView:
         resumable: Whether ``--resume auto`` has a checkpoint to continue from, or nothing was lost.
         exit_code: Exit status of the run; null while it is running.
         failure: Why it failed, or null.
+        lost_steps: Steps that another start makes again because the run has no checkpoint; 0 while it runs.
     """
 
     folder: str
@@ -265,6 +266,7 @@ class RunView:
     resumable: bool
     exit_code: Count | None
     failure: RunFailure | None
+    lost_steps: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdptool.formatting import amount, printable
@@ -20,6 +20,9 @@ def print_diagnosis(document: Mapping[str, Any]) -> None:
     for item in causes:
         print_line(f"{item['title']}{failure_place(item)} [{item['code']}]", style="bold red")
         print_line(f"  seen:    {item['file']}:{item['line']}: {item['text']}")
+        if item["cause"] == "diverged_ranks" and document["divergence"] is not None:
+            for line in divergence_lines(document["divergence"]):
+                print_line(f"  ranks:   {line}")
         print_line(f"  cause:   {item['why']}")
         print_line(f"  change:  {item['change']}")
         print_line(f"  more:    fsdptool rule {item['code']}; source: {item['source']}")
@@ -49,13 +52,32 @@ def _nothing(document: Mapping[str, Any]) -> str:
     return f"no known failure explains this: {failure['message'] if failure else 'the logs contain no error'}"
 
 
+def divergence_lines(divergence: Mapping[str, Any]) -> list[str]:
+    """Return who called which collective, those first that differ from the others."""
+    of_group = f" of process group {divergence['group']}" if divergence["group"] else ""
+    counted = of_group if divergence["group_ranks"] else ""
+    calls = sorted(divergence["calls"], key=lambda call: not call["odd"])
+    lines = []
+    for call in calls:
+        sizes = ""
+        if call["elements_in"] is not None:
+            sizes = f" (NumelIn={call['elements_in']}, NumelOut={call['elements_out']})"
+        lines.append(f"{_ranks(call['ranks'])}{counted} called {call['operation']}{sizes}")
+    lines[0] += f" as collective {divergence['sequence']}{of_group if not counted else ''}"
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}"
+
+
 def failure_place(item: Mapping[str, Any]) -> str:
     """Return phase and ranks of a failure, as they follow its title: `` in backward (rank 3)``."""
     phase = f" in {item['phase']}" if item["phase"] else ""
     if not item["ranks"]:
         return phase
-    shown = ", ".join(map(str, item["ranks"][:8])) + (", ..." if len(item["ranks"]) > 8 else "")
-    return f"{phase} (rank{'s' if len(item['ranks']) > 1 else ''} {shown})"
+    return f"{phase} ({_ranks(item['ranks'])})"
 
 
 def signatures_table(signatures: Iterable[Signature]) -> str:

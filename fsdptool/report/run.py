@@ -121,9 +121,22 @@ def run_lines(run: Mapping[str, Any], *, now: float | None = None) -> list[str]:
         lines.append(f"  {_end(run)}")
         if run["failure"] and run["failure"]["help"]:
             lines.append(f"  help: {run['failure']['help']}")
-    if run["resumable"] and run["state"] != "running":
-        lines.append("  continue with --resume auto")
+    if run["state"] != "running" and (advice := continuation(run["resumable"], run["lost_steps"])):
+        lines.append(f"  {advice}")
     return lines
+
+
+def continuation(resumable: bool, lost: int) -> str | None:
+    """Return how a run that has ended goes on, or None if there is nothing to go on with.
+
+    Args:
+        resumable: Whether ``--resume auto`` has a checkpoint to continue from.
+        lost: Steps that another start makes again because there is none.
+    """
+    if lost:
+        count = f"{lost} step{'s are' if lost > 1 else ' is'} lost"
+        return f"no checkpoint exists: {count}; --resume auto --start-over starts over"
+    return "continue with --resume auto" if resumable else None
 
 
 def print_run(run: Mapping[str, Any], stream: TextIO | None = None) -> None:

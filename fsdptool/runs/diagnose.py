@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.text import UnreadableError, is_file, is_folder, read_ends
 from fsdptool.files.values import moment
 from fsdptool.records.codec import from_json
 from fsdptool.records.diagnosis import (
+    CollectiveCall,
+    Divergence,
     FailureDiagnosis,
     FailurePhase,
     LastException,
@@ -27,7 +30,7 @@ from fsdptool.records.diagnosis import (
     Signature,
 )
 from fsdptool.records.run import RunView
-from fsdptool.runs.events import ranks_in, tail_events
+from fsdptool.runs.events import STARTUP, WorkerPhase, ranks_in, tail_events
 from fsdptool.runs.folder import LOGS, RUN, read_json
 from fsdptool.runs.progress import phase_text
 from fsdptool.runs.view import read_view
@@ -44,9 +47,17 @@ _CONTEXT_LINES = 200
 _COUNTED = 1000
 _RANK_DIGITS = 6
 _TIMEOUTS = ("RUN008", "RUN009", "RUN010")
+_DIVERGED = "RUN011"
+_WARNING = 4
+"""Depth of what libraries only warn of."""
 _SILENT_SECONDS = 60.0
 
-_RANK = re.compile(r"\[(?:rank|Rank |default)(\d+)\]|\brank (\d+): ")
+_RANK = re.compile(
+    r"\[(?:rank|Rank )(\d+)\]|\[PG (?:ID \d+ PG GUID )?0 ?(?:\(default_pg\) )?Rank (\d+)\]"
+    r"|\brank (\d+)(?:: | \(process )"
+)
+_LOCAL_RANK = re.compile(r"\[default(\d+)\]")
+"""What torchrun can put in front of a line: a rank within a machine."""
 _EXCEPTION = re.compile(r"(?:^|[\]:] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b:? .*)")
 
 _NAMED_PHASE = re.compile(rf"(?:rank \d+: )?out of memory in ({'|'.join(FailurePhase)})\b")
@@ -104,16 +115,36 @@ def read_log(path: Path, *, name: str | None = None, rank: int | None = None) ->
     return LogText(name or str(path), text, max(size, read), read, rank)
 
 
-def diagnose(target: Path) -> FailureDiagnosis:
-    """Recognise what went wrong in a log file or in a run folder of ``fsdptool train``.
+def read_stream(stream: BinaryIO, name: str) -> LogText:
+    """Read the beginning and the end of a log that comes through a pipe, as :func:`read_log` does."""
+    head, tail, size = stream.read(_HEAD_BYTES), bytearray(), 0
+    while block := stream.read(1 << 20):
+        size += len(block)
+        tail += block
+        if len(tail) > 2 * _TAIL_BYTES:
+            del tail[:-_TAIL_BYTES]
+    tail = tail[-_TAIL_BYTES:]
+    data = head + (b"\n" if len(tail) < size else b"") + tail
+    text = data.decode("utf-8", errors="replace").replace("\r", "\n")
+    return LogText(name, text, len(head) + size, len(head) + len(tail))
+
+
+def diagnose(target: Path | Sequence[Path]) -> FailureDiagnosis:
+    """Recognise what went wrong in a run folder of ``fsdptool train``, or in the logs of one run.
+
+    Args:
+        target: A run folder, a log, or several logs, such as one of each rank.
 
     Raises:
-        ConfigError: The folder is not a run folder.
-        StorageError: The log cannot be read.
+        ConfigError: A folder is not a run folder, or is one of several targets.
+        StorageError: A log cannot be read.
     """
-    if is_folder(target):
-        return _diagnose_run(target)
-    return diagnose_logs(str(target), (read_log(target),))
+    targets = [target] if isinstance(target, Path) else list(target)
+    if len(targets) == 1 and is_folder(targets[0]):
+        return _diagnose_run(targets[0])
+    if folder := next((path for path in targets if is_folder(path)), None):
+        raise ConfigError(f"{folder} is a folder", help="give one run folder, or logs of one run")
+    return diagnose_logs(" ".join(map(str, targets)), tuple(map(read_log, targets)))
 
 
 def diagnose_logs(target: str, logs: Sequence[LogText]) -> FailureDiagnosis:
@@ -124,24 +155,146 @@ def diagnose_logs(target: str, logs: Sequence[LogText]) -> FailureDiagnosis:
         logs: One or several logs of the same run.
     """
     found = [failure for log in logs for failure in _matches(log)]
+    divergence, seen = _divergence(logs)
+    if seen is not None:
+        found.append(seen)
     depths = {signature.code: signature.depth for signature in signatures()}
     merged = _merge(found)
     merged.sort(key=lambda failure: depths[failure.code])
     least = min((depths[failure.code] for failure in merged), default=0)
-    failures = tuple(replace(item, consequence=depths[item.code] > least) for item in merged)
     # Summaries and lost connections are reported of any failure: the exception itself says more.
-    exception = _last_exception(logs) if least >= 2 or not failures else None
+    exception = _last_exception(logs) if least >= 2 or not merged else None
+    warned = [item for item in merged if depths[item.code] == _WARNING]
+    if exception is not None and any(
+        (item.file, item.line) == (exception.file, exception.line) for item in warned
+    ):
+        exception = None
+    failed = (least < _WARNING and bool(merged)) or exception is not None
+    kept = [item for item in merged if item not in warned] if failed else merged
+    failures = tuple(replace(item, consequence=depths[item.code] > least) for item in kept)
     return FailureDiagnosis(
         target=target,
         failures=failures,
         exception=exception,
-        failed=bool(failures) or exception is not None,
+        failed=failed,
         read_bytes=sum(log.read_bytes for log in logs),
         total_bytes=sum(log.total_bytes for log in logs),
-        notes=tuple(_absent_ranks(logs, failures)),
+        notes=() if divergence is not None else tuple(_absent_ranks(logs, failures)),
         run=None,
         memory=None,
+        divergence=divergence,
     )
+
+
+_COLLECTIVE = re.compile(
+    r"WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w+), (?:NumelIn=(\d{1,18}), NumelOut=(\d{1,18}), )?"
+)
+"""A collective as torch 1.13 to 2.13 print it; the sizes since 2.1."""
+
+_GROUP = re.compile(r"\[PG (?:ID \d+ PG GUID )?([^\s()\]]+) ?(?:\(([^)]*)\) )?Rank (\d{1,6})\]")
+"""The process group of a line: since torch 2.3 by number, since 2.4 with a description."""
+
+_PAIRWISE = frozenset(("SEND", "RECV", "RECVANYSOURCE", "COALESCED", "UNKNOWN"))
+"""What differs between ranks by its nature."""
+
+_SIZES: Mapping[str, tuple[bool, bool]] = {
+    **dict.fromkeys(("ALLTOALL", "ALLTOALL_BASE", "GATHER", "SCATTER"), (False, False)),
+    **dict.fromkeys(("ALLGATHER", "ALLGATHER_COALESCED"), (False, True)),
+    "REDUCE_SCATTER": (True, False),
+}
+"""Whether elements in and out are the same on all ranks; of what is not named both are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective that a line reports, and the line."""
+
+    group: str | None
+    sequence: int
+    rank: int
+    global_rank: bool
+    operation: str
+    sizes: tuple[int | None, int | None]
+    log: LogText
+    at: int
+
+    @property
+    def compared(self) -> tuple[str, int | None, int | None]:
+        """What has to be the same on all ranks."""
+        whole_in, whole_out = _SIZES.get(self.operation, (True, True))
+        return self.operation, self.sizes[0] if whole_in else None, self.sizes[1] if whole_out else None
+
+
+def _calls(log: LogText) -> Iterator[_Call]:
+    """Yield the collectives that the lines of a log report, with the rank that called each."""
+    for match in _COLLECTIVE.finditer(log.text):
+        if match[2] in _PAIRWISE:
+            continue
+        begin = max(log.text.rfind("\n", 0, match.start()) + 1, match.start() - 2000)
+        before = log.text[begin : match.start()]
+        group = next(reversed(list(_GROUP.finditer(before))), None)
+        rank = log.rank if log.rank is not None else _rank_of(before)
+        known = rank is not None
+        if rank is None and group is not None:
+            rank = int(group[3])
+        if rank is None:
+            continue
+        yield _Call(
+            _group_name(group),
+            int(match[1]),
+            rank,
+            known,
+            match[2],
+            (int(match[3]), int(match[4])) if match[3] else (None, None),
+            log,
+            begin,
+        )
+
+
+def _group_name(match: re.Match[str] | None) -> str | None:
+    """Return the name of a process group; None for that of all ranks, which older lines do not name."""
+    if match is None or match[1] == "0" or match[2] == "default_pg":
+        return None
+    return f"{match[1]} ({match[2]})" if match[2] else match[1]
+
+
+def _divergence(logs: Sequence[LogText]) -> tuple[Divergence | None, RecognisedFailure | None]:
+    """Return where ranks called different collectives, as NCCL's watchdog shows, and the failure."""
+    places: dict[tuple[str | None, int], dict[int, _Call]] = defaultdict(dict)
+    for log in logs:
+        for call in _calls(log):
+            places[call.group, call.sequence].setdefault(call.rank, call)
+    parted = {
+        key: ranks for key, ranks in places.items() if len({call.compared for call in ranks.values()}) > 1
+    }
+    if not parted:
+        return None, None
+    # Where most ranks tell, and there the first.
+    (group, sequence), ranks = min(parted.items(), key=lambda item: (-len(item[1]), item[0][1]))
+    kinds: dict[tuple[str, int | None, int | None], list[_Call]] = defaultdict(list)
+    for _, call in sorted(ranks.items()):
+        kinds[call.compared].append(call)
+    ordered = sorted(kinds.values(), key=len, reverse=True)
+    tie = len(ordered[0]) == len(ordered[1])
+    odd = [call for calls in (ordered if tie else ordered[1:]) for call in calls]
+    divergence = Divergence(
+        sequence,
+        group,
+        group is not None and not all(call.global_rank for call in ranks.values()),
+        tuple(
+            CollectiveCall(
+                calls[0].operation,
+                *calls[0].sizes,
+                tuple(call.rank for call in calls),
+                tie or calls is not ordered[0],
+            )
+            for calls in ordered
+        ),
+    )
+    signature = next(item for item in signatures() if item.code == _DIVERGED)
+    first = min(odd, key=lambda call: call.rank)
+    failure = _recognised(signature, first.log, first.at, (call.rank for call in odd), len(odd))
+    return divergence, failure
 
 
 def _absent_ranks(logs: Sequence[LogText], failures: Sequence[RecognisedFailure]) -> Iterator[str]:
@@ -150,7 +303,10 @@ def _absent_ranks(logs: Sequence[LogText], failures: Sequence[RecognisedFailure]
     if not waited:
         return
     named = {
-        rank for log in logs for match in _RANK.finditer(log.text) if (rank := _number(match)) is not None
+        rank
+        for log in logs
+        for match in (*_RANK.finditer(log.text), *_LOCAL_RANK.finditer(log.text))
+        if (rank := _number(match)) is not None
     }
     absent = sorted(named - waited)
     if absent:
@@ -181,26 +337,51 @@ def _matches(log: LogText) -> Iterator[RecognisedFailure]:
         ]
         if not lines:
             continue
-        at, line = lines[0]
+        at = lines[0][0]
         ranks = {rank for _, each in lines if (rank := _rank_of(each)) is not None}
         if log.rank is not None:
             ranks = {log.rank}
+        seen = _recognised(signature, log, at, ranks, len(lines))
         memory = signature.code in ("RUN001", "RUN002")
-        yield RecognisedFailure(
-            code=signature.code,
-            title=signature.title,
-            cause=signature.cause,
-            consequence=False,
-            file=log.name,
-            line=log.text.count("\n", 0, at) + 1,
-            text=line.strip()[:_LINE_LENGTH],
-            occurrences=len(lines),
-            ranks=tuple(sorted(ranks)),
-            phase=_phase_of(log.text, at) if memory else None,
-            why=signature.why,
-            change=signature.change,
-            source=signature.source,
-        )
+        yield _in_phase(seen, _phase_of(log.text, at)) if memory else seen
+
+
+def _recognised(
+    signature: Signature, log: LogText, at: int, ranks: Iterable[int], occurrences: int
+) -> RecognisedFailure:
+    """Return a failure whose first line begins at a place of a log."""
+    end = log.text.find("\n", at)
+    line = log.text[at : end if end >= 0 else len(log.text)]
+    shown = next((text for text in signature.texts if text in line), None)
+    # A long line is shown from where it says something.
+    start = line.find(shown) if shown is not None else 0
+    start = start if start > 2000 else 0
+    return RecognisedFailure(
+        code=signature.code,
+        title=signature.title,
+        cause=signature.cause,
+        consequence=False,
+        file=log.name,
+        line=log.text.count("\n", 0, at) + 1,
+        text=line[start:].strip()[:_LINE_LENGTH],
+        occurrences=occurrences,
+        ranks=tuple(sorted(ranks)),
+        phase=None,
+        why=signature.why,
+        change=signature.change,
+        source=signature.source,
+    )
+
+
+def _in_phase(failure: RecognisedFailure, phase: FailurePhase | None) -> RecognisedFailure:
+    """Return a failure with its phase, and with what is known of it in that phase."""
+    if phase is None:
+        return failure
+    signature = next(item for item in signatures() if item.code == failure.code)
+    advice = signature.by_phase.get(phase)
+    if advice is None:
+        return replace(failure, phase=phase)
+    return replace(failure, phase=phase, why=advice.why, change=advice.change)
 
 
 def _lines_of(text: str, signature: Signature) -> Iterator[tuple[int, str]]:
@@ -227,7 +408,7 @@ def _lines_of(text: str, signature: Signature) -> Iterator[tuple[int, str]]:
         yield begin, line
 
 
-_SIZE = r"([\d.]+) ([KMGT]iB|bytes)"
+_SIZE = r"(?<![\d.])(\d+(?:\.\d+)?) ([KMGT]iB|bytes)"
 _FACTORS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _WANTED = re.compile(rf"Tried to allocate {_SIZE}")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
@@ -263,7 +444,7 @@ def _phase_of(text: str, at: int) -> FailurePhase | None:
 
 
 def _rank_of(line: str) -> int | None:
-    match = _RANK.search(line)
+    match = _RANK.search(line) or _LOCAL_RANK.search(line)
     return _number(match) if match else None
 
 
@@ -315,11 +496,31 @@ def _diagnose_run(folder: Path) -> FailureDiagnosis:
         answer = replace(answer, failures=(), exception=None)
     return replace(
         answer,
+        failures=tuple(_in_phase(item, item.phase or _phase_of_run(view, item)) for item in answer.failures),
         failed=failed,
         run=view,
         notes=(*answer.notes, *_notes(view)) if failed else tuple(_notes(view)),
         memory=_memory_account(folder) if failed else None,
     )
+
+
+_RUN_PHASES: Mapping[str, FailurePhase] = {
+    **dict.fromkeys((*STARTUP, WorkerPhase.RESTORING), FailurePhase.LOAD),
+    WorkerPhase.LOADING_DATA: FailurePhase.DATA,
+    WorkerPhase.TRAINING: FailurePhase.TRAINING,
+    WorkerPhase.SAVING: FailurePhase.SAVE,
+    **dict.fromkeys((WorkerPhase.EVALUATING, WorkerPhase.SAMPLING), FailurePhase.EVALUATION),
+}
+
+
+def _phase_of_run(view: RunView, failure: RecognisedFailure) -> FailurePhase | None:
+    """Return what the rank that failed was doing, if the advice depends on it and the ranks agree."""
+    if not next(item for item in signatures() if item.code == failure.code).by_phase:
+        return None
+    first = view.failure.rank if view.failure is not None else None
+    ranks = (first,) if first is not None else failure.ranks
+    phases = {_RUN_PHASES.get(seen.phase) for seen in view.ranks if seen.rank in ranks or not ranks}
+    return phases.pop() if len(phases) == 1 else None
 
 
 def _run_logs(folder: Path, view: RunView) -> Iterator[LogText]:
@@ -398,4 +599,6 @@ def _notes(view: RunView) -> Iterator[str]:
         elif view.state == "dead" and latest - rank.progressed > _SILENT_SECONDS:
             yield f"rank {rank.rank} was last seen {latest - rank.progressed:.0f} s before the others"
     if view.last_checkpoint is not None and view.state != "running":
-        yield f"the newest checkpoint is that of step {view.last_checkpoint}"
+        yield f"the newest checkpoint is that of step {view.last_checkpoint}: --resume auto continues there"
+    elif view.lost_steps:
+        yield f"no checkpoint exists: starting again loses the {view.lost_steps} steps of the run"

@@ -103,17 +103,18 @@ class LineFile:
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the records that are not wanted; the file is replaced whole or not at all."""
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
+        """Drop the records that are not wanted, all at once or not at all; return how many there were."""
         if self._path.stat().st_size > _LARGEST:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self._path))
         records = list(read_lines(self._path))
         kept = [record for record in records if wanted(record)]
         if len(kept) == len(records):
-            return
+            return 0
         write_text(self._path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
         os.close(self._descriptor)
         self._descriptor = open_for_writing(self._path, append=True)
+        return len(records) - len(kept)
 
     def close(self) -> None:
         """Close the file."""
@@ -197,16 +198,19 @@ class EventLog:
                     message=f"{tracker.name}: tracking is disabled for the rest of the run: {what}",
                 )
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> int:
         """Forget the metrics of steps after ``step``: the run continues from there and writes them again.
+
+        Returns:
+            How many steps are forgotten, on rank 0.
 
         Raises:
             StorageError: ``metrics.jsonl`` cannot be written.
         """
         if self._metrics is None:
-            return
+            return 0
         try:
-            self._metrics.keep(lambda record: (number(record.get("step", 0)) or 0) <= step)
+            return self._metrics.keep(lambda record: (number(record.get("step", 0)) or 0) <= step)
         except OSError as error:
             raise StorageError(f"metrics.jsonl cannot be written: {error.strerror}") from error
 

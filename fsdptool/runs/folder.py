@@ -92,6 +92,15 @@ def read_start(folder: Path) -> Start:
     return replace(start, started=values.moment(start.started))
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Say whether ``fsdptool train`` wrote a folder: other programs may have a ``run.json``, too."""
+    try:
+        document = values.read_json(folder / RUN)
+    except UnreadableError:
+        return False
+    return isinstance(document, dict) and document.get("schema") == "run" and "inputs_digest" in document
+
+
 def read_prediction(folder: Path) -> Candidate | None:
     """Return what the plan said of this run, or None if nothing could be derived."""
     path = folder / PREDICTION

@@ -23,7 +23,8 @@ from fsdptool.files.safetensors_writer import Stored, Written, digest_file, read
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import load_json, read_json
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.runs.folder import MAX_WORLD, write_json
+from fsdptool.runs.events import read_lines
+from fsdptool.runs.folder import CHECKPOINTS, MAX_WORLD, METRICS, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdptool-checkpoint-1"
@@ -264,6 +265,16 @@ def newest_step(folder: Path) -> int | None:
         with contextlib.suppress(ConfigError):
             return read_manifest(path).step
     return None
+
+
+def lost_steps(folder: Path) -> int:
+    """Return how many steps of a run are made again if it starts again: all of them without a checkpoint.
+
+    Where there are only damaged ones, the start that reads them says so.
+    """
+    if list_checkpoints(folder / CHECKPOINTS):
+        return 0
+    return sum("step" in line for line in read_lines(folder / METRICS))
 
 
 def newest_good(folder: Path, *, deep: bool = True) -> tuple[Path, Manifest] | None:

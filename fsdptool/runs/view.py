@@ -27,7 +27,7 @@ from fsdptool.runs.folder import (
     read_prediction,
     read_start,
 )
-from fsdptool.runs.manifest import newest_step
+from fsdptool.runs.manifest import lost_steps, newest_step
 from fsdptool.runs.progress import is_running, progress_of
 
 _TAIL_BYTES = 1 << 18
@@ -122,6 +122,7 @@ def read_view(folder: Path, *, gpus: Sequence[str] = (), now: float | None = Non
         resumable=(state != "completed" and newest is not None) or bool(summary.get("resumable")),
         exit_code=_exit_code(state, summary),
         failure=_failure(summary) or _last_failure(state, events),
+        lost_steps=0 if state in ("running", "completed") else lost_steps(folder),
     )
 
 

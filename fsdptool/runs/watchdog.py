@@ -162,8 +162,7 @@ def describe_stall(
     return {
         "error": "Stalled",
         "message": f"no progress for {seconds:.0f} s while {phase}{where}",
-        "help": "read the stack traces in logs/; increase --timeout if the run was only slow;"
-        " continue with --resume auto",
+        "help": "read the stack traces in logs/; increase --timeout if the run was only slow",
         "exit_code": int(ExitCode.WORKER_FAILED),
         "retryable": True,
         "secondary": False,

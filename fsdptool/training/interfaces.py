@@ -148,8 +148,8 @@ class Events(Protocol):
         """Record one optimizer step: rank 0 appends it to ``metrics.jsonl`` and to the trackers."""
         ...
 
-    def rewind(self, step: int) -> None:
-        """Forget the metrics after ``step`` (the checkpointer calls it on every load)."""
+    def rewind(self, step: int) -> int:
+        """Forget the metrics after ``step`` (the checkpointer calls it on every load); returns how many."""
         ...
 
 

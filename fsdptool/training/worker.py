@@ -44,9 +44,7 @@ _PEER_SYMPTOMS = (
 _PLACE = re.compile(r"^\[[^\]]*\.\w+:\d+\]\s*")
 """Where in its own sources gloo raised, which it puts first."""
 
-_NO_ANSWER = (
-    "another rank or the network did not answer: read the stacks in logs/; continue with --resume auto"
-)
+_NO_ANSWER = "another rank or the network did not answer: read the stacks in logs/"
 
 _LINGER_SECONDS = 10.0
 """How long a rank that no other start could help waits to be ended."""

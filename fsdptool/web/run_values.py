@@ -20,6 +20,7 @@ from fsdptool.launch.queue import Queue
 from fsdptool.launch.queue_state import read_log_lines
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import RunView
+from fsdptool.report.diagnosis import divergence_lines
 from fsdptool.report.run_page import run_parts
 from fsdptool.report.train import memory_text
 from fsdptool.runs.diagnose import diagnose
@@ -174,6 +175,8 @@ def _diagnosis(folder: Path, view: RunView) -> dict[str, Any] | None:
     except (FsdptoolError, OSError):
         return None
     account = document.get("memory")
+    divergence = document["divergence"]
+    document["divergence_lines"] = divergence_lines(divergence) if divergence is not None else []
     document["memory_text"] = printable_lines(memory_text(account)) if account else ""
     return document
 

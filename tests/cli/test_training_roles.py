@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fsdptool.api.starter import look_at
+from fsdptool.api.starter import look_at, prepare_starter
 from fsdptool.cli.app import run
 from fsdptool.config.recipe import read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives import TRANSFORMERS, FlowMatching
 from fsdptool.families.protocol import Objective
+from fsdptool.planning.plan import chosen_candidate, inputs_of, make_plan
+from fsdptool.planning.request import Request
 
 GPUS = ("--gpu", "RTX-4090-24GB", "--gpus", "2")
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x" * 700}]}
@@ -73,6 +76,36 @@ def test_lora_on_two_gpus_of_24_gb(
     said(capsys, "validate", "--strict", "accelerate.yaml", "fsdp.yaml")
     assert "--nproc-per-node 2" in said(capsys, "train", *files, "--dry-run")
     assert run(["init", "llama3:tiny"]) == 2, "files are not replaced unasked"
+
+
+@pytest.mark.parametrize("count", [3, 40, 4000])
+def test_a_starter_saves_at_an_interval_that_was_planned(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small").mkdir()
+    Path("small/config.json").write_text(json.dumps(LLAMA))
+    Path("chat.jsonl").write_text(f"{json.dumps(CHAT)}\n" * count)
+    options = {"reference": "./small", "gpu": "RTX-4090-24GB", "gpus": 2}
+    starter = prepare_starter(options, data="chat.jsonl")
+    assert starter.recipe is not None
+    Path("recipe.yaml").write_text(starter.recipe)
+    recipe = read_recipe("recipe.yaml")
+    # About 790 characters a row, three to a token.
+    batch = recipe.batch
+    rows = max(count * 790 / 3 / (batch.sequence_length or 1), 1.0)
+    steps = max(rows / (2 * batch.micro_batch * batch.accumulation), 1.0)
+    assert recipe.checkpoints.every_steps is not None
+    assert 1 <= recipe.checkpoints.every_steps <= max(steps / 2, 1.0)
+    assert recipe.checkpoints.mode == "async"
+    # The copies of an asynchronous save are in host memory.
+    chosen = chosen_candidate(starter.plan)
+    inputs = inputs_of(starter.plan)
+    unsaved = replace(inputs.recipe, checkpoints=replace(inputs.recipe.checkpoints, every_steps=None))
+    without = make_plan(Request(replace(inputs, recipe=unsaved)))
+    same = next(item for item in without.candidates if item.settings == chosen.settings)
+    needs = [sum(phase.host_bytes_per_rank for phase in item.phases) for item in (chosen, same)]
+    assert needs[0] > needs[1]
 
 
 def test_a_recipe_in_another_folder_finds_its_files_from_anywhere(

@@ -20,9 +20,10 @@ from fsdptool.cli.rule import all_rules
 from fsdptool.config import read_settings
 from fsdptool.config.checks.hardware import Hardware
 from fsdptool.config.rules import RULES
-from fsdptool.files.text import SIZE_LIMIT
+from fsdptool.files.text import SIZE_LIMIT, SourceText
 from fsdptool.inspection import inspect
 from fsdptool.planning import load_gpu
+from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.source import resolve
 
 TRAINER = "output_dir: o\nfsdp: true\nfsdp_config:\n  version: 2\n"
@@ -154,6 +155,9 @@ def test_every_code_about_a_model_has_a_case(tmp_path: Path) -> None:
         tiny(tmp_path / "t5", "t5", "T5ForConditionalGeneration",
              d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=128)
     ))  # fmt: skip
+    tied = inspect(
+        resolve(tiny(tmp_path / "tied", "llama", "LlamaForCausalLM", **LLAMA, tie_word_embeddings=True))
+    )
     cp = "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_cp_size: 2\n"
     by_size = change(
         ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"),
@@ -172,11 +176,74 @@ def test_every_code_about_a_model_has_a_case(tmp_path: Path) -> None:
         "FSD409": (by_size, llama),
         "FSD410": (NO_NAMES, _llava(tmp_path / "llava")),
         "FSD411": (GOOD + "  fsdp_ignored_modules: lm_head\n", llama),
+        "FSD412": (GOOD, tied),
     }
     for code, (text, anatomy) in cases.items():
-        assert code in found(text, model=anatomy), code
+        target = "accelerate==1.14" if code == "FSD412" else None
+        assert code in found(text, model=anatomy, target=target), code
     assert set(cases) == {code for code, rule in RULES.items() if rule.family == "model"}
     assert "FSD404" not in found(ram.replace("loading: true", "loading: false"), model=bart)
+
+
+@pytest.mark.parametrize(
+    ("target", "severity"),
+    [
+        ("accelerate==1.13.0", None),
+        ("accelerate==1.14.0", "error"),
+        ("accelerate==1.14.1,torch==2.13.0", "error"),
+        ("accelerate==1.14,torch==2.12.0+cu126", "error"),
+        ("accelerate==1.14,torch==2.11.0", None),
+        ("accelerate==1.15.0,torch==2.13", None),
+    ],
+)
+def test_tied_embeddings_need_accelerate_and_torch_that_agree(
+    target: str, severity: str | None, tmp_path: Path
+) -> None:
+    def finding(text: str, reference: str, **options: Any) -> Diagnostic | None:
+        reading = read_settings(SourceText(text), model=inspect(resolve(reference)), **options)
+        return next((item for item in reading.diagnostics if item.code == "FSD412"), None)
+
+    tied = tiny(tmp_path / "tied", "llama", "LlamaForCausalLM", **LLAMA, tie_word_embeddings=True)
+    own = tiny(tmp_path / "own", "llama", "LlamaForCausalLM", **LLAMA)
+    seen = finding(GOOD, tied, target=target)
+    assert (seen.severity if seen else None) == severity
+    if seen is not None:
+        assert "torch 2.1" in seen.message
+        rule = RULES["FSD412"]
+        assert "accelerate 1.15" in rule.fix
+        assert "torch below" in rule.fix
+    assert finding(GOOD, own, target=target) is None, "untied"
+    fsdp1 = change(("  fsdp_version: 2\n", "  fsdp_version: 1\n"))
+    assert finding(fsdp1, tied, target=target) is None
+    assert finding(GOOD, tied, consumer="fsdptool") is None
+
+
+def test_torch_refuses_the_units_of_accelerate_1_14_and_not_those_of_1_13(tmp_path: Path) -> None:
+    """The units of both versions, as their prepare makes them, with the installed torch."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from fsdptool.inspection import build
+
+    tied = resolve(tiny(tmp_path / "tied", "llama", "LlamaForCausalLM", **LLAMA, tie_word_embeddings=True))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for tail in (True, False):
+            model = build(tied).to_empty(device="cpu")
+            model.tie_weights()
+            if tail:
+                fully_shard([model.model.norm, model.model.embed_tokens], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if tail:
+                with pytest.raises(ValueError, match="already managed by another FSDP group"):
+                    model(torch.tensor([[1]]))
+            else:
+                model(torch.tensor([[1]]))
+    finally:
+        dist.destroy_process_group()
 
 
 def _llava(folder: Path) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_rules_against_accelerate import GOOD
 
+from fsdptool.api.validate import expand
 from fsdptool.cli.app import run
+from fsdptool.launch.start import StartOptions, open_run
 
 FSDP1 = GOOD.replace("  fsdp_version: 2\n", "").replace(
     "  fsdp_reshard_after_forward: true\n", "  fsdp_sharding_strategy: FULL_SHARD\n"
@@ -64,3 +67,53 @@ def test_a_repository_of_configurations(repository: Path, capsys: pytest.Capture
     assert run(["migrate", "--check", "configs"]) == 0
     assert sum(path.read_bytes() != before[path] for path in before) == old + 1
     ask("validate", "configs", "--strict", "-q", status=0)
+
+
+RECIPE = """\
+model: {reference: "qwen3:tiny"}
+data: {source: synthetic}
+batch: {micro_batch: 1, sequence_length: 16}
+steps: 2
+"""
+
+
+def test_run_folders_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What a run stores is in fsdptool's own form: no finding, no hook and no migration concerns it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    assert run(["emit-config", "--preset", "cpu", "-o", "accelerate.yaml"]) == 0
+    start = StartOptions(output=Path("runs/first"), cpu=True, predict=False)
+    with open_run(Path("recipe.yaml"), Path("accelerate.yaml"), start) as ready:
+        folder = ready.folder.relative_to(tmp_path)
+    export = folder / "export"
+    export.mkdir()
+    (export / "fsdp_settings.json").write_text((folder / "settings.json").read_text())
+    own = [Path("accelerate.yaml"), Path("recipe.yaml")]
+    stored = [path for path in folder.rglob("*.json") if path.name != "run.json"]
+    assert len(stored) > 5
+
+    def read(*arguments: str) -> list[Path]:
+        capsys.readouterr()
+        run(["validate", *arguments, "--format", "json"])
+        return sorted(Path(file["path"]) for file in json.loads(capsys.readouterr().out)["files"])
+
+    assert read(".") == own
+    assert sorted(expand([Path()])) == own
+    assert read(str(folder)) == [folder / path for path in own], "what the run was started with"
+    assert read("runs") == []
+    assert run(["validate", "."]) == 0
+    settings = str(folder / "settings.json")
+    assert read(settings) == [Path(settings)]
+    assert run(["validate", settings]) == 1, "a file that is named is judged"
+    # A hook names every file of a commit.
+    assert read("--skip-unknown", settings, str(export / "fsdp_settings.json"), "recipe.yaml") == own[1:]
+    assert run(["validate", "--skip-unknown", settings]) == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert run(["migrate", "--check", "--skip-unknown", "recipe.yaml", *map(str, stored)]) == 0
+    run(["migrate", "."])
+    assert {path: path.read_bytes() for path in before} == before
+    # Another program's run.json makes no run folder.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text('{"schema": "run", "jobs": []}')
+    (tmp_path / "other" / "fsdp.yaml").write_text(GOOD)
+    assert Path("other/fsdp.yaml") in read(".")

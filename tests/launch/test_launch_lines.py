@@ -182,6 +182,8 @@ def test_every_node_has_a_line_that_a_shell_reads_as_meant() -> None:
 
 def test_a_slurm_script_runs_with_slurms_own_variables(tmp_path: Path) -> None:
     script = slurm_script(job(), name="tiny", time="24:00:00", setup=["true"])
+    # Nobody is there to ask when Slurm starts a job again.
+    assert "--resume auto --start-over" in script
     assert "#SBATCH --gpus-per-node=8\n" in script
     assert "#SBATCH --signal=USR1@300\n" in script
     assert "#SBATCH --output=%x-%j.out\n" in script

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import subprocess
+import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -14,10 +18,16 @@ import pytest
 
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.files.values import check
-from fsdptool.records.diagnosis import FailurePhase
-from fsdptool.report.diagnosis import signatures_table
+from fsdptool.launch.outcome import write_summary
+from fsdptool.records.codec import to_json
+from fsdptool.records.diagnosis import FailureDiagnosis, FailurePhase
+from fsdptool.records.run import RankProgress, RunFailure, Start, Summary
+from fsdptool.report.diagnosis import print_diagnosis, signatures_table
 from fsdptool.runs import diagnose as module
-from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, signatures
+from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream, signatures
+from fsdptool.runs.events import EventLog, WorkerPhase
+from fsdptool.runs.folder import write_start
+from fsdptool.runs.progress import ProgressFile
 
 TIMEOUT = (
     "[rank{0}]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [Rank {0}] Watchdog caught collective operation"
@@ -210,11 +220,11 @@ def test_the_rank_that_reports_no_timeout_is_named() -> None:
 
 
 def test_messages_are_in_the_sources_that_the_table_names() -> None:
-    """Python sources of torch and accelerate: a text that they dropped would never match again."""
+    """Python sources of the libraries: a text that they dropped would never match again."""
     looked = 0
     for signature in signatures():
         for library, path in re.findall(
-            r"(?:(accelerate) [\d.]+, |\b(?=torch/))([\w/]+\.py)", signature.source
+            r"(?:(accelerate|transformers|peft) [\d.]+, |\b(?=torch/))([\w/]+\.py)", signature.source
         ):
             package = library or "torch"
             spec = find_spec(package)
@@ -229,7 +239,7 @@ def test_messages_are_in_the_sources_that_the_table_names() -> None:
             source = re.sub(r'"\s*\n\s*f?"', "", file.read_text(encoding="utf-8"))
             assert any(text in source for text in signature.texts), (signature.code, file)
             looked += 1
-    assert looked >= 12
+    assert looked >= 150
 
 
 def test_a_log_without_a_known_failure_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,3 +309,171 @@ def test_every_signature_is_well_formed() -> None:
 def test_the_page_has_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
     assert page.endswith(f"\n{signatures_table(signatures())}")
+
+
+NOW = "[rank{0}]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [PG ID 0 PG GUID 0(default_pg) Rank {0}] "
+PREFIXES = {
+    "2.0": "[E ProcessGroupNCCL.cpp:475] [Rank {0}] ",
+    "2.3": "[rank{0}]:[E ProcessGroupNCCL.cpp:563] [PG 0 Rank {0}] ",
+    "2.4": "[rank{0}]:[E1122 06:40:00.5 ProcessGroupNCCL.cpp:607] [PG 0 (default_pg) Rank {0}] ",
+    "2.13": NOW,
+    "torchrun": "[default0]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [Rank {0}] ",
+    "slurm": "{0}: [rank{0}]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [Rank {0}] ",
+}
+GATHER, SUM = "_ALLGATHER_BASE, NumelIn=65536, NumelOut=262144", "ALLREDUCE, NumelIn=1, NumelOut=1"
+
+
+def waits(prefix: str, rank: int, call: str, sequence: int = 48211) -> str:
+    return (
+        f"{prefix.format(rank)}Watchdog caught collective operation timeout: WorkNCCL(SeqNum={sequence},"
+        f" OpType={call}, Timeout(ms)=600000) ran for 600029 milliseconds before timing out.\n"
+    )
+
+
+def answer_of(*texts: str) -> FailureDiagnosis:
+    logs = tuple(LogText(f"log{n}", text, len(text), len(text)) for n, text in enumerate(texts))
+    return diagnose_logs("logs", logs)
+
+
+@pytest.mark.parametrize("version", PREFIXES)
+@pytest.mark.parametrize("odd", [GATHER, "ALLREDUCE, NumelIn=2, NumelOut=2"])
+def test_the_rank_that_calls_another_collective_is_named(
+    version: str, odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [waits(PREFIXES[version], rank, odd if rank == 2 else SUM) for rank in (1, 2, 3)]
+    for texts in (["[rank0]: step 7\n" + "".join(lines)], lines):
+        answer = answer_of(*texts)
+        assert [(item.code, item.ranks, item.consequence) for item in answer.failures] == [
+            ("RUN011", (2,), False),
+            ("RUN008", (1, 2, 3), True),
+        ]
+        assert answer.divergence is not None
+        assert answer.divergence.sequence == 48211
+        assert [(call.ranks, call.odd) for call in answer.divergence.calls] == [((1, 3), False), ((2,), True)]
+        assert not answer.notes, "rank 0 is not to blame"
+    files = [tmp_path / f"rank{n}.log" for n in range(3)]
+    for file, line in zip(files, lines, strict=True):
+        file.write_text(line)
+    assert fsdptool(["diagnose", *map(str, files)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("ranks call different collectives (rank 2) [RUN011]\n")
+    assert f"rank 2 called {odd.split(',')[0]} (NumelIn={odd.split('=')[1].split(',')[0]}, " in said
+    assert "ranks 1, 3 called ALLREDUCE (NumelIn=1, NumelOut=1)" in said
+
+
+def test_without_a_majority_all_ranks_are_named() -> None:
+    answer = answer_of(waits(NOW, 0, GATHER), waits(NOW, 1, SUM))
+    assert answer.failures[0].code == "RUN011"
+    assert answer.failures[0].ranks == (0, 1)
+    assert answer.divergence is not None
+    assert all(call.odd for call in answer.divergence.calls)
+
+
+def test_versions_without_sizes_are_compared_by_operation() -> None:
+    lines = [
+        f"[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType={call},"
+        " Timeout(ms)=1800000) ran for 1804406 milliseconds before timing out.\n"
+        for rank, call in enumerate(("BROADCAST", "ALLREDUCE", "BROADCAST"))
+    ]
+    assert answer_of("".join(lines)).failures[0].ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [waits(NOW, 0, SUM, 7), waits(NOW, 1, GATHER, 8)],
+        [waits(NOW, rank, f"{call}, NumelIn=8, NumelOut=8") for rank, call in enumerate(("SEND", "RECV"))],
+        [waits(NOW, n, f"ALLTOALL_BASE, NumelIn={n + 1}, NumelOut=4") for n in (0, 1)],
+        [
+            waits(NOW.replace("0(default_pg)", f"{4 + rank}(mesh_dp)"), rank, call)
+            for rank, call in enumerate((SUM, GATHER))
+        ],
+    ],
+    ids=["sequence", "pairs", "uneven", "groups"],
+)
+def test_what_may_differ_between_ranks_is_no_divergence(lines: list[str]) -> None:
+    answer = answer_of("".join(lines))
+    assert answer.divergence is None
+    assert [item.code for item in answer.failures] == ["RUN008"]
+
+
+def test_a_group_whose_ranks_the_log_does_not_translate_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = "[PG ID 2 PG GUID 5(mesh_tp) Rank {0}] "
+    lines = [waits(prefix, rank, GATHER if rank == 1 else SUM) for rank in range(3)]
+    answer = answer_of("".join(lines))
+    assert answer.divergence is not None
+    print_diagnosis(to_json(answer))
+    assert "rank 1 of process group 5 (mesh_tp) called _ALLGATHER_BASE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["1.2.3 GiB", "... GiB", ". GiB", "1.. MiB", "9" * 400 + " GiB", "1e9 GiB"])
+def test_a_size_that_is_no_number_is_not_compared(size: str) -> None:
+    line = OUT_OF_MEMORY.format(unused=size).replace("2.00 GiB", size)
+    assert causes(line) in (["RUN001"], ["RUN002"])
+
+
+def test_a_log_through_a_pipe(tmp_path: Path) -> None:
+    def piped(*arguments: str, log: bytes) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "fsdptool", "diagnose", *arguments]
+        return subprocess.run(command, input=log, capture_output=True, check=False)
+
+    log = LINES["RUN015"].encode() + b"\n"
+    for arguments in (("-",), ()):
+        done = piped(*arguments, log=log)
+        assert done.returncode == 0, done.stderr
+        assert b"standard input:1: Duplicate GPU detected" in done.stdout
+    assert piped("-", log=b"").returncode == 5
+    file = tmp_path / "a.log"
+    file.write_bytes(log)
+    done = piped("-", str(file), log=log)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"cannot be combined" in done.stderr
+
+
+def test_a_long_pipe_is_read_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HEAD_BYTES", 4096)
+    monkeypatch.setattr(module, "_TAIL_BYTES", 8192)
+    filler = b"\xff\x00 step loss\n" * 400_000
+    log = read_stream(io.BytesIO(LINES["RUN015"].encode() + b"\n" + filler + TIMEOUT.format(5).encode()), "-")
+    assert [item.code for item in diagnose_logs("-", (log,)).failures] == ["RUN015", "RUN008"]
+    assert log.read_bytes == 4096 + 8192 < log.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("phase", "said", "unsaid"),
+    [
+        (WorkerPhase.TRAINING, "in training (rank 1)", "ram_efficient"),
+        (WorkerPhase.LOADING_DATA, "data.workers", "ram_efficient"),
+        (WorkerPhase.SAVING, "SHARDED_STATE_DICT", "ram_efficient"),
+        (WorkerPhase.LOADING, "ram_efficient", "data.workers"),
+    ],
+)
+def test_a_killed_rank_is_explained_by_what_it_did(
+    phase: WorkerPhase, said: str, unsaid: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, now = tmp_path / "run", time.time()
+    (folder / "logs").mkdir(parents=True)
+    write_start(folder, Start(2, "cpu", started=now - 60), None)
+    for rank in (0, 1):
+        EventLog(folder, rank, 0).emit("started", node="elsewhere")
+        doing = phase if rank == 1 else WorkerPhase.TRAINING
+        ProgressFile(folder, rank).write(RankProgress(rank, doing, 158, now + 5, now + 5, False, 1.0))
+    (folder / "logs" / "launcher.log").write_text("  traceback : Signal 9 (SIGKILL) received by PID 4711\n")
+    write_summary(
+        folder, failed_summary(RunFailure(1, "rank 1 (process 4711) was killed by SIGKILL", None, 4))
+    )
+    assert fsdptool(["diagnose", str(folder)]) == 0
+    answer = capsys.readouterr().out
+    assert "[RUN004]" in answer
+    assert said in answer
+    assert unsaid not in answer
+
+
+def failed_summary(failure: RunFailure) -> Summary:
+    return Summary(
+        **{"status": "failed", "exit_code": 4, "resumable": False, "steps": 158, "world_size": 2},
+        **{"mesh": {"dp_replicate": 1, "dp_shard": 2}, "units": 3, "sharding_proof": {}, "restarts": 0},
+        **{"predicted_peak_bytes": None, "measured_peak_bytes": (None, None), "instrument": "none"},
+        **{"error_percent": None, "throughput": {}, "last_checkpoint": None, "last_good_step": None},
+        **{"export": None, "memory_report": None, "failure": failure},
+    )

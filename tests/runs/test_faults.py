@@ -163,6 +163,36 @@ def test_a_run_that_hangs(work: Work, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (consequence["code"], consequence["ranks"], consequence["consequence"]) == ("RUN010", [0], True)
     assert fsdptool(["diagnose", folder]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"cause: .*\n  change: .*--resume auto\.", text), text
+    assert re.search(r"cause: .*\n  change: .*--timeout", text), text
+    assert re.search(r"note: the newest checkpoint is that of step \d+: --resume auto continues", text), text
     assert fsdptool(["report", folder, "-o", str(tmp_path / "run.html")]) == 0
     assert re.search(r"no progress since [a-z ]+", (tmp_path / "run.html").read_text())
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint(
+    work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing starts over unasked; a relaunch of the same start, which somebody asked for, says so."""
+    recipe = work.folder / "unsaved.yaml"
+    recipe.write_text((work.folder / "recipe.yaml").read_text().replace("every_steps: 4", "every_steps: 99"))
+    block = blocked(tmp_path, ranks="0,1", step=4)
+    run = work.start("unsaved", "--timeout", "20", recipe="unsaved.yaml", environment=block)
+    run.wait_for_step(3)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.end() == 4, run.said()
+    lost = len(losses(run.folder))
+    advice = f"no checkpoint exists: {lost} steps are lost; --resume auto --start-over starts over"
+    assert advice in run.said()
+    assert "continue with --resume" not in run.said()
+    assert fsdptool(["watch", str(run.folder)]) == 4
+    assert advice in capsys.readouterr().out
+    again = work.arguments("unsaved", "--resume", "auto", recipe="unsaved.yaml")
+    assert fsdptool(again) == 2
+    said = capsys.readouterr().err
+    assert f"no checkpoint exists in {run.folder}: {lost} steps are lost" in said
+    assert "--start-over" in said
+    assert len(losses(run.folder)) == lost, "nothing was touched"
+    run = work.start("unsaved", "--resume", "auto", "--start-over", recipe="unsaved.yaml")
+    assert run.end() == 0, run.said()
+    assert f"no checkpoint exists: {lost} steps are lost, the run starts over" in run.said()
+    assert len(losses(run.folder)) == STEPS

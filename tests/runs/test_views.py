@@ -118,6 +118,9 @@ def test_ends_and_exit_statuses(folder: Folder, capsys: pytest.CaptureFixture[st
     assert "runs/one: dead, step 20/60" in said
     assert "rank 1: out of memory in backward" in said
     assert "help: read the plan" in said
+    assert "no checkpoint exists: 20 steps are lost; --resume auto --start-over starts over" in said
+    assert "continue with" not in said
+    (folder.path / "checkpoints" / "step-00000020").mkdir(parents=True)
     folder.end("stopped", exit_code=75, resumable=True)
     assert fsdptool(["watch", "runs/one"]) == 75
     assert "continue with --resume auto" in capsys.readouterr().out

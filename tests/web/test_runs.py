@@ -14,6 +14,7 @@ import pytest
 from run_folders import EVIL, PICTURE, make_run
 from sites import Site
 
+from fsdptool.errors import ConfigError
 from fsdptool.launch.queue import Queue
 from fsdptool.records.queue import EntryState, Needs
 from fsdptool.records.run import Start
@@ -158,6 +159,7 @@ def test_a_new_run_is_checked_and_joins_the_queue(site: Site, queue: Queue) -> N
 
 def test_a_stopped_run_resumes_as_an_entry_or_by_the_form(site: Site, queue: Queue) -> None:
     folder = make_run(site.folder / "one")
+    (folder / "checkpoints" / "step-00000020").mkdir()
     started = post(site, "/run/resume", run="models/one")
     assert started.headers["location"].startswith("/runs/new?")
     assert "resume=yes" in started.headers["location"]
@@ -182,6 +184,40 @@ def test_a_stopped_run_resumes_as_an_entry_or_by_the_form(site: Site, queue: Que
     waiting = queue.report().entries[0]
     assert waiting.options == ("--resume", "auto")
     assert f"Entry {waiting.id} of the" in site.client().get("/run?run=models/one").text
+
+
+def test_a_run_without_a_checkpoint_says_what_starting_over_loses(site: Site, queue: Queue) -> None:
+    folder = make_run(site.folder / "one", status="failed", message="rank 1 was killed")
+    recipe, config = site.folder / "recipe.yaml", site.folder / "fsdp.yaml"
+    recipe.write_text("{}")
+    config.write_text(TWO_CPU)
+    said, needs = "No checkpoint exists: 20 steps are lost.", Needs(str(folder), slots=1)
+    page = site.client().get("/run?run=models/one").text
+    assert said in page
+    assert "Start over before all others" in page
+    assert ">Resume" not in page
+    # Outside of the queue: the form takes the decision along.
+    form = post(site, "/run/resume", run="models/one", **{"start-over": "yes"}).headers["location"]
+    assert "start_over=yes" in form
+    given = {"recipe": "models/recipe.yaml", "config": "models/fsdp.yaml", "output": "models/one"}
+    refused = post(site, "/runs/add", **given, resume="yes")
+    assert "20 steps are lost" in refused.text
+    assert "start-over" in refused.text
+    with pytest.raises(ConfigError, match="20 steps are lost"):
+        queue.add(recipe, config, output=folder, options=("--resume", "auto"), needs=needs)
+    entry = queue.add(recipe, config, output=folder, options=("--force",), needs=needs)
+    with queue.file.write() as connection:
+        sql = "UPDATE entries SET stage = 'ended', end_state = 'failed', started = 1.0 WHERE id = ?"
+        connection.execute(sql, (entry,))
+    table = site.client().get("/runs").text
+    assert said in table
+    assert f"entry-{entry}-start-over" in table
+    assert f"entry-{entry}-resume" not in table
+    # A page that was loaded before the checkpoints went.
+    assert post(site, f"/runs/entry/{entry}", act="resume").status_code == 400
+    assert len(queue.report().entries) == 1
+    assert post(site, f"/runs/entry/{entry}", act="start-over").headers["location"] == "/runs"
+    assert queue.report().entries[0].options == ("--resume", "auto", "--start-over")
 
 
 def test_a_database_that_cannot_be_read_is_one_line_on_the_page(site: Site, queue: Queue) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdptool import spelling
 from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.protocol import is_before
 from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Edit
@@ -151,6 +152,25 @@ def _ties(lint: LintContext, anatomy: Anatomy) -> None:
             lint.report(
                 "FSD405", f"{names[0]} is shared by {len(names)} modules: {', '.join(names[1:4])}, ..."
             )
+        elif f"{anatomy.input_embedding}.weight" in names:
+            _tied_embeddings(lint, anatomy)
+
+
+def _tied_embeddings(lint: LintContext, anatomy: Anatomy) -> None:
+    """Only accelerate 1.14 divides tied embeddings over two units, which torch refuses since 2.12."""
+    consumer = lint.consumer
+    version = consumer.version if consumer.name == "accelerate" else consumer.version_of("accelerate")
+    torch = dict(consumer.beside).get("torch")
+    affected = not is_before(version, 1, 14) and is_before(version, 1, 15)
+    if lint.get("fsdp_version") != 2 or not affected or (torch is not None and is_before(torch, 2, 12)):
+        return
+    refused = not is_before(consumer.version_of("torch"), 2, 12)
+    lint.report(
+        "FSD412",
+        f"accelerate {version} puts the tied embeddings of {anatomy.spec.model_class} into two units; torch"
+        f" {torch or '2.12 and 2.13'} refuse{'s' if torch else ''} that",
+        severity="error" if refused else "warning",
+    )
 
 
 def _context(lint: LintContext, anatomy: Anatomy) -> None:

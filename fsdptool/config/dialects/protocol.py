@@ -286,7 +286,7 @@ def resolve_consumer(
         )
     first, *others = target.split(",") if target is not None else [None]
     package, version = _target(first)
-    beside = tuple((found[0] or "", found[1] or "") for found in map(_target, others))
+    beside = tuple((found[0] or "", found[1] or "") for found in (_target(item, "torch") for item in others))
     if package is not None and package != program.package:
         if name is not None:
             raise ConfigError(
@@ -303,8 +303,13 @@ def resolve_consumer(
     return Consumer(program.name, version, checked, beside)
 
 
-def _target(target: str | None) -> tuple[str | None, str | None]:
-    """Split ``--target`` into a package (None for a bare version) and a version."""
+def _target(target: str | None, *further: str) -> tuple[str | None, str | None]:
+    """Split ``--target`` into a package (None for a bare version) and a version.
+
+    Args:
+        target: What was given, or None.
+        further: Packages that may be named besides those of programs.
+    """
     if target is None:
         return None, None
     package, equals, version = target.partition("==")
@@ -316,8 +321,8 @@ def _target(target: str | None) -> tuple[str | None, str | None]:
         raise ConfigError(
             f"--target {target!r} is not PACKAGE==VERSION", help="for example --target accelerate==1.15"
         )
-    if package and _of_package(package) is None:
-        packages = dict.fromkeys(program.package for program in known_programs().values())
+    if package and package not in further and _of_package(package) is None:
+        packages = dict.fromkeys((*(program.package for program in known_programs().values()), *further))
         raise ConfigError(
             f"--target {target!r} does not name a known program", help=f"choose one of: {', '.join(packages)}"
         )

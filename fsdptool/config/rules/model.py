@@ -51,4 +51,12 @@ MODEL = (
          "Ignored parameters stay plain tensors that accelerate 1.15 does not synchronise: after three "
          "steps the ranks hold different weights. RAM-efficient loading silently shards them anyway.",
          "Freeze them, or leave them sharded."),
+    Rule("FSD412", "tied embeddings with accelerate 1.14", "error",
+         "accelerate 1.14 puts the input embedding into a unit with the last norm and leaves the tied output "
+         "embedding in the root unit. torch 2.12 and 2.13 stop at the first forward: `Parameter "
+         "'model.embed_tokens.weight' is shared with a parameter already managed by another FSDP group`. "
+         "accelerate 1.15 keeps both in one unit, and 1.13 and older both in the root.",
+         "Use accelerate 1.15 or newer, or a torch below 2.12 if the shard ranks divide the vocabulary "
+         "(else the last rows are not trained). With `--target accelerate==1.14,torch==2.11` the file is "
+         "judged for both."),
 )  # fmt: skip

@@ -176,7 +176,9 @@ class RunCheckpointer:
 
     def _restore(self, state: TrainState, chosen: tuple[Path, Manifest] | None) -> int | None:
         if chosen is None:
-            self._events.rewind(0)
+            if lost := self._events.rewind(0):
+                count = f"{lost} step{'s are' if lost > 1 else ' is'} lost"
+                self._events.emit("warning", message=f"no checkpoint exists: {count}, the run starts over")
             return None
         path, manifest = chosen
         load_into(state, path, manifest, self._group, self._division)

@@ -16,7 +16,7 @@ from fsdptool.families.protocol import TensorSpec
 from fsdptool.inspection import micro_batch
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.recipe import Data, Recipe
+from fsdptool.records.recipe import SYNTHETIC_SAMPLES, Data, Recipe
 from fsdptool.training.data.labelled import open_labelled
 from fsdptool.training.data.language import open_language
 from fsdptool.training.data.latents import Denoising, Latents, read_index, split_pictures
@@ -236,7 +236,7 @@ def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened
         shared = split_spec(one, micro_batch.batch_spec(spec, for_micro_batch(recipe, 2)))
     except ConfigError:  # it takes one sample at a time
         shared = frozenset()
-    count = int(data.options.get("samples", 1024))
+    count = int(data.options.get("samples", SYNTHETIC_SAMPLES))
     # Held-out samples are further draws, not a share of the training ones.
     seed = recipe.seed if part == "train" else mix(recipe.seed, 11)
     samples = Synthetic(one, shared=shared, count=count, seed=seed)

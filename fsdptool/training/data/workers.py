@@ -96,7 +96,7 @@ class Workers:
             process.join(_PATIENCE)
             raise WorkerError(
                 f"data loading process {number} (pid {process.pid}) {_end_of(process.exitcode)}",
-                help="resume with --resume auto; if it was killed for memory, lower data.workers",
+                help="if it was killed for memory, lower data.workers",
             ) from error
         self._next += 1
         return _unpack(message)

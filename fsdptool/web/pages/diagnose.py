@@ -20,7 +20,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import is_folder
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnosis import FailureDiagnosis
-from fsdptool.report.diagnosis import failure_place
+from fsdptool.report.diagnosis import divergence_lines, failure_place
 from fsdptool.report.train import memory_text
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs
 from fsdptool.web.judging import judge_text
@@ -132,6 +132,7 @@ def _failure(answer: FailureDiagnosis) -> dict[str, Any]:
         "diagnosis": document,
         "causes": [item for item in document["failures"] if not item["consequence"]],
         "consequences": [item for item in document["failures"] if item["consequence"]],
+        "divergence": divergence_lines(document["divergence"]) if document["divergence"] is not None else (),
         "memory": memory_text(document["memory"]) if document["memory"] is not None else "",
     }
 

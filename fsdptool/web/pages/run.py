@@ -202,10 +202,12 @@ def _act(request: Request, action: str, form: dict[str, str]) -> str:
         else:
             stop_run(folder, kill=kill)
     elif action in ("resume", "resume-first"):
+        start_over = form.get("start-over") == "yes"
         if row is None or row.stage not in ("started", "ended"):
             recipe, config = inputs_of(folder) or ("", "")
-            return new_address(recipe=recipe, config=config, output=name, resume="yes")
-        queue.resume(row.id, first=action == "resume-first")
+            accepted = {"start_over": "yes"} if start_over else {}
+            return new_address(recipe=recipe, config=config, output=name, resume="yes", **accepted)
+        queue.resume(row.id, first=action == "resume-first", start_over=start_over)
         return "/runs"
     elif action == "export":
         arguments = {

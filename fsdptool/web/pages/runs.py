@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlencode
@@ -66,6 +67,9 @@ def _values(request: Request) -> dict[str, Any]:
         entry["active"] = entry["state"] in ("starting", "running")
     with shared.roots.confine(*registry_folders()):
         listed = to_json(list_runs(tuple(shared.roots.folders.values()), read=read_known_view))
+    lost = {run["folder"]: run["lost_steps"] for run in listed["runs"]}
+    for entry in entries:
+        entry["lost_steps"] = lost.get(entry["folder"], 0)
     for run in listed["runs"]:
         run["name"] = _name(shared.roots, run["folder"])
         run["when"] = moment_text(run["started"])
@@ -240,13 +244,14 @@ def _act(request: Request, entry: int, action: str) -> None:
         "stop": queue.stop,
         "kill": queue.kill,
         "resume": queue.resume,
+        "resume-first": partial(queue.resume, first=True),
+        "start-over": partial(queue.resume, start_over=True),
+        "start-over-first": partial(queue.resume, first=True, start_over=True),
     }
     if action in simple:
         simple[action](entry)
     elif action in ("up", "down", "first", "last"):
         queue.move(entry, cast(Direction, action))
-    elif action == "resume-first":
-        queue.resume(entry, first=True)
     else:
         raise ConfigError(f"{action!r} is not an action of the queue", help="use the buttons of the page")
 
