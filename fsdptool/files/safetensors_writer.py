@@ -1,4 +1,4 @@
-"""Writes safetensors files tensor by tensor, digesting on the way.
+"""Writes safetensors files tensor by tensor, digesting on the way, and opens them for reading.
 
 ``safetensors.torch.save`` and torch's own DCP writer (torch 2.13, checkpoint/filesystem.py) first
 build the whole file in memory; for a rank's share of a large model that doubles the host memory.
@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.files.values import load_json
@@ -132,6 +133,20 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     import torch
 
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def open_safetensors(path: Path | str) -> Any:
+    """Open a safetensors file for reading, on the CPU.
+
+    Raises:
+        OSError: It cannot be opened, or is not a regular file: the library would wait for a FIFO for ever.
+        SafetensorError: It is not a safetensors file.
+    """
+    from safetensors import safe_open
+
+    if not S_ISREG(Path(path).stat().st_mode):
+        raise OSError("it is not a regular file")
+    return safe_open(str(path), framework="pt", device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def prepare(
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
-    from fsdptool.source import consented, resolve_choice, with_places
+    from fsdptool.source import check_weights, consented, resolve_choice, weights_left_out, with_places
     from fsdptool.training.data.sources import check_place
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
@@ -112,6 +112,7 @@ def prepare(
     if recipe.steps is None and recipe.epochs is None:
         raise ConfigError(f"{recipe_path} sets neither steps nor epochs", help="set one of them")
     spec = resolve_choice(recipe.model, recipe_path.parent)
+    check_weights(spec, recipe.model)
     method_of(recipe).check(recipe, settings)
     check_context(spec, recipe, settings)
     objective_for(recipe, spec)
@@ -143,7 +144,11 @@ def prepare(
         per_machine=per_machine,
         prediction=prediction,
         diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
-        notes=(*(finding.message for finding in untested_versions()), *notes),
+        notes=(
+            *(finding.message for finding in untested_versions()),
+            *weights_left_out(spec, recipe.model),
+            *notes,
+        ),
         files=files,
         unchecked=(
             *(("gpus",) if without_gpus else ()),
@@ -227,12 +232,13 @@ def _teacher(
     from fsdptool.inspection import inspect
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.units import plan_teacher
-    from fsdptool.source import resolve_choice
+    from fsdptool.source import check_weights, resolve_choice
 
     choice = method_of(recipe).teacher_choice(recipe)
     if choice is None:
         return None, None
     spec = resolve_choice(choice, recipe_path.parent)
+    check_weights(spec, choice)
     return spec, plan_teacher(inspect(spec), recipe, settings)
 
 

@@ -21,8 +21,12 @@ _DESCRIPTORS = Path("/dev/fd")
 """Where a shell puts what it substitutes for ``<(command)``."""
 
 
-def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
+def read_json(path: Path, *, largest: int = _LARGEST) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
     """Return the JSON object in ``path``, and a finding for each key that it writes again.
+
+    Args:
+        path: The file.
+        largest: Bytes that are read at most.
 
     Raises:
         ReferenceError: Unreadable, not UTF-8, not JSON, not an object, or far too large for a
@@ -34,9 +38,9 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
             # A pipe without a writer and a device without an end are never read to their end.
             raise ReferenceError(f"{path} is not a file", help="give the model's config.json or its folder")
         with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            size = f"{status.st_size:,}" if S_ISREG(status.st_mode) else f"more than {_LARGEST:,}"
+            content = file.read(largest + 1)
+        if len(content) > largest:
+            size = f"{status.st_size:,}" if S_ISREG(status.st_mode) else f"more than {largest:,}"
             raise ReferenceError(
                 f"{path} is {size} bytes, which is too large for a configuration file",
                 help="give the model's config.json or its folder",
@@ -109,15 +113,6 @@ def _repetitions(path: Path, text: str, keys: list[str]) -> Iterator[Diagnostic]
             path=str(path),
             line=line,
         )
-
-
-def safetensors_in(folder: Path, stem: str = "") -> tuple[str, ...]:
-    """Return the safetensors files directly in ``folder`` whose names begin with ``stem``, sorted."""
-    return tuple(
-        str(path)
-        for path in sorted(folder.glob(f"{stem}*.safetensors"))
-        if path.is_file() or path.is_symlink()
-    )
 
 
 _LONGEST = 120

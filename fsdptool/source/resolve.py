@@ -28,12 +28,12 @@ from fsdptool.source.files import (
     pick,
     read_json,
     refuse_pages,
-    safetensors_in,
     short,
 )
 from fsdptool.source.hub import HubFiles, fetch_code, hint_for, looks_like_id
 from fsdptool.source.imports import import_spec, is_import
 from fsdptool.source.recipe_paths import locate
+from fsdptool.source.weight_files import WeightFiles, find_weights
 
 _DEEPEST = 4
 """Adapters of adapters that are followed."""
@@ -72,6 +72,7 @@ def resolve(
     *,
     revision: str | None = None,
     component: str | None = None,
+    variant: str | None = None,
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
@@ -83,6 +84,7 @@ def resolve(
             registered family, then a module, then the Hub.
         revision: Branch, tag or commit of a Hub id.
         component: Pipeline component to take instead of the denoiser.
+        variant: Variant of the weights to take (``fp16``), as ``from_pretrained`` does.
         trust_remote_code: Whether code that the reference contains or names may run when the model is built.
         overrides: Configuration values that replace those read (nested mappings are merged).
 
@@ -95,7 +97,7 @@ def resolve(
         raise ReferenceError(
             "the reference is empty", help="give family:flavour, a path or a Hugging Face id"
         )
-    options = _Options(revision, component, trust_remote_code)
+    options = _Options(revision, component, trust_remote_code, variant)
     refuse_pages(text)
     path = expanded(text)
     if exists(path) or text.startswith(("./", "../", "/", "~")):
@@ -129,6 +131,7 @@ def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec
         locate(choice.reference, folder),
         revision=choice.revision,
         component=choice.component,
+        variant=choice.variant,
         trust_remote_code=choice.trust_remote_code,
         overrides=choice.overrides,
     )
@@ -139,6 +142,7 @@ class _Options:
     revision: str | None
     component: str | None
     trust: bool
+    variant: str | None = None
     depth: int = 0
     """How many adapters led here: an adapter of an adapter of itself must end."""
     findings: list[Diagnostic] = field(default_factory=list)
@@ -244,7 +248,7 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
     folder = path.parent
     if index is not None:
         return _pipeline(text, files, index, folder, options)
-    if adapter is not None and not (config is not None and safetensors_in(folder, "model")):
+    if adapter is not None and not (config is not None and _is_complete(folder, config)):
         return _adapter(text, options.read(adapter), folder, options)
     if options.component is not None:
         raise ReferenceError(f"{text} is one model, not a pipeline", help="omit --component")
@@ -253,6 +257,11 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
     if options.trust and isinstance(files, _Hub):
         fetch_code(files.files, values)
     return _plain(text, kind, values, config, folder, options)
+
+
+def _is_complete(folder: Path, config: Path) -> bool:
+    """Say whether a folder holds a model beside an adapter, and not the adapter's base configuration alone."""
+    return bool(find_weights(folder, "transformers", read_json(config)[0]).files)
 
 
 def _beside(folder: Path | None) -> str:
@@ -347,18 +356,25 @@ def _plain(
     if family.precedence < 0 or config.get("model_type") in transformers_model_types():
         known = check_known(config, str(path), trust_remote_code=options.trust)
     check_sizes(config, str(path))
+    library = "diffusers" if isinstance(config.get("_class_name"), str) else family.library
+    # A snapshot in the Hub's cache may hold JSON files alone, of a single model or of a pipeline.
+    weights = (
+        find_weights(folder, library, config, variant=options.variant, downloaded="snapshots" in folder.parts)
+        if folder is not None
+        else WeightFiles()
+    )
     return ModelSpec(
         reference=Reference(kind, text),
         family=family.name,
         flavour=None,
-        library="diffusers" if isinstance(config.get("_class_name"), str) else family.library,
+        library=library,
         model_class=family.model_class(config),
         config=dict(config),
         objective=family.objective_for(config),
         folder=str(folder) if folder is not None else None,
-        weights=safetensors_in(folder) if folder is not None else (),
+        weights=weights.files,
         trust_remote_code=options.trust,
-        diagnostics=known + check_quantization(config, str(path)),
+        diagnostics=known + check_quantization(config, str(path)) + weights.findings,
     )
 
 

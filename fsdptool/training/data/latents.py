@@ -203,9 +203,9 @@ def _crop(picture: Picture, bucket: Bucket) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _opened(path: str) -> Any:
-    from safetensors import safe_open
+    from fsdptool.files.safetensors_writer import open_safetensors
 
-    return safe_open(path, framework="pt")
+    return open_safetensors(path)
 
 
 def _tensors(path: Path, number: int, names: Sequence[str]) -> dict[str, Tensor]:
