@@ -257,13 +257,14 @@ class ModelSpec:
         flavour: Flavour name within the family, or None.
         library: ``transformers``, ``diffusers``, or the family's own name.
         model_class: Class to build, for example ``LlamaForCausalLM``.
-        config: The raw configuration, exactly as read (never a config object).
+        config: The raw configuration as read, with the overrides (never a config object).
         objective: Default training objective of the family, or None if unknown.
         folder: Local folder that holds configuration and weights, or the module to import; or None.
         weights: Local safetensors files that belong to this component, sorted; empty if none.
         component: Name of the pipeline component (``transformer``, ``unet``), or None.
         adapter: ``adapter_config.json`` of a PEFT reference, or None.
         trust_remote_code: Whether the user allowed code from the reference to run.
+        overrides: What the user replaced in ``config``; a key that the model does not read is refused.
         diagnostics: Findings of the resolution (misspelt config keys, ...).
     """
 
@@ -279,4 +280,5 @@ class ModelSpec:
     component: str | None = None
     adapter: Mapping[str, Any] | None = None
     trust_remote_code: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict, repr=False)
     diagnostics: tuple[Diagnostic, ...] = field(default=())

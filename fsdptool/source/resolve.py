@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.errors import ConfigError, ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
 from fsdptool.formatting import by_size
@@ -18,6 +18,7 @@ from fsdptool.source.config_checks import (
     check_known,
     check_quantization,
     check_sizes,
+    diffusers_classes,
     transformers_model_types,
 )
 from fsdptool.source.files import (
@@ -34,6 +35,7 @@ from fsdptool.source.hub import HubFiles, fetch_code, hint_for, looks_like_id
 from fsdptool.source.imports import import_spec, is_import
 from fsdptool.source.recipe_paths import locate
 from fsdptool.source.weight_files import WeightFiles, find_weights
+from fsdptool.spelling import nearest
 
 _DEEPEST = 4
 """Adapters of adapters that are followed."""
@@ -260,7 +262,7 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
 
 
 def _is_complete(folder: Path, config: Path) -> bool:
-    """Say whether a folder holds a model beside an adapter, and not the adapter's base configuration alone."""
+    """Say whether a folder holds a model beside an adapter, and not the configuration of its base alone."""
     return bool(find_weights(folder, "transformers", read_json(config)[0]).files)
 
 
@@ -386,9 +388,38 @@ def _claim(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _checked(spec: ModelSpec, overrides: Mapping[str, Any]) -> ModelSpec:
-    config = _merged(spec.config, overrides)
+    base = dict(spec.config)
+    if "num_labels" in overrides and "id2label" not in overrides:
+        # The names of the labels would win over their number (transformers 5.23, ``configuration_utils.py``).
+        base = {key: value for key, value in base.items() if key not in ("id2label", "label2id")}
+    config = _merged(base, overrides)
     findings = check_sizes(config, spec.reference.id)
-    return replace(spec, config=config, diagnostics=spec.diagnostics + findings)
+    spec = replace(spec, config=config, overrides=overrides, diagnostics=spec.diagnostics + findings)
+    return _with_class(spec, overrides)
+
+
+def _with_class(spec: ModelSpec, overrides: Mapping[str, Any]) -> ModelSpec:
+    """Take the class of the model from an override, as from the file."""
+    key = "_class_name" if spec.library == "diffusers" else "architectures"
+    if key not in overrides or spec.library not in ("transformers", "diffusers"):
+        return spec
+    value = overrides[key]
+    name = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if not isinstance(name, str) or not name.isidentifier():
+        example = '["LlamaForCausalLM"]' if key == "architectures" else "FluxTransformer2DModel"
+        raise ConfigError(
+            f"the override {key} is not the name of one class", help=f"for example {key}={example}"
+        )
+    if key == "_class_name" and (known := diffusers_classes()) and name not in known:
+        near = nearest(name, known)
+        raise ConfigError(
+            f"diffusers has no class {name!r}", help=f"did you mean {near}?" if near else "check its spelling"
+        )
+    family = load_registry().get(spec.family)
+    if spec.flavour is None or key == "_class_name":
+        family = _claim({**spec.config, key: value}, spec.reference.id)
+    objective = family.objective_for({**spec.config, key: value})
+    return replace(spec, family=family.name, model_class=name, objective=objective)
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
