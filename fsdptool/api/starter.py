@@ -262,10 +262,11 @@ def prepare_starter(
     from fsdptool.modeling.objective import objective_for
     from fsdptool.planning.plan import chosen_candidate, make_plan
     from fsdptool.planning.request import read_request
-    from fsdptool.source import rebased, resolve
+    from fsdptool.source import check_weights, rebased, resolve
 
     reference = str(options["reference"])
     spec = resolve(reference, trust_remote_code=trust_remote_code)
+    check_weights(spec, ModelChoice(reference))
     objective = objective_for(Recipe(ModelChoice(reference)), spec)
     look = look_at(data, objective) if data is not None else None
     given = {name: value for name, value in options.items() if value is not None}

@@ -124,8 +124,13 @@ def override_values(items: Sequence[str]) -> dict[str, Any]:
         *parents, last = key.strip().split(".")
         for parent in parents:
             inner = target.setdefault(parent, {})
-            target[parent] = inner if isinstance(inner, dict) else {}
-            target = target[parent]
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    f"--override {item!r}: {parent} already has a value", help="give one of them"
+                )
+            target = inner
+        if last in target:
+            raise ConfigError(f"--override {key.strip()} is given twice", help="give one of them")
         target[last] = _value(text)
     return result
 

@@ -27,8 +27,17 @@ def all_rules() -> dict[str, Rule]:
     from fsdptool.planning import advice as planning
     from fsdptool.runs.diagnose import signatures
     from fsdptool.source import config_checks as source
+    from fsdptool.source import weight_files
 
-    rooms = (families.RULES, source.RULES, inspection.RULES, planning.RULES, launch.RULES, cache.RULES)
+    rooms = (
+        families.RULES,
+        source.RULES,
+        weight_files.RULES,
+        inspection.RULES,
+        planning.RULES,
+        launch.RULES,
+        cache.RULES,
+    )
     failures = {signature.code: signature.rule for signature in signatures()}
     return RULES | {rule.code: rule for table in rooms for rule in table} | failures
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdptool.errors import ConfigError, ModelError, StorageError
+from fsdptool.errors import ModelError, StorageError
+from fsdptool.files.safetensors_writer import open_safetensors
 from fsdptool.modeling.methods.lora import saved_keys
 from fsdptool.runs.watchdog import beat
+from fsdptool.source.weight_files import check_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +51,7 @@ class Weights:
         named: Returns the parameter that each key of the files is, where that needs no rules.
 
     Raises:
-        StorageError: A file cannot be read, or is not a safetensors file.
+        StorageError: A file cannot be read, is not a safetensors file, or holds a tensor of another one.
     """
 
     def __init__(
@@ -62,7 +64,13 @@ class Weights:
         self._model = model
         where: dict[str, str] = {}
         for name in files:
-            where.update(dict.fromkeys(self._open(name).keys(), name))
+            for key in self._open(name).keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+                if key in where:
+                    raise StorageError(
+                        f"{Path(name)} and {Path(where[key]).name} both hold the tensor {key}",
+                        help="remove the file that does not belong to the model, or save the model again",
+                    )
+                where[key] = name
         self._where = where
         if named is None:
             self._sources = _match(where, model)
@@ -70,11 +78,11 @@ class Weights:
             self._sources = {name: _Source([(key, None)]) for key, name in named(where).items()}
 
     def _open(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         if name not in self._files:
             try:
-                self._files[name] = safe_open(name, framework="pt", device="cpu")
+                self._files[name] = open_safetensors(name)
             except (OSError, SafetensorError) as error:
                 raise StorageError(
                     f"{Path(name)} cannot be read as safetensors: {error}",
@@ -198,16 +206,12 @@ def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
     """Open the pretrained weights a choice asks for, or return None for random ones.
 
     Raises:
-        ConfigError: Pretrained weights are wanted and there are none.
+        ConfigError: Pretrained weights are wanted and there are none, or none that can be read.
         ModelError: The files contain no parameter of this model.
     """
-    if choice.weights == "random" or (choice.weights == "auto" and not spec.weights):
+    check_weights(spec, choice)
+    if choice.weights == "random" or not spec.weights:
         return None
-    if not spec.weights:
-        raise ConfigError(
-            f"{spec.reference.id} has no safetensors weights on this machine",
-            help="download it first, or set model.weights: random",
-        )
     weights = Weights(spec.weights, model)
     if not any(name in weights for name, _ in model.named_parameters(remove_duplicate=False)):
         raise ModelError(

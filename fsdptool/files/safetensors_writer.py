@@ -1,4 +1,4 @@
-"""Writes safetensors files tensor by tensor, digesting on the way.
+"""Writes safetensors files tensor by tensor, digesting on the way, and opens them for reading.
 
 ``safetensors.torch.save`` and torch's own DCP writer (torch 2.13, checkpoint/filesystem.py) first
 build the whole file in memory; for a rank's share of a large model that doubles the host memory.
@@ -134,6 +134,22 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     import torch
 
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def open_safetensors(path: Path | str) -> Any:
+    """Open a safetensors file for reading, on the CPU.
+
+    Raises:
+        OSError: It cannot be opened, or is not a regular file: the library would wait for a FIFO for ever.
+        SafetensorError: It is not a safetensors file.
+    """
+    from safetensors import safe_open
+
+    try:
+        open_regular(path).close()
+    except UnreadableError as error:
+        raise OSError(error.message) from error
+    return safe_open(str(path), framework="pt", device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

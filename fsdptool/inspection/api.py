@@ -170,6 +170,8 @@ def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
     """Return everything an inspection depends on, as JSON values for the cache key."""
     return {
         "config": to_json(spec.config),
+        # A key that the model does not read is refused as an override, and a finding in a file.
+        "overrides": to_json(spec.overrides),
         "model_class": spec.model_class,
         "library": spec.library,
         "family": spec.family,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import FsdptoolError, ModelError
 from fsdptool.families.registry import family_of
+from fsdptool.inspection.overrides import Watched, check_overrides
 from fsdptool.records.anatomy import ModelSpec
 
 if TYPE_CHECKING:
@@ -32,21 +33,25 @@ def build(
 
     Raises:
         ModelError: The configuration cannot be built; one line.
+        ConfigError: The model does not read an override.
     """
     _quieten()
     import torch
 
     family = family_of(spec)
+    config = Watched.of(spec)
     try:
         with torch.device("meta"), nullcontext() if initialise else _without_values():
-            return family.build(
-                spec.config,
+            model = family.build(
+                config,
                 model_class=spec.model_class,
                 dtype=dtype or "float32",
                 attention=attention,
                 folder=spec.folder,
                 trust_remote_code=spec.trust_remote_code,
             )
+        check_overrides(spec, model, config)
+        return model
     except ModelError as error:
         # The family knows the class and the value, not where the configuration lies.
         where = "" if spec.reference.id in error.message else f"{spec.reference.id}: "

@@ -91,7 +91,15 @@ def prepare(
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
-    from fsdptool.source import adapted, check_continues, consented, resolve_choice, with_places
+    from fsdptool.source import (
+        adapted,
+        check_continues,
+        check_weights,
+        consented,
+        resolve_choice,
+        weights_left_out,
+        with_places,
+    )
     from fsdptool.training.data.sources import check_place
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
@@ -114,6 +122,7 @@ def prepare(
     spec = resolve_choice(recipe.model, recipe_path.parent)
     recipe = adapted(recipe, spec, given_keys(recipe_path))
     check_continues(recipe, spec)
+    check_weights(spec, recipe.model)
     method_of(recipe).check(recipe, settings)
     check_context(spec, recipe, settings)
     objective_for(recipe, spec)
@@ -145,7 +154,11 @@ def prepare(
         per_machine=per_machine,
         prediction=prediction,
         diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
-        notes=(*(finding.message for finding in untested_versions()), *notes),
+        notes=(
+            *(finding.message for finding in untested_versions()),
+            *weights_left_out(spec, recipe.model),
+            *notes,
+        ),
         files=files,
         unchecked=(
             *(("gpus",) if without_gpus else ()),
@@ -229,12 +242,13 @@ def _teacher(
     from fsdptool.inspection import inspect
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.units import plan_teacher
-    from fsdptool.source import resolve_choice
+    from fsdptool.source import check_weights, resolve_choice
 
     choice = method_of(recipe).teacher_choice(recipe)
     if choice is None:
         return None, None
     spec = resolve_choice(choice, recipe_path.parent)
+    check_weights(spec, choice)
     return spec, plan_teacher(inspect(spec), recipe, settings)
 
 

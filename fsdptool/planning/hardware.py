@@ -29,6 +29,7 @@ _SPELLINGS = {
     "sxm4": "sxm",
     "sxm5": "sxm",
     "sxm2": "sxm",
+    "sxm6": "sxm",
     "hbm3": "sxm",
     "hbm3e": "sxm",
     "oam": "",
@@ -150,11 +151,13 @@ def _entry(item: dict[str, Any]) -> Entry:
 
 
 def _tokens(name: str) -> frozenset[str]:
-    """Split a name at separators; ``80g``, ``80GB`` and ``80GiB`` are one token."""
-    parts = re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\w)", "rtx ", name.lower()))
+    """Split a name at separators: ``80``, ``80g``, ``80GB`` and ``80GiB`` are one token, ``3080ti`` two."""
+    spaced = re.sub(r"rtx(?=\w)", "rtx ", name.lower())
+    spaced = re.sub(r"(\d{4})(ti|d)?(super)?(?![a-z])", r"\1 \2 \3 ", spaced)
+    parts = re.findall(r"[a-z0-9]+", spaced)
     words: set[str] = set()
     for part in parts:
-        part = re.sub(r"^(\d+)(g|gb|gib)$", r"\1gb", part)
+        part = re.sub(r"^(\d+(?=g)|\d{2,3})(g|gb|gib)?$", r"\1gb", part)
         glued = re.fullmatch(r"([a-z]+\d+[a-z]*?)(\d+gb?)?(sxm\d?|pcie|nvl)?", part)
         pieces = [piece for piece in glued.groups() if piece] if glued else [part]
         words.update(_SPELLINGS.get(piece, piece) for piece in pieces)

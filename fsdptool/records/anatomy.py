@@ -257,7 +257,7 @@ class ModelSpec:
         flavour: Flavour name within the family, or None.
         library: ``transformers``, ``diffusers``, or the family's own name.
         model_class: Class to build, for example ``LlamaForCausalLM``.
-        config: The raw configuration, exactly as read (never a config object).
+        config: The raw configuration as read, with the overrides (never a config object).
         objective: Default training objective of the family, or None if unknown.
         folder: Local folder that holds configuration and weights, or the module to import; or None.
         weights: Local safetensors files that belong to this component, sorted; empty if none.
@@ -265,6 +265,7 @@ class ModelSpec:
         adapter: ``adapter_config.json`` of a PEFT reference, or None.
         adapter_weights: Local file with the weights of that adapter, or None.
         trust_remote_code: Whether the user allowed code from the reference to run.
+        overrides: What the user replaced in ``config``; a key that the model does not read is refused.
         diagnostics: Findings of the resolution (misspelt config keys, ...).
     """
 
@@ -281,4 +282,5 @@ class ModelSpec:
     adapter: Mapping[str, Any] | None = None
     adapter_weights: str | None = None
     trust_remote_code: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict, repr=False)
     diagnostics: tuple[Diagnostic, ...] = field(default=())

@@ -24,6 +24,8 @@ class ModelChoice:
     reference: str
     revision: str | None = None
     component: str | None = None
+    variant: str | None = None
+    """Variant of the pretrained weights, as ``from_pretrained`` takes it: ``fp16``."""
     weights: Literal["auto", "pretrained", "random"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """dtype of the stored (master) parameters. ``auto`` is fp32; where the whole model is frozen (LoRA's

@@ -157,7 +157,7 @@ def transformers_model_types() -> frozenset[str]:
     """Return every ``model_type`` the installed transformers knows, read from its source text."""
     names: set[str] = set()
     for file in ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py"):
-        text = _source_text("transformers", file)
+        text = library_source("transformers", file)
         names.update(re.findall(r'[({]\s*"([\w.-]+)"\s*[,:]\s*"\w+Config"', text))
         names.update(re.findall(r'^\s+"([\w.-]+)":\s*"\w+Config"', text, flags=re.M))
     return frozenset(names)
@@ -166,10 +166,13 @@ def transformers_model_types() -> frozenset[str]:
 @cache
 def diffusers_classes() -> frozenset[str]:
     """Return every public class name of the installed diffusers, read from its source text."""
-    return frozenset(re.findall(r'^\s+"([A-Z]\w+)",?$', _source_text("diffusers", "__init__.py"), flags=re.M))
+    return frozenset(
+        re.findall(r'^\s+"([A-Z]\w+)",?$', library_source("diffusers", "__init__.py"), flags=re.M)
+    )
 
 
-def _source_text(package: str, file: str) -> str:
+def library_source(package: str, file: str) -> str:
+    """Return the source text of a module of an installed library, which is not imported; else nothing."""
     spec = find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         try:

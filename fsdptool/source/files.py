@@ -19,15 +19,19 @@ _SHOWN = 8
 _LARGEST = 16 * 1024 * 1024
 
 
-def read_json(path: Path) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
+def read_json(path: Path, *, largest: int = _LARGEST) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
     """Return the JSON object in ``path``, and a finding for each key that it writes again.
+
+    Args:
+        path: The file.
+        largest: Bytes that are read at most.
 
     Raises:
         ReferenceError: Unreadable, not UTF-8, not JSON, not an object, or far too large for a
             configuration; the message names the file and, for bad JSON, the line.
     """
     try:
-        content = read_bytes(path, limit=_LARGEST)
+        content = read_bytes(path, limit=largest)
     except UnreadableError as error:
         what = f": {error.message}"
         if error.code == "FSD102":
@@ -99,15 +103,6 @@ def _repetitions(path: Path, text: str, keys: list[str]) -> Iterator[Diagnostic]
             path=str(path),
             line=line,
         )
-
-
-def safetensors_in(folder: Path, stem: str = "") -> tuple[str, ...]:
-    """Return the safetensors files directly in ``folder`` whose names begin with ``stem``, sorted."""
-    return tuple(
-        str(path)
-        for path in sorted(folder.glob(f"{stem}*.safetensors"))
-        if path.is_file() or path.is_symlink()
-    )
 
 
 _LONGEST = 120

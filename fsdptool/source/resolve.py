@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.errors import ConfigError, ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
 from fsdptool.files.text import exists, reachable
@@ -21,6 +21,7 @@ from fsdptool.source.config_checks import (
     check_known,
     check_quantization,
     check_sizes,
+    diffusers_classes,
     transformers_model_types,
 )
 from fsdptool.source.files import (
@@ -30,12 +31,13 @@ from fsdptool.source.files import (
     pick,
     read_json,
     refuse_pages,
-    safetensors_in,
     short,
 )
 from fsdptool.source.hub import HubFiles, fetch_code, hint_for, looks_like_id
 from fsdptool.source.imports import import_spec, is_import
 from fsdptool.source.recipe_paths import locate
+from fsdptool.source.weight_files import WeightFiles, find_weights
+from fsdptool.spelling import nearest
 
 _DEEPEST = 4
 """Adapters of adapters that are followed."""
@@ -75,6 +77,7 @@ def resolve(
     *,
     revision: str | None = None,
     component: str | None = None,
+    variant: str | None = None,
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
@@ -86,6 +89,7 @@ def resolve(
             registered family, then a module, then the Hub.
         revision: Branch, tag or commit of a Hub id.
         component: Pipeline component to take instead of the denoiser.
+        variant: Variant of the weights to take (``fp16``), as ``from_pretrained`` does.
         trust_remote_code: Whether code that the reference contains or names may run when the model is built.
         overrides: Configuration values that replace those read (nested mappings are merged).
 
@@ -98,7 +102,7 @@ def resolve(
         raise ReferenceError(
             "the reference is empty", help="give family:flavour, a path or a Hugging Face id"
         )
-    options = _Options(revision, component, trust_remote_code)
+    options = _Options(revision, component, trust_remote_code, variant)
     refuse_pages(text)
     path = expanded(text)
     if exists(path) or text.startswith(("./", "../", "/", "~")):
@@ -132,6 +136,7 @@ def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec
         locate(choice.reference, folder),
         revision=choice.revision,
         component=choice.component,
+        variant=choice.variant,
         trust_remote_code=choice.trust_remote_code,
         overrides=choice.overrides,
     )
@@ -142,6 +147,7 @@ class _Options:
     revision: str | None
     component: str | None
     trust: bool
+    variant: str | None = None
     depth: int = 0
     """How many adapters led here: an adapter of an adapter of itself must end."""
     findings: list[Diagnostic] = field(default_factory=list)
@@ -249,7 +255,7 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
     folder = path.parent
     if index is not None:
         return _pipeline(text, files, index, folder, options)
-    if adapter is not None and not (config is not None and safetensors_in(folder, "model")):
+    if adapter is not None and not (config is not None and _is_complete(folder, config)):
         return _adapter(text, options.read(adapter), folder, options)
     if options.component is not None:
         raise ReferenceError(f"{text} is one model, not a pipeline", help="omit --component")
@@ -258,6 +264,11 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
     if options.trust and isinstance(files, _Hub):
         fetch_code(files.files, values)
     return _plain(text, kind, values, config, folder, options)
+
+
+def _is_complete(folder: Path, config: Path) -> bool:
+    """Say whether a folder holds a model beside an adapter, and not the configuration of its base alone."""
+    return bool(find_weights(folder, "transformers", read_json(config)[0]).files)
 
 
 def _beside(folder: Path | None) -> str:
@@ -369,18 +380,25 @@ def _plain(
     if family.precedence < 0 or config.get("model_type") in transformers_model_types():
         known = check_known(config, str(path), trust_remote_code=options.trust)
     check_sizes(config, str(path))
+    library = "diffusers" if isinstance(config.get("_class_name"), str) else family.library
+    # A snapshot in the Hub's cache may hold JSON files alone, of a single model or of a pipeline.
+    weights = (
+        find_weights(folder, library, config, variant=options.variant, downloaded="snapshots" in folder.parts)
+        if folder is not None
+        else WeightFiles()
+    )
     return ModelSpec(
         reference=Reference(kind, text),
         family=family.name,
         flavour=None,
-        library="diffusers" if isinstance(config.get("_class_name"), str) else family.library,
+        library=library,
         model_class=family.model_class(config),
         config=dict(config),
         objective=family.objective_for(config),
         folder=str(folder) if folder is not None else None,
-        weights=safetensors_in(folder) if folder is not None else (),
+        weights=weights.files,
         trust_remote_code=options.trust,
-        diagnostics=known + check_quantization(config, str(path)),
+        diagnostics=known + check_quantization(config, str(path)) + weights.findings,
     )
 
 
@@ -392,9 +410,38 @@ def _claim(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _checked(spec: ModelSpec, overrides: Mapping[str, Any]) -> ModelSpec:
-    config = _merged(spec.config, overrides)
+    base = dict(spec.config)
+    if "num_labels" in overrides and "id2label" not in overrides:
+        # The names of the labels would win over their number (transformers 5.23, ``configuration_utils.py``).
+        base = {key: value for key, value in base.items() if key not in ("id2label", "label2id")}
+    config = _merged(base, overrides)
     findings = check_sizes(config, spec.reference.id)
-    return replace(spec, config=config, diagnostics=spec.diagnostics + findings)
+    spec = replace(spec, config=config, overrides=overrides, diagnostics=spec.diagnostics + findings)
+    return _with_class(spec, overrides)
+
+
+def _with_class(spec: ModelSpec, overrides: Mapping[str, Any]) -> ModelSpec:
+    """Take the class of the model from an override, as from the file."""
+    key = "_class_name" if spec.library == "diffusers" else "architectures"
+    if key not in overrides or spec.library not in ("transformers", "diffusers"):
+        return spec
+    value = overrides[key]
+    name = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if not isinstance(name, str) or not name.isidentifier():
+        example = '["LlamaForCausalLM"]' if key == "architectures" else "FluxTransformer2DModel"
+        raise ConfigError(
+            f"the override {key} is not the name of one class", help=f"for example {key}={example}"
+        )
+    if key == "_class_name" and (known := diffusers_classes()) and name not in known:
+        near = nearest(name, known)
+        raise ConfigError(
+            f"diffusers has no class {name!r}", help=f"did you mean {near}?" if near else "check its spelling"
+        )
+    family = load_registry().get(spec.family)
+    if spec.flavour is None or key == "_class_name":
+        family = _claim({**spec.config, key: value}, spec.reference.id)
+    objective = family.objective_for({**spec.config, key: value})
+    return replace(spec, family=family.name, model_class=name, objective=objective)
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

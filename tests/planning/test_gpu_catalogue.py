@@ -32,12 +32,84 @@ from fsdptool.planning.hardware import all_entries, find_gpu, load_gpu, machine_
         ("rtx pro 6000", "RTX-PRO-6000-96GB"),
         ("mi300x", "MI300X-192GB"),
         ("Tesla T4", "T4-16GB"),
+        ("NVIDIA A800-SXM4-80GB", "A800-80GB-SXM"),
+        ("NVIDIA A800 80GB PCIe", "A800-80GB-PCIe"),
+        ("NVIDIA A800 40GB Active", "A800-40GB-PCIe"),
+        ("H800", "H800-80GB-SXM"),
+        ("NVIDIA H20", "H20-96GB-SXM"),
+        ("NVIDIA H20-3e", "H20-141GB-SXM"),
+        ("NVIDIA GH200 480GB", "GH200-96GB"),
+        ("NVIDIA B300 SXM6 AC", "B300-288GB-SXM"),
+        ("B300", "B300-288GB-SXM"),
+        ("NVIDIA GB200", "GB200-186GB"),
+        ("gb300", "GB300-288GB"),
+        ("NVIDIA A30", "A30-24GB"),
+        ("RTX-2080Ti-11GB", "RTX-2080Ti-11GB"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX-2080Ti-11GB"),
+        ("2080ti", "RTX-2080Ti-11GB"),
+        ("rtx 3080", "RTX-3080-10GB"),
+        ("RTX3080-10GB", "RTX-3080-10GB"),
+        ("RTX 3080 12GB", "RTX-3080-12GB"),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX-3080Ti-12GB"),
+        ("RTX-3080Ti", "RTX-3080Ti-12GB"),
+        ("RTX-4080", "RTX-4080-16GB"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "RTX-4080-Super-16GB"),
+        ("RTX-4070-Ti", "RTX-4070Ti-12GB"),
+        ("RTX4070TiSuper", "RTX-4070Ti-Super-16GB"),
+        ("NVIDIA GeForce RTX 4090 D", "RTX-4090D-24GB"),
+        ("RTX-5080", "RTX-5080-16GB"),
+        ("NVIDIA GeForce RTX 5070 Ti", "RTX-5070Ti-16GB"),
+        ("NVIDIA RTX A5000", "RTX-A5000-24GB"),
+        ("NVIDIA TITAN RTX", "Titan-RTX-24GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB-SXM"),
+        ("Tesla V100S-PCIE-32GB", "V100S-32GB-PCIe"),
+        ("AMD Instinct MI355X", "MI355X-288GB"),
+        ("mi350x", "MI350X-288GB"),
+        ("MI210", "MI210-64GB"),
     ],
 )
 def test_names_forgive_what_people_and_drivers_write(name: str, expected: str) -> None:
     found = find_gpu(name)
     assert found.gpu.name == expected
     assert found.diagnostic is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("A800", "A800-80GB-SXM"),
+        ("A800-80GB", "A800-80GB-SXM"),
+        ("A800-40GB", "A800-40GB-SXM"),
+        ("H800-80GB", "H800-80GB-SXM"),
+        ("V100-16", "V100-16GB-SXM"),
+        ("a100 80", "A100-80GB-SXM"),
+    ],
+)
+def test_a_name_without_its_form_takes_the_first_form(name: str, expected: str) -> None:
+    assert find_gpu(name).gpu.name == expected
+
+
+def test_export_models_differ_in_their_links_alone() -> None:
+    """An A800 is an A100 with slower NVLink, an H800 an H100."""
+    for export, model in (("A800-80GB-SXM", "A100-80GB-SXM"), ("H800-80GB-SXM", "H100-80GB-SXM")):
+        ours, theirs = load_gpu(export), load_gpu(model)
+        assert (ours.flops, ours.memory_bytes) == (theirs.flops, theirs.memory_bytes)
+        assert ours.memory_bandwidth == theirs.memory_bandwidth
+        assert ours.link_bandwidth == 200e9 < theirs.link_bandwidth
+
+
+def test_rates_are_dense_and_in_order() -> None:
+    """Half precision is at least as fast as tf32, and fp8 twice as fast: a sparse figure would show."""
+    for entry in all_entries():
+        flops = entry.gpu.flops
+        half = flops["float16"]
+        assert flops["float32"] <= half
+        if "tf32" in flops:
+            assert half / flops["tf32"] == pytest.approx(2, rel=0.03), entry.gpu.name
+        if "float8" in flops:
+            assert flops["float8"] / half == pytest.approx(2, rel=0.03), entry.gpu.name
+        assert entry.gpu.native_bf16 == ("bfloat16" in flops)
+        assert entry.gpu.native_fp8 == ("float8" in flops)
 
 
 def test_an_ambiguous_name_is_resolved_aloud() -> None:

@@ -109,6 +109,29 @@ def test_fused_experts_are_written_as_the_models_own_checkpoints_have_them(tmp_p
     assert torch.equal(logits(loaded), logits(reference))
 
 
+def test_frozen_weights_are_exported_from_the_files_that_the_library_loads(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{k: v for k, v in MODEL.items() if k != "architectures"})
+    base = tmp_path / "base"
+    LlamaForCausalLM(config).save_pretrained(base)
+    stale = {name: torch.zeros_like(value) for name, value in load_file(base / "model.safetensors").items()}
+    save_file(stale, base / "model_old.safetensors", metadata={"format": "pt"})
+    save_file(stale, base / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    (base / "pytorch_model.bin").write_bytes(b"not read")
+    recipe = tmp_path / "recipe.yaml"
+    run = trained(tmp_path, base, more=LORA)
+    (note,) = prepare(recipe, tmp_path / "a.yaml", with_prediction=False).notes
+    assert "model-00001-of-00001.safetensors, model_old.safetensors, pytorch_model.bin are not read" in note
+    merged = load_file(export_run(run, merge=True).folder / "model.safetensors")
+    theirs = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
+    frozen = [name for name in merged if "proj" not in name]
+    assert len(frozen) > 3
+    for name in frozen:
+        assert torch.equal(merged[name], theirs[name]), name
+
+
 @pytest.fixture(scope="module")
 def llama_lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     from transformers import LlamaConfig, LlamaForCausalLM

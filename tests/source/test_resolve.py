@@ -52,7 +52,7 @@ def pipeline(folder: Path) -> Path:
         },
     )
     write(folder, "transformer/config.json", FLUX)
-    write(folder, "transformer/diffusion_pytorch_model-00001-of-00002.safetensors", "")
+    write(folder, "transformer/diffusion_pytorch_model.safetensors", "")
     write(folder, "vae/config.json", {"_class_name": "AutoencoderKL"})
     write(folder, "text_encoder/config.json", {"model_type": "clip_text_model", "hidden_size": 64})
     return folder

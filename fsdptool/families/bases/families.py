@@ -14,6 +14,7 @@ from fsdptool.families.bases.catalogue import CatalogueFamily
 from fsdptool.families.bases.libraries import class_for, objective_for_class, one_line, quiet
 from fsdptool.families.bases.listed import listed_inputs
 from fsdptool.families.protocol import Objective, TensorSpec
+from fsdptool.spelling import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -306,9 +307,11 @@ def load_class(library: str, name: str) -> Any:
             value = getattr(module, name)
     except AttributeError:
         own = "use --trust-remote-code if the model has its own code, or upgrade transformers"
+        near = nearest(name, (item for item in dir(module) if item[:1].isupper()), cutoff=0.85)
+        usual = own if library == "transformers" else None
         raise ModelError(
             f"{library} {module.__version__} has no class {name!r}",
-            help=own if library == "transformers" else None,
+            help=f"did you mean {near}?" if near else usual,
         ) from None
     except Exception as error:
         raise ModelError(f"{name}: {one_line(error)}") from error

@@ -20,7 +20,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
-from fsdptool.files.text import UnreadableError, open_regular
+from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import read_json
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
@@ -203,14 +203,9 @@ def _crop(picture: Picture, bucket: Bucket) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _opened(path: str) -> Any:
-    from safetensors import safe_open
+    from fsdptool.files.safetensors_writer import open_safetensors
 
-    try:
-        # The library opens the path itself, and would wait for a pipe where no signal ends it.
-        open_regular(path).close()
-    except UnreadableError as error:
-        raise ConfigError(f"{path}: {error.message}", help="run fsdptool precompute again") from error
-    return safe_open(path, framework="pt")
+    return open_safetensors(path)
 
 
 def _tensors(path: Path, number: int, names: Sequence[str]) -> dict[str, Tensor]:

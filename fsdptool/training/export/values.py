@@ -21,7 +21,7 @@ import torch
 from fsdptool.distributed.initialisation import Blueprint, model_blueprint, replay
 from fsdptool.distributed.weights import open_weights
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.files.safetensors_writer import Entry
+from fsdptool.files.safetensors_writer import Entry, open_safetensors
 from fsdptool.modeling.methods.lora import base_name
 from fsdptool.modeling.methods.quantised_formats import Format, decode, encode
 from fsdptool.runs.folder import CHECKPOINTS
@@ -127,11 +127,9 @@ class Saved:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        from safetensors import safe_open
-
         self._parts: dict[str, list[tuple[Any, str, list[int]]]] = {}
         for name in sorted(manifest.files):
-            stream: Any = safe_open(str(folder / name), framework="pt", device="cpu")
+            stream: Any = open_safetensors(folder / name)
             offsets = json.loads((stream.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for key in stream.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                 where = offsets.get(key, {}).get("saved_offsets")

@@ -280,11 +280,11 @@ def _finish(work: Work) -> None:
         files += [text_file(work.folder, shard), pixel_file(work.folder, shard)]
     if not all(file.exists() for file in files):
         return
-    from safetensors import safe_open
+    from fsdptool.files.safetensors_writer import open_safetensors
 
     names = []
     for file in (files[1], files[2]):
-        with safe_open(str(file), framework="pt") as tensors:
+        with open_safetensors(file) as tensors:
             names.append(tuple(sorted({key.partition("/")[2] for key in tensors.keys()})))  # noqa: SIM118
     index = Index(
         version=VERSION,
