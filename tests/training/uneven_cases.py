@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from cases import Case, inputs_for, recipe_for, write_model
 from context_cases import Numbered
 from ranks import replica_hash, weights_of
@@ -383,23 +381,3 @@ def train(
 def share(session: Session, count: int, of: Callable[[int], Batch]) -> list[Batch]:
     """Return this rank's micro-batches of a global step."""
     return [of(index) for index in range(count) if index % session.data_ranks == session.data_rank]
-
-
-def collectives(name: str, way: Way, folder: Path, chosen: Recipe, steps: int) -> list[dict[str, int]]:
-    """Return the collectives of each step, by kind."""
-    counts: list[dict[str, int]] = [{}]
-    kinds = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single")
-    with mock.patch.multiple(dist, **{kind: _counted(kind, counts) for kind in kinds if hasattr(dist, kind)}):
-        # FSDP's own, sent directly between CPUs, are counted where they begin.
-        found = train(name, way, folder, chosen, steps)
-    return [SimpleNamespace(**found).messages]
-
-
-def _counted(kind: str, counts: list[dict[str, int]]) -> Callable[..., Any]:
-    original = getattr(dist, kind)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        counts[-1][kind] = counts[-1].get(kind, 0) + 1
-        return original(*args, **kwargs)
-
-    return call
