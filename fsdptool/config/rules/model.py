@@ -51,4 +51,13 @@ MODEL = (
          "Ignored parameters stay plain tensors that accelerate 1.15 does not synchronise: after three "
          "steps the ranks hold different weights. RAM-efficient loading silently shards them anyway.",
          "Freeze them, or leave them sharded."),
+    Rule("FSD412", "experts that are modules", "warning",
+         "Experts that no token of a rank chooses have no gradient there. FSDP2 reduces only gradients that "
+         "exist, by their position: those of different experts are averaged, without an error, or the job "
+         "hangs (DET218).",
+         "Train with `fsdptool train`, call every expert on every rank, or use a class with fused experts."),
+    Rule("FSD413", "tower that some batches skip", "warning",
+         "Ranks whose batch is text alone skip an encoder of pictures or sound, and call other collectives "
+         "than the ranks that run it: the job hangs or stops (DET219).",
+         "Train with `fsdptool train`, or give every rank a picture or sound in each batch."),
 )  # fmt: skip
