@@ -107,14 +107,17 @@ class _Unit:
         used = [item for item in trained if _has_gradient(item)]
         # Sums that wait unsharded are in the reduction's dtype, new gradients in the compute dtype.
         wide = any(item.unsharded_accumulated_grad is not None for item in trained)
-        for item in trained:
-            if item.unsharded_accumulated_grad is not None:
-                continue
-            parameter = item._unsharded_param
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for item in used:
+            item.accumulate_unsharded_grad_if_needed()
             if wide:
                 item.to_accumulated_grad_if_needed()
+        for item in trained:
+            if not _has_gradient(item):
+                parameter = item._unsharded_param
+                if wide:
+                    item.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=item.reduce_dtype)
+                else:
+                    parameter.grad = torch.zeros_like(parameter)
         return used
 
     def stand_in(self, kind: int) -> list[Any]:

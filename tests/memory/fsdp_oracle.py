@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdptool.distributed.collective_order import CollectiveOrder
 from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.gradient_sums import GradientSums
@@ -210,7 +211,10 @@ def observe(
                 optimizer = (
                     build_optimizer(recipe.optimizer, model.named_parameters(), rate=1e-4) if step else None
                 )
-                runner = _Runner(model, objective, specs, recipe, mode, counter, optimizer, session)
+                order = CollectiveOrder([model], session)
+                # The other ranks of a fake group say nothing: they need what rank 0 needs.
+                order._exchange = lambda wanted: [wanted] * world_size  # type: ignore[method-assign]
+                runner = _Runner(model, objective, specs, recipe, mode, counter, optimizer, session, order)
                 runner.step()
                 return runner.step()
             finally:
@@ -228,6 +232,7 @@ class _Runner:
     counter: LiveBytes
     optimizer: Any
     session: Any
+    order: CollectiveOrder
 
     def step(self) -> Observation:
         """Take one step in the order of ``training/step.py``."""
@@ -240,14 +245,15 @@ class _Runner:
         syncs = gradient_syncs(count, unsharded=self.recipe.sharding.accumulation == "unsharded")
         for index, (batch, sync) in enumerate(zip(batches, syncs, strict=True)):
             self._announce(sync)
-            run_micro_batch(
-                self.model,
-                Task(self.objective),
-                batch,
-                scale=1.0,
-                divisor=divisor,
-                moment=lambda name, index=index: self._moment(seen, f"{name} {index}"),
-            )
+            with self.order.micro_batch(sync, index):
+                run_micro_batch(
+                    self.model,
+                    Task(self.objective),
+                    batch,
+                    scale=1.0,
+                    divisor=divisor,
+                    moment=lambda name, index=index: self._moment(seen, f"{name} {index}"),
+                )
         counter.peak = counter.level
         if self.optimizer is not None:
             self.optimizer.step(1e-4)

@@ -13,6 +13,7 @@ from fsdptool.memory.simulation.collectives import (
     Reduction,
     gradient_block,
     reduction,
+    rounded,
     staging,
     widened,
 )
@@ -44,10 +45,19 @@ class Schedule(Unshard):
         ledger: Where bytes are counted.
         trace: What is played.
         logits: What a loss computes from and another training loop holds until backward ends.
+        completes: Whether parameters without a gradient get zeros where others of their unit have one
+            (``distributed/collective_order.py``).
     """
 
     def __init__(
-        self, rank: Rank, replicate: int, ledger: Ledger, trace: Trace, *, logits: Block | None = None
+        self,
+        rank: Rank,
+        replicate: int,
+        ledger: Ledger,
+        trace: Trace,
+        *,
+        logits: Block | None = None,
+        completes: bool = False,
     ) -> None:
         super().__init__(rank, ledger)
         self.replicate = replicate
@@ -62,6 +72,7 @@ class Schedule(Unshard):
         self._called: list[Group] = []
         self._last = self._backward = True
         self._logits = logits
+        self._completes = completes
 
     def micro_batch(
         self,
@@ -248,11 +259,24 @@ class Schedule(Unshard):
         gradients = {**group.accumulated, **group.gradients}
         accumulated = bool(group.accumulated)
         group.accumulated, group.gradients = {}, {}
+        if gradients and self._completes:
+            gradients |= self._zeros(group, gradients, accumulated)
         self._to_sharded(group)
         while self._reducing:
             self.ledger.drop(self._reducing.pop(0))
         if gradients:
             self._reduce(group, gradients, accumulated)
+
+    def _zeros(self, group: Group, present: dict[str, Block], accumulated: bool) -> dict[str, Block]:
+        """Return the gradients of what no sample of this rank used."""
+        made: dict[str, Block] = {}
+        for name, weights in group.share.by_name.items():
+            if weights.trainable and name not in present:
+                size = rounded(weights.parameter.numel * weights.computed, self.grain)
+                wide = widened(weights, self.plan, self.grain) if accumulated else None
+                made[name] = wide or gradient_block(size)
+                self.ledger.add(made[name])
+        return made
 
     def _keep_unsharded(self, group: Group) -> None:
         for name, block in list(group.gradients.items()):

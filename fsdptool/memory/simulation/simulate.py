@@ -141,7 +141,11 @@ def simulate(
     grain = device.grain
     ledger = ledger if ledger is not None else Ledger()
     logits = _wide_logits(trace, grain) if loop.keeps_logits else None
-    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace, logits=logits)
+    ranks = prepared.rank.degree * mesh.dp_replicate
+    completes = loop == OWN_LOOP and ranks > 1
+    schedule = Schedule(
+        prepared.rank, mesh.dp_replicate, ledger, trace, logits=logits, completes=completes
+    )
     off_step = OffStep(schedule, states, recipe, device, saves)
     ledger.note("between steps")
     ledger.begin(RunPhase.LOAD)
