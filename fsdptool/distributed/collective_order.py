@@ -35,14 +35,9 @@ if TYPE_CHECKING:
 
     from fsdptool.distributed.session import Session
 
-_GATHER, _GATHER_AGAIN, _GATHER_NEAR, _REDUCE = range(4)
-"""A gather of the forward, one of the backward, one over the ranks of ``reshard_after_forward``, a reduction."""
-_WHAT = {
-    _GATHER: "gather",
-    _GATHER_AGAIN: "gather for the backward",
-    _GATHER_NEAR: "gather again",
-    _REDUCE: "reduce the gradients of",
-}
+_GATHER, _GATHER_AGAIN, _REDUCE = range(3)
+"""A gather of the forward, one of the backward, a reduction."""
+_WHAT = {_GATHER: "gather", _GATHER_AGAIN: "gather for the backward", _REDUCE: "reduce the gradients of"}
 
 
 class _Collective(NamedTuple):
@@ -67,6 +62,7 @@ class _Unit:
 
     def __init__(self, group: Any, name: str) -> None:
         self.group, self.name = group, name
+        self._near = group.post_forward_mesh_info
         self.gather: Callable[..., None] = group.unshard
         self.reduce: Callable[..., None] = group.post_backward
 
@@ -81,18 +77,21 @@ class _Unit:
         group = getattr(mesh, "shard_process_group", None)
         return group is not None and group.size() > 1
 
+    def share_near(self, near: bool) -> None:
+        """Let an integer ``reshard_after_forward`` count, or not: who left a unit out has no part to share."""
+        group = self.group
+        if group.post_forward_mesh_info is not None:
+            group.post_forward_mesh_info = self._near if near else group.mesh_info
+
     @property
     def kind_of_gather(self) -> int | None:
         """What ``unshard`` would begin now; None if nothing."""
         group, name = self.group, self.group._training_state.name
         if group._all_gather_result is not None or group.is_unsharded or not self.spread:
             return None
-        backward = name == "PRE_BACKWARD"
-        if backward and not group.unshard_in_backward:
-            return None
-        if group.is_sharded_post_forward:
-            return _GATHER_NEAR
-        return _GATHER_AGAIN if backward else _GATHER
+        if name != "PRE_BACKWARD":
+            return _GATHER
+        return _GATHER_AGAIN if group.unshard_in_backward else None
 
     @property
     def has_gradients(self) -> bool:
@@ -121,11 +120,7 @@ class _Unit:
         return used
 
     def stand_in(self, kind: int) -> list[Any]:
-        """Join a collective of the others; returns the parameters whose gradients of ours it took along.
-
-        Raises:
-            WorkerError: It is among the ranks that share what this rank does not hold now.
-        """
+        """Join a collective of the others; returns the parameters whose gradients of ours it took along."""
         if kind != _REDUCE:
             self._stand_in_gather(kind)
             return []
@@ -140,25 +135,17 @@ class _Unit:
 
     def _stand_in_gather(self, kind: int) -> None:
         group = self.group
-        near = kind == _GATHER_NEAR
-        held = group.is_sharded_post_forward if near else group.is_sharded
-        if held and group._all_gather_result is None:
-            with group.use_training_state(type(group._training_state).IDLE):
-                self.gather(False)
-                group.wait_for_unshard()
-            # As after a forward of our own: the backward may gather over fewer ranks.
-            if kind == _GATHER and group._use_post_forward_mesh:
-                group._to_sharded_post_forward()
-            else:
-                group._to_sharded()
-        elif near:
-            raise WorkerError(
-                f"ranks run {self.name} a different number of times, and rank-local shards for its backward"
-                " do not match",
-                help="set sharding.reshard_after_forward to true",
-            )
-        else:
+        if group.is_unsharded or group._all_gather_result is not None:
             self._give_shard()
+            return
+        with group.use_training_state(type(group._training_state).IDLE):
+            self.gather(False)
+            group.wait_for_unshard()
+        # As after a forward of our own: the backward may gather over fewer ranks.
+        if kind == _GATHER and group._use_post_forward_mesh:
+            group._to_sharded_post_forward()
+        else:
+            group._to_sharded()
 
     def _give_shard(self) -> None:
         """Join a gather while the unit is gathered here, or about to be; what we hold stays as it is."""
@@ -296,6 +283,8 @@ class CollectiveOrder:
         self._course = self._courses.setdefault(kind, _Course())
         self._at, self._seen, self._even = 0, [], True
         self._own = [[] for _ in range(self._session.world_size)]
+        for unit in self._units:
+            unit.share_near(self._course.settled is not None)
         try:
             yield
             self._finish(self._course)

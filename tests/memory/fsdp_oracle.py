@@ -216,6 +216,8 @@ def observe(
                 order._exchange = lambda wanted: [wanted] * world_size  # type: ignore[method-assign]
                 runner = _Runner(model, objective, specs, recipe, mode, counter, optimizer, session, order)
                 runner.step()
+                if type(recipe.sharding.reshard_after_forward) is int:
+                    runner.step()  # counts once the order is settled
                 return runner.step()
             finally:
                 if collecting:
