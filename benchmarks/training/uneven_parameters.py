@@ -2,14 +2,14 @@
 
 The same global batches on one rank and on two or four. Rows, each with its relative errors:
 
-- experts that are modules, called only for the rows that chose them, inside their block's unit and as units of
-  their own, and a tower that some samples run once, twice or not at all: every way to shard;
+- experts that are modules, called only for the rows that chose them, inside their block's unit and as units
+  of their own, and a tower that some samples run once, twice or not at all: every way to shard;
 - Switch Transformers, LLaVA and Qwen2-VL (tiny, transformers' classes; most batches are text alone):
   accumulation, clipping, LoRA, HSDP and a resume.
 
-``untouched_agree``: the parameters that no step has touched are the same ones as on one rank. ``messages`` of the
-last step: those by which ranks agreed on their collectives. ``cost``: the step time of a decoder without such
-parameters, with and without the order that is kept, run in turns.
+``untouched_agree``: the parameters that no step has touched are the same ones as on one rank. ``messages`` of
+the last step: those by which ranks agreed on their collectives. ``cost``: the step time of a decoder without
+such parameters, with and without the order that is kept, run in turns.
 
     python benchmarks/training/uneven_parameters.py
 """
@@ -17,7 +17,6 @@ parameters, with and without the order that is kept, run in turns.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys

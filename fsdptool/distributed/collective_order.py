@@ -1,9 +1,9 @@
 """Makes all ranks run the collectives of the same units in the same order, whatever each rank uses itself.
 
 FSDP2 gathers a unit where its forward or backward begins and reduces those gradients that exist, by their
-position (torch 2.13, ``_fsdp_param_group.py``). Ranks whose samples take other paths through the model (experts
-that are modules, a vision tower that text skips, dropped layers) would then average the gradients of different
-parameters, or join different collectives.
+position (torch 2.13, ``_fsdp_param_group.py``). Ranks whose samples take other paths through the model
+(experts that are modules, a vision tower that text skips, dropped layers) would then average the gradients of
+different parameters, or join different collectives.
 
 Here a rank that reduces a unit fills in zeros where it has no gradient. A rank that does not come to a
 collective *stands in*: it contributes its shard to a gather and zeros to a reduction. Sums do not change by
@@ -78,7 +78,7 @@ class _Unit:
         return group is not None and group.size() > 1
 
     def share_near(self, near: bool) -> None:
-        """Let an integer ``reshard_after_forward`` count, or not: who left a unit out has no part to share."""
+        """Let an integer ``reshard_after_forward`` count, or not: who leaves a unit out has no part of it."""
         group = self.group
         if group.post_forward_mesh_info is not None:
             group.post_forward_mesh_info = self._near if near else group.mesh_info
@@ -305,8 +305,8 @@ class CollectiveOrder:
             place = order.index(wanted, self._at)
         except ValueError:
             raise WorkerError(
-                f"rank {self._session.rank} would {_WHAT[wanted.kind]} {self._units[wanted.unit].name} where no"
-                " rank did in the steps before: which units run, or in which order, depends on the data",
+                f"rank {self._session.rank} would {_WHAT[wanted.kind]} {self._units[wanted.unit].name} where"
+                " no rank did in the steps before: which units run, or in which order, depends on the data",
                 help="leave the class of this module out of the wrap classes, so that it is gathered together"
                 " with the module around it",
             ) from None
@@ -319,7 +319,7 @@ class CollectiveOrder:
             self.used.update(id(item.sharded_param) for item in used)
 
     def _agree(self, wanted: _Collective | None) -> list[_Collective]:
-        """Tell all ranks what this one needs next (None: nothing more); returns those it stood in for before."""
+        """Tell all ranks what this one needs next (None: nothing); returns those it stood in for before."""
         assert self._course is not None
         served: list[_Collective] = []
         while True:
@@ -343,9 +343,7 @@ class CollectiveOrder:
         codes = [torch.empty(1, dtype=torch.int64) for _ in range(self._session.world_size)]
         dist.all_gather(codes, torch.tensor([code]))
         count = len(_WHAT)
-        return [
-            None if code < 0 else _Collective(code % count, code // count) for code in map(int, codes)
-        ]
+        return [None if code < 0 else _Collective(code % count, code // count) for code in map(int, codes)]
 
     def _finish(self, course: _Course) -> None:
         if course.settled is not None:
@@ -377,9 +375,7 @@ class CollectiveOrder:
         self.used.clear()
 
 
-def _first(
-    proposals: Sequence[_Collective | None], places: dict[_Collective, int]
-) -> _Collective | None:
+def _first(proposals: Sequence[_Collective | None], places: dict[_Collective, int]) -> _Collective | None:
     """Return which of the ranks' collectives comes first; any choice is right, a good one saves time."""
     wanted = {proposal for proposal in proposals if proposal is not None}
     if not wanted:

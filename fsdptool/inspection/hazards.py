@@ -296,7 +296,9 @@ def optional_towers(anatomy: Anatomy) -> tuple[str, ...]:
     found: list[str] = []
     for path in census.modules:
         if _TOWER.search(path.rpartition(".")[2]) and not path.startswith(tuple(f"{top}." for top in found)):
-            blocks = any(census.modules[item].listed for item in census.modules if item.startswith(f"{path}."))
+            blocks = any(
+                census.modules[item].listed for item in census.modules if item.startswith(f"{path}.")
+            )
             if blocks and census.size(path) < census.total:
                 found.append(path)
     return tuple(found)
@@ -468,9 +470,9 @@ RULES = (
          "FSDP2 reduces only gradients that exist, by their position: if rank 0 used expert 0 and rank 1 "
          "expert 1, the two are averaged with each other without an error, and with unequal numbers or sizes "
          "the job stops or hangs.",
-         "Train with `fsdptool train`, which gives unused experts zero gradients; elsewhere call every expert "
-         "on every rank (with no rows, added as zero), or call `set_reduce_scatter_unused_params(True)` of "
-         "torch 2.13."),
+         "Train with `fsdptool train`, which gives unused experts zero gradients; elsewhere call every "
+         "expert on every rank (with no rows, added as zero), or call torch 2.13's "
+         "`set_reduce_scatter_unused_params(True)`."),
     Rule("DET219", "towers that some batches skip", "warning",
          "An encoder of pictures or sound runs only for batches that have them. Ranks whose batch is text "
          "alone do not gather its units nor reduce its gradients: they join other collectives, and the job "

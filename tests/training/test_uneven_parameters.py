@@ -164,11 +164,8 @@ class pictures_until:
 def test_a_unit_that_runs_more_often_than_before_stops_the_run(pool: Pool, tmp_path: Path) -> None:
     """Not silently: the other rank would gather something else."""
     chosen = recipe("tower", WAYS["two ranks"], tmp_path)
-    for said in pool.run(stopped, 2, tmp_path, chosen, pictures_until(3, turns=2)):
-        assert said == (
-            "rank 0 would gather tower.blocks.0 where no rank did in the steps before: which units run, or in"
-            " which order, depends on the data"
-        ) or "closed" in said or "reset" in said
+    answers = pool.run(stopped, 2, tmp_path, chosen, pictures_until(3, turns=2))
+    assert answers[0].startswith("rank 0 would gather tower.blocks.0 where no rank did in the steps before")
 
 
 def stopped(folder: Path, chosen: Recipe, batch_of: Callable[[str, int, int], Batch]) -> str:
@@ -212,14 +209,15 @@ def counted_messages(folder: Path, chosen: Recipe) -> list[int]:
     session = open_session(inputs.settings)
     assembled = assemble(inputs, session)
     counts = []
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
-        with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers:
-            for step in range(5):
-                sums.reset_mock()
-                gathers.reset_mock()
-                batches = share(session, step, "causal", 4, torch.float32)
-                assembled.stepper.run(batches, rate=assembled.rate)
-                counts.append(sums.call_count + gathers.call_count)
+    sums = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+    gathers = mock.patch.object(dist, "all_gather", wraps=dist.all_gather)
+    with sums as summed, gathers as gathered:
+        for step in range(5):
+            summed.reset_mock()
+            gathered.reset_mock()
+            batches = share(session, step, "causal", 4, torch.float32)
+            assembled.stepper.run(batches, rate=assembled.rate)
+            counts.append(summed.call_count + gathered.call_count)
     return counts
 
 

@@ -208,7 +208,9 @@ INPUTS = {
     "labels": {"shape": [], "dtype": "int64", "high": 4},
 }
 SETTINGS: dict[str, Any] = {"experts": 4}
-EXPERTS = Case("experts", {}, ("Block",), "module", ("lin", "experts.0", "experts.1"), options={"inputs": INPUTS})
+EXPERTS = Case(
+    "experts", {}, ("Block",), "module", ("lin", "experts.0", "experts.1"), options={"inputs": INPUTS}
+)
 UNEVEN: dict[str, tuple[Case, Callable[[int, int, torch.Generator], Batch]]] = {
     "experts": (EXPERTS, _module_batch),
     "experts alone": (dataclasses.replace(EXPERTS, wrap=("Block", "Expert")), _module_batch),
@@ -222,7 +224,13 @@ UNEVEN: dict[str, tuple[Case, Callable[[int, int, torch.Generator], Batch]]] = {
         _text_or_image,
     ),
     "qwen2-vl": (
-        Case("qwen2-vl", QWEN2_VL, ("Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"), "causal_lm", ("q_proj", "qkv")),
+        Case(
+            "qwen2-vl",
+            QWEN2_VL,
+            ("Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"),
+            "causal_lm",
+            ("q_proj", "qkv"),
+        ),
         _qwen_batch,
     ),
 }
@@ -241,7 +249,7 @@ class Way:
     mesh: ParallelDims | None = None
     method: str = "full"
     optimizer: Optimizer = PLAIN
-    sharding: Sharding = Sharding()
+    sharding: Sharding = field(default_factory=Sharding)
     settings: dict[str, Any] = field(default_factory=dict)
     stop: int | None = None
     """Save after this step and go on in new processes."""

@@ -143,9 +143,7 @@ def simulate(
     logits = _wide_logits(trace, grain) if loop.keeps_logits else None
     ranks = prepared.rank.degree * mesh.dp_replicate
     completes = loop == OWN_LOOP and ranks > 1
-    schedule = Schedule(
-        prepared.rank, mesh.dp_replicate, ledger, trace, logits=logits, completes=completes
-    )
+    schedule = Schedule(prepared.rank, mesh.dp_replicate, ledger, trace, logits=logits, completes=completes)
     off_step = OffStep(schedule, states, recipe, device, saves)
     ledger.note("between steps")
     ledger.begin(RunPhase.LOAD)
