@@ -101,7 +101,23 @@ PRECISIONS = (
 )  # fmt: skip
 SIZES = ("1", "2", "8", "0", "-1", "2.0", "", "None", "null", "two", "2e0", "true", " 2", "0_2", "+2")
 PORTS = ("29501", "0", "65535", "65536", "70000", "-1", "", "None", "null", "29501x", "2.5", "true")
-PROCESSES = ("8", "1", "0", "-1", "-2", "gpu", "auto", "cpu", "8.0", "", "None", "null", "eight", "true", "0x8")
+PROCESSES = (
+    "8",
+    "1",
+    "0",
+    "-1",
+    "-2",
+    "gpu",
+    "auto",
+    "cpu",
+    "8.0",
+    "",
+    "None",
+    "null",
+    "eight",
+    "true",
+    "0x8",
+)
 MACHINES = ("1", "2", "0", "-1", "1.0", "", "None", "null", "one", "true")
 RANKS = ("0", "1", "-1", "0.0", "", "None", "null", "zero", "true")
 GPU_IDS = ("all", "0,1,2,3,4,5,6,7", "0", "", "None", "null", "0,1", "true")
@@ -244,7 +260,12 @@ def accelerate_cases() -> Iterator[Case]:
                 block = {"fsdp_version": version, **BLOCK}
                 yield from _forms(f"version {version}", key, value, {**GOOD, key: value}, block, {})
                 if key in ("num_processes", "machine_rank", "main_process_port"):
-                    several = {**GOOD, "num_machines": "2", "main_process_ip": "10.0.0.1", "machine_rank": "1"}
+                    several = {
+                        **GOOD,
+                        "num_machines": "2",
+                        "main_process_ip": "10.0.0.1",
+                        "machine_rank": "1",
+                    }
                     context = f"two machines, version {version}"
                     yield from _forms(context, key, value, {**several, key: value}, block, {})
     for key, values in MESH_VALUES.items():
@@ -262,7 +283,8 @@ def _forms(
     def yaml(quoted: bool) -> str:
         def lines(values: Mapping[str, str], indent: str) -> list[str]:
             return [
-                f"{indent}{name}: " + (f"'{text.replace(chr(39), chr(39) * 2)}'" if quoted and name == key else text)
+                f"{indent}{name}: "
+                + (f"'{text.replace(chr(39), chr(39) * 2)}'" if quoted and name == key else text)
                 for name, text in values.items()
             ]
 
@@ -367,7 +389,19 @@ FSDP_CONFIG: Mapping[str, tuple[Any, ...]] = {
     "reshard_after_forward": (*JSON_TRUTH, *STRATEGIES),
     "auto_wrap_policy": (*POLICIES, None, 0, True, []),
     "transformer_layer_cls_to_wrap": (
-        *CLASSES, None, ["A"], ["A", "B"], ["A,B"], ["A, B"], [], [""], ["None"], 5, True, [5], ["a.b.A"],
+        *CLASSES,
+        None,
+        ["A"],
+        ["A", "B"],
+        ["A,B"],
+        ["A, B"],
+        [],
+        [""],
+        ["None"],
+        5,
+        True,
+        [5],
+        ["a.b.A"],
     ),
     "min_num_params": (0, 5, 2000, -5, "2000", "1e8", None, "", 1.5, 2000.0, -1.5, True, False, "None", [1]),
     "state_dict_type": (*STATE_DICTS, None, 1, 2, 3, 4, 0, True, 1.0, []),
@@ -417,7 +451,9 @@ def trainer_cases() -> Iterator[Case]:
                         block = {**stated, "transformer_layer_cls_to_wrap": ["A"], **around}
                         block.pop(key, None)
                         block[prefix + key] = value
-                        yield case(f"{context}{named}", prefix + key, value, {"fsdp": True, "fsdp_config": block})
+                        yield case(
+                            f"{context}{named}", prefix + key, value, {"fsdp": True, "fsdp_config": block}
+                        )
         for value in SWITCH:
             yield case(named, "fsdp", value, {"fsdp": value, "fsdp_config": {**stated}})
     for first, second in itertools.product(PRECISION, PRECISION):
@@ -463,9 +499,39 @@ TUNER: Mapping[str, tuple[Any, ...]] = {
     "fsdp_state_dict_type": (*STATE_DICTS, None, 1, True, [], " SHARDED_STATE_DICT "),
     "fsdp_auto_wrap_policy": (*POLICIES, None, 0, True, False, []),
     "fsdp_transformer_layer_cls_to_wrap": (
-        *CLASSES, None, ["A"], ["A", "B"], ["A,B"], [], [""], 5, True, False, {}, "Nope", "false",
+        *CLASSES,
+        None,
+        ["A"],
+        ["A", "B"],
+        ["A,B"],
+        [],
+        [""],
+        5,
+        True,
+        False,
+        {},
+        "Nope",
+        "false",
     ),
-    "context_parallel_size": (1, 2, 4, 3, 0, -1, "2", 2.0, "2.0", None, "", "two", True, False, " 2", [2], "None"),
+    "context_parallel_size": (
+        1,
+        2,
+        4,
+        3,
+        0,
+        -1,
+        "2",
+        2.0,
+        "2.0",
+        None,
+        "",
+        "two",
+        True,
+        False,
+        " 2",
+        [2],
+        "None",
+    ),
     "context_parallel_comm_strategy": (*ROTATIONS, None, True, " alltoall"),
     "mixed_precision": ("no", "fp16", "bf16", "fp8", "fp32", "BF16", None, "", False, True, "None", " bf16"),
     "num_processes": (1, 8, 0, "8", 8.0, None, "", "eight", True, "8.0"),
@@ -567,7 +633,8 @@ def main() -> int:
         },
         "programs": {name: summary(judge(name)) for name in options.program or here},
         "by_definition": {
-            code if isinstance(code, str) else f"{code[0]} {code[1]}": why for code, why in BY_DEFINITION.items()
+            code if isinstance(code, str) else f"{code[0]} {code[1]}": why
+            for code, why in BY_DEFINITION.items()
         },
     }
     text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"

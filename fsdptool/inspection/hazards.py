@@ -5,6 +5,7 @@ Each rule was reproduced on those versions (docs/detect.md says how).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from fsdptool.errors import ConfigError
@@ -32,6 +33,8 @@ UNLISTED_BLOCKS = "DET214"
 SCALARS = "DET215"
 EMPTY = "DET216"
 HOOKLESS = "DET217"
+EXPERT_MODULES = "DET218"
+TOWERS = "DET219"
 
 
 BY_CHOICE = frozenset({REFUSED, EMPTY_NAMES, ABSENT_NAMES, NAMES_REFUSED, NOTHING_TO_WRAP, NESTED_CLASSES})
@@ -50,6 +53,7 @@ def model_hazards(anatomy: Anatomy) -> tuple[Diagnostic, ...]:
         *_by_size(anatomy),
         *_dtypes(anatomy),
         *_experts(anatomy),
+        *_uneven(anatomy),
         *_plan(anatomy),
     )
 
@@ -243,6 +247,82 @@ def _experts(anatomy: Anatomy) -> Iterator[Diagnostic]:
     )
 
 
+_EXPERT = re.compile("experts?(?![a-z])|^moe", re.IGNORECASE)
+_ROUTER = re.compile(r"^(router|gate|gating|switch)(_?(net|network|layer|linear))?$|Router|TopKGate|Gating")
+_TOWER = re.compile(
+    r"^((vision|visual|image|video|audio|speech|sound)s?"
+    r"(_?(tower|model|encoder|backbone|transformer|embed_tokens))?|vit|siglip|clip)$"
+)
+
+
+def expert_modules(anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the paths of containers whose children are the experts of a mixture, each a module of its own.
+
+    Children of one class and equal parameters, by the name of the container or of their class, or by the
+    router beside them.
+    """
+    census = Census(anatomy.modules, anatomy.parameters)
+    return tuple(path for path in census.modules if path and _holds_experts(census, path))
+
+
+def _holds_experts(census: Census, path: str) -> bool:
+    children = census.children[path]
+    shapes = {
+        tuple((name[len(child) :], census.parameters[name].shape) for name in census.below(child))
+        for child in children
+    }
+    classes = {census.modules[child].class_name for child in children}
+    if len(children) < 2 or len(classes) > 1 or len(shapes) > 1 or not all(shapes):
+        return False
+    own = census.modules[path]
+    if any(map(_EXPERT.search, (path.rpartition(".")[2], own.class_name, *classes))):
+        return all(census.modules[child].listed or not own.forwards for child in children)
+    if own.forwards:
+        return False
+    beside = [census.modules[item] for item in census.children[path.rpartition(".")[0]] if item != path]
+    return any(
+        _ROUTER.search(module.path.rpartition(".")[2]) or _ROUTER.search(module.class_name)
+        for module in beside
+    )
+
+
+def optional_towers(anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the paths of encoders of pictures or sound beside a model of text, which text alone skips."""
+    census = Census(anatomy.modules, anatomy.parameters)
+    arguments = anatomy.modules[0].arguments if anatomy.modules else ()
+    own = anatomy.spec.family == "python"
+    if not own and (anatomy.output_embedding is None or "input_ids" not in arguments):
+        return ()
+    found: list[str] = []
+    for path in census.modules:
+        if _TOWER.search(path.rpartition(".")[2]) and not path.startswith(tuple(f"{top}." for top in found)):
+            blocks = any(
+                census.modules[item].listed for item in census.modules if item.startswith(f"{path}.")
+            )
+            if blocks and census.size(path) < census.total:
+                found.append(path)
+    return tuple(found)
+
+
+def _uneven(anatomy: Anatomy) -> Iterator[Diagnostic]:
+    """What only some ranks use in a step."""
+    if experts := expert_modules(anatomy):
+        yield _warn(
+            EXPERT_MODULES,
+            f"{_some(list(experts), 'list')} of experts that are modules: experts that no token of a rank"
+            " chooses have no gradient there, and FSDP2 reduces gradients by their position",
+            "train with `fsdptool train`, which fills in zeros; elsewhere make the model call every expert,"
+            " or use a class with fused experts",
+        )
+    if towers := optional_towers(anatomy):
+        yield _warn(
+            TOWERS,
+            f"a batch of text alone skips {', '.join(towers)}: FSDP2's ranks then call different collectives",
+            "train with `fsdptool train`, which keeps them in step; elsewhere give every rank an image or"
+            " sound in each batch, or run the tower on an empty one",
+        )
+
+
 def _plan(anatomy: Anatomy) -> Iterator[Diagnostic]:
     if anatomy.fsdp_plan_unmatched:
         yield _info(
@@ -385,4 +465,18 @@ RULES = (
          "own. FSDP2 gathers a unit in a hook of its call, and once more in a hook of its backward: as units "
          "these blocks would be used while they are sharded.",
          "Leave these classes out of the wrap classes; their parameters then stay in the root unit."),
+    Rule("DET218", "experts that are modules", "warning",
+         "The experts of a mixture are modules of their own, and a loop calls those that a token chose. "
+         "FSDP2 reduces only gradients that exist, by their position: if rank 0 used expert 0 and rank 1 "
+         "expert 1, the two are averaged with each other without an error, and with unequal numbers or sizes "
+         "the job stops or hangs.",
+         "Train with `fsdptool train`, which gives unused experts zero gradients; elsewhere call every "
+         "expert on every rank (with no rows, added as zero), or call torch 2.13's "
+         "`set_reduce_scatter_unused_params(True)`."),
+    Rule("DET219", "towers that some batches skip", "warning",
+         "An encoder of pictures or sound runs only for batches that have them. Ranks whose batch is text "
+         "alone do not gather its units nor reduce its gradients: they join other collectives, and the job "
+         "hangs, stops or computes with wrong parameters.",
+         "Train with `fsdptool train`, whose ranks stand in for units that they skip; elsewhere give every "
+         "rank a picture in each batch, or run the tower on an empty one."),
 )  # fmt: skip

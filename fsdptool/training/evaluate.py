@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from fsdptool.training.step import per_item, to_device
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fsdptool.distributed.collective_order import CollectiveOrder
     from fsdptool.distributed.session import Session
     from fsdptool.families.protocol import Objective
     from fsdptool.records.recipe import Recipe
@@ -45,6 +47,7 @@ def evaluate(
     objective: Objective,
     data: Iterable[Sequence[Mapping[str, Tensor]]],
     session: Session,
+    order: CollectiveOrder,
 ) -> Evaluated:
     """Return the loss over ``data``; the model is left as it was found.
 
@@ -57,9 +60,9 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     try:
         with torch.no_grad():
-            for micro_batches in data:
-                for batch in micro_batches:
-                    moved = share(to_device(batch, session.device))
+            for index, batch in enumerate(chain.from_iterable(data)):
+                moved = share(to_device(batch, session.device))
+                with order.micro_batch("validation", index == 0):
                     add_validation_loss(model, objective, moved, total, sums)
     finally:
         reshard_all(model)
@@ -132,6 +135,7 @@ class Validation:
                 self._assembled.objective,
                 self._until_stopped(iter(self._data)),
                 self._session,
+                self._assembled.stepper.order,
             )
         if self._stop.signal:
             return None

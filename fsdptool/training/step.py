@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdptool.distributed.collective_order import CollectiveOrder
 from fsdptool.distributed.shard import local
 from fsdptool.families.objectives.context import share
 from fsdptool.families.objectives.packed_attention import with_documents
@@ -100,6 +101,7 @@ class Stepper:
         unsharded: Hold gradients unsharded between micro-batches instead of reducing each time.
         scaler: For fp16, else None.
         placements: Where each parameter lies on a tensor-parallel group; empty without one.
+        order: Of the collectives of ``model`` and of whatever ``micro_loss`` runs.
 
     Attributes:
         moment: Entered around each forward, each backward and the update, with its name; what measures
@@ -119,8 +121,10 @@ class Stepper:
         unsharded: bool = False,
         scaler: LossScaler | None = None,
         placements: Sequence[Placement] = (),
+        order: CollectiveOrder | None = None,
     ) -> None:
         self.model = model
+        self.order = order or CollectiveOrder([model], session)
         self.micro_loss = micro_loss
         self.optimizer = optimizer
         self.session = session
@@ -146,17 +150,21 @@ class Stepper:
         total = torch.zeros((), dtype=torch.float64, device=device)
         sums: dict[str, Tensor] = {}
         syncs = gradient_syncs(len(batches), unsharded=self.unsharded)
-        for batch, sync in zip(batches, syncs, strict=True):
+        for index, (batch, sync) in enumerate(zip(batches, syncs, strict=True)):
             self._announce(sync)
-            loss, extra = run_micro_batch(
-                self.model, self.micro_loss, batch, scale=scale, divisor=divisor, moment=self.moment
-            )
+            with self.order.micro_batch(sync, index):
+                loss, extra = run_micro_batch(
+                    self.model, self.micro_loss, batch, scale=scale, divisor=divisor, moment=self.moment
+                )
             total += loss
             for name, value in extra.items():
                 sums[name] = sums[name] + value if name in sums else value.detach()
         with self.moment(RunPhase.OPTIMIZER):
+            used = self._used()
             self._reduce_gradients()
-            agreed = self._agree(total, sums, stop)
+            agreed = self._agree(total, sums, stop, unused=not all(used))
+            if agreed.unused:
+                self._forget_unused(used)
             norm = math.sqrt(agreed.squares) / scale
             finite = math.isfinite(norm) and math.isfinite(agreed.loss)
             if finite:
@@ -185,6 +193,23 @@ class Stepper:
             # HSDP keeps its partial sums between micro-batches and all-reduces once.
             model.set_requires_all_reduce(sync.last)
 
+    def _used(self) -> list[bool]:
+        """Say of each trained parameter whether this rank computed a gradient of it in this step."""
+        if self.session.world_size == 1:
+            return []
+        own = self.order.used
+        used = [id(p) in own if isinstance(p, DTensor) else p.grad is not None for p in self._trained.all]
+        own.clear()
+        return used
+
+    def _forget_unused(self, used: Sequence[bool]) -> None:
+        """Take the zeros away from parameters that no rank used: the optimizer leaves them alone, as on one
+        rank, without decay and without a count of the step."""
+        anywhere = self.session.sum(torch.tensor(used, dtype=torch.float32, device=self.session.device)).cpu()
+        for parameter, count in zip(self._trained.all, anywhere.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
     def _reduce_gradients(self) -> None:
         """Sum what FSDP leaves to the step: gradients of parameters that are whole on ranks with other data,
         or whole inside divided layers."""
@@ -199,8 +224,10 @@ class Stepper:
         _sum_gradients(replicated, session.data_group)
         _sum_gradients(trained.replicated_partial, None)
 
-    def _agree(self, total: Tensor, sums: Mapping[str, Tensor], stop: int) -> _Agreed:
-        """Reduce norm, loss, stop requests and metrics in one message."""
+    def _agree(
+        self, total: Tensor, sums: Mapping[str, Tensor], stop: int, *, unused: bool = False
+    ) -> _Agreed:
+        """Reduce norm, loss, stop requests, metrics, and whether a rank has unused parameters, in a message."""
         dims, world, device = self.session.dims, self.session.world_size, self.session.device
         # Each gradient counts once, however many ranks hold it.
         trained = self._trained
@@ -211,16 +238,16 @@ class Stepper:
             + _squares((*trained.replicated_whole, *trained.replicated_partial)) / world
         )
         stops = [total.new_tensor(float(stop == number)) for number in SIGNALS]
-        head = [squares.to(device), total / dims.tp, *stops]
+        head = [squares.to(device), total / dims.tp, total.new_tensor(float(unused)), *stops]
         tail = [value.to(device, torch.float64).reshape(-1) / dims.tp for value in sums.values()]
         message = torch.cat([torch.stack(head), *tail])
         reduced = self.session.sum(message).cpu()
-        agreed = next((int(number) for at, number in enumerate(SIGNALS, 2) if reduced[at]), 0)
+        agreed = next((int(number) for at, number in enumerate(SIGNALS, 3) if reduced[at]), 0)
         metrics, at = {}, len(head)
         for name, value in sums.items():
             metrics[name] = reduced[at : at + value.numel()].view(value.shape)
             at += value.numel()
-        return _Agreed(float(reduced[0]), float(reduced[1]), agreed, metrics)
+        return _Agreed(float(reduced[0]), float(reduced[1]), bool(reduced[2]), agreed, metrics)
 
     @torch.no_grad()
     def _apply(self, norm: float, scale: float, rate: float) -> None:
@@ -288,6 +315,7 @@ def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup 
 class _Agreed:
     squares: float
     loss: float
+    unused: bool
     stop: int
     metrics: Mapping[str, Tensor]
 

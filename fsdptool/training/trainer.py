@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdptool.distributed.collective_order import CollectiveOrder
 from fsdptool.distributed.initialisation import Blueprint, model_blueprint, note_initialisation
 from fsdptool.distributed.materialize import Origins, materialize, published_parameters
 from fsdptool.distributed.proof import prove
@@ -157,6 +158,8 @@ def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_rep
     learning_rate = base_rate(recipe.optimizer, session.data_ranks)
     optimizer = build_optimizer(recipe.optimizer, named, rate=learning_rate)
     scaler = LossScaler() if plan.param_dtype == "float16" else None
+    # After everything that changes a model: from here on each of its collectives waits for its turn.
+    order = CollectiveOrder([model] if teacher is None else [model, teacher.model], session)
     stepper = Stepper(
         model,
         method_of(recipe).micro_loss(recipe, objective, teacher),
@@ -166,6 +169,7 @@ def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_rep
         unsharded=recipe.sharding.accumulation == "unsharded",
         scaler=scaler,
         placements=plan.placements,
+        order=order,
     )
     ema = Ema(named, recipe.ema.decay) if recipe.ema.decay is not None else None
     return Assembled(model, stepper, optimizer, scaler, ema, objective, learning_rate, proof, notes)

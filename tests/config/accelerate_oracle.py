@@ -137,7 +137,10 @@ def _launch(words: list[str], path: Path | None, prepare: bool) -> Outcome:
         stage = "build"
         with _environment(exported):
             built = _build(
-                bool(args.use_parallelism_config), args.num_processes, str(args.mixed_precision).lower(), prepare
+                bool(args.use_parallelism_config),
+                args.num_processes,
+                str(args.mixed_precision).lower(),
+                prepare,
             )
         return Outcome({**built, **top}, fsdp=True)
     except SystemExit:

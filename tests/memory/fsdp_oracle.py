@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdptool.distributed.collective_order import CollectiveOrder
 from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.gradient_sums import GradientSums
@@ -213,8 +214,16 @@ def observe(
                 optimizer = (
                     build_optimizer(recipe.optimizer, model.named_parameters(), rate=1e-4) if step else None
                 )
-                runner = _Runner(model, objective, specs, recipe, mode, counter, optimizer, session, loop)
+                order = CollectiveOrder([model], session) if loop == OWN_LOOP else None
+                if order is not None:
+                    # The other ranks of a fake group say nothing: they need what rank 0 needs.
+                    order._exchange = lambda wanted: [wanted] * world_size  # type: ignore[method-assign]
+                runner = _Runner(
+                    model, objective, specs, recipe, mode, counter, optimizer, session, loop, order
+                )
                 runner.step()
+                if type(recipe.sharding.reshard_after_forward) is int:
+                    runner.step()  # counts once the order is settled
                 return runner.step()
             finally:
                 if collecting:
@@ -232,6 +241,7 @@ class _Runner:
     optimizer: Any
     session: Any
     loop: TrainingLoop
+    order: CollectiveOrder | None
 
     def step(self) -> Observation:
         """Take one step in the order of ``training/step.py``."""
@@ -246,14 +256,15 @@ class _Runner:
         loss = ModelLoss if self.loop.loss_in_forward else Task
         for index, (batch, sync) in enumerate(zip(batches, syncs, strict=True)):
             self._announce(sync)
-            run_micro_batch(
-                self.model,
-                loss(self.objective),
-                batch,
-                scale=1.0,
-                divisor=divisor,
-                moment=lambda name, index=index: self._moment(seen, f"{name} {index}"),
-            )
+            with self.order.micro_batch(sync, index) if self.order is not None else nullcontext():
+                run_micro_batch(
+                    self.model,
+                    loss(self.objective),
+                    batch,
+                    scale=1.0,
+                    divisor=divisor,
+                    moment=lambda name, index=index: self._moment(seen, f"{name} {index}"),
+                )
         counter.peak = counter.level
         if self.optimizer is not None:
             self.optimizer.step(1e-4)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from fsdp_oracle import Observation, observe
+from torch import nn
 
 import fsdptool.memory.tracing.make_trace as building
 from fsdptool.families.registry import family_of
@@ -17,15 +19,7 @@ from fsdptool.modeling.units import plan_units, with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import OWN_LOOP, TrainingLoop
-from fsdptool.records.recipe import (
-    Batch,
-    Method,
-    ModelChoice,
-    Objective,
-    Optimizer,
-    Recipe,
-    Sharding,
-)
+from fsdptool.records.recipe import Batch, Method, ModelChoice, Objective, Optimizer, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Component, Trace
 from fsdptool.source import resolve
@@ -38,6 +32,37 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 1000,
 }
+
+
+class Mixture(nn.Module):
+    """A block of experts, of which a micro-batch reaches only the first ones."""
+
+    def __init__(self, width: int, experts: int, reached: int) -> None:
+        super().__init__()
+        self.lin, self.reached = nn.Linear(width, width), reached
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what the experts say."""
+        hidden = self.lin(x)
+        for expert in list(self.experts)[: self.reached]:
+            x = x + expert(hidden)
+        return x
+
+
+class Reached(nn.Module):
+    """Mixtures behind one another."""
+
+    def __init__(self, width: int = 128, experts: int = 6, reached: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixture(width, experts, reached) for _ in range(3))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
 @dataclass(frozen=True)
@@ -53,13 +78,18 @@ class Case:
     settings: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
     method: Method = field(default_factory=Method)
-    step: bool = False
     objective: Objective = field(default_factory=Objective)
+    step: bool = False
     loop: TrainingLoop = OWN_LOOP
 
     def spec(self) -> ModelSpec:
         """Return the resolved model."""
-        return resolve(self.reference, overrides=self._overrides())
+        return resolve(self.reference, overrides=self._overrides(), trust_remote_code=":" in self.own)
+
+    @property
+    def own(self) -> str:
+        """A module of this folder, or nothing."""
+        return self.reference if self.reference.startswith("memory_cases:") else ""
 
     def _overrides(self) -> Mapping[str, Any]:
         return LLAMA if self.overrides is None else self.overrides

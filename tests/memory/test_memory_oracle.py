@@ -9,7 +9,7 @@ from memory_cases import LLAMA, Case
 
 from fsdptool.records.checkpointing import Checkpointing, read_policy
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.recipe import Lora, Method
+from fsdptool.records.recipe import Lora, Method, Objective
 from fsdptool.records.sharding import Grouping
 
 pytestmark = pytest.mark.slow
@@ -66,6 +66,15 @@ UNET = {
     "transformer_layers_per_block": [1, 1],
     "attention_head_dim": [2, 4],
     "cross_attention_dim": 64,
+}
+REACHED = {
+    "reference": "memory_cases:Reached",
+    "overrides": {},
+    "objective": Objective(
+        "module",
+        {"inputs": {"x": {"shape": [128]}, "labels": {"shape": [], "dtype": "int64", "high": 4}}},
+    ),
+    "settings": {"wrap_classes": ("Mixture",)},
 }
 WAN = {"num_layers": 3, "num_attention_heads": 2, "ffn_dim": 256, "text_dim": 128}
 
@@ -226,6 +235,11 @@ CASES: dict[str, Case] = {
     "experts, fewer than ranks, resharded to four": Case(
         "qwen3-moe:30b-a3b", QWEN_MOE, ranks=16, sharding={"reshard_after_forward": 4}
     ),
+    "experts, most of them not reached": Case(**REACHED),
+    "experts, most of them not reached, accumulation": Case(
+        **REACHED, batch={"accumulation": 3}, sharding={"accumulation": "unsharded"}
+    ),
+    "experts, most of them not reached, one rank": Case(**REACHED, ranks=1),
     "encoder": Case("bert:base-uncased", BERT),
     "two stacks": Case("flan-t5:base", T5, ranks=2),
     "diffusion": Case("sd3:medium", SD3, batch={"height": 128, "width": 128}),

@@ -64,7 +64,7 @@ def validated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[str, Any
     """Return the validation loss before training, its items, the tokens of a step and experts' load."""
     session, assembled = _opened(folder, recipe, mesh, "moe")
     data = [share(session, step, "moe", 4, torch.float32) for step in range(2)]
-    found = evaluate(assembled.model, assembled.objective, data, session)
+    found = evaluate(assembled.model, assembled.objective, data, session, assembled.stepper.order)
     outcome = assembled.stepper.run(data[0], rate=assembled.rate)
     return {
         "loss": found.loss,

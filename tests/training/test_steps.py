@@ -275,7 +275,7 @@ def run_without_targets(folder: Path, recipe: Recipe) -> dict[str, Any]:
     assembled, session = opened(folder, recipe)
     batch = {"input_ids": torch.arange(12)[None], "labels": torch.full((1, 12), -100)}
     outcome = assembled.stepper.run([batch], rate=0.0)
-    found = evaluate(assembled.model, assembled.objective, [[batch]], session)
+    found = evaluate(assembled.model, assembled.objective, [[batch]], session, assembled.stepper.order)
     return {"step": (outcome.weight, outcome.loss, outcome.finite), "validation": (found.items, found.loss)}
 
 

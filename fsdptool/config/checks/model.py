@@ -9,6 +9,7 @@ from typing import Any
 from fsdptool import spelling
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.protocol import is_before
+from fsdptool.inspection.hazards import expert_modules, optional_towers
 from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Edit
@@ -25,6 +26,7 @@ def check_model(lint: LintContext, anatomy: Anatomy) -> None:
     _ties(lint, anatomy)
     _context(lint, anatomy)
     _ignored(lint, anatomy)
+    _uneven(lint, anatomy)
 
 
 def _detected_classes(lint: LintContext, anatomy: Anatomy) -> dict[str, Any]:
@@ -204,3 +206,15 @@ def _ignored(lint: LintContext, anatomy: Anatomy) -> None:
             f"{len(trainable)} trainable parameters are ignored ({trainable[0]}, ...)",
             "ignored_modules",
         )
+
+
+def _uneven(lint: LintContext, anatomy: Anatomy) -> None:
+    """What only some ranks use in a step; fsdptool's trainer keeps its ranks in step."""
+    if lint.consumer.name == "fsdptool":
+        return
+    if experts := expert_modules(anatomy):
+        lint.report_value(
+            "FSD413", f"{len(experts)} lists of experts that are modules ({experts[0]}, ...)", "wrap_policy"
+        )
+    if towers := optional_towers(anatomy):
+        lint.report_value("FSD414", f"a batch of text alone skips {', '.join(towers)}", "wrap_policy")

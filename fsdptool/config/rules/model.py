@@ -59,4 +59,13 @@ MODEL = (
          "Use accelerate 1.15 or newer, or a torch below 2.12 if the shard ranks divide the vocabulary "
          "(else the last rows are not trained). With `--target accelerate==1.14,torch==2.11` the file is "
          "judged for both."),
+    Rule("FSD413", "experts that are modules", "warning",
+         "Experts that no token of a rank chooses have no gradient there. FSDP2 reduces only gradients that "
+         "exist, by their position: those of different experts are averaged, without an error, or the job "
+         "hangs (DET218).",
+         "Train with `fsdptool train`, call every expert on every rank, or use a class with fused experts."),
+    Rule("FSD414", "tower that some batches skip", "warning",
+         "Ranks whose batch is text alone skip an encoder of pictures or sound, and call other collectives "
+         "than the ranks that run it: the job hangs or stops (DET219).",
+         "Train with `fsdptool train`, or give every rank a picture or sound in each batch."),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from fsdptool.memory.simulation.collectives import (
     Reduction,
     gradient_block,
     reduction,
+    rounded,
     staging,
     widened,
 )
@@ -45,6 +46,8 @@ class Schedule(Unshard):
         trace: What is played.
         logits: What a loss computes from and another training loop holds until backward ends.
         loss_in_forward: Whether the root's forward computes the loss, instead of the loop after it.
+        completes: Whether parameters without a gradient get zeros where others of their unit have one
+            (``distributed/collective_order.py``).
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Schedule(Unshard):
         *,
         logits: Block | None = None,
         loss_in_forward: bool = False,
+        completes: bool = False,
     ) -> None:
         super().__init__(rank, ledger)
         self.replicate = replicate
@@ -71,6 +75,7 @@ class Schedule(Unshard):
         self._last = self._backward = True
         self._logits = logits
         self.loss_in_forward = loss_in_forward
+        self._completes = completes
 
     def micro_batch(
         self,
@@ -273,11 +278,24 @@ class Schedule(Unshard):
         gradients = {**group.accumulated, **group.gradients}
         accumulated = bool(group.accumulated)
         group.accumulated, group.gradients = {}, {}
+        if gradients and self._completes:
+            gradients |= self._zeros(group, gradients, accumulated)
         self._to_sharded(group)
         while self._reducing:
             self.ledger.drop(self._reducing.pop(0))
         if gradients:
             self._reduce(group, gradients, accumulated)
+
+    def _zeros(self, group: Group, present: dict[str, Block], accumulated: bool) -> dict[str, Block]:
+        """Return the gradients of what no sample of this rank used."""
+        made: dict[str, Block] = {}
+        for name, weights in group.share.by_name.items():
+            if weights.trainable and name not in present:
+                size = rounded(weights.parameter.numel * weights.computed, self.grain)
+                wide = widened(weights, self.plan, self.grain) if accumulated else None
+                made[name] = wide or gradient_block(size)
+                self.ledger.add(made[name])
+        return made
 
     def _keep_unsharded(self, group: Group) -> None:
         for name, block in list(group.gradients.items()):

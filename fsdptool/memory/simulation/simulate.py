@@ -141,8 +141,15 @@ def simulate(
     grain = device.grain
     ledger = ledger if ledger is not None else Ledger()
     logits = _wide_logits(trace, grain) if loop.keeps_logits else None
+    ranks = prepared.rank.degree * mesh.dp_replicate
     schedule = Schedule(
-        prepared.rank, mesh.dp_replicate, ledger, trace, logits=logits, loss_in_forward=loop.loss_in_forward
+        prepared.rank,
+        mesh.dp_replicate,
+        ledger,
+        trace,
+        logits=logits,
+        loss_in_forward=loop.loss_in_forward,
+        completes=loop == OWN_LOOP and ranks > 1,
     )
     off_step = OffStep(schedule, states, recipe, device, saves)
     ledger.note("between steps")

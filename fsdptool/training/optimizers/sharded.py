@@ -126,8 +126,7 @@ class ShardedOptimizer:
 
         States as large as the rows come as DTensors with their parameter's placements.
         """
-        if not self.torch_optimizer.state:
-            self._create_states()
+        self._create_states()
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._names.items():
             for key, value in self.torch_optimizer.state[self._stand_ins[name]].items():
@@ -145,21 +144,25 @@ class ShardedOptimizer:
     def _create_states(self) -> None:
         """Make every state exist, without changing a parameter.
 
-        States come into being at the first step (torch 2.13), and a checkpoint is loaded into live
-        tensors. A step with zero gradients at rate zero makes them; what it does to them is undone.
+        States come into being at the first step with a gradient (torch 2.13): none are there before the first
+        step, nor those of parameters that no sample has used, and a checkpoint is loaded into live tensors. A
+        step with zero gradients at rate zero makes them; what it does to them is undone.
         """
         optimizer = self.torch_optimizer
+        absent = [stand_in for stand_in in self._stand_ins.values() if not optimizer.state.get(stand_in)]
+        if not absent:
+            return
         saved = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.0, 0.0
-        for stand_in in self._stand_ins.values():
+        for stand_in in absent:
             stand_in.grad = torch.zeros_like(stand_in)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         for group, (rate, decay) in zip(optimizer.param_groups, saved, strict=True):
             group["lr"], group["weight_decay"] = rate, decay
-        for state in optimizer.state.values():
-            for value in state.values():
+        for stand_in in absent:
+            for value in optimizer.state[stand_in].values():
                 if isinstance(value, torch.Tensor):
                     local(value).zero_()
 
