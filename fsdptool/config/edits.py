@@ -57,7 +57,9 @@ class Editor:
 
     def replace(self, node: Node, value: Any) -> tuple[Edit, ...] | None:
         """Replace a value, keeping its quotes when it is text."""
-        if node.alias or (node.kind != "scalar" and not node.flow) or node.style in ("|", ">"):
+        if node.file is not None or node.alias or node.style in ("|", ">"):
+            return None
+        if node.kind != "scalar" and not node.flow:
             return None
         if "\n" in self.text[node.start : node.end] and not node.flow:
             return None
@@ -75,7 +77,7 @@ class Editor:
     def replace_entry(self, entry: Entry, value: Any) -> tuple[Edit, ...] | None:
         """Replace an entry's value, which may be a list over several lines (None if that holds comments)."""
         node = entry.node
-        if node.kind != "list" or node.flow or node.alias:
+        if node.kind != "list" or node.flow or node.alias or node.file is not None:
             return self.replace(node, value)
         colon = self.text.find(":", entry.key_node.end)
         end = last_index(node)
@@ -86,7 +88,7 @@ class Editor:
     def rename(self, entry: Entry, key: str) -> tuple[Edit, ...] | None:
         """Give an entry another key."""
         node = entry.key_node
-        if entry.merged or node.alias or "\n" in self.text[node.start : node.end]:
+        if entry.merged or node.alias or node.file is not None or "\n" in self.text[node.start : node.end]:
             return None
         if self.language in ("env", "toml"):  # a key of TOML is bare where it can be
             return (Edit(node.start, node.end, key),)
@@ -96,7 +98,7 @@ class Editor:
         """Remove an entry: its whole lines in block style, its share of the commas in flow style."""
         if parent is None or parent.alias or entry not in parent.entries:
             return None
-        if entry.merged or self.language == "flags":
+        if entry.merged or parent.file is not None or self.language == "flags":
             return None
         return self._remove_flow(parent, entry) if parent.flow else self._remove_block(entry)
 
@@ -143,7 +145,7 @@ class Editor:
         """
         if parent is None or not values or self.language in ("env", "flags", "toml"):
             return None
-        if parent.alias:
+        if parent.alias or parent.file is not None:
             return None
         if parent.kind == "map" and parent.flow:
             return self._add_flow(parent, values)

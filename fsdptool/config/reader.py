@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, MESH, OF_FSDP, settings_from
 from fsdptool.config.checks.meaning import check_meaning
+from fsdptool.config.command_lines import Line, NamedFiles, export, read_lines
 from fsdptool.config.condense import condense
-from fsdptool.config.context import LintContext
+from fsdptool.config.context import Finding, LintContext
 from fsdptool.config.dialects import detect_dialect, load_registry, parse_source, sniff_dialect
 from fsdptool.config.dialects.protocol import PROGRAMS, Consumer, Dialect, known_programs, resolve_consumer
 from fsdptool.config.result import Reading
@@ -35,6 +36,7 @@ def read_settings(
     environment: Mapping[str, str] | None = None,
     model: Anatomy | None = None,
     hardware: Hardware | None = None,
+    files: NamedFiles | None = None,
 ) -> Reading:
     """Read a configuration as its consumer will read it.
 
@@ -47,6 +49,8 @@ def read_settings(
         environment: Environment variables the program would inherit; None: none that matter.
         model: The inspected model, for the rules of the family ``model``.
         hardware: GPUs and hosts, for the rules of the family ``hardware``.
+        files: Where the files that a command line names are looked for; None: in the working directory,
+            else beside the file that holds the line.
 
     Raises:
         ConfigError: ``dialect``, ``consumer`` or ``target`` is not known. Whatever is wrong with the
@@ -73,9 +77,37 @@ def read_settings(
         if written_in is None:
             code, message = refusal or ("FSD109", "nothing in the file identifies the program that reads it")
             return failed(code, message, source.path, source, root.start)
+    lines = [Line(document, written_in.name)]
+    if document.language == "flags":
+        lines = read_lines(source, files)
+    judge = partial(
+        _judge, source, written_in, comments, failed,
+        consumer=consumer, target=target, environment=environment or {}, model=model, hardware=hardware,
+    )  # fmt: skip
+    first, *others = map(judge, lines)
+    return _together(first, others)
+
+
+def _judge(
+    source: SourceText,
+    written_in: Dialect,
+    comments: Comments,
+    failed: Any,
+    line: Line,
+    *,
+    consumer: str | None,
+    target: str | None,
+    environment: Mapping[str, str],
+    model: Anatomy | None,
+    hardware: Hardware | None,
+) -> Reading:
+    """Return the reading of a file, or of one command of it, as the program that it is for reads it."""
+    root = line.document.root
+    assert root is not None
+    form, written_in = written_in, load_registry().get(line.dialect)
     failed = partial(
         failed,
-        dialect=written_in.name,
+        dialect=form.name,
         judged_for=resolve_consumer(consumer, target, written_in.consumers[0], programs=written_in.programs),
     )
     noted = comments.consumer
@@ -83,7 +115,7 @@ def read_settings(
         message = f"the file says consumer={noted}; there is no known program of that name"
         advice = f"choose one of: {', '.join(known_programs())}"
         return failed("FSD114", message, source.path, source, comments.consumer_at, help=advice)
-    natural = written_in.consumer_of(root)
+    natural = line.consumer or written_in.consumer_of(root)
     judged_for = resolve_consumer(consumer, target, natural, noted=noted, programs=written_in.programs)
     if judged_for.name not in written_in.consumers:
         return failed(
@@ -95,15 +127,61 @@ def read_settings(
             judged_for=judged_for,
             help=_advice(written_in, natural, judged_for.name),
         )
-    lint = LintContext(source, document, judged_for, written_in, environment or {})
-    _check_text(lint)
-    written_in.read(lint)
-    check_meaning(lint, model=model, hardware=hardware)
+    lint = LintContext(source, line.document, judged_for, written_in, {**environment, **line.environment})
+    for code, text, at, help in line.findings:
+        lint.report(code, text, at, help=help)
+    for entry in line.replaced:
+        lint.ignore(entry, "the command line decides")
+    if line.refused:
+        lint.runs_fsdp = lint.configures_fsdp = False
+    else:
+        _read(lint, line)
+        check_meaning(lint, model=model, hardware=hardware)
     for index, message in comments.unknown:
         lint.report("FSD112", message, index)
     for problem in load_registry().problems.values():
         lint.report("FSD115", problem)
-    return _finish(lint, comments)
+    return _finish(lint, comments, form)
+
+
+def _read(lint: LintContext, line: Line) -> None:
+    """Read the settings: those that a launcher sets first, then what its script makes of them."""
+    below: LintContext | None = None
+    if line.launcher is not None:
+        launcher = load_registry().get(line.launcher.dialect)
+        judge = resolve_consumer(None, None, launcher.consumers[0], programs=launcher.programs)
+        below = LintContext(lint.source, line.launcher.document, judge, launcher, lint.environment)
+        launcher.read(below)
+        lint.findings.extend(item for item in below.findings if item.diagnostic.code in _LAUNCH_STOPS)
+        lint.environment = {**lint.environment, **export(below)}
+    _check_text(lint)
+    lint.dialect.read(lint)
+    if below is not None:
+        for key, fact in below.facts.items():
+            unwritten = key == "mixed_precision" and lint.get(key) == "no" and not lint.written(key)
+            if key not in lint.facts or unwritten:
+                lint.facts[key] = fact
+        lint.parallelism_block = lint.parallelism_block or below.parallelism_block
+        lint.deepspeed = lint.deepspeed or below.distributed_type == "DEEPSPEED"
+    if not line.known:
+        lint.configures_fsdp = False
+
+
+_LAUNCH_STOPS = frozenset({"FSD201", "FSD205", "FSD208", "FSD210", "FSD212", "FSD218", "FSD219"})
+"""Findings about a file that ``accelerate launch`` itself refuses, whatever its script reads."""
+
+
+def _together(first: Reading, others: Iterable[Reading]) -> Reading:
+    """Return the reading of the first command, with what is found in the others."""
+    seen = {(item.code, item.message, item.line) for item in first.diagnostics}
+    diagnostics, changes = list(first.diagnostics), list(first.changes)
+    for other in others:
+        for item, change in zip(other.diagnostics, other.changes, strict=True):
+            if (item.code, item.message, item.line) not in seen:
+                seen.add((item.code, item.message, item.line))
+                diagnostics.append(item)
+                changes.append(change)
+    return replace(first, diagnostics=tuple(diagnostics), changes=tuple(changes))
 
 
 def _lack(source: SourceText, document: Document) -> str:
@@ -161,37 +239,49 @@ def _check_text(lint: LintContext) -> None:
             )
 
 
-def _finish(lint: LintContext, comments: Comments) -> Reading:
+def _finish(lint: LintContext, comments: Comments, form: Dialect) -> Reading:
     facts = {key: fact.value for key, fact in lint.facts.items()}
     effective = []
     for key in (*COMMON, *DETAILS, *LEGACY):
         fact = lint.facts.get(key)
         if fact is None or (not lint.runs_fsdp and key in _FSDP_ONLY):
             continue
-        line = lint.line(fact.entry) if fact.entry is not None else None
+        here = fact.entry is not None and fact.entry.key_node.file is None
+        line = lint.line(fact.entry) if fact.entry is not None and here else None
         value: Any = list(fact.value) if isinstance(fact.value, tuple) else fact.value
         origin = fact.origin
         if key in lint.overridden:
             value, origin, line = lint.overridden[key], f"default of {lint.consumer}", None
         effective.append(EffectiveSetting(key, value, origin, line))
     ordered = sorted(lint.findings, key=lambda finding: (finding.order, finding.diagnostic.code))
-    kept = condense(lint, [item for item in ordered if not comments.silences(item.diagnostic)])
+    silenced = {id(item) for item in ordered if _silenced(item, comments)}
+    kept = condense(lint, [item for item in ordered if id(item) not in silenced])
     return Reading(
         settings=settings_from(facts) if lint.runs_fsdp and lint.configures_fsdp else None,
         diagnostics=tuple(finding.diagnostic for finding in kept),
         effective=tuple(effective),
         ignored=tuple(sorted(lint.ignored, key=lambda item: item.line or 0)),
-        dialect=lint.dialect.name,
+        dialect=form.name,
         consumer=lint.consumer,
         version=lint.get("fsdp_version") if lint.runs_fsdp else None,
         path=lint.source.path,
         source=lint.source,
         document=lint.document,
         changes=tuple(finding.changes for finding in kept),
-        suppressed=tuple(item.diagnostic for item in ordered if comments.silences(item.diagnostic)),
+        suppressed=tuple(item.diagnostic for item in ordered if id(item) in silenced),
         facts=facts,
-        written_in=lint.dialect,
+        written_in=form,
     )
+
+
+def _silenced(item: Finding, comments: Comments) -> bool:
+    """Whether a comment silences a finding, in the file that was read or in the one that it is about."""
+    if comments.silences(item.diagnostic):
+        return True
+    if item.elsewhere is None:
+        return False
+    source, line = item.elsewhere
+    return read_comments(source).silences(replace(item.diagnostic, line=line))
 
 
 _FSDP_ONLY = frozenset((*OF_FSDP, *DETAILS, *LEGACY, *MESH, "cp_comm_strategy"))

@@ -11,6 +11,7 @@ from fsdptool.config.dialects import accelerate
 from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.launch import read_details, report_size
 from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.dialects.simpletuner import OWN_FLAGS
 from fsdptool.config.dialects.simpletuner import reader as simpletuner
 from fsdptool.config.shell import parse_flags, sniff
 from fsdptool.errors import ConfigError
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
     from fsdptool.records.sharding import FsdpSettings
 
 CANNOT = ("ignored_modules", "use_cpu")
-_SIMPLETUNER = frozenset([
-    "fsdp_enable", "context_parallel_size", "context_parallel_comm_strategy", "fsdp_cpu_offload",
-    "model_family",
-])  # fmt: skip
-
-
 NAME = "flags"
 
 _TOP = (
@@ -202,7 +197,7 @@ class Flags(Dialect):
     def consumer_of(self, root: Node) -> str:
         """Return ``simpletuner`` for its flags."""
         names = {str(entry.key).lstrip("-").replace("-", "_").lower() for entry in root.entries}
-        return "simpletuner" if names & _SIMPLETUNER and "use_fsdp" not in names else "accelerate"
+        return "simpletuner" if names & OWN_FLAGS and "use_fsdp" not in names else "accelerate"
 
     def read(self, lint: LintContext) -> None:
         """Read the flags into facts."""

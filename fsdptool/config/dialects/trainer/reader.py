@@ -35,6 +35,8 @@ def _alone(lint: LintContext) -> None:
     """Nothing but ``fsdp`` and ``fsdp_config``: perhaps meant as the file that ``fsdp_config`` names."""
     keys = {str(entry.key) for entry in lint.root.entries if not str(entry.key).startswith("_")}
     entry = lint.root.get("fsdp_config")
+    if lint.document.language == "flags":
+        return
     if keys == {"fsdp", "fsdp_config"} and entry is not None and entry.node.kind == "map":
         lint.report(
             "FSD355",
