@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.dialects import detect_dialect, load_registry, parse_source
-from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.keys import DETAILS as PARALLELISM_DETAILS
+from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.simpletuner import OWN_FLAGS
 from fsdptool.config.shell import Command, configures, find_commands, parse_command, parse_environment, plain
 from fsdptool.files.json_tree import parse_json_source
@@ -44,7 +45,12 @@ _MODULES = {
     "fsdptool": "fsdptool",
 }
 """Modules (or their packages) and scripts by whose path a program is known."""
-_PROGRAMS = {"llamafactory-cli": "llamafactory", "lmf": "llamafactory", "tune": "torchtune", "megatron": "swift"}
+_PROGRAMS = {
+    "llamafactory-cli": "llamafactory",
+    "lmf": "llamafactory",
+    "tune": "torchtune",
+    "megatron": "swift",
+}
 _TITLES = {
     "swift": "ms-swift",
     "verl": "verl",
@@ -81,8 +87,13 @@ _KINDS = {
 """Flags that decide what is launched, whatever ``distributed_type`` of the file says."""
 
 
-def _any(path: Path) -> bool:
-    return True
+ALLOWED: ContextVar[Callable[[Path], bool] | None] = ContextVar("ALLOWED", default=None)
+"""Which files a text may have read, where not everything is: set by what serves others, as the web does."""
+
+
+def _allowed(path: Path) -> bool:
+    allows = ALLOWED.get()
+    return allows is None or allows(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ class NamedFiles:
     """
 
     folders: tuple[Path, ...] = (Path(),)
-    allowed: Callable[[Path], bool] = _any
+    allowed: Callable[[Path], bool] = _allowed
 
     def read(self, name: str) -> SourceText | str:
         """Return a file's text, or why it is not read.
@@ -132,18 +143,19 @@ class Line:
 
     Attributes:
         document: The tree.
-        dialect: Name of the dialect that reads it.
+        dialect: Name of the dialect that reads it; None: that of flags.
         consumer: The program that reads the settings, or None: the dialect's own answer.
         findings: Code, message, node and advice of what is known before the dialect reads.
         replaced: Entries of a file that a flag overrides.
         known: Whether every file that decides about FSDP was read.
         launcher: What ``accelerate launch`` sets before the Trainer reads ``document``.
         environment: Variables that the text assigns.
+        files: The files that were read.
         refused: Whether nothing is judged: the findings say why.
     """
 
     document: Document
-    dialect: str
+    dialect: str | None = None
     consumer: str | None = None
     findings: list[tuple[str, str, Node, str | None]] = field(default_factory=list)
     replaced: list[Entry] = field(default_factory=list)
@@ -151,6 +163,7 @@ class Line:
     launcher: Line | None = None
     environment: dict[str, str] = field(default_factory=dict)
     refused: bool = False
+    files: tuple[str, ...] = ()
 
 
 def read_lines(source: SourceText, files: NamedFiles | None = None) -> list[Line]:
@@ -180,13 +193,14 @@ class _Reader:
         self.findings: list[tuple[str, str, Node, str | None]] = []
         self.known = True
         self.replaced: list[Entry] = []
+        self.read_files: list[str] = []
 
     def line(self, command: Command) -> Line:
         """Return what one command is read as."""
-        self.findings, self.known, self.replaced = [], True, []
+        self.findings, self.known, self.replaced, self.read_files = [], True, [], []
         line = self._line(command)
         line.findings, line.known, line.replaced = self.findings, self.known, self.replaced
-        line.environment = self._assigned()
+        line.environment, line.files = self._assigned(), tuple(self.read_files)
         return line
 
     def _line(self, command: Command) -> Line:
@@ -199,11 +213,13 @@ class _Reader:
                 return self._trainer(command, command.flags, None)
             return self._launcher(command)
         if program == "simpletuner" or (names & OWN_FLAGS and "use_fsdp" not in names):
-            return self._of("flags", command, command.arguments, "simpletuner")
+            return self._of(None, command, command.arguments, "simpletuner")
         front = program if program not in _LAUNCHERS else script
         trains = bool(names & {"fsdp", "fsdp_config"})
-        if front is not None and front not in _LAUNCHERS and (
-            program != "accelerate" or trains or front not in _TITLES
+        if (
+            front is not None
+            and front not in _LAUNCHERS
+            and (program != "accelerate" or trains or front not in _TITLES)
         ):
             line = self._front_end(front, command)
             if line is not None:
@@ -213,9 +229,9 @@ class _Reader:
             return self._trainer(command, command.arguments, layer)
         if layer is not None and (layer.dialect == "accelerate" or not self.known or _switched(command)):
             return layer
-        return self._own_file(command) or layer or self._of("flags", command, [], None)
+        return self._own_file(command) or layer or self._of(None, command, [], None)
 
-    def _of(self, dialect: str, command: Command, entries: list[Entry], consumer: str | None) -> Line:
+    def _of(self, dialect: str | None, command: Command, entries: list[Entry], consumer: str | None) -> Line:
         return Line(Document(self._root(command, entries), "flags"), dialect, consumer)
 
     def _root(self, command: Command, entries: Iterable[Entry] = ()) -> Node:
@@ -229,7 +245,9 @@ class _Reader:
         wanted = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
         return {key: value for key, value in found.items() if key.startswith(wanted) and "$" not in value}
 
-    def _read(self, at: Node, what: str, dialect: str | None = None, *, json: bool = False) -> Document | None:
+    def _read(
+        self, at: Node, what: str, dialect: str | None = None, *, json: bool = False
+    ) -> Document | None:
         """Return the tree of a named file; None: it is not read, which is said."""
         name = str(at.value)
         try:
@@ -248,11 +266,14 @@ class _Reader:
             self.findings.append((error.code, f"{source.path}{where}: {error.message}", at, None))
             return self._lost()
         if document.root is None or document.root.kind != "map":
-            self.findings.append(("FSD107", f"{source.path}: it does not contain `key: value` pairs", at, None))
+            self.findings.append(
+                ("FSD107", f"{source.path}: it does not contain `key: value` pairs", at, None)
+            )
             return self._lost()
         if Path(source.path or "") != Path(name):
             self.findings.append(("FSD117", f"{what} {name} is read from {source.path}", at, None))
         _mark(document.root, Included(source, at))
+        self.read_files.append(str(source.path))
         return document
 
     def _lost(self) -> None:
@@ -263,7 +284,7 @@ class _Reader:
     def _launcher(self, command: Command) -> Line:
         """Return the settings of ``accelerate launch``: its flags, over those of the file."""
         entry = next((item for item in reversed(command.flags) if plain(item) == "config_file"), None)
-        line = self._of("flags", command, command.flags, None)
+        line = self._of(None, command, command.flags, None)
         if entry is None:
             if command.program == "accelerate":
                 self.findings.append(
@@ -288,7 +309,14 @@ class _Reader:
         uses_mesh = "use_parallelism_config" in flags if kind is not None else filled
         if "use_parallelism_config" in flags and "use_fsdp" not in flags:
             message = "--use_parallelism_config needs --use_fsdp and --fsdp_version 2 on the command line"
-            self.findings.append(("FSD212", message, flags["use_parallelism_config"].key_node, "add them, or leave it out: the file decides"))
+            self.findings.append(
+                (
+                    "FSD212",
+                    message,
+                    flags["use_parallelism_config"].key_node,
+                    "add them, or leave it out: the file decides",
+                )
+            )
         for name, entry in flags.items():
             if name in _TOP:
                 self._choice(name, entry)
@@ -386,7 +414,7 @@ class _Reader:
         if program in _TITLES:
             message = f"a command line of {_TITLES[program]}, which has flags of its own"
             self.findings.append(("FSD110", message, _at(command), None))
-            return replace(self._of("flags", command, [], None), refused=True)
+            return replace(self._of(None, command, [], None), refused=True)
         named: Node | None = None
         overrides: list[tuple[list[str], Entry]] = []
         if program == "torchtitan":
@@ -404,7 +432,7 @@ class _Reader:
             return None
         document = self._read(named, "the configuration file", program)
         if document is None or document.root is None:
-            line = self._of("flags", command, [], None)
+            line = self._of(None, command, [], None)
             line.refused = True
             return line
         return self._from_root(program, command, document.root, overrides)

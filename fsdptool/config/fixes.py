@@ -122,7 +122,8 @@ def _index(reading: Reading, wanted: Diagnostic, *, unique: bool) -> int | None:
 def _arguments(reading: Reading, judged: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with which the changed text is read as the unchanged one was."""
     judge = reading.consumer
-    return {**judged, "dialect": reading.written_in, "consumer": judge.name, "target": judge.version}
+    again = {"dialect": reading.written_in, "consumer": judge.name, "target": judge.version}
+    return {**judged, **again, "files": reading.files}
 
 
 def _step(

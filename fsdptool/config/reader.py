@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, MESH, OF_FSDP, settings_from
 from fsdptool.config.checks.meaning import check_meaning
-from fsdptool.config.command_lines import Line, NamedFiles, export, read_lines
 from fsdptool.config.condense import condense
 from fsdptool.config.context import Finding, LintContext
 from fsdptool.config.dialects import detect_dialect, load_registry, parse_source, sniff_dialect
@@ -24,6 +23,7 @@ from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting
 
 if TYPE_CHECKING:
     from fsdptool.config.checks.hardware import Hardware
+    from fsdptool.config.command_lines import Line, NamedFiles
     from fsdptool.records.anatomy import Anatomy
 
 
@@ -77,24 +77,26 @@ def read_settings(
         if written_in is None:
             code, message = refusal or ("FSD109", "nothing in the file identifies the program that reads it")
             return failed(code, message, source.path, source, root.start)
-    lines = [Line(document, written_in.name)]
-    if document.language == "flags":
-        lines = read_lines(source, files)
     judge = partial(
-        _judge, source, written_in, comments, failed,
+        _judge, source, document, written_in, comments, failed,
         consumer=consumer, target=target, environment=environment or {}, model=model, hardware=hardware,
     )  # fmt: skip
-    first, *others = map(judge, lines)
-    return _together(first, others)
+    if document.language != "flags":
+        return judge()
+    from fsdptool.config.command_lines import read_lines
+
+    first, *others = (judge(line=line) for line in read_lines(source, files))
+    return replace(_together(first, others), files=files)
 
 
 def _judge(
     source: SourceText,
-    written_in: Dialect,
+    document: Document,
+    form: Dialect,
     comments: Comments,
     failed: Any,
-    line: Line,
     *,
+    line: Line | None = None,
     consumer: str | None,
     target: str | None,
     environment: Mapping[str, str],
@@ -102,9 +104,12 @@ def _judge(
     hardware: Hardware | None,
 ) -> Reading:
     """Return the reading of a file, or of one command of it, as the program that it is for reads it."""
-    root = line.document.root
+    written_in = form
+    if line is not None:
+        document = line.document
+        written_in = load_registry().get(line.dialect) if line.dialect is not None else form
+    root = document.root
     assert root is not None
-    form, written_in = written_in, load_registry().get(line.dialect)
     failed = partial(
         failed,
         dialect=form.name,
@@ -115,7 +120,7 @@ def _judge(
         message = f"the file says consumer={noted}; there is no known program of that name"
         advice = f"choose one of: {', '.join(known_programs())}"
         return failed("FSD114", message, source.path, source, comments.consumer_at, help=advice)
-    natural = line.consumer or written_in.consumer_of(root)
+    natural = (line.consumer if line is not None else None) or written_in.consumer_of(root)
     judged_for = resolve_consumer(consumer, target, natural, noted=noted, programs=written_in.programs)
     if judged_for.name not in written_in.consumers:
         return failed(
@@ -127,28 +132,37 @@ def _judge(
             judged_for=judged_for,
             help=_advice(written_in, natural, judged_for.name),
         )
-    lint = LintContext(source, line.document, judged_for, written_in, {**environment, **line.environment})
-    for code, text, at, help in line.findings:
-        lint.report(code, text, at, help=help)
-    for entry in line.replaced:
-        lint.ignore(entry, "the command line decides")
-    if line.refused:
-        lint.runs_fsdp = lint.configures_fsdp = False
+    lint = LintContext(source, document, judged_for, written_in, environment)
+    if line is None:
+        _check_text(lint)
+        written_in.read(lint)
     else:
-        _read(lint, line)
+        _read_line(lint, line)
+    if line is None or not line.refused:
         check_meaning(lint, model=model, hardware=hardware)
     for index, message in comments.unknown:
         lint.report("FSD112", message, index)
     for problem in load_registry().problems.values():
         lint.report("FSD115", problem)
-    return _finish(lint, comments, form)
+    reading = _finish(lint, comments, form)
+    return reading if line is None else replace(reading, named=line.files)
 
 
-def _read(lint: LintContext, line: Line) -> None:
-    """Read the settings: those that a launcher sets first, then what its script makes of them."""
+def _read_line(lint: LintContext, line: Line) -> None:
+    """Read one command: what a launcher sets first, then what its script makes of that."""
+    from fsdptool.config.command_lines import export
+
+    lint.environment = {**lint.environment, **line.environment}
+    for code, text, at, advice in line.findings:
+        lint.report(code, text, at, help=advice)
+    for entry in line.replaced:
+        lint.ignore(entry, "the command line decides")
+    if line.refused:
+        lint.runs_fsdp = lint.configures_fsdp = False
+        return
     below: LintContext | None = None
     if line.launcher is not None:
-        launcher = load_registry().get(line.launcher.dialect)
+        launcher = load_registry().get(line.launcher.dialect or "flags")
         judge = resolve_consumer(None, None, launcher.consumers[0], programs=launcher.programs)
         below = LintContext(lint.source, line.launcher.document, judge, launcher, lint.environment)
         launcher.read(below)
@@ -164,11 +178,18 @@ def _read(lint: LintContext, line: Line) -> None:
         lint.parallelism_block = lint.parallelism_block or below.parallelism_block
         lint.deepspeed = lint.deepspeed or below.distributed_type == "DEEPSPEED"
     if not line.known:
+        # What is written was judged; what is not written, the file decides that was not read.
         lint.configures_fsdp = False
+        lint.facts = {key: fact for key, fact in lint.facts.items() if fact.entry is not None}
+        lint.findings = [item for item in lint.findings if item.diagnostic.code not in _OF_ABSENCE]
 
 
 _LAUNCH_STOPS = frozenset({"FSD201", "FSD205", "FSD208", "FSD210", "FSD212", "FSD218", "FSD219"})
 """Findings about a file that ``accelerate launch`` itself refuses, whatever its script reads."""
+
+
+_OF_ABSENCE = frozenset({"FSD113", "FSD330", "FSD338", "FSD341"})
+"""Findings about what is not written."""
 
 
 def _together(first: Reading, others: Iterable[Reading]) -> Reading:

@@ -14,6 +14,7 @@ from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting, IgnoredKey
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
+    from fsdptool.config.command_lines import NamedFiles
     from fsdptool.config.dialects.protocol import Dialect
     from fsdptool.records.config_documents import CodeCount, ConsumerVersion, FileStatus, FileVerdict, Finding
 
@@ -32,6 +33,8 @@ class Reading:
         consumer: Who the file was judged for.
         version: FSDP version the consumer would run, or None if it would not run FSDP.
         changes: Per diagnostic (same index): settings its fix changes, by key.
+        files: Where the files that it names are looked for; None: in the usual places.
+        named: The files that it names and that were read.
         suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
     """
 
@@ -49,6 +52,8 @@ class Reading:
     suppressed: tuple[Diagnostic, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
     written_in: Dialect | None = field(default=None, repr=False)
+    files: NamedFiles | None = field(default=None, repr=False)
+    named: tuple[str, ...] = ()
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:

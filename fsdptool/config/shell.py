@@ -305,9 +305,9 @@ def _command(text: str, words: list[Node], end: int) -> Command | None:
     """Return the command that a program among the words begins, whatever starts that program."""
     for at, word in enumerate(words):
         name = _base(word)
-        if name in _NOT_RUN and not (name == "pip" and at):
-            return None
         after = words[at + 1] if at + 1 < len(words) else None
+        if name in _NOT_RUN and (after is None or after.value != "run"):
+            return None
         if name in _ALONE and (after is not None or name == "torchrun"):
             program = "accelerate" if name == "accelerate-launch" else name
             return _parsed(text, Command(program, "", word.start, end), word.end)
@@ -367,7 +367,7 @@ def _parsed(text: str, command: Command, index: int) -> Command:
             if own and variable is not None and match.group(1).replace("-", "_") in _TRAINING:
                 command.script, own = variable, False  # a variable held the script
             entry, index = _flag(text, match, end, launcher=own or command.program == "")
-            (command.arguments if open_ or not own and command.program else command.flags).append(entry)
+            (command.arguments if open_ or (not own and command.program) else command.flags).append(entry)
         else:
             word = _shell_word(text, index, end)
             index = max(word.end, index + 1)

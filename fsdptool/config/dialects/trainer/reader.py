@@ -62,9 +62,9 @@ def read_arguments(lint: LintContext) -> Node | None:
     deepspeed = root.get("deepspeed")
     if deepspeed is not None and to_python(deepspeed.node):
         lint.deepspeed = True
-    for old in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
+    for old in _OLD:
         entry = root.get(old)
-        if entry is not None:
+        if entry is not None and not _has_old(lint):
             lint.ignore(entry, "not an argument of transformers 5")
             lint.report(
                 "FSD211",
@@ -90,6 +90,14 @@ def read_arguments(lint: LintContext) -> Node | None:
     if switch is None or not to_python(switch.node):
         return _off(lint, switch, block)
     return block
+
+
+_OLD = ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
+
+
+def _has_old(lint: LintContext) -> bool:
+    """Whether the two keys are arguments still, as they were before transformers 5."""
+    return lint.consumer.name == "trainer" and lint.consumer.before(5)
 
 
 def _move_old(lint: LintContext, entry: Entry) -> Any:
@@ -164,6 +172,9 @@ def read_config(lint: LintContext, block: Node | None) -> None:
 
 def _choose(lint: LintContext, block: Node | None) -> dict[str, Entry]:
     chosen: dict[str, Entry] = {}
+    if _has_old(lint):
+        old = {key.removeprefix("fsdp_"): lint.root.get(key) for key in _OLD}
+        chosen = {key: entry for key, entry in old.items() if entry is not None and block is not lint.root}
     if block is None:
         return chosen
     read_here = {*KEYS, *FSDP1_KEYS, *XLA_KEYS, "sharding_strategy"}
