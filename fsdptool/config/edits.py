@@ -143,8 +143,10 @@ class Editor:
             entry: The entry whose value ``parent`` is, or None for the root.
             values: Keys and values; a dict value becomes a nested block.
         """
-        if parent is None or not values or self.language in ("env", "flags", "toml"):
+        if parent is None or not values or self.language in ("env", "flags"):
             return None
+        if self.language == "toml":
+            return self._add_toml(parent, values)
         if parent.alias or parent.file is not None:
             return None
         if parent.kind == "map" and parent.flow:
@@ -173,6 +175,32 @@ class Editor:
             at = self.source.line_start(last + 1)
             return (Edit(at, at, "".join(line + newline for line in lines)),)
         return (Edit(len(self.text), len(self.text), "".join(newline + line for line in lines)),)
+
+    def _add_toml(self, parent: Node, values: dict[str, Any]) -> tuple[Edit, ...] | None:
+        """Add keys behind the last one of a table, or tables at the end of the file."""
+        newline = self.source.newline
+        tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+        if tables:
+            if len(tables) < len(values) or any(parent.get(key) is not None for key in tables):
+                return None
+            gap = newline if self.text.endswith("\n") or not self.text else 2 * newline
+            text = "".join(
+                f"{gap if not number else newline}[{key}]{newline}" + self._toml_lines(table)
+                for number, (key, table) in enumerate(tables.items())
+            )
+            return (Edit(len(self.text), len(self.text), text),)
+        own = [item for item in parent.entries if item.node.kind != "map" and not item.key_node.alias]
+        if not own or parent.file is not None:
+            return None
+        last, _ = self.source.place(max(last_index(item.node) for item in own))
+        if last < self.source.line_count:
+            at = self.source.line_start(last + 1)
+            return (Edit(at, at, self._toml_lines(values)),)
+        return (Edit(len(self.text), len(self.text), newline + self._toml_lines(values)),)
+
+    def _toml_lines(self, values: dict[str, Any]) -> str:
+        lines = (f"{key} = {scalar_text(value, 'toml')}" for key, value in values.items())
+        return "".join(line + self.source.newline for line in lines)
 
     def _add_flow(self, parent: Node, values: dict[str, Any]) -> tuple[Edit, ...] | None:
         pieces = [
