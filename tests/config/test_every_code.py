@@ -78,6 +78,7 @@ SMALLEST: dict[str, tuple[str, dict[str, Any]]] = {
     "FSD356": (TENSOR, {}),
     "FSD363": (TENSOR, {"target": "accelerate==1.14,transformers==5.12"}),
     "FSD364": (TENSOR, {"target": "accelerate==1.12,transformers==5.0.0"}),
+    "FSD370": ("base_model: m\ndatasets: [{path: a, type: alpaca}]\nload_in_4bit: true\n", {}),
     "FSD355": ('{"fsdp": true,\n "fsdp_config": {"version": 2}}', {}),
 }  # fmt: skip
 
