@@ -36,10 +36,10 @@ def condense(lint: LintContext, findings: Iterable[Finding]) -> list[Finding]:
     if any(finding.diagnostic.code == "FSD301" for finding in kept):
         kept = [_as_note(finding) for finding in kept]
     for code, words in _JOINED.items():
-        members = [finding for finding in kept if finding.diagnostic.code == code]
+        members = [item for item in kept if item.diagnostic.code == code and item.elsewhere is None]
         if len(members) > 1:
             at = kept.index(members[0])
-            kept = [finding for finding in kept if finding.diagnostic.code != code]
+            kept = [finding for finding in kept if finding not in members]
             kept.insert(at, _joined(lint, members, words))
     return kept
 

@@ -49,12 +49,25 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A diagnostic, the settings its fix changes, its index in the text and the key that it is about."""
+    """A diagnostic, the settings its fix changes, its index in the text and the key that it is about.
+
+    ``elsewhere`` is the place in another file, where the text that was read only names that file.
+    """
 
     diagnostic: Diagnostic
     changes: Mapping[str, Any]
     order: int
     key: str | None = None
+    elsewhere: tuple[SourceText, int] | None = None
+
+
+def _elsewhere(at: Entry | Node | int | None, value: bool) -> tuple[Node, SourceText, int] | None:
+    """Return where a file is named, its text and the line in it, for what another file holds."""
+    if at is None or isinstance(at, int):
+        return None
+    node = at if isinstance(at, Node) else (at.node if value else at.key_node)
+    file = node.file or (at.key_node.file if isinstance(at, Entry) else None)
+    return None if file is None else (file.at, file.source, file.source.place(node.start)[0])
 
 
 @dataclass(slots=True)
@@ -145,17 +158,26 @@ class LintContext:
     def set(self, key: str, value: Any, *, entry: Entry | None = None, origin: str | None = None) -> None:
         """Record a setting. Without ``origin`` it came from ``entry``'s line."""
         if origin is None:
-            origin = f"line {self.line(entry)}" if entry is not None else f"default of {self.consumer}"
+            origin = self.where(entry) if entry is not None else f"default of {self.consumer}"
         self.facts[key] = Fact(value, origin, entry)
 
     def line(self, entry: Entry) -> int:
-        """Return the line of an entry's key."""
-        return self.source.place(entry.key_node.start)[0]
+        """Return the line of an entry's key, in the file that holds it."""
+        file = entry.key_node.file
+        return (self.source if file is None else file.source).place(entry.key_node.start)[0]
+
+    def where(self, entry: Entry) -> str:
+        """Return the place of an entry in words: its line, and its file if that is another one."""
+        file = entry.key_node.file
+        return f"line {self.line(entry)}" if file is None else f"{file.source.path}, line {self.line(entry)}"
 
     def ignore(self, entry: Entry, reason: str, *, key: str | None = None) -> None:
         """Record something written that the consumer does not use."""
         value = entry.node.value if entry.node.kind == "scalar" else f"<{entry.node.kind}>"
-        self.ignored.append(IgnoredKey(key or str(entry.key), value, self.line(entry), reason))
+        line: int | None = self.line(entry)
+        if entry.key_node.file is not None:
+            line, reason = None, f"{self.where(entry)}: {reason}"
+        self.ignored.append(IgnoredKey(key or str(entry.key), value, line, reason))
 
     def report(
         self,
@@ -187,7 +209,14 @@ class LintContext:
         """
         rule = RULES[code]
         at = self.at(at) if isinstance(at, str) else at
-        start, end = self._span(at, value)
+        elsewhere = _elsewhere(at, value)
+        if elsewhere is not None:
+            # The place is where the text names the file; fixes are for that file itself.
+            named, source, line = elsewhere
+            message, edits = f"{source.path}, line {line}: {message}", None
+            start, end = self._span(named, False)
+        else:
+            start, end = self._span(at, value)
         place = self.source.place(start) if start is not None else (None, None)
         last = self.source.place(end) if end is not None else (None, None)
         repair = None
@@ -207,7 +236,8 @@ class LintContext:
             repair,
         )
         order, key = start if start is not None else -1, str(at.key) if isinstance(at, Entry) else None
-        self.findings.append(Finding(diagnostic, dict(changes or {}), order, key))
+        there = elsewhere[1:] if elsewhere is not None else None
+        self.findings.append(Finding(diagnostic, dict(changes or {}), order, key, there))
 
     def report_value(
         self, code: str, message: str, at: Entry | Node | str | None, meant: Any = None, **more: Any

@@ -68,7 +68,9 @@ class Editor:
 
     def replace(self, node: Node, value: Any) -> tuple[Edit, ...] | None:
         """Replace a value, keeping its quotes when it is text."""
-        if node.alias or (node.kind != "scalar" and not node.flow) or node.style in ("|", ">"):
+        if node.file is not None or node.alias or node.style in ("|", ">"):
+            return None
+        if node.kind != "scalar" and not node.flow:
             return None
         if self._spans_lines(node) and not node.flow:
             return None
@@ -86,7 +88,7 @@ class Editor:
     def replace_entry(self, entry: Entry, value: Any) -> tuple[Edit, ...] | None:
         """Replace an entry's value, which may be a list over several lines (None if that holds comments)."""
         node = entry.node
-        if node.kind != "list" or node.flow or node.alias:
+        if node.kind != "list" or node.flow or node.alias or node.file is not None:
             return self.replace(node, value)
         colon = self.text.find(":", entry.key_node.end)
         end = last_index(node)
@@ -97,7 +99,7 @@ class Editor:
     def rename(self, entry: Entry, key: str) -> tuple[Edit, ...] | None:
         """Give an entry another key."""
         node = entry.key_node
-        if entry.merged or node.alias or self._spans_lines(node):
+        if entry.merged or node.alias or node.file is not None or self._spans_lines(node):
             return None
         if self.language in ("env", "toml"):  # a key of TOML is bare where it can be
             return (Edit(node.start, node.end, key),)
@@ -109,7 +111,7 @@ class Editor:
         """Remove an entry: its whole lines in block style, its share of the commas in flow style."""
         if parent is None or parent.alias or entry not in parent.entries:
             return None
-        if entry.merged or self.language == "flags":
+        if entry.merged or parent.file is not None or self.language == "flags":
             return None
         return self._remove_flow(parent, entry) if parent.flow else self._remove_block(entry)
 
@@ -154,9 +156,11 @@ class Editor:
             entry: The entry whose value ``parent`` is, or None for the root.
             values: Keys and values; a dict value becomes a nested block.
         """
-        if parent is None or not values or self.language in ("env", "flags", "toml"):
+        if parent is None or not values or self.language in ("env", "flags"):
             return None
-        if parent.alias:
+        if self.language == "toml":
+            return self._add_toml(parent, values)
+        if parent.alias or parent.file is not None:
             return None
         if parent.kind == "map" and parent.flow:
             return self._add_flow(parent, values)
@@ -184,6 +188,32 @@ class Editor:
             at = self.source.line_start(last + 1)
             return (Edit(at, at, "".join(line + newline for line in lines)),)
         return (Edit(len(self.text), len(self.text), "".join(newline + line for line in lines)),)
+
+    def _add_toml(self, parent: Node, values: dict[str, Any]) -> tuple[Edit, ...] | None:
+        """Add keys behind the last one of a table, or tables at the end of the file."""
+        newline = self.source.newline
+        tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+        if tables:
+            if len(tables) < len(values) or any(parent.get(key) is not None for key in tables):
+                return None
+            gap = newline if self.text.endswith("\n") or not self.text else 2 * newline
+            text = "".join(
+                f"{gap if not number else newline}[{key}]{newline}" + self._toml_lines(table)
+                for number, (key, table) in enumerate(tables.items())
+            )
+            return (Edit(len(self.text), len(self.text), text),)
+        own = [item for item in parent.entries if item.node.kind != "map" and not item.key_node.alias]
+        if not own or parent.file is not None:
+            return None
+        last, _ = self.source.place(max(last_index(item.node) for item in own))
+        if last < self.source.line_count:
+            at = self.source.line_start(last + 1)
+            return (Edit(at, at, self._toml_lines(values)),)
+        return (Edit(len(self.text), len(self.text), newline + self._toml_lines(values)),)
+
+    def _toml_lines(self, values: dict[str, Any]) -> str:
+        lines = (f"{key} = {scalar_text(value, 'toml')}" for key, value in values.items())
+        return "".join(line + self.source.newline for line in lines)
 
     def _add_flow(self, parent: Node, values: dict[str, Any]) -> tuple[Edit, ...] | None:
         pieces = [

@@ -241,7 +241,7 @@ def _try(reading: Reading, group: list[int], arguments: dict[str, Any]) -> Readi
     if text == reading.source.text:
         return None
     again = read_again(reading, text, **arguments)
-    if again is None or not _gone(reading, again, group):
+    if not _gone(reading, again, group):
         return None
     promised: dict[str, Any] = {}
     for index in group:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import LAUNCH
 from fsdptool.config.dialects import load_registry
@@ -18,6 +18,9 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.sharding import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.config.command_lines import NamedFiles
 
 _LAUNCH = tuple(name for name in LAUNCH if name != "use_cpu")
 """Settings that a dialect which cannot express them leaves to the launch."""
@@ -56,7 +59,12 @@ class Migrated:
 
 
 def migrate_file(
-    path: Path, *, to: str | None = None, dialect: str | None = None, source: SourceText | None = None
+    path: Path,
+    *,
+    to: str | None = None,
+    dialect: str | None = None,
+    source: SourceText | None = None,
+    files: NamedFiles | None = None,
 ) -> Migrated:
     """Migrate one file; writes nothing.
 
@@ -65,11 +73,12 @@ def migrate_file(
         to: Dialect to write, or None for FSDP2 in the file's own. One that is not known is a refusal.
         dialect: Its dialect, or None to detect it.
         source: The text, when it does not come from the file.
+        files: Where the files that a command line names are looked for, as for ``read_settings``.
 
     Raises:
         ConfigError: ``dialect`` is not known.
     """
-    reading = read_settings(source if source is not None else path, dialect=dialect)
+    reading = read_settings(source if source is not None else path, dialect=dialect, files=files)
     before = reading.source.text if reading.source is not None else ""
     if reading.dialect is None or reading.source is None:
         first = reading.diagnostics[0]
@@ -126,6 +135,12 @@ def _result_of(path: Path, reading: Reading) -> partial[Migrated]:
 
 def _in_place(path: Path, reading: Reading) -> Migrated:
     assert reading.source is not None and reading.written_in is not None
+    if reading.version == 1 and reading.named:
+        files = " and ".join(reading.named)
+        advice = f"fsdptool migrate {reading.named[0]}, or --to accelerate for one file with everything"
+        return Migrated(
+            path, reading.dialect, reading.source.text, None, f"the settings are in {files}", advice
+        )
     if reading.version == 1 and not reading.written_in.in_place:
         return _across(path, reading, reading.written_in.name)
     result_of = _result_of(path, reading)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, MESH, OF_FSDP, settings_from
 from fsdptool.config.checks.meaning import check_meaning
 from fsdptool.config.condense import condense
-from fsdptool.config.context import LintContext
+from fsdptool.config.context import Finding, LintContext
 from fsdptool.config.dialects import detect_dialect, load_registry, parse_source, sniff_dialect
 from fsdptool.config.dialects.protocol import PROGRAMS, Consumer, Dialect, known_programs, resolve_consumer
 from fsdptool.config.result import Reading
@@ -24,6 +24,7 @@ from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting
 
 if TYPE_CHECKING:
     from fsdptool.config.checks.hardware import Hardware
+    from fsdptool.config.command_lines import Line, NamedFiles
     from fsdptool.records.anatomy import Anatomy
 
 
@@ -36,6 +37,7 @@ def read_settings(
     environment: Mapping[str, str] | None = None,
     model: Anatomy | None = None,
     hardware: Hardware | None = None,
+    files: NamedFiles | None = None,
 ) -> Reading:
     """Read a configuration as its consumer will read it.
 
@@ -48,12 +50,59 @@ def read_settings(
         environment: Environment variables the program would inherit; None: none that matter.
         model: The inspected model, for the rules of the family ``model``.
         hardware: GPUs and hosts, for the rules of the family ``hardware``.
+        files: Where the files that a command line names are looked for; None: in the working directory,
+            else beside the file that holds the line.
 
     Raises:
         ConfigError: ``dialect``, ``consumer`` or ``target`` is not known. Whatever is wrong with the
             file itself is a diagnostic of the result.
     """
+    conditions = {"environment": environment, "model": model, "hardware": hardware}
     written_in = load_registry().get(dialect) if isinstance(dialect, str) else dialect
+    reading = _read(path_or_text, written_in, consumer, target, files=files, **conditions)
+    if not any(item.fix is not None for item in reading.diagnostics):
+        return reading
+    from fsdptool.config.fixes import withhold_refused
+
+    return withhold_refused(reading, **conditions)
+
+
+def read_again(
+    reading: Reading,
+    text: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    model: Anatomy | None = None,
+    hardware: Hardware | None = None,
+) -> Reading:
+    """Return the reading of a changed text, judged as ``reading`` was; its fixes are not tried."""
+    assert reading.source is not None
+    return _read(
+        reading.source.with_text(text),
+        reading.written_in,
+        reading.consumer.name,
+        None,
+        files=reading.files,
+        judge=reading.consumer,
+        environment=environment,
+        model=model,
+        hardware=hardware,
+    )
+
+
+def _read(
+    path_or_text: str | Path | SourceText,
+    written_in: Dialect | None,
+    consumer: str | None,
+    target: str | None,
+    *,
+    files: NamedFiles | None,
+    judge: Consumer | None = None,
+    environment: Mapping[str, str] | None,
+    model: Anatomy | None,
+    hardware: Hardware | None,
+) -> Reading:
+    """Read and judge a text, without trying its fixes; ``judge`` is a consumer that was resolved before."""
     natural = written_in.consumers[0] if written_in is not None else "accelerate"
     brought = written_in.programs if written_in is not None else ()
     failed = partial(_failed, judged_for=resolve_consumer(consumer, target, natural, programs=brought))
@@ -77,9 +126,44 @@ def read_settings(
         if written_in is None:
             code, message = refusal or ("FSD109", "nothing in the file identifies the program that reads it")
             return failed(code, message, source.path, source, root.start)
+    judged = partial(
+        _judge, source, document, written_in, comments, failed,
+        consumer=consumer, target=target, judge=judge, environment=environment or {}, model=model,
+        hardware=hardware,
+    )  # fmt: skip
+    if document.language != "flags":
+        return judged()
+    from fsdptool.config.command_lines import read_lines
+
+    first, *others = (judged(line=line) for line in read_lines(source, files))
+    return replace(_together(first, others), files=files)
+
+
+def _judge(
+    source: SourceText,
+    document: Document,
+    form: Dialect,
+    comments: Comments,
+    failed: Any,
+    *,
+    line: Line | None = None,
+    consumer: str | None,
+    target: str | None,
+    judge: Consumer | None,
+    environment: Mapping[str, str],
+    model: Anatomy | None,
+    hardware: Hardware | None,
+) -> Reading:
+    """Return the reading of a file, or of one command of it, as the program that it is for reads it."""
+    written_in = form
+    if line is not None:
+        document = line.document
+        written_in = load_registry().get(line.dialect) if line.dialect is not None else form
+    root = document.root
+    assert root is not None
     failed = partial(
         failed,
-        dialect=written_in.name,
+        dialect=form.name,
         judged_for=resolve_consumer(consumer, target, written_in.consumers[0], programs=written_in.programs),
     )
     noted = comments.consumer
@@ -87,8 +171,10 @@ def read_settings(
         message = f"the file says consumer={noted}; there is no known program of that name"
         advice = f"choose one of: {', '.join(known_programs())}"
         return failed("FSD114", message, source.path, source, comments.consumer_at, help=advice)
-    natural = written_in.consumer_of(root)
-    judged_for = resolve_consumer(consumer, target, natural, noted=noted, programs=written_in.programs)
+    natural = (line.consumer if line is not None else None) or written_in.consumer_of(root)
+    judged_for = judge or resolve_consumer(
+        consumer, target, natural, noted=noted, programs=written_in.programs
+    )
     if judged_for.name not in written_in.consumers:
         return failed(
             "FSD114",
@@ -99,60 +185,77 @@ def read_settings(
             judged_for=judged_for,
             help=_advice(written_in, natural, judged_for.name),
         )
-    reading = _judge(source, document, comments, judged_for, written_in, environment, model, hardware)
-    if not any(item.fix is not None for item in reading.diagnostics):
-        return reading
-    from fsdptool.config.fixes import withhold_refused
-
-    return withhold_refused(reading, environment=environment, model=model, hardware=hardware)
-
-
-def read_again(
-    reading: Reading,
-    text: str,
-    *,
-    environment: Mapping[str, str] | None = None,
-    model: Anatomy | None = None,
-    hardware: Hardware | None = None,
-) -> Reading | None:
-    """Return the reading of a changed text, judged as ``reading`` was; its fixes are not tried.
-
-    None: it does not parse, or is no mapping any more.
-    """
-    assert reading.source is not None and reading.written_in is not None
-    source = reading.source.with_text(text)
-    try:
-        document = parse_source(source, reading.written_in)
-    except ParseError:
-        return None
-    if document.root is None or document.root.kind != "map":
-        return None
-    comments = read_comments(source)
-    return _judge(
-        source, document, comments, reading.consumer, reading.written_in, environment, model, hardware
-    )
-
-
-def _judge(
-    source: SourceText,
-    document: Document,
-    comments: Comments,
-    judged_for: Consumer,
-    written_in: Dialect,
-    environment: Mapping[str, str] | None,
-    model: Anatomy | None,
-    hardware: Hardware | None,
-) -> Reading:
-    """Read a tree into facts, and judge them."""
-    lint = LintContext(source, document, judged_for, written_in, environment or {})
-    _check_text(lint)
-    written_in.read(lint)
-    check_meaning(lint, model=model, hardware=hardware)
+    lint = LintContext(source, document, judged_for, written_in, environment)
+    if line is None:
+        _check_text(lint)
+        written_in.read(lint)
+    else:
+        _read_line(lint, line)
+    if line is None or not line.refused:
+        check_meaning(lint, model=model, hardware=hardware)
     for index, message in comments.unknown:
         lint.report("FSD112", message, index)
     for problem in load_registry().problems.values():
         lint.report("FSD115", problem)
-    return _finish(lint, comments)
+    reading = _finish(lint, comments, form)
+    return reading if line is None else replace(reading, named=line.files)
+
+
+def _read_line(lint: LintContext, line: Line) -> None:
+    """Read one command: what a launcher sets first, then what its script makes of that."""
+    from fsdptool.config.command_lines import export
+
+    lint.environment = {**lint.environment, **line.environment}
+    for code, text, at, advice in line.findings:
+        lint.report(code, text, at, help=advice)
+    for entry in line.replaced:
+        lint.ignore(entry, "the command line decides")
+    if line.refused:
+        lint.runs_fsdp = lint.configures_fsdp = False
+        return
+    below: LintContext | None = None
+    if line.launcher is not None:
+        launcher = load_registry().get(line.launcher.dialect or "flags")
+        judge = resolve_consumer(None, None, launcher.consumers[0], programs=launcher.programs)
+        below = LintContext(lint.source, line.launcher.document, judge, launcher, lint.environment)
+        launcher.read(below)
+        lint.findings.extend(item for item in below.findings if item.diagnostic.code in _LAUNCH_STOPS)
+        lint.environment = {**lint.environment, **export(below)}
+    _check_text(lint)
+    lint.dialect.read(lint)
+    if below is not None:
+        for key, fact in below.facts.items():
+            unwritten = key == "mixed_precision" and lint.get(key) == "no" and not lint.written(key)
+            if key not in lint.facts or unwritten:
+                lint.facts[key] = fact
+        lint.parallelism_block = lint.parallelism_block or below.parallelism_block
+        lint.deepspeed = lint.deepspeed or below.distributed_type == "DEEPSPEED"
+    if not line.known:
+        # What is written was judged; what is not written, the file decides that was not read.
+        lint.configures_fsdp = False
+        lint.facts = {key: fact for key, fact in lint.facts.items() if fact.entry is not None}
+        lint.findings = [item for item in lint.findings if item.diagnostic.code not in _OF_ABSENCE]
+
+
+_LAUNCH_STOPS = frozenset({"FSD201", "FSD205", "FSD208", "FSD210", "FSD212", "FSD218", "FSD219"})
+"""Findings about a file that ``accelerate launch`` itself refuses, whatever its script reads."""
+
+
+_OF_ABSENCE = frozenset({"FSD113", "FSD330", "FSD338", "FSD341"})
+"""Findings about what is not written."""
+
+
+def _together(first: Reading, others: Iterable[Reading]) -> Reading:
+    """Return the reading of the first command, with what is found in the others."""
+    seen = {(item.code, item.message, item.line) for item in first.diagnostics}
+    diagnostics, changes = list(first.diagnostics), list(first.changes)
+    for other in others:
+        for item, change in zip(other.diagnostics, other.changes, strict=True):
+            if (item.code, item.message, item.line) not in seen:
+                seen.add((item.code, item.message, item.line))
+                diagnostics.append(item)
+                changes.append(change)
+    return replace(first, diagnostics=tuple(diagnostics), changes=tuple(changes))
 
 
 def judged_or_failed(path_or_text: str | Path | SourceText, **judged: Any) -> Reading:
@@ -229,39 +332,51 @@ def _check_text(lint: LintContext) -> None:
             )
 
 
-def _finish(lint: LintContext, comments: Comments) -> Reading:
+def _finish(lint: LintContext, comments: Comments, form: Dialect) -> Reading:
     facts = {key: fact.value for key, fact in lint.facts.items()}
     effective = []
     for key in (*COMMON, *DETAILS, *LEGACY):
         fact = lint.facts.get(key)
         if fact is None or (not lint.runs_fsdp and key in _FSDP_ONLY):
             continue
-        line = lint.line(fact.entry) if fact.entry is not None else None
+        here = fact.entry is not None and fact.entry.key_node.file is None
+        line = lint.line(fact.entry) if fact.entry is not None and here else None
         value: Any = list(fact.value) if isinstance(fact.value, tuple) else fact.value
         origin = fact.origin
         if key in lint.overridden:
             value, origin, line = lint.overridden[key], f"default of {lint.consumer}", None
         effective.append(EffectiveSetting(key, value, origin, line))
     ordered = sorted(lint.findings, key=lambda finding: (finding.order, finding.diagnostic.code))
-    kept = condense(lint, [item for item in ordered if not comments.silences(item.diagnostic)])
+    silenced = {id(item) for item in ordered if _silenced(item, comments)}
+    kept = condense(lint, [item for item in ordered if id(item) not in silenced])
     return Reading(
         settings=settings_from(facts) if lint.runs_fsdp and lint.configures_fsdp else None,
         diagnostics=tuple(finding.diagnostic for finding in kept),
         effective=tuple(effective),
         ignored=tuple(sorted(lint.ignored, key=lambda item: item.line or 0)),
-        dialect=lint.dialect.name,
+        dialect=form.name,
         consumer=lint.consumer,
         version=lint.get("fsdp_version") if lint.runs_fsdp else None,
         path=lint.source.path,
         source=lint.source,
         document=lint.document,
         changes=tuple(finding.changes for finding in kept),
-        suppressed=tuple(item.diagnostic for item in ordered if comments.silences(item.diagnostic)),
+        suppressed=tuple(item.diagnostic for item in ordered if id(item) in silenced),
         facts=facts,
-        written_in=lint.dialect,
+        written_in=form,
         used=tuple(fact.entry for fact in lint.facts.values() if fact.entry is not None),
         dtypes=lint.dialect.dtypes(lint) if lint.runs_fsdp and lint.configures_fsdp else None,
     )
+
+
+def _silenced(item: Finding, comments: Comments) -> bool:
+    """Whether a comment silences a finding, in the file that was read or in the one that it is about."""
+    if comments.silences(item.diagnostic):
+        return True
+    if item.elsewhere is None:
+        return False
+    source, line = item.elsewhere
+    return read_comments(source).silences(replace(item.diagnostic, line=line))
 
 
 _FSDP_ONLY = frozenset((*OF_FSDP, *DETAILS, *LEGACY, *MESH, "cp_comm_strategy"))

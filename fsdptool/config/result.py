@@ -21,6 +21,7 @@ from fsdptool.records.diagnostic import (
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
+    from fsdptool.config.command_lines import NamedFiles
     from fsdptool.config.dialects.protocol import Dialect
     from fsdptool.records.config_documents import CodeCount, ConsumerVersion, FileStatus, FileVerdict, Finding
 
@@ -39,6 +40,8 @@ class Reading:
         consumer: Who the file was judged for.
         version: FSDP version the consumer would run, or None if it would not run FSDP.
         changes: Per diagnostic (same index): settings its fix changes, by key.
+        files: Where the files that it names are looked for; None: in the usual places.
+        named: The files that it names and that were read.
         suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
         used: Entries of the document that settings were read from.
         dtypes: What is stored, computed and reduced in which dtype, or None if FSDP does not run.
@@ -60,6 +63,8 @@ class Reading:
     written_in: Dialect | None = field(default=None, repr=False)
     used: tuple[Entry, ...] = field(default=(), repr=False)
     dtypes: EffectiveDtypes | None = None
+    files: NamedFiles | None = field(default=None, repr=False)
+    named: tuple[str, ...] = ()
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from fsdptool.files.tree import Document, Entry, Node, ParseError
 
@@ -15,7 +17,12 @@ _VARIABLES = re.compile(
     re.MULTILINE,
 )
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_.\-]*)")
-_LAUNCHER = re.compile(r"\baccelerate(?:\s+|\.commands\.)launch(?=\s|\\)")
+_TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
+_OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
+_LIMIT = 5000
+_NEST = 4
+"""How deep quotes are looked into: ``srun bash -c "torchrun ..."``."""
+
 _SWITCHES = frozenset([
     "cpu", "debug", "downcast_bf16", "dynamo_use_dynamic", "dynamo_use_fullgraph",
     "dynamo_use_regional_compilation", "enable_cpu_affinity", "fp8_use_autocast_during_eval", "m", "module",
@@ -23,9 +30,86 @@ _SWITCHES = frozenset([
     "tpu_use_sudo", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config",
 ])  # fmt: skip
 """Flags of ``accelerate launch`` (1.15) that take no value: what follows one may be the script."""
-_TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
-_OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
-_LIMIT = 5000
+_LAUNCHER_SWITCHES = _SWITCHES | frozenset([
+    "standalone", "run_path", "virtual_local_rank", "use_env",  # torchrun
+    "force_multi", "no_local_rank", "no_ssh", "no_ssh_check", "save_pid", "elastic_training",
+    "bind_cores_to_rank",  # deepspeed
+])  # fmt: skip
+
+_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "torch.distributed.elastic.run": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+_COMMANDS = {
+    "accelerate": ("launch",),
+    "axolotl": ("train",),
+    "llamafactory-cli": ("train",),
+    "lmf": ("train",),
+    "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo", "orpo", "cpo", "gkd", "nash_md", "online_dpo"),
+    "tune": ("run",),
+    "swift": ("sft", "pt", "rlhf"),
+    "megatron": ("sft", "pt", "rlhf"),
+    "simpletuner": ("train",),
+    "oumi": ("train", "distributed"),
+    "automodel": ("finetune", "pretrain", "benchmark"),
+    "xtuner": ("train",),
+    "colossalai": ("run",),
+    "litgpt": ("pretrain", "finetune", "finetune_full", "finetune_lora"),
+}
+"""Programs with commands of their own, and those that train."""
+_ALONE = frozenset({"torchrun", "accelerate-launch", "deepspeed", "composer", "launch_torchtitan"})
+_PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)*)?(?:\.exe)?")
+_NOT_RUN = frozenset([
+    "pip", "pip3", "conda", "apt", "apt-get", "echo", "printf", "cat", "cd", "git", "which", "type", "ls",
+    "command", "mkdir", "rm", "cp", "mv", "source", ".", "module", "ln", "touch", "alias", "pkill", "kill",
+    "killall", "brew", "if", "[", "[[", "test", "grep", "sed", "awk", "help", "man",
+])  # fmt: skip
+"""What mentions the name of a program without starting it."""
+_HINT = re.compile(
+    r"\b(?:accelerate|torchrun|deepspeed|python\d*|axolotl|llamafactory-cli|lmf|trl|tune|swift|megatron"
+    r"|simpletuner|oumi|automodel|xtuner|colossalai|litgpt|composer)\b"
+)
+_NO_COMMAND = re.compile(r"""[{\[<]|---|-\s|["']?[\w.\-/ ]+["']?\s*:(?:\s|$)|[\w.\-"' ]+[ \t]=|"|'""")
+"""How YAML, JSON and TOML begin, and no shell script does."""
+
+
+@dataclass(slots=True)
+class Command:
+    """One command that starts a training.
+
+    Attributes:
+        program: Its name, without folder: ``accelerate``, ``torchrun``, ``python``, ``trl``, ...; empty for
+            flags alone.
+        verb: The program's own command (``sft`` of ``trl sft``), or empty.
+        flags: Flags of the program itself.
+        script: The script or module that it starts, or None.
+        arguments: Flags behind the script.
+        words: Words behind the script (or the verb) that are no flags.
+        start, end: Characters of the text that it takes.
+    """
+
+    program: str
+    verb: str
+    start: int
+    end: int
+    flags: list[Entry] = field(default_factory=list)
+    script: Node | None = None
+    arguments: list[Entry] = field(default_factory=list)
+    words: list[Node] = field(default_factory=list)
+
+    def flag(self, *names: str) -> Entry | None:
+        """Return the last flag of one of the names, with hyphens or underscores, wherever it stands."""
+        found = [entry for entry in (*self.flags, *self.arguments) if plain(entry) in names]
+        return found[-1] if found else None
+
+
+def plain(entry: Entry) -> str:
+    """Return a flag's name as Python's argparse stores it."""
+    return str(entry.key).lstrip("-").replace("-", "_")
 
 
 def sniff(text: str) -> str | None:
@@ -36,14 +120,11 @@ def sniff(text: str) -> str | None:
     first = head.lstrip()[:400]
     if first.startswith("--") and not first.startswith(("---", "--\n")):
         return "flags"
-    if (
-        re.match(r"(?:accelerate\s+launch|torchrun|python3?|simpletuner\s+train|srun)\s", first)
-        and "--" in text
-    ):
-        return "flags"
-    if _VARIABLES.search(head) and not re.search(r"^[A-Za-z_]+:\s", head, re.MULTILINE):
-        return "flags" if " --" in head and "launch" in head else "env"
-    return None
+    commands = [] if _NO_COMMAND.match(first) and not text.startswith("#!") else find_commands(text)
+    assigned = _VARIABLES.search(head) and not re.search(r"^[A-Za-z_]+:\s", head, re.MULTILINE)
+    if assigned and not any(map(configures, commands)):
+        return "flags" if " --" in head and "launch" in head and not commands else "env"
+    return "flags" if commands else None
 
 
 def parse_environment(text: str) -> Document:
@@ -62,50 +143,274 @@ def parse_environment(text: str) -> Document:
 
 
 def parse_flags(text: str) -> Document:
-    """Parse a command line: ``--key value``, ``--key=value``, bare ``--key``; a continuation is a blank.
+    """Parse command lines: ``--key value``, ``--key=value``, bare ``--key``; a continuation is a blank.
 
-    Of ``accelerate launch ... script.py ...`` only the launcher's own part is read: what stands behind
-    the script is the script's, and may bear the same names.
+    The tree holds the flags of the first command that configures FSDP. Of ``accelerate launch ... script.py
+    ...`` these are the launcher's own: what stands behind the script is the script's, and may bear the same
+    names. Flags alone are a command, too.
     """
-    root = Node("map", 0, len(text), flow=False)
-    launcher = _LAUNCHER.search(text)
-    index = launcher.end() if launcher else 0
-    while index < len(text):
+    commands = find_commands(text) or [parse_command(text)]
+    command = next(filter(configures, commands), commands[0])
+    entries = command.flags if command.program in ("accelerate", "") else command.arguments
+    root = Node("map", 0, len(text), entries=entries)
+    return Document(root if entries or command.program else None, "flags")
+
+
+def parse_command(text: str) -> Command:
+    """Return a text that starts no known program as flags alone."""
+    return _parsed(text, Command("", "", 0, len(text)), 0)
+
+
+def configures(command: Command) -> bool:
+    """Whether a command may say how FSDP runs: by flags, by a file that it names, by its own program."""
+    if command.program not in ("accelerate", "torchrun", "deepspeed", "python", ""):
+        return True
+    names = {plain(entry) for entry in (*command.flags, *command.arguments)}
+    return bool(
+        names & {"config_file", "use_fsdp", "model_family"}
+        or any(name.startswith("fsdp") for name in names)
+        or (command.words and not command.arguments)
+    )
+
+
+def find_commands(text: str) -> list[Command]:
+    """Return the commands of a shell script (or of one line) that start a training, in their order."""
+    if not _HINT.search(text):
+        return []
+    first = text.lstrip()[:1]
+    spans = [(0, len(text))] if first == "-" else _spans(text, 0, len(text))
+    return list(_found(text, spans, _NEST))
+
+
+def _found(text: str, spans: list[tuple[int, int]], depth: int) -> Iterator[Command]:
+    for start, end in spans:
+        if not _HINT.search(text, start, end):
+            continue
+        words = list(_words(text, start, end))
+        command = _command(text, words, end)
+        if command is not None:
+            yield command
+            continue
+        for word in words:
+            inside = _inside(text, word)
+            if depth and inside is not None and _HINT.search(text, *inside):
+                yield from _found(text, _spans(text, *inside), depth - 1)
+
+
+def _inside(text: str, word: Node) -> tuple[int, int] | None:
+    """Return the span between the quotes of a word with blanks in it: perhaps a command of its own."""
+    quote = next((at for at in range(word.start, word.end) if text[at] in "'\""), None)
+    if quote is None or text[word.end - 1] != text[quote] or word.end - quote < 3:
+        return None
+    return (quote + 1, word.end - 1) if any(char.isspace() for char in text[quote : word.end]) else None
+
+
+def _spans(text: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Return where each command begins and ends: at a line's end, ``;``, ``&``, ``|`` and parentheses.
+
+    A line that begins with a flag belongs to the command before it, as people paste them.
+    """
+    spans: list[tuple[int, int]] = []
+    index = begin = start
+    while index < end:
+        character = text[index]
+        if character == "\\":
+            index += 3 if text.startswith("\\\r\n", index) else 2
+        elif character in "'\"":
+            index = _quoted(text, index, end)
+        elif character == "#" and (index == start or text[index - 1].isspace()):
+            line = text.find("\n", index, end)
+            index = end if line < 0 else line
+        elif character in "\n;|()" or (character == "&" and _separates(text, index)):
+            if character != "\n" or not _continues(text, index + 1, end):
+                spans.append((begin, index))
+                begin = index + 1
+            index += 1
+        else:
+            index += 1
+    spans.append((begin, end))
+    return [span for span in spans if text[span[0] : span[1]].strip()]
+
+
+def _separates(text: str, index: int) -> bool:
+    """Whether ``&`` ends a command; it does not in ``2>&1`` and ``&>``."""
+    return text[index - 1 : index] != ">" and text[index + 1 : index + 2] != ">"
+
+
+_MORE = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*--?[A-Za-z]")
+
+
+def _continues(text: str, index: int, end: int) -> bool:
+    return _MORE.match(text, index, end) is not None
+
+
+def _quoted(text: str, index: int, end: int) -> int:
+    """Return where a quoted part ends; a quote that is never closed is an apostrophe."""
+    quote = text[index]
+    at = index + 1
+    while at < end:
+        if text[at] == "\\" and quote == '"':
+            at += 2
+        elif text[at] == quote:
+            return at + 1
+        else:
+            at += 1
+    return index + 1
+
+
+def _words(text: str, start: int, end: int) -> Iterator[Node]:
+    """Yield the words of a command, with what quotes and backslashes make of them."""
+    index = start
+    while index < end:
+        if text[index].isspace():
+            index += 1
+        elif text[index] == "\\" and text[index + 1 : index + 2] in ("\n", "\r", ""):
+            index += 2
+        elif text[index] == "#" and (index == start or text[index - 1].isspace()):
+            line = text.find("\n", index, end)
+            index = end if line < 0 else line
+        else:
+            node = _shell_word(text, index, end)
+            yield node
+            index = node.end
+
+
+def _shell_word(text: str, start: int, end: int) -> Node:
+    value: list[str] = []
+    index = start
+    while index < end and not text[index].isspace():
+        character = text[index]
+        if character in "'\"":
+            stop = _quoted(text, index, end)
+            closed = stop > index + 1
+            value.append(text[index + 1 : stop - 1] if closed else character)
+            index = stop
+        elif character == "\\" and index + 1 < end:
+            if text[index + 1] in "\r\n":
+                break
+            value.append(text[index + 1])
+            index += 2
+        else:
+            value.append(character)
+            index += 1
+    style = text[start] if text[start] in "'\"" else ""
+    return Node("scalar", start, index, "".join(value), style=style, raw=text[start:index])
+
+
+def _base(word: Node) -> str:
+    return str(word.value).replace("\\", "/").rsplit("/", 1)[-1]
+
+
+def _command(text: str, words: list[Node], end: int) -> Command | None:
+    """Return the command that a program among the words begins, whatever starts that program."""
+    for at, word in enumerate(words):
+        name = _base(word)
+        after = words[at + 1] if at + 1 < len(words) else None
+        if name in _NOT_RUN and (after is None or after.value != "run"):
+            return None
+        if name in _ALONE and (after is not None or name == "torchrun"):
+            program = "accelerate" if name == "accelerate-launch" else name
+            return _parsed(text, Command(program, "", word.start, end), word.end)
+        if after is not None and after.value in _COMMANDS.get(name, ()):
+            verb = "" if name == "accelerate" else str(after.value)
+            return _parsed(text, Command(name, verb, word.start, end), after.end)
+        if _PYTHON.fullmatch(name):
+            return _python(text, words[at:], end)
+    return None
+
+
+def _python(text: str, words: list[Node], end: int) -> Command | None:
+    """Return what ``python`` starts: a launcher held in a module, a script, or a module."""
+    start = words[0].start
+    for at, word in enumerate(words[1:], 1):
+        value = str(word.value)
+        if value == "-m" and at + 1 < len(words):
+            module = words[at + 1]
+            program = _MODULES.get(str(module.value))
+            if program is not None:
+                begin = module.end
+                if str(module.value).endswith("accelerate_cli"):
+                    begin = words[at + 2].end if at + 2 < len(words) else module.end
+                return _parsed(text, Command(program, "", start, end), begin)
+            return _parsed(text, Command("python", "", start, end, script=module), module.end)
+        if value.startswith("-c"):
+            return None
+        if value.startswith("-"):
+            continue
+        if value.endswith(".py") or "$" in value or at + 1 < len(words):
+            if _base(word) in ("launch.py", "run.py") and "torch/distributed" in value:
+                return _parsed(text, Command("torchrun", "", start, end), word.end)
+            return _parsed(text, Command("python", "", start, end, script=word), word.end)
+        return None
+    return None
+
+
+_SCRIPTS = ("accelerate", "torchrun", "deepspeed", "composer", "colossalai")
+"""Programs that start a script, whose flags stand behind it."""
+_TRAINING = frozenset({"fsdp", "fsdp_config", "output_dir", "model_name_or_path"})
+
+
+def _parsed(text: str, command: Command, index: int) -> Command:
+    """Read the flags and words from ``index`` to the end of a command into it."""
+    launches = command.program in _SCRIPTS
+    open_ = not (launches or command.program == "")
+    count, variable, end = 0, None, command.end
+    while index < end:
         character = text[index]
         if character.isspace() or character == "\\":
             index += 1
         elif character == "#" and (index == 0 or text[index - 1].isspace()):
-            end = text.find("\n", index)
-            index = len(text) if end < 0 else end
-        elif character == "-" and (match := _FLAG.match(text, index)):
-            index = _flag(text, match, root)
+            line = text.find("\n", index, end)
+            index = end if line < 0 else line
+        elif character == "-" and (match := _FLAG.match(text, index, end)):
+            own = launches and command.script is None
+            if own and variable is not None and match.group(1).replace("-", "_") in _TRAINING:
+                command.script, own = variable, False  # a variable held the script
+            entry, index = _flag(text, match, end, launcher=own or command.program == "")
+            (command.arguments if open_ or (not own and command.program) else command.flags).append(entry)
         else:
-            word = _word(text, index)
-            if launcher and "$" not in word.raw:  # a variable may hold more flags
-                break
+            word = _shell_word(text, index, end)
             index = max(word.end, index + 1)
-        if len(root.entries) > _LIMIT:
+            if launches and command.script is None:
+                if "$" in word.raw:  # a variable may hold more flags
+                    variable = word
+                else:
+                    command.script = word
+            else:
+                command.words.append(word)
+        count += 1
+        if count > _LIMIT:
             raise ParseError("FSD105", f"more than {_LIMIT:,} flags", index)
-    return Document(root if root.entries else None, "flags")
+    return command
 
 
-def _flag(text: str, match: re.Match[str], root: Node) -> int:
+def _flag(text: str, match: re.Match[str], limit: int, *, launcher: bool) -> tuple[Entry, int]:
     name = match.group(1)
     key = Node("scalar", match.start(), match.end(), name, raw=name)
     index = match.end()
     if text.startswith("=", index):
-        node = _word(text, index + 1)
+        node = _value(text, index + 1, limit)
     else:
-        after = re.compile(r"(?:[ \t]|\\\r?\n)+").match(text, index)
+        after = re.compile(r"(?:[ \t]|\\\r?\n)+").match(text, index, limit)
         start = after.end() if after else index
-        bare = start >= len(text) or text[start] in "\r\n#" or _FLAG.match(text, start) is not None
-        switch = name.replace("-", "_").lower() in _SWITCHES and _TRUTH.match(text, start) is None
-        if bare or switch or after is None:
+        bare = start >= limit or text[start] in "\r\n#" or _FLAG.match(text, start) is not None
+        switch = launcher and name.replace("-", "_").lower() in _LAUNCHER_SWITCHES
+        if bare or after is None or (switch and _TRUTH.match(text, start) is None):
             node = Node("scalar", index, index, True, raw="")
         else:
-            node = _word(text, start)
-    root.entries.append(Entry(name, key, node))
-    return node.end if node.end > node.start else index
+            node = _value(text, start, limit)
+    return Entry(name, key, node), node.end if node.end > node.start else index
+
+
+def _value(text: str, index: int, limit: int) -> Node:
+    """Read a flag's value; the quotes of a JSON object may stand inside others."""
+    if text[index : index + 1] in ("'", '"'):
+        node = _shell_word(text, index, limit)
+        if node.raw.count(text[index]) == 2 and node.raw.endswith(text[index]):
+            return Node("scalar", node.start, node.end, node.value, style=node.style, raw=str(node.value))
+        return node
+    node = _word(text[:limit], index) if text[index : index + 1] == "[" else _shell_word(text, index, limit)
+    return node
 
 
 def _word(text: str, index: int, *, command: bool = False) -> Node:

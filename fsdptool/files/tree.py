@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from fsdptool.files.text import SourceText
 
 Kind = Literal["map", "list", "scalar"]
 
@@ -38,6 +41,8 @@ class Node:
     error: str | None = None
     alias: bool = False
     """Whether the value was written elsewhere and only referred to here: never edited."""
+    file: Included | None = None
+    """The file that holds it, where the document only names that file: never edited."""
 
     def get(self, key: str) -> Entry | None:
         """Return the entry that wins for ``key``: the last one, as PyYAML and json decide."""
@@ -45,6 +50,19 @@ class Node:
             if entry.key == key:
                 return entry
         return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Included:
+    """A file that a document names.
+
+    Attributes:
+        source: Its text.
+        at: Where the document names it.
+    """
+
+    source: SourceText
+    at: Node
 
 
 @dataclass(slots=True, eq=False)

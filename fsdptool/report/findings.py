@@ -298,6 +298,8 @@ def render_explanation(reading: Reading, *, width: int | None = None) -> str:
     findings = render_concise([reading]).splitlines()
     if reading.version is not None:
         lines.append(f"FSDP version {reading.version} runs")
+    elif any(item.code == "FSD116" for item in reading.diagnostics):
+        lines.append("Whether FSDP runs is not known: a file was not read")
     elif reading.dialect is not None:
         lines.append("FSDP does not run")
     if reading.effective:
@@ -315,7 +317,7 @@ def render_explanation(reading: Reading, *, width: int | None = None) -> str:
         lines.append("")
         lines.append("ignored:")
         lines.extend(
-            f"  line {item.line}: {item.key} = {shown(item.value)} ({item.reason})"
+            f"  {f'line {item.line}: ' if item.line else ''}{item.key} = {shown(item.value)} ({item.reason})"
             for item in reading.ignored
         )
     if findings:

@@ -15,7 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fsdptool.config.command_lines import ALLOWED
 from fsdptool.errors import FsdptoolError, unusable_name
 from fsdptool.report.html_style import STYLE
 from fsdptool.report.run_page import RUN_STYLE
@@ -73,7 +75,7 @@ def build_app(policy: Policy, roots: Roots, jobs: Jobs, queue: QueueRunner | Non
             *(route for module in modules for route in module.routes),
             Mount("/static", StaticFiles(packages=[("fsdptool.web", "static")])),
         ],
-        middleware=[Middleware(Guard, policy=policy)],
+        middleware=[Middleware(Guard, policy=policy), Middleware(_WithinRoots, roots=roots)],
         exception_handlers={
             FsdptoolError: error_page,
             HTTPException: _http_error,
@@ -84,6 +86,21 @@ def build_app(policy: Policy, roots: Roots, jobs: Jobs, queue: QueueRunner | Non
     )
     app.state.services = Services(roots, jobs, policy.session, menu, runner, Streams())
     return app
+
+
+class _WithinRoots:
+    """Lets files below the roots be read, and no others that a text of a page names."""
+
+    def __init__(self, app: ASGIApp, roots: Roots) -> None:
+        self._app = app
+        self._roots = roots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        token = ALLOWED.set(self._roots.contains)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            ALLOWED.reset(token)
 
 
 async def style(_: Request) -> Response:

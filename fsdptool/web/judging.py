@@ -8,9 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from fsdptool.api.validate import Linter, as_found
+from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.lint_settings import LintSettings
 from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Reading
+from fsdptool.config.shell import sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError, decode, is_folder, read_bytes
 from fsdptool.web.roots import Roots
@@ -56,6 +58,11 @@ class RootedLinter(Linter):
         """Return the baseline that counts, or None if it is outside of the roots."""
         path = super().baseline_file(settings)
         return path if path is not None and self._roots.contains(path) else None
+
+    def files_of(self, path: Path) -> NamedFiles:
+        """Return where the files that a command line names are looked for: its root, then its folder."""
+        roots = tuple(root for root in self._roots.folders.values() if path.is_relative_to(root))
+        return NamedFiles(tuple(dict.fromkeys((*roots, path.parent))), self._roots.contains)
 
 
 def judge_file(
@@ -111,7 +118,12 @@ def _judged(linter: Linter, path: Path, name: str, *, named: bool, judged: Mappi
     given = tuple(sorted(judged.items()))
     try:
         data = read_bytes(path)
-        whole = _read_once(decode(data, name), given)
+        source = decode(data, name)
+        if "flags" in (judged.get("dialect"), sniff(source.text)):
+            # What a command line names may change while its own text stays.
+            whole = _read(source, given, linter.files_of(path) if isinstance(linter, RootedLinter) else None)
+        else:
+            whole = _read_once(source, given)
     except UnreadableError:
         # Read again by the linter, which makes a finding of it.
         data, whole = None, _read(path, given)
@@ -125,11 +137,14 @@ def _read_once(source: SourceText, given: tuple[tuple[str, str], ...]) -> Readin
     return _read(source, given)
 
 
-def _read(source: SourceText | Path, given: tuple[tuple[str, str], ...]) -> Reading:
+def _read(
+    source: SourceText | Path, given: tuple[tuple[str, str], ...], files: NamedFiles | None = None
+) -> Reading:
     judged = dict(given)
     return judged_or_failed(
         source,
         dialect=judged.get("dialect"),
         consumer=judged.get("consumer"),
         target=judged.get("target"),
+        files=files,
     )

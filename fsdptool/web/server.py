@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fsdptool.errors import ConfigError
 from fsdptool.web.app import build_app
 from fsdptool.web.events import Streams
-from fsdptool.web.jobs import Jobs
+from fsdptool.web.jobs import CHILD, Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
 from fsdptool.web.security import OPEN_PATH, Limits, Policy
@@ -139,7 +139,7 @@ class Interface:
         names = {self._origin, f"localhost:{self.port}"} if _is_loopback(address.host) else {self._origin}
         self._session = _AnnouncingSession(self.port, address.token)
         self._session.used = lambda: announce(self.new_address())
-        self.jobs = Jobs(unheard_seconds=UNHEARD_SECONDS)
+        self.jobs = Jobs(unheard_seconds=UNHEARD_SECONDS, child=(*CHILD, *map(str, roots.folders.values())))
         app = build_app(Policy(self._session, frozenset(names), limits or Limits()), roots, self.jobs, queue)
         self.server = _Server(
             app.state.services.streams,

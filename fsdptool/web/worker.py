@@ -23,8 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from fsdptool.config.command_lines import ALLOWED
 from fsdptool.errors import ExitCode, FsdptoolError
 from fsdptool.formatting import printable
+from fsdptool.web.roots import Roots
 
 REPEAT_SECONDS = 0.1
 """A task that is cancelled is interrupted again after this time."""
@@ -175,15 +177,18 @@ def load_task(name: str) -> Any:
     return getattr(import_module(f"fsdptool.web.tasks.{module}"), function)
 
 
-def main(load: Callable[[], None] = load_libraries) -> None:
+def main(load: Callable[[], None] = load_libraries, roots: Sequence[str] = ()) -> None:
     """Serve the process that started this one.
 
     Args:
+        roots: The folders below which files may be read that a text names; empty: all.
         load: Loads what most tasks need; nothing cancels it.
     """
     # What libraries print must not mix with the messages.
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    if roots:
+        ALLOWED.set(Roots([Path(folder) for folder in roots]).contains)
     worker = _Worker(output)
     signal.signal(signal.SIGINT, worker.interrupt)
     threading.Thread(target=worker.read, args=(sys.stdin,), daemon=True).start()
@@ -194,4 +199,4 @@ def main(load: Callable[[], None] = load_libraries) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(roots=sys.argv[1:])

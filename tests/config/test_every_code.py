@@ -42,6 +42,8 @@ SMALLEST: dict[str, tuple[str, dict[str, Any]]] = {
     "FSD112": ("# fsdptool: ignore[FSD999]\n" + GOOD, {}),
     "FSD113": ('{"model_family": "flux",\n "model_type": "full"}', {}),
     "FSD114": ("# fsdptool: consumer=trainer\n" + GOOD, {}),
+    "FSD116": ("accelerate launch --config_file absent.yaml --num_processes 2 train.py\n", {}),
+    "FSD117": ("accelerate launch --use_fsdp --fsdp_version 2 train.py\n", {}),
     "FSD304": (GOOD + "deepspeed_config:\n  zero_stage: 3\n", {}),
     "FSD316": (
         change(("TRANSFORMER_BASED_WRAP", "NO_WRAP"), add="  fsdp_activation_checkpointing: true\n"),
@@ -77,6 +79,7 @@ SMALLEST: dict[str, tuple[str, dict[str, Any]]] = {
     "FSD356": (TENSOR, {}),
     "FSD363": (TENSOR, {"target": "accelerate==1.14,transformers==5.12"}),
     "FSD364": (TENSOR, {"target": "accelerate==1.12,transformers==5.0.0"}),
+    "FSD370": ("base_model: m\ndatasets: [{path: a, type: alpaca}]\nload_in_4bit: true\n", {}),
     "FSD355": ('{"fsdp": true,\n "fsdp_config": {"version": 2}}', {}),
 }  # fmt: skip
 

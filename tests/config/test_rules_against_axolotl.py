@@ -7,14 +7,17 @@ case is run through it again.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import axolotl_oracle
 import pytest
 
 from fsdptool.config import read_settings
+from fsdptool.config.dialects.axolotl.refusals import REFUSALS, Values
 from fsdptool.config.fixes import repair
 from fsdptool.config.migrate import migrate_file
+from fsdptool.files.yaml_tree import parse_yaml
 
 TOP = """\
 base_model: a/b
@@ -146,3 +149,169 @@ def test_an_optimizer_that_fsdp2_refuses_stops_the_migration(tmp_path: Path) -> 
     path.write_text(text(top="optimizer: adamw_bnb_8bit\n", version=1))
     migrated = migrate_file(path)
     assert migrated.after is None and migrated.help is not None and "adamw_torch_8bit" in migrated.help
+
+
+LORA = "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_linear: true\n"
+EIGHT = f"load_in_8bit: true\n{LORA}"
+
+# One file for every row of the table: its place in it, the file, and what axolotl says.
+REFUSED: list[tuple[str, str, str]] = [
+    ("validate_adapter", f"{TOP}load_in_4bit: true\n", "not supported without setting an adapter"),
+    ("validate_adapter", text(top="load_in_8bit: true\n"), "not supported without setting an adapter"),
+    ("validate_adapter", f"{TOP}adapter: ia3\n", "is not built in"),
+    ("validate_qlora", text(top=FOUR_BIT + "load_in_8bit: true\n"), "Can't load qlora in 8bit"),
+    ("validate_qlora", text(top=FOUR_BIT + "gptq: true\n"), "Can't load qlora if gptq"),
+    ("validate_qlora", f"{TOP}adapter: qlora\n", "Require cfg.load_in_4bit to be True for qlora"),
+    ("validate_qlora", f"{TOP}{FOUR_BIT}merge_lora: true\n", "Can't merge qlora if loaded in 4bit"),
+    (
+        "validate_lora_target_parameters_dropout",
+        f"{TOP}adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_parameters: [a]\nlora_dropout: 0.1\n",
+        "lora_dropout must be 0",
+    ),
+    ("check_fp8_config", text(top="fp8_config:\n  recipe: tensorwise\n"), "requires `fp8: true`"),
+    (
+        "check_fp8_config",
+        text(top="fp8: true\nfp8_config:\n  recipe: rowwise\nfp8_enable_fsdp_float8_all_gather: true\n"),
+        "only supports the tensorwise",
+    ),
+    (
+        "check_fp8_config",
+        text(top="fp8: true\nfp8_enable_fsdp_float8_all_gather: true\n", version=1),
+        "requires FSDP2",
+    ),
+    (
+        "check_lr_groups",
+        f"{TOP}{LORA}loraplus_lr_ratio: 4\nlr_groups:\n  - {{name: a, modules: [b], lr: 0.1}}\n",
+        "cannot be used together",
+    ),
+    (
+        "check_frozen",
+        f"{TOP}{LORA}peft_layers_to_transform: [0]\nunfrozen_parameters: [a]\n",
+        "can have unexpected behavior",
+    ),
+    (
+        "check_peft_layers_pattern",
+        f"{TOP}{LORA}peft_layers_pattern: [a]\n",
+        "requires peft_layers_to_transform",
+    ),
+    ("check_fused_lora", f"{TOP}{LORA}flash_attn_fuse_mlp: true\n", "Fused modules are not supported"),
+    ("check_onebitllms_lora", f"{TOP}{LORA}use_onebitllms: true\n", "not supported with use_onebitllms"),
+    ("check_lora_kernels_8bit", f"{TOP}{EIGHT}lora_mlp_kernel: true\n", "8-bit LoRA"),
+    (
+        "check_lora_kernels_trust_remote_code",
+        f"{TOP}{LORA}lora_o_kernel: true\ntrust_remote_code: true\n",
+        "trust_remote_code",
+    ),
+    ("check_multigpu_lora_kernels", text(top=LORA + "lora_qkv_kernel: true\n", version=1), "with FSDP1"),
+    (
+        "check_rl_config_gradient_checkpointing",
+        text(
+            top=FOUR_BIT + "rl: grpo\ngradient_checkpointing: true\n"
+            "gradient_checkpointing_kwargs:\n  use_reentrant: true\n"
+        ),
+        "not supported for distributed RL",
+    ),
+    ("check_fsdp2_base_model_quant_rl", text(top=EIGHT + "rl: dpo\n"), "does not support load_in_8bit"),
+    ("check_fsdp2_base_model_quant_rl", text(top=FOUR_BIT + "rl: orpo\n"), "does not support load_in_8bit"),
+    (
+        "check_model_quantization_config_vs_bnb",
+        text(top=FOUR_BIT + "model_quantization_config: Mxfp4Config\n"),
+        "cannot be used together",
+    ),
+    (
+        "check_gpt_oss_fsdp_loading",
+        text(RAM, "model_quantization_config: Mxfp4Config\n"),
+        "not supported for Mxfp4Config",
+    ),
+    ("check_gptq_w_revision", f"{TOP}{LORA}gptq: true\nrevision_of_model: a\n", "not supported for GPTQ"),
+    (
+        "check_falcon_fsdp",
+        text(top="fsdp: [full_shard]\n").replace("a/b", "tiiuae/falcon-7b"),
+        "not supported for falcon",
+    ),
+    ("check_relora", f"{TOP}{LORA}relora: true\n", "jagged_restart_steps must be set"),
+    ("check_relora", f"{TOP}relora: true\njagged_restart_steps: 5\n", "must support ReLoRA"),
+    ("check_relora", text(top=LORA + "relora: true\njagged_restart_steps: 5\n"), "fsdp not supported"),
+    ("check_fp32_norms", f"{TOP}fp32_norms: true\n", "requires FSDP to be enabled"),
+    ("check_fp32_norms", text(top="fp32_norms: true\n", version=1), "requires fsdp_version: 2"),
+    ("check_ple_cpu_offload", text(top=FOUR_BIT + "ple_cpu_offload: true\n"), "not compatible with FSDP"),
+    ("check_ple_cpu_offload", f"{TOP}{LORA}ple_cpu_offload: true\n", "requires qlora with load_in_4bit"),
+    (
+        "check_quantize_moe_experts",
+        f"{TOP}{FOUR_BIT}quantize_moe_experts: true\n",
+        "lora_target_linear is not",
+    ),
+    ("check_quantize_moe_experts", f"{TOP}quantize_moe_experts: true\n", "requires adapter: lora or qlora"),
+    (
+        "check_quantize_moe_experts",
+        f"{TOP}adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q]\nquantize_moe_experts: true\n",
+        "requires load_in_4bit or load_in_8bit",
+    ),
+    (
+        "check_muon_deepspeed_fsdp",
+        f"{TOP}optimizer: muon\ndeepspeed: a.json\n",
+        "incompatible with DeepSpeed",
+    ),
+    ("check_polora", f"{TOP}optimizer: polora\n", "requires adapter: lora or qlora"),
+    ("check_polora", f"{TOP}{LORA}optimizer: polora\ndeepspeed: a.json\n", "not compatible with DeepSpeed"),
+    ("check_polora", f"{TOP}{LORA}optimizer: polora\ntensor_parallel_size: 2\n", "tensor parallelism"),
+    ("check_polora", text(top=LORA + "optimizer: polora\n", version=1), "polora requires FSDP2"),
+    (
+        "check_polora",
+        text(top=LORA + "optimizer: polora\nlora_modules_to_save: [embed_tokens]\n"),
+        "no fallback optimizer",
+    ),
+    ("check_polora", text(top=LORA + "optimizer: polora\nloraplus_lr_ratio: 4\n"), "per-factor step size"),
+    (
+        "check_polora",
+        text(top=LORA + "optimizer: polora\nrelora_steps: 4\n"),
+        "relora resets optimizer state",
+    ),
+    ("check_qgalore", f"{TOP}{LORA}optimizer: q_galore_adamw8bit\n", "incompatible with adapter"),
+    ("check_qgalore", f"{TOP}optimizer: q_galore_adamw8bit\ndeepspeed: a.json\n", "not yet validated"),
+    ("check_qgalore", text(top="optimizer: q_galore_adamw8bit\n", version=1), "requires FSDP2"),
+    ("check_qgalore", text(top="optimizer: q_galore_adamw8bit\n"), "use_orig_params=True"),
+    ("check_flashoptim_deepspeed_fsdp", f"{TOP}optimizer: flash_adamw\ndeepspeed: a.json\n", "DeepSpeed"),
+    ("check_flashoptim_deepspeed_fsdp", text(top="optimizer: flash_adamw\n", version=1), "with FSDP2"),
+]
+RUNS = {
+    "4 bits": text(top=FOUR_BIT),
+    "8 bits": text(top=EIGHT),
+    "8 bits and rl under FSDP1": text(top=EIGHT + "rl: dpo\n", version=1),
+    "rl without quantisation": text(top=LORA + "rl: dpo\n"),
+    "kernels under FSDP2": text(top=LORA + "lora_qkv_kernel: true\n"),
+    "fp32 norms": text(top="fp32_norms: true\n"),
+    "polora": text(top=LORA + "optimizer: polora\n"),
+    "flash": text(top="optimizer: flash_adamw\n"),
+    "muon": text(top="optimizer: muon\n"),
+    "switched off": text(top="load_in_4bit: false\nload_in_8bit: false\nrelora: false\ngptq: false\n"),
+}
+
+
+@pytest.mark.parametrize(("validator", "written", "says"), REFUSED)
+def test_what_its_validators_refuse_is_an_error(validator: str, written: str, says: str) -> None:
+    reading = read_settings(written)
+    assert reading.dialect == "axolotl"
+    assert any(item.code == "FSD370" for item in reading.errors), codes(reading)
+    if axolotl_oracle.AVAILABLE:
+        outcome = axolotl_oracle.run_axolotl(written)
+        assert isinstance(outcome, str) and says in outcome, outcome
+
+
+def test_every_refusal_has_a_file() -> None:
+    """Each row of the table strikes in one of the cases, and all cases of a row name its validator."""
+    struck = set()
+    for validator, written, _ in REFUSED:
+        document = parse_yaml(written)
+        lint = SimpleNamespace(root=document.root)
+        rows = [row for row in REFUSALS if row.when(Values(lint))]  # type: ignore[arg-type]
+        assert validator in {row.validator for row in rows}
+        struck.update(map(id, rows))
+    assert {row.words for row in REFUSALS if id(row) not in struck} == set()
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_what_its_validators_let_pass_is_no_error(case: str) -> None:
+    assert "FSD370" not in codes(read_settings(RUNS[case]))
+    if axolotl_oracle.AVAILABLE:
+        assert not isinstance(axolotl_oracle.run_axolotl(RUNS[case]), str)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
+from fsdptool.config.dialects.torchtitan import keys_of
 from fsdptool.config.fixes import repair
 from fsdptool.config.migrate import write_across
 from fsdptool.errors import ConfigError
@@ -134,3 +136,114 @@ def test_classes_to_wrap_are_left_to_torchtitans_own_models() -> None:
     assert [note.partition(" is left out")[0] for note in notes][1:] == ["wrap_classes (LlamaDecoderLayer)"]
     with pytest.raises(ConfigError, match="wrap_policy"):
         write_across(FsdpSettings(wrap_policy="none"), "torchtitan")
+
+
+OLD = """\
+[job]
+print_args = true
+[training]
+steps = 10
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2  # within a node
+compile = true
+warmup_steps = 5
+[lr_scheduler]
+decay_type = "cosine"
+[checkpoint]
+enable_checkpoint = true
+[memory_estimation]
+enabled = false
+[experimental]
+context_parallel_degree = 1
+"""
+
+
+def test_moved_keys_are_moved_and_hybrid_sharding_stays() -> None:
+    reading = read_settings(OLD)
+    assert len(reading.errors) == 9 and {item.code for item in reading.errors} == {"FSD201"}
+    assert any("[parallelism] data_parallel_replicate_degree now" in item.message for item in reading.errors)
+    # Nothing is removed: that would turn hybrid sharding into sharding over all ranks.
+    assert all("remove" not in (item.help or "") for item in reading.errors)
+    fixed = repair(reading, unsafe=True)
+    data = tomllib.loads(fixed.after.text)
+    assert data == {
+        "job": {"print_config": True},
+        "training": {"steps": 10},
+        "lr_scheduler": {"decay_type": "cosine", "warmup_steps": 5},
+        "checkpoint": {"enable": True},
+        "memory_estimation": {"enable": False},
+        "experimental": {},
+        "parallelism": {
+            "data_parallel_replicate_degree": 2,
+            "data_parallel_shard_degree": 4,
+            "tensor_parallel_degree": 2,
+            "context_parallel_degree": 1,
+        },
+        "compile": {"enable": True},
+    }
+    settings = fixed.reading.require()
+    assert (settings.mesh.dp_replicate, settings.mesh.dp_shard, settings.mesh.tp) == (2, 4, 2)
+    assert repair(reading).after.text == OLD  # only on request: the file begins to count
+
+
+def test_a_key_that_is_in_its_new_place_already_is_only_removed() -> None:
+    text = OLD + "[parallelism]\ndata_parallel_replicate_degree = 4\n"
+    again = next(item for item in read_settings(text).errors if "written there, too" in item.message)
+    assert again.line == 5 and again.fix is not None and again.fix.description.startswith("remove")
+
+
+SECTIONS = ("job", "profiling", "metrics", "model", "optimizer", "lr_scheduler", "training", "parallelism",
+            "checkpoint", "activation_checkpoint", "compile", "quantize", "quantize.linear.float8", "comm",
+            "memory_estimation", "fault_tolerance", "experimental", "validation")  # fmt: skip
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_unknown_keys_of_every_section_are_reported(section: str) -> None:
+    others = "".join(f"[{name}]\n" for name in ("model", "training") if name != section)
+    text = f"{others}[{section}]\nno_such_key_at_all = 1\n"
+    assert [item.code for item in read_settings(text).errors] == ["FSD201"]
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "severities"),
+    [
+        (
+            "0.1.0",
+            "[training]\ncompile = true\n[checkpoint]\nenable_checkpoint = true\n[float8]\nemulate = true\n",
+            [],
+        ),
+        ("0.1.0", "[compile]\nenable = true\n[training]\nsteps = 1\n", ["warning"]),
+        ("0.2.0", "[debug]\nseed = 1\n[training]\nsteps = 1\n", ["warning"]),
+        ("0.2.2", "[debug]\nseed = 1\n[training]\nsteps = 1\n", []),
+        ("0.2.0", "[training]\nseed = 1\n[job]\n", []),
+        ("0.2.2", "[training]\nseed = 1\n[job]\n", ["error"]),
+        ("0.2.0", "[mx]\nrecipe_name = 'a'\n[training]\nsteps = 1\n", ["error"]),
+    ],
+)
+def test_keys_are_those_of_the_version(target: str, text: str, severities: list[str]) -> None:
+    reading = read_settings(text, dialect="torchtitan", target=f"torchtitan=={target}")
+    assert [item.severity for item in reading.diagnostics if item.code == "FSD201"] == severities
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("torchtitan", "tyro", "triton")), reason="needs torchtitan"
+)
+def test_the_keys_are_those_that_torchtitan_takes() -> None:
+    """Its own function, over every key of the table and over one that is not in it."""
+    from importlib.metadata import version
+
+    from torchtitan.config import ConfigManager, JobConfig  # type: ignore[import-not-found]
+
+    known = keys_of(version("torchtitan"))
+    take = ConfigManager()._dict_to_dataclass
+    for section, keys in known.items():
+        for key in (*keys, "no_such_key"):
+            data: dict[str, object] = {key: 1}
+            for name in reversed(section.split(".")):
+                data = {name: data}
+            if key in keys:
+                take(JobConfig, data)
+            else:
+                with pytest.raises(ValueError, match="Invalid field names"):
+                    take(JobConfig, data)

@@ -14,6 +14,7 @@ from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, PARALLE
 from fsdptool.config.dialects.accelerate.launch import read_details, read_rotation, read_top, report_size
 from fsdptool.config.dialects.accelerate.reader import read_plugin
 from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.dialects.simpletuner import OWN_FLAGS
 from fsdptool.config.dialects.simpletuner import reader as simpletuner
 from fsdptool.config.shell import parse_flags, sniff
 from fsdptool.errors import ConfigError
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
     from fsdptool.records.sharding import FsdpSettings
 
 CANNOT = ("ignored_modules", "use_cpu")
-_SIMPLETUNER = frozenset([
-    "fsdp_enable", "context_parallel_size", "context_parallel_comm_strategy", "fsdp_cpu_offload",
-    "model_family",
-])  # fmt: skip
-
-
 NAME = "flags"
 
 _WHOLE = (
@@ -243,7 +238,7 @@ class Flags(Dialect):
     def consumer_of(self, root: Node) -> str:
         """Return ``simpletuner`` for its flags."""
         names = {str(entry.key).lstrip("-").replace("-", "_").lower() for entry in root.entries}
-        return "simpletuner" if names & _SIMPLETUNER and "use_fsdp" not in names else "accelerate"
+        return "simpletuner" if names & OWN_FLAGS and "use_fsdp" not in names else "accelerate"
 
     def read(self, lint: LintContext) -> None:
         """Read the flags into facts."""

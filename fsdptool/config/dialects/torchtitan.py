@@ -1,4 +1,4 @@
-"""torchtitan's job configuration in TOML, as torchtitan up to 0.2 reads it (0.3 configures in Python).
+"""torchtitan's job configuration in TOML, as torchtitan up to 0.2.2 reads it (0.3 configures in Python).
 
 Sources: torchtitan 0.2.0 ``config/job_config.py`` (keys, defaults), ``config/manager.py`` (unknown keys),
 ``distributed/parallel_dims.py`` (mesh), ``models/llama3/infra/parallelize.py:apply_fsdp``, ``train.py``.
@@ -7,27 +7,23 @@ Sources: torchtitan 0.2.0 ``config/job_config.py`` (keys, defaults), ``config/ma
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, check_expressible
-from fsdptool.config.dialects.protocol import Dialect, Program, ProgramLoop
+from fsdptool.config.dialects.protocol import Dialect, Program, ProgramLoop, is_before
 from fsdptool.errors import ConfigError
-from fsdptool.files.tree import Entry, Node
+from fsdptool.files.tree import Entry, Node, to_python
 from fsdptool.records.diagnostic import EffectiveDtypes
 
 if TYPE_CHECKING:
     from fsdptool.config.context import LintContext
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document
+    from fsdptool.records.diagnostic import Edit
     from fsdptool.records.sharding import FsdpSettings
-
-_SECTIONS = (
-    "job", "profiling", "metrics", "model", "optimizer", "lr_scheduler", "training", "parallelism",
-    "checkpoint", "activation_checkpoint", "compile", "quantize", "comm", "memory_estimation",
-    "fault_tolerance", "experimental", "validation",
-)  # fmt: skip
-_HEADER = re.compile(rf"^\[({'|'.join(_SECTIONS)})(?:\.[\w.]+)?\][ \t]*(?:#.*)?$", re.MULTILINE)
 
 _DEGREES = {
     "data_parallel_replicate_degree": "dp_replicate",
@@ -36,25 +32,176 @@ _DEGREES = {
     "tensor_parallel_degree": "tp",
 }
 _OTHER_DEGREES = ("pipeline_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree")
-_KNOWN = {
-    "parallelism": frozenset([
-        *_DEGREES, *_OTHER_DEGREES, "enable_compiled_autograd", "fsdp_reshard_after_forward",
-        "disable_loss_parallel", "enable_async_tensor_parallel", "module_fqns_per_model_part",
-        "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers",
-        "pipeline_parallel_layers_per_stage", "pipeline_parallel_schedule",
-        "pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size",
-        "context_parallel_rotate_method",
-    ]),
-    "training": frozenset([
-        "dataset", "dataset_path", "local_batch_size", "global_batch_size", "seq_len", "max_norm", "steps",
-        "enable_cpu_offload", "dtype", "mixed_precision_param", "mixed_precision_reduce", "gc_freq",
-        "gc_debug", "seed", "deterministic", "debug_moe_force_load_balance",
-    ]),
-    "activation_checkpoint": frozenset([
-        "mode", "selective_ac_option", "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop",
-        "memory_budget", "visualize_memory_budget_pareto",
-    ]),
+_KEYS: dict[str, str] = {
+    "job": (
+        "config_file dump_folder description print_config>=0.2 custom_config_module>=0.2 "
+        "save_config_file>=0.2.1 use_for_integration_test<0.2 print_args<0.2"
+    ),
+    "profiling": (
+        "enable_profiling save_traces_folder profile_freq profiler_active>=0.2 profiler_warmup>=0.2 "
+        "enable_memory_snapshot save_memory_snapshot_folder"
+    ),
+    "metrics": (
+        "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks "
+        "enable_wandb"
+    ),
+    "model": (
+        "name flavor hf_assets_path>=0.2 tokenizer_path converters print_after_conversion"
+    ),
+    "optimizer": (
+        "name lr beta1 beta2 eps weight_decay implementation early_step_in_backward"
+    ),
+    "lr_scheduler": (
+        "warmup_steps decay_ratio decay_type min_lr_factor>=0.2 total_steps>=0.2.2 lr_min<0.2"
+    ),
+    "training": (
+        "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps "
+        "enable_cpu_offload dtype>=0.2 mixed_precision_param mixed_precision_reduce gc_freq gc_debug "
+        "seed<0.2.1 deterministic<0.2.1 debug_moe_force_load_balance>=0.2<0.2.1 compile<0.2"
+    ),
+    "parallelism": (
+        "data_parallel_replicate_degree enable_compiled_autograd<0.2.1 data_parallel_shard_degree "
+        "fsdp_reshard_after_forward tensor_parallel_degree disable_loss_parallel "
+        "enable_async_tensor_parallel pipeline_parallel_degree module_fqns_per_model_part>=0.2 "
+        "pipeline_parallel_first_stage_less_layers>=0.2 pipeline_parallel_last_stage_less_layers>=0.2 "
+        "pipeline_parallel_layers_per_stage pipeline_parallel_schedule pipeline_parallel_schedule_csv "
+        "pipeline_parallel_microbatch_size context_parallel_degree context_parallel_rotate_method "
+        "expert_parallel_degree>=0.2 expert_tensor_parallel_degree>=0.2 "
+        "pipeline_parallel_expert_parallel_overlap>=0.2.1 expert_parallel_comm_backend>=0.2.1 "
+        "context_parallel_load_balancer>=0.2.2 pipeline_parallel_split_points<0.2"
+    ),
+    "checkpoint": (
+        "enable>=0.2 enable_ft_dataloader_checkpoints>=0.2 folder interval initial_load_path "
+        "initial_load_model_only>=0.2 initial_load_in_hf>=0.2 initial_load_in_hf_quantized>=0.2 "
+        "last_save_model_only>=0.2 last_save_in_hf>=0.2 export_dtype async_mode keep_latest_k "
+        "load_step exclude_from_loading enable_first_step_checkpoint>=0.2 create_seed_checkpoint "
+        "load_only>=0.2 enable_checkpoint<0.2 initial_load_model_weights_only<0.2 "
+        "last_save_model_weights_only<0.2"
+    ),
+    "activation_checkpoint": (
+        "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns>=0.2 early_stop>=0.2 "
+        "memory_budget>=0.2 visualize_memory_budget_pareto>=0.2 preserve_rng_state>=0.2.1 "
+        "determinism_check>=0.2.1 debug>=0.2.1"
+    ),
+    "float8": (
+        "enable_fsdp_float8_all_gather<0.2 precompute_float8_dynamic_scale_for_fsdp<0.2 "
+        "force_recompute_fp8_weight_in_bwd<0.2 recipe_name<0.2 filter_fqns<0.2 emulate<0.2"
+    ),
+    "mx": (
+        "use_fp8_dim1_cast_triton_kernel<0.2 recipe_name<0.2 filter_fqns<0.2"
+    ),
+    "comm": (
+        "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder>=0.2 "
+        "save_traces_file_prefix>=0.2 mode>=0.2.1"
+    ),
+    "memory_estimation": (
+        "enable>=0.2 disable_fake_mode enabled<0.2"
+    ),
+    "fault_tolerance": (
+        "enable process_group>=0.2 process_group_timeout_ms>=0.2 replica_id group_size "
+        "min_replica_size semi_sync_method sync_steps<0.2 should_quantize<0.2 fragment_sync_delay<0.2 "
+        "fragment_update_alpha<0.2"
+    ),
+    "experimental": (
+        "custom_import custom_args_module"
+    ),
+    "compile": (
+        "enable>=0.2 components>=0.2 backend>=0.2"
+    ),
+    "quantize.linear.float8": (
+        "enable_fsdp_float8_all_gather>=0.2 precompute_float8_dynamic_scale_for_fsdp>=0.2 "
+        "recipe_name>=0.2 filter_fqns>=0.2 emulate>=0.2"
+    ),
+    "quantize.linear.mx": (
+        "mxfp8_dim1_cast_kernel_choice>=0.2 recipe_name>=0.2 filter_fqns>=0.2"
+    ),
+    "quantize.grouped_mm.float8": (
+        "fqns>=0.2"
+    ),
+    "quantize.grouped_mm.mx": (
+        "recipe_name>=0.2 fqns>=0.2"
+    ),
+    "validation": (
+        "enable>=0.2 dataset>=0.2 dataset_path>=0.2 local_batch_size>=0.2 seq_len>=0.2 freq>=0.2 "
+        "steps>=0.2"
+    ),
+    "training.dataloader": (
+        "num_workers>=0.2.1 persistent_workers>=0.2.1 pin_memory>=0.2.1 prefetch_factor>=0.2.1"
+    ),
+    "validation.dataloader": (
+        "num_workers>=0.2.1 persistent_workers>=0.2.1 pin_memory>=0.2.1 prefetch_factor>=0.2.1"
+    ),
+    "debug": (
+        "seed>=0.2.1 deterministic>=0.2.1 deterministic_warn_only>=0.2.1 "
+        "moe_force_load_balance>=0.2.1"
+    ),
 }  # fmt: skip
+"""Section to its keys; ``>=0.2`` and ``<0.2.1`` name the versions that have one of them.
+
+Facts of torchtitan 0.1.0, 0.2.0, 0.2.1 and 0.2.2.
+"""
+_VERSIONS = ("0.1", "0.2.0", "0.2.1", "0.2.2")
+
+_MOVED = {
+    **{
+        (section, key): ("parallelism", key)
+        for section in ("training", "experimental")
+        for key in (
+            *_DEGREES, "pipeline_parallel_degree", "fsdp_reshard_after_forward", "disable_loss_parallel",
+            "enable_async_tensor_parallel", "enable_compiled_autograd", "context_parallel_rotate_method",
+            "pipeline_parallel_schedule", "pipeline_parallel_schedule_csv",
+            "pipeline_parallel_microbatch_size",
+        )
+    },
+    ("training", "data_parallel_degree"): ("parallelism", "data_parallel_shard_degree"),
+    ("training", "compile"): ("compile", "enable"),
+    ("training", "batch_size"): ("training", "local_batch_size"),
+    ("training", "warmup_steps"): ("lr_scheduler", "warmup_steps"),
+    ("training", "decay_type"): ("lr_scheduler", "decay_type"),
+    ("optimizer", "warmup_steps"): ("lr_scheduler", "warmup_steps"),
+    ("lr_scheduler", "lr_min"): ("lr_scheduler", "min_lr_factor"),
+    ("checkpoint", "enable_checkpoint"): ("checkpoint", "enable"),
+    ("checkpoint", "model_weights_only"): ("checkpoint", "last_save_model_only"),
+    ("checkpoint", "last_save_model_weights_only"): ("checkpoint", "last_save_model_only"),
+    ("checkpoint", "initial_load_model_weights_only"): ("checkpoint", "initial_load_model_only"),
+    ("memory_estimation", "enabled"): ("memory_estimation", "enable"),
+    ("job", "print_args"): ("job", "print_config"),
+    ("", "float8"): ("", "quantize.linear.float8"),
+    ("", "mx"): ("", "quantize.linear.mx"),
+    ("training", "seed"): ("debug", "seed"),
+    ("training", "deterministic"): ("debug", "deterministic"),
+    ("training", "debug_moe_force_load_balance"): ("debug", "moe_force_load_balance"),
+}  # fmt: skip
+"""Where a key or section of an older torchtitan is today."""
+
+
+@cache
+def keys_of(version: str) -> dict[str, frozenset[str]]:
+    """Return the keys of every section in a version of torchtitan."""
+    found: dict[str, frozenset[str]] = {}
+    for section, written in _KEYS.items():
+        keys = set()
+        for word in written.split():
+            name, since, until = _WORD.fullmatch(word).groups()  # type: ignore[union-attr]
+            if not (since and is_before(version, *_parts(since))) and not (
+                until and not is_before(version, *_parts(until))
+            ):
+                keys.add(name)
+        if keys:
+            found[section] = frozenset(keys)
+    return found
+
+
+_WORD = re.compile(r"(\w+)(?:>=([\d.]+))?(?:<([\d.]+))?")
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+_SECTIONS = tuple(dict.fromkeys(section.partition(".")[0] for section in _KEYS))
+_HEADER = re.compile(rf"^\[({'|'.join(_SECTIONS)})(?:\.[\w.]+)?\][ \t]*(?:#.*)?$", re.MULTILINE)
+
 _CHOICES: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "reshard_after_forward": (
         "parallelism", "fsdp_reshard_after_forward", {"default": True, "always": True, "never": False}, True,
@@ -99,7 +246,7 @@ class Torchtitan(Dialect):
     def sniff(self, text: str) -> bool:
         """Whether the text has two of torchtitan's sections, one of which says how to train."""
         found = {match.group(1) for match in _HEADER.finditer(text)}
-        return len(found) > 1 and bool(found & _KNOWN.keys())
+        return len(found) > 1 and bool(found & {"parallelism", "training", "activation_checkpoint"})
 
     def parse(self, source: SourceText) -> Document:
         """Read the text as TOML."""
@@ -178,20 +325,80 @@ def _entry(lint: LintContext, section: str, key: str) -> Entry | None:
 
 def _report_unknown(lint: LintContext) -> None:
     """``_dict_to_dataclass`` refuses unknown keys, unless the job names a module that may add keys."""
-    if _entry(lint, "job", "custom_config_module") or _entry(lint, "experimental", "custom_args_module"):
+    old = lint.consumer.before(0, 2)
+    extends = ("experimental", "custom_args_module") if old else ("job", "custom_config_module")
+    if _entry(lint, *extends):
         return
-    for section, known in {"": frozenset(_SECTIONS), **_KNOWN}.items():
-        node = _section(lint, section) if section else lint.root
-        for entry in node.entries if node is not None else ():
-            if entry.key in known:
-                continue
-            lint.ignore(entry, "unknown: torchtitan refuses the file")
-            near = spelling.nearest(entry.key, known, cutoff=0.75)
-            words = f"{entry.key} is not a key of {section or 'a job'}: torchtitan refuses the file"
-            if near is not None and node is not None and node.get(near) is None:
-                lint.report_renamed("FSD201", words, entry, near, changes={"*": near})
-            else:
-                lint.report("FSD201", words, entry)
+    _judge_keys(lint, lint.root, "", keys_of(lint.consumer.version))
+
+
+def _judge_keys(lint: LintContext, node: Node, section: str, known: Mapping[str, frozenset[str]]) -> None:
+    prefix = f"{section}." if section else ""
+    tables = {name.removeprefix(prefix).partition(".")[0] for name in known if name.startswith(prefix)}
+    for entry in node.entries:
+        if entry.key in tables and entry.node.kind == "map":
+            _judge_keys(lint, entry.node, f"{prefix}{entry.key}", known)
+        elif entry.key not in known.get(section, ()):
+            _judge_unknown(lint, node, entry, section, known)
+
+
+def _judge_unknown(
+    lint: LintContext, node: Node, entry: Entry, section: str, known: Mapping[str, frozenset[str]]
+) -> None:
+    """Report a key that torchtitan refuses: what became of it, or what it may have meant."""
+    lint.ignore(entry, "unknown: torchtitan refuses the file")
+    words = f"{entry.key} is not a key of {section or 'a job'}: torchtitan refuses the file"
+    elsewhere = next((item for item in _VERSIONS[1:] if entry.key in _keys(keys_of(item), section)), None)
+    home, key = _MOVED.get((section, str(entry.key)), ("", ""))
+    if (home, key) != ("", "") and (key in _keys(known, home) or key in known):
+        _report_moved(lint, node, entry, section, home, key)
+    elif elsewhere is not None:
+        message = f"{entry.key} is a key of torchtitan {elsewhere}: {lint.consumer} refuses the file"
+        lint.report("FSD201", message, entry, severity="warning", help="check the file with --target")
+    else:
+        near = spelling.nearest(entry.key, _keys(known, section), cutoff=0.75)
+        if near is not None and node.get(near) is None:
+            lint.report_renamed("FSD201", words, entry, near, changes={"*": near})
+        else:
+            lint.report(
+                "FSD201", words, entry, help=None if home else "remove the key, or name what it is now"
+            )
+
+
+def _keys(known: Mapping[str, frozenset[str]], section: str) -> frozenset[str]:
+    if section:
+        return known.get(section, frozenset())
+    return frozenset(name.partition(".")[0] for name in known)
+
+
+def _report_moved(lint: LintContext, node: Node, entry: Entry, section: str, home: str, key: str) -> None:
+    """Report a key of an older version, with the fix that writes it where it is read now."""
+    there = f"[{home}] {key}" if home else f"[{key}]"
+    words = f"{entry.key} of {section or 'a job'} is {there} now: torchtitan refuses the file"
+    target = _section(lint, home) if home else lint.root
+    if target is not None and target.get(key) is not None:
+        lint.report_removable("FSD201", f"{words}; it is written there, too", entry, node)
+        return
+    name = _DEGREES.get(key) if home == "parallelism" else None
+    changes: dict[str, Any] = {"*": key}
+    if name is not None:
+        value = entry.node.value
+        changes = {name: None if name == "dp_shard" and value == -1 else value}
+    edits = lint.editor.rename(entry, key) if home == section else _moved(lint, node, entry, home, key)
+    lint.report(
+        "FSD201", words, entry, help=f"write it as {there}", edits=edits, safe=False,
+        fix=f"move it to {there}", changes=changes,
+    )  # fmt: skip
+
+
+def _moved(lint: LintContext, node: Node, entry: Entry, home: str, key: str) -> tuple[Edit, ...] | None:
+    removed = lint.editor.remove(node, entry)
+    value = to_python(entry.node)
+    target = lint.root.get(home)
+    holder = target.node if target is not None else lint.root
+    values = {key: value} if target is not None else {home: {key: value}}
+    added = lint.editor.add(holder, target, values)
+    return (*removed, *added) if removed is not None and added is not None else None
 
 
 def _choice(

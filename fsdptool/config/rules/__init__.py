@@ -70,6 +70,18 @@ PARSE = (
          "another version of the protocol, raises an exception while a file is recognised, or has a "
          "name that another package also registers. Files are read without it.",
          "Repair, update or uninstall the package that the message names."),
+    Rule("FSD116", "file named on a command line is not read", "warning",
+         "The program reads a file that the command line names, and fsdptool does not: it is not there, "
+         "relative to the working directory or beside the file that holds the line, its name holds a "
+         "variable, or it does not end in .yaml, .yml, .json or .toml. What the file decides is not judged.",
+         "Run the command where the program is started, or check the named file itself."),
+    Rule("FSD117", "another file decides, too", "info",
+         "A file outside of the command line takes part: one found beside the file that holds the line "
+         "instead of in the working directory, one of an unknown kind, or accelerate's default file. "
+         "Without `--config_file`, accelerate 1.15 fills in what the flags leave open from "
+         "`accelerate/default_config.yaml` in the cache of Hugging Face, if it exists on the machine. "
+         "fsdptool does not read it: it belongs to the person who validates, not to the run.",
+         "Name the file with --config_file, so that every machine reads the same."),
 )  # fmt: skip
 
 

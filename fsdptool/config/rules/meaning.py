@@ -196,4 +196,10 @@ MEANING = (
          "torchtune reads the same file for single-device and for distributed recipes, and only the latter "
          "shard. The file has no key that only a distributed recipe reads.",
          "No action is needed; `fsdp_reshard_after_forward: true` states the intention."),
+    Rule("FSD370", "settings that axolotl refuses together", "error",
+         "axolotl 0.19 validates a file before it loads anything, and stops. The rule covers what its "
+         "validators say of quantisation (`load_in_4bit` without an adapter, 4 or 8 bits with DPO under "
+         "FSDP2), adapters (kernels of LoRA under FSDP1, ReLoRA with FSDP), precision (`fp32_norms`, the "
+         "float8 all-gather) and optimizers (polora, q_galore_adamw8bit and flash_* need FSDP2).",
+         "Change one of the settings that the message names."),
 )  # fmt: skip

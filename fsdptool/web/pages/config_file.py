@@ -185,7 +185,7 @@ def _proposed(
 def _migration(
     item: JudgedFile, source: SourceText, judged: Mapping[str, str], command: tuple[str, ...]
 ) -> Proposal:
-    result = migrate_file(item.path, dialect=judged.get("dialect"), source=source)
+    result = migrate_file(item.path, dialect=judged.get("dialect"), source=source, files=item.whole.files)
     title = "Migrate to FSDP2"
     if result.after is None:
         return Proposal(title, None, "", refusal=result.refusal or "", help=result.help or "")

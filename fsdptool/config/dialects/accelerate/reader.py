@@ -70,6 +70,9 @@ def _top_level(lint: LintContext) -> None:
 
 def _inert(lint: LintContext, entry: Entry) -> None:
     key = str(entry.key)
+    if lint.document.language == "flags" and entry.key_node.file is None:
+        lint.set(key, entry.node.value, entry=entry)  # a flag of the launcher, which does take effect
+        return
     lint.ignore(entry, "accepted at top level, but never takes effect")
     machines = lint.root.get("num_machines")
     alone = machines is None or machines.node.value in (1, None)

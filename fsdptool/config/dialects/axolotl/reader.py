@@ -14,6 +14,7 @@ from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.launch import report_size
 from fsdptool.config.dialects.axolotl import CHOICES, FSDP1_KEYS, KEYS, OTHER, SIZES
 from fsdptool.config.dialects.axolotl.fsdp1 import read_fsdp1, read_list, refuse
+from fsdptool.config.dialects.axolotl.refusals import report_refusals
 from fsdptool.config.dialects.trainer.values import DEFAULTS, read_threshold, strategy_under_1
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
@@ -28,6 +29,7 @@ def read(lint: LintContext) -> None:
     block = entry.node if entry is not None and entry.node.kind == "map" and entry.node.entries else None
     lint.fsdp_entry = entry
     _around(lint)
+    report_refusals(lint)
     legacy = root.get("fsdp")
     has_legacy = legacy is not None and bool(to_python(legacy.node))
     deepspeed = root.get("deepspeed")

@@ -44,6 +44,11 @@ KEYS = {
     "num_machines": "num_machines",
     "mixed_precision": "mixed_precision",
 }
+OWN_FLAGS = frozenset([
+    "fsdp_enable", "context_parallel_size", "context_parallel_comm_strategy", "fsdp_cpu_offload",
+    "model_family",
+])  # fmt: skip
+"""Flags that no other program has."""
 DEFAULTS: dict[str, Any] = {
     "fsdp_version": 2,
     "reshard_after_forward": True,

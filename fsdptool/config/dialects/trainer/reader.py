@@ -42,6 +42,8 @@ def _alone(lint: LintContext) -> None:
     """Nothing but ``fsdp`` and ``fsdp_config``: perhaps meant as the file that ``fsdp_config`` names."""
     keys = {str(entry.key) for entry in lint.root.entries if not str(entry.key).startswith("_")}
     entry = lint.root.get("fsdp_config")
+    if lint.document.language == "flags":
+        return
     if keys == {"fsdp", "fsdp_config"} and entry is not None and entry.node.kind == "map":
         lint.report(
             "FSD355",
@@ -67,9 +69,9 @@ def read_arguments(lint: LintContext) -> Node | None:
     deepspeed = root.get("deepspeed")
     if deepspeed is not None and to_python(deepspeed.node):
         lint.deepspeed = True
-    for old in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
+    for old in _OLD:
         entry = root.get(old)
-        if entry is not None:
+        if entry is not None and not _has_old(lint):
             lint.ignore(entry, "not an argument of transformers 5")
             lint.report(
                 "FSD211",
@@ -95,6 +97,14 @@ def read_arguments(lint: LintContext) -> Node | None:
     if switch is None or not to_python(switch.node):
         return _off(lint, switch, block)
     return block
+
+
+_OLD = ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
+
+
+def _has_old(lint: LintContext) -> bool:
+    """Whether the two keys are arguments still, as they were before transformers 5."""
+    return lint.consumer.name == "trainer" and lint.consumer.before(5)
 
 
 def _move_old(lint: LintContext, entry: Entry) -> Any:
@@ -193,6 +203,9 @@ def _runs_xla(lint: LintContext, entry: Entry | None) -> bool:
 
 def _choose(lint: LintContext, block: Node | None) -> dict[str, Entry]:
     chosen: dict[str, Entry] = {}
+    if _has_old(lint):
+        old = {key.removeprefix("fsdp_"): lint.root.get(key) for key in _OLD}
+        chosen = {key: entry for key, entry in old.items() if entry is not None and block is not lint.root}
     if block is None:
         return chosen
     read_here = {*KEYS, *FSDP1_KEYS, *XLA_KEYS, "sharding_strategy"}

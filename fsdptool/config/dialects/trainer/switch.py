@@ -9,6 +9,7 @@ from fsdptool.config.canonical import STRATEGY_NAMES
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.trainer.values import strategy_under_1
 from fsdptool.files.tree import Entry, to_python
+from fsdptool.records.diagnostic import Edit
 
 
 def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> None:
@@ -81,6 +82,7 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
             f"fsdp: {word!r} is text, which transformers 5.23 refuses: Unknown `fsdp` option",
             switch,
             truth,
+            **({"edits": _switch_on(lint, switch) if truth else None} if _typed_on_a_line(lint) else {}),
         )
     else:
         fixed = [spelling.normal(part) for item in items for part in item.replace(",", " ").split()]
@@ -99,12 +101,23 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
         )
 
 
+def _typed_on_a_line(lint: LintContext) -> bool:
+    return lint.document.language == "flags"
+
+
+def _switch_on(lint: LintContext, switch: Entry) -> tuple[Edit, ...] | None:
+    """Return the edits that write true; on a command line that is the flag without a value."""
+    if not _typed_on_a_line(lint):
+        return lint.editor.replace_entry(switch, True)
+    return None if switch.node.file else (Edit(switch.key_node.end, switch.node.end, ""),)
+
+
 def _modern(lint: LintContext, switch: Entry, version: int, reshard: bool | None, offload: bool) -> Any:
     if version != 2:
         return None
-    first = lint.editor.replace_entry(switch, True)
+    first = _switch_on(lint, switch)
     extra: dict[str, Any] = {}
-    if reshard is not None:
+    if reshard is not None and not (reshard and _typed_on_a_line(lint)):  # true by default
         extra["reshard_after_forward"] = reshard
     if offload:
         extra["cpu_offload"] = True
