@@ -8,8 +8,8 @@ question for a CUDA device is answered with yes. A case
 
 - ``agrees`` when the program stops and fsdptool reports an error, or when it runs, no error is reported and
   every setting is equal;
-- is ``by definition`` when the program runs, but not what is written, which the rule that fsdptool reports calls
-  an error (``BY_DEFINITION``);
+- is ``by definition`` when the program runs, but not what is written, which the rule that fsdptool reports
+  calls an error (``BY_DEFINITION``);
 - is ``not judged`` when the program needs a package that is missing here (fp8);
 - is ``wrong`` otherwise; every wrong case is named in the result.
 
@@ -79,21 +79,21 @@ CLASSES = (
     "null", "", "a.b.A", "5", "true", "True",
 )  # fmt: skip
 COUNTS = (
-    "0", "5", "2000", "1e8", "1.0e8", "100_000_000", "-5", "", "None", "null", "2000.0", "2,000", "0x10", " 5",
-    "true", "many", "+5", "007",
+    "0", "5", "2000", "1e8", "1.0e8", "100_000_000", "-5", "", "None", "null", "2000.0", "2,000", "0x10",
+    " 5", "true", "many", "+5", "007",
 )  # fmt: skip
 STATE_DICTS = (
-    "SHARDED_STATE_DICT", "full_state_dict", "Local_State_Dict", "FULL_STATE_DICT", "LOCAL_STATE_DICT", "FULL",
-    "sharded", "1", "2", "3", "4", "0", "", "None", "none", "null", "dcp", "true", "SHARDED-STATE-DICT", "-1",
+    "SHARDED_STATE_DICT", "full_state_dict", "Local_State_Dict", "FULL_STATE_DICT", "LOCAL_STATE_DICT",
+    "FULL", "sharded", "1", "2", "3", "4", "0", "", "None", "none", "null", "dcp", "true", "SHARDED-STATE-DICT", "-1",
 )  # fmt: skip
 STRATEGIES = (
     "FULL_SHARD", "full_shard", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2",
-    "_HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5", "6", "0", "-1", "ZERO3", "full", "", "None", "null", "true",
-    "FULL-SHARD", "NO_RESHARD", "Full_Shard", "TRANSFORMER_BASED_WRAP",
+    "_HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5", "6", "0", "-1", "ZERO3", "full", "", "None", "null",
+    "true", "FULL-SHARD", "NO_RESHARD", "Full_Shard", "TRANSFORMER_BASED_WRAP",
 )  # fmt: skip
 PREFETCHES = (
-    "BACKWARD_PRE", "backward_post", "NO_PREFETCH", "no_prefetch", "NONE", "None", "none", "null", "", "1", "2",
-    "3", "0", "-1", "true", "false", "PRE", "TRANSFORMER_BASED_WRAP",
+    "BACKWARD_PRE", "backward_post", "NO_PREFETCH", "no_prefetch", "NONE", "None", "none", "null", "", "1",
+    "2", "3", "0", "-1", "true", "false", "PRE", "TRANSFORMER_BASED_WRAP",
 )  # fmt: skip
 VERSIONS = ("1", "2", "3", "0", "v2", "2.0", "", "None", "null", "true", "-1", "02", " 2", "fsdp2", "2e0")
 PRECISIONS = (
@@ -101,7 +101,23 @@ PRECISIONS = (
 )  # fmt: skip
 SIZES = ("1", "2", "8", "0", "-1", "2.0", "", "None", "null", "two", "2e0", "true", " 2", "0_2", "+2")
 PORTS = ("29501", "0", "65535", "65536", "70000", "-1", "", "None", "null", "29501x", "2.5", "true")
-PROCESSES = ("8", "1", "0", "-1", "-2", "gpu", "auto", "cpu", "8.0", "", "None", "null", "eight", "true", "0x8")
+PROCESSES = (
+    "8",
+    "1",
+    "0",
+    "-1",
+    "-2",
+    "gpu",
+    "auto",
+    "cpu",
+    "8.0",
+    "",
+    "None",
+    "null",
+    "eight",
+    "true",
+    "0x8",
+)
 MACHINES = ("1", "2", "0", "-1", "1.0", "", "None", "null", "one", "true")
 RANKS = ("0", "1", "-1", "0.0", "", "None", "null", "zero", "true")
 GPU_IDS = ("all", "0,1,2,3,4,5,6,7", "0", "", "None", "null", "0,1", "true")
@@ -244,7 +260,12 @@ def accelerate_cases() -> Iterator[Case]:
                 block = {"fsdp_version": version, **BLOCK}
                 yield from _forms(f"version {version}", key, value, {**GOOD, key: value}, block, {})
                 if key in ("num_processes", "machine_rank", "main_process_port"):
-                    several = {**GOOD, "num_machines": "2", "main_process_ip": "10.0.0.1", "machine_rank": "1"}
+                    several = {
+                        **GOOD,
+                        "num_machines": "2",
+                        "main_process_ip": "10.0.0.1",
+                        "machine_rank": "1",
+                    }
                     context = f"two machines, version {version}"
                     yield from _forms(context, key, value, {**several, key: value}, block, {})
     for key, values in MESH_VALUES.items():
@@ -262,7 +283,8 @@ def _forms(
     def yaml(quoted: bool) -> str:
         def lines(values: Mapping[str, str], indent: str) -> list[str]:
             return [
-                f"{indent}{name}: " + (f"'{text.replace(chr(39), chr(39) * 2)}'" if quoted and name == key else text)
+                f"{indent}{name}: "
+                + (f"'{text.replace(chr(39), chr(39) * 2)}'" if quoted and name == key else text)
                 for name, text in values.items()
             ]
 
@@ -353,7 +375,7 @@ def compare(case: Case, reading: Reading, stopped: str | None, settings: Mapping
 
 
 def _unsaid(name: str, value: Any, shown: Any) -> bool:
-    """Whether neither says anything: all GPUs, a process count from the command line, a rank for one machine."""
+    """Whether neither says anything: all GPUs, a count from the command line, a rank for one machine."""
     nothing = {"gpu_ids": (None, "all"), "num_processes": (None,), "machine_rank": (None,)}.get(name, ())
     return bool(nothing) and (shown in nothing or value in nothing)
 
@@ -367,7 +389,19 @@ FSDP_CONFIG: Mapping[str, tuple[Any, ...]] = {
     "reshard_after_forward": (*JSON_TRUTH, *STRATEGIES),
     "auto_wrap_policy": (*POLICIES, None, 0, True, []),
     "transformer_layer_cls_to_wrap": (
-        *CLASSES, None, ["A"], ["A", "B"], ["A,B"], ["A, B"], [], [""], ["None"], 5, True, [5], ["a.b.A"],
+        *CLASSES,
+        None,
+        ["A"],
+        ["A", "B"],
+        ["A,B"],
+        ["A, B"],
+        [],
+        [""],
+        ["None"],
+        5,
+        True,
+        [5],
+        ["a.b.A"],
     ),
     "min_num_params": (0, 5, 2000, -5, "2000", "1e8", None, "", 1.5, 2000.0, -1.5, True, False, "None", [1]),
     "state_dict_type": (*STATE_DICTS, None, 1, 2, 3, 4, 0, True, 1.0, []),
@@ -417,7 +451,9 @@ def trainer_cases() -> Iterator[Case]:
                         block = {**stated, "transformer_layer_cls_to_wrap": ["A"], **around}
                         block.pop(key, None)
                         block[prefix + key] = value
-                        yield case(f"{context}{named}", prefix + key, value, {"fsdp": True, "fsdp_config": block})
+                        yield case(
+                            f"{context}{named}", prefix + key, value, {"fsdp": True, "fsdp_config": block}
+                        )
         for value in SWITCH:
             yield case(named, "fsdp", value, {"fsdp": value, "fsdp_config": {**stated}})
     for first, second in itertools.product(PRECISION, PRECISION):
@@ -463,9 +499,39 @@ TUNER: Mapping[str, tuple[Any, ...]] = {
     "fsdp_state_dict_type": (*STATE_DICTS, None, 1, True, [], " SHARDED_STATE_DICT "),
     "fsdp_auto_wrap_policy": (*POLICIES, None, 0, True, False, []),
     "fsdp_transformer_layer_cls_to_wrap": (
-        *CLASSES, None, ["A"], ["A", "B"], ["A,B"], [], [""], 5, True, False, {}, "Nope", "false",
+        *CLASSES,
+        None,
+        ["A"],
+        ["A", "B"],
+        ["A,B"],
+        [],
+        [""],
+        5,
+        True,
+        False,
+        {},
+        "Nope",
+        "false",
     ),
-    "context_parallel_size": (1, 2, 4, 3, 0, -1, "2", 2.0, "2.0", None, "", "two", True, False, " 2", [2], "None"),
+    "context_parallel_size": (
+        1,
+        2,
+        4,
+        3,
+        0,
+        -1,
+        "2",
+        2.0,
+        "2.0",
+        None,
+        "",
+        "two",
+        True,
+        False,
+        " 2",
+        [2],
+        "None",
+    ),
     "context_parallel_comm_strategy": (*ROTATIONS, None, True, " alltoall"),
     "mixed_precision": ("no", "fp16", "bf16", "fp8", "fp32", "BF16", None, "", False, True, "None", " bf16"),
     "num_processes": (1, 8, 0, "8", 8.0, None, "", "eight", True, "8.0"),
@@ -567,7 +633,8 @@ def main() -> int:
         },
         "programs": {name: summary(judge(name)) for name in options.program or here},
         "by_definition": {
-            code if isinstance(code, str) else f"{code[0]} {code[1]}": why for code, why in BY_DEFINITION.items()
+            code if isinstance(code, str) else f"{code[0]} {code[1]}": why
+            for code, why in BY_DEFINITION.items()
         },
     }
     text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"

@@ -46,7 +46,9 @@ def _port(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
     unread = (lint.get("num_machines") or 1) > 1 and lint.get("machine_rank") not in (0, None)
     message = f"{key} must be a whole number from 0 to 65535, not {value!r}"
     if unread and values.whole(value) == number is not None:
-        lint.report_value("FSD205", f"{message}: fails on the first machine", entry, number, severity="warning")
+        lint.report_value(
+            "FSD205", f"{message}: fails on the first machine", entry, number, severity="warning"
+        )
     else:
         lint.report_value("FSD205", message, entry, number, safe=True)
 
