@@ -8,8 +8,8 @@ question for a CUDA device is answered with yes. A case
 
 - ``agrees`` when the program stops and fsdptool reports an error, or when it runs, no error is reported and
   every setting is equal;
-- is ``by definition`` when the program runs, but not what is written, which the rule that fsdptool reports calls
-  an error (``BY_DEFINITION``);
+- is ``by definition`` when the program runs, but not what is written, which the rule that fsdptool reports
+  calls an error (``BY_DEFINITION``);
 - is ``not judged`` when the program needs a package that is missing here (fp8);
 - is ``wrong`` otherwise; every wrong case is named in the result.
 
@@ -79,21 +79,21 @@ CLASSES = (
     "null", "", "a.b.A", "5", "true", "True",
 )  # fmt: skip
 COUNTS = (
-    "0", "5", "2000", "1e8", "1.0e8", "100_000_000", "-5", "", "None", "null", "2000.0", "2,000", "0x10", " 5",
-    "true", "many", "+5", "007",
+    "0", "5", "2000", "1e8", "1.0e8", "100_000_000", "-5", "", "None", "null", "2000.0", "2,000", "0x10",
+    " 5", "true", "many", "+5", "007",
 )  # fmt: skip
 STATE_DICTS = (
-    "SHARDED_STATE_DICT", "full_state_dict", "Local_State_Dict", "FULL_STATE_DICT", "LOCAL_STATE_DICT", "FULL",
-    "sharded", "1", "2", "3", "4", "0", "", "None", "none", "null", "dcp", "true", "SHARDED-STATE-DICT", "-1",
+    "SHARDED_STATE_DICT", "full_state_dict", "Local_State_Dict", "FULL_STATE_DICT", "LOCAL_STATE_DICT",
+    "FULL", "sharded", "1", "2", "3", "4", "0", "", "None", "none", "null", "dcp", "true", "SHARDED-STATE-DICT", "-1",
 )  # fmt: skip
 STRATEGIES = (
     "FULL_SHARD", "full_shard", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2",
-    "_HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5", "6", "0", "-1", "ZERO3", "full", "", "None", "null", "true",
-    "FULL-SHARD", "NO_RESHARD", "Full_Shard", "TRANSFORMER_BASED_WRAP",
+    "_HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5", "6", "0", "-1", "ZERO3", "full", "", "None", "null",
+    "true", "FULL-SHARD", "NO_RESHARD", "Full_Shard", "TRANSFORMER_BASED_WRAP",
 )  # fmt: skip
 PREFETCHES = (
-    "BACKWARD_PRE", "backward_post", "NO_PREFETCH", "no_prefetch", "NONE", "None", "none", "null", "", "1", "2",
-    "3", "0", "-1", "true", "false", "PRE", "TRANSFORMER_BASED_WRAP",
+    "BACKWARD_PRE", "backward_post", "NO_PREFETCH", "no_prefetch", "NONE", "None", "none", "null", "", "1",
+    "2", "3", "0", "-1", "true", "false", "PRE", "TRANSFORMER_BASED_WRAP",
 )  # fmt: skip
 VERSIONS = ("1", "2", "3", "0", "v2", "2.0", "", "None", "null", "true", "-1", "02", " 2", "fsdp2", "2e0")
 PRECISIONS = (
@@ -375,7 +375,7 @@ def compare(case: Case, reading: Reading, stopped: str | None, settings: Mapping
 
 
 def _unsaid(name: str, value: Any, shown: Any) -> bool:
-    """Whether neither says anything: all GPUs, a process count from the command line, a rank for one machine."""
+    """Whether neither says anything: all GPUs, a count from the command line, a rank for one machine."""
     nothing = {"gpu_ids": (None, "all"), "num_processes": (None,), "machine_rank": (None,)}.get(name, ())
     return bool(nothing) and (shown in nothing or value in nothing)
 

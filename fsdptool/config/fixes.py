@@ -1,7 +1,7 @@
 """Fixes: edits to spans. One is offered, and applied, only where the program accepts the result.
 
-A copy of the text is edited and judged like the original: the finding must be gone, no other error may be new,
-and the settings may change only as announced.
+A copy of the text is edited and judged like the original: the finding must be gone, no other error may be
+new, and the settings may change only as announced.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
     result_of = _result_of(path, reading)
     if reading.version == 2 and _states_version(reading):
         # What else could be written better is for `validate --fix`: --check is to find FSDP1 alone.
-        return result_of(reading.source.text)
+        return result_of(reading.source.text, notes=tuple(_leftovers(reading)))
     final = repair(repair(repair(reading).reading, unsafe=True, only=_CODES).reading)
     if final.reading.version == 1:
         why = "cannot be migrated: the form of the file does not allow the edits"
@@ -154,7 +154,12 @@ def _in_place(path: Path, reading: Reading) -> Migrated:
     return result_of(
         final.after.text,
         encoded=final.after.encode(),
-        notes=(*_lost(reading), *_switched(reading, final.reading), *_remaining(final.reading)),
+        notes=(
+            *_lost(reading),
+            *_removed(reading, final.reading),
+            *_switched(reading, final.reading),
+            *_remaining(final.reading),
+        ),
     )
 
 
@@ -166,6 +171,26 @@ def _states_version(reading: Reading) -> bool:
 def _remaining(reading: Reading) -> Iterable[str]:
     for item in reading.errors:
         yield f"{item.code} remains on line {item.line or 0}: {item.message}"
+
+
+def _leftovers(reading: Reading) -> Iterable[str]:
+    """What the file says in FSDP1's words although its version is 2: nobody converts that."""
+    for item in reading.diagnostics:
+        if item.code in ("FSD302", "FSD303", "FSD334") and item.severity != "info":
+            yield (
+                f"the file already states version 2, so nothing is migrated: {item.message}. If it was written "
+                "for FSDP1, change the version to 1 and migrate again"
+            )
+            return
+
+
+def _removed(before: Reading, after: Reading) -> Iterable[str]:
+    """Name what was removed because the program does not read it: one key may be a misspelling."""
+    left = {(item.code, item.message) for item in after.diagnostics}
+    for item in before.diagnostics:
+        gone = item.fix is not None and item.fix.safe and (item.code, item.message) not in left
+        if item.code in ("FSD202", "FSD211") and item.severity != "info" and gone:
+            yield f"removed: {item.message}"
 
 
 def _lost(reading: Reading) -> Iterable[str]:

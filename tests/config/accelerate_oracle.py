@@ -1,7 +1,7 @@
 """What accelerate really makes of a file, a command line or an environment, run in this process.
 
-Its own loader, launch validation, launch environment, torchrun's checks, the plugin, ``ParallelismConfig`` and
-the preparation of wrap policies. Only the questions about devices are answered (a CUDA device exists).
+Its own loader, launch validation, launch environment, torchrun's checks, the plugin, ``ParallelismConfig``
+and the preparation of wrap policies. Only the questions about devices are answered (a CUDA device exists).
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _blocks() -> tuple[type, ...]:
 
 
 def prepare_model(plugin: Any) -> None:
-    """Look the classes up and apply the policies, as ``Accelerator.prepare_model`` does for either version."""
+    """Look the classes up and apply the policies, as ``Accelerator.prepare_model`` does."""
     from types import SimpleNamespace
 
     import torch

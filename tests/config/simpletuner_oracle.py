@@ -1,8 +1,8 @@
 """What SimpleTuner really makes of a ``config.json`` or a command line: its parser and its plugin, run here.
 
 SimpleTuner is not a dependency: FSDPTOOL_SIMPLETUNER names the folder of its unpacked wheel (4.8.0). Packages
-that it imports and that are missing here are replaced by empty stand-ins, and so is a model family that does not
-load: no FSDP setting passes through them.
+that it imports and that are missing here are replaced by empty stand-ins, and so is a model family that does
+not load: no FSDP setting passes through them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ REQUIRED = {
 class _StandIn(types.ModuleType):
     """A module that has every name."""
 
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

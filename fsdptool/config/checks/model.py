@@ -59,7 +59,7 @@ def _classes(lint: LintContext, anatomy: Anatomy) -> None:
         elif anatomy.modules and anatomy.modules[0].class_name == name:
             lint.report_value("FSD402", f"{name} is the whole model", place, **fix)
         elif _holds_embedding(anatomy, name):
-            lint.report_value("FSD403", f"{name} contains the input embedding", place, **fix)
+            _embedding(lint, anatomy, name, fix)
     _coverage(lint, anatomy, [name for name in named if name in present], fix)
 
 
@@ -72,6 +72,31 @@ def _hints(lint: LintContext, anatomy: Anatomy, fix: dict[str, Any]) -> None:
         lint.report("FSD406", f"{model} has no _no_split_modules; the file names no class", place, **fix)
     elif absent:
         lint.report("FSD410", f"_no_split_modules of {model} list {absent}, which it lacks", place, **fix)
+
+
+def _embedding(lint: LintContext, anatomy: Anatomy, name: str, fix: dict[str, Any]) -> None:
+    """A class with the input embedding: FSDP1 trains it, unless its weight is used outside the unit."""
+    place = lint.at("wrap_classes")
+    if lint.get("fsdp_version") != 1:
+        lint.report_value("FSD403", f"{name} contains the input embedding", place, **fix)
+        return
+    outside = _used_outside(anatomy, name)
+    if outside is None:
+        message = f"{name} contains the input embedding, which fails under version 2"
+        lint.report_value("FSD403", message, place, severity="info")
+    else:
+        message = f"{name} contains the input embedding, whose weight {outside} uses, too"
+        lint.report_value("FSD403", message, place, **fix)
+
+
+def _used_outside(anatomy: Anatomy, name: str) -> str | None:
+    """Return a name outside of one module of a class for a parameter that this module holds, or None."""
+    for prefix in _under(anatomy, [name]):
+        for names in anatomy.ties:
+            inside = [item for item in names if item.startswith(prefix)]
+            if inside and len(inside) < len(names):
+                return next(item for item in names if not item.startswith(prefix))
+    return None
 
 
 def _holds_embedding(anatomy: Anatomy, name: str) -> bool:
@@ -109,6 +134,7 @@ def _coverage(lint: LintContext, anatomy: Anatomy, named: list[str], fix: dict[s
 
 def _containers(lint: LintContext, anatomy: Anatomy) -> None:
     threshold = lint.get("min_num_params") or 0
+    first = lint.get("fsdp_version") == 1  # whose policy passes containers by
     for module in anatomy.modules:
         if module.forwards or not module.path:
             continue
@@ -117,8 +143,10 @@ def _containers(lint: LintContext, anatomy: Anatomy) -> None:
         if size >= threshold > 0:
             lint.report_value(
                 "FSD409",
-                f"{module.path} ({module.class_name}) holds {size:,} parameters, more than {threshold:,}",
+                f"{module.path} ({module.class_name}) holds {size:,} parameters, more than {threshold:,}"
+                + (", which fails under version 2" if first else ""),
                 "wrap_policy",
+                severity="info" if first else None,
             )
             return
 
@@ -128,6 +156,10 @@ def _buffers(lint: LintContext, anatomy: Anatomy) -> None:
     if not lint.get("cpu_ram_efficient_loading") or not persistent or lint.consumer.name == "fsdptool":
         return
     entry = lint.at("cpu_ram_efficient_loading")
+    message = f"{anatomy.spec.model_class} has {len(persistent)} persistent buffers ({persistent[0]}, ...)"
+    if lint.get("fsdp_version") == 1:  # broadcasts modules, buffers included, and no state dict of DTensors
+        lint.report_value("FSD404", f"{message}, which fail under version 2", entry, severity="info")
+        return
     if entry is not None:
         edits = lint.editor.replace(entry.node, False)
     else:
@@ -137,7 +169,7 @@ def _buffers(lint: LintContext, anatomy: Anatomy) -> None:
         )
     lint.report_value(
         "FSD404",
-        f"{anatomy.spec.model_class} has {len(persistent)} persistent buffers ({persistent[0]}, ...)",
+        message,
         entry,
         edits=edits,
         safe=False,
@@ -149,10 +181,16 @@ def _buffers(lint: LintContext, anatomy: Anatomy) -> None:
 def _ties(lint: LintContext, anatomy: Anatomy) -> None:
     if lint.consumer.name == "fsdptool":
         return
+    first = lint.get("fsdp_version") == 1
+    units = lint.get("wrap_classes") or () if lint.get("wrap_policy") == "transformer" else ()
+    apart = first and any(_used_outside(anatomy, name) is not None for name in units)
     for names in anatomy.ties:
         if len(names) > 2:
+            message = f"{names[0]} is shared by {len(names)} modules: {', '.join(names[1:4])}, ..."
             lint.report(
-                "FSD405", f"{names[0]} is shared by {len(names)} modules: {', '.join(names[1:4])}, ..."
+                "FSD405",
+                f"{message} This fails under version 2" if first and not apart else message,
+                severity="info" if first and not apart else None,
             )
         elif f"{anatomy.input_embedding}.weight" in names:
             _tied_embeddings(lint, anatomy)

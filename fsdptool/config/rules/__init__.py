@@ -45,8 +45,8 @@ PARSE = (
          "LLaMA-Factory or SimpleTuner.",
          "Name the dialect with --dialect, or give the file that holds the FSDP settings."),
     Rule("FSD110", "another program's format", "error",
-         "The file configures something else (XLA FSDP, oumi, NeMo, a job description, a file nested "
-         "under another key). fsdptool does not guess what its keys would mean as FSDP2.",
+         "The file configures something else (XLA FSDP, Amazon SageMaker, oumi, NeMo, a job description, a "
+         "file nested under another key). fsdptool does not guess what its keys would mean as FSDP2.",
          "Extract the FSDP settings, or write them with `fsdptool emit-config`."),
     Rule("FSD111", "invalid value", "error",
          "The value has a tag that SafeLoader refuses (`!!python/...`), or looks like a date or number "
@@ -112,7 +112,8 @@ SCHEMA = (
          "Write a value of the type that the message names."),
     Rule("FSD206", "value refused by the consumer", "error",
          "The consumer does not accept this value; it stops with an error, often an unrelated one such as "
-         "`KeyError: 'BOGUS'` or `invalid truth value`.",
+         "`KeyError: 'BOGUS'` or `invalid truth value`. A flag of a command line is refused by its parser "
+         "already.",
          "Use one of the listed values. Where the spelling can mean only one of them, --fix "
          "writes it.", "safe"),
     Rule("FSD207", "boolean written as text", "info",
@@ -146,8 +147,9 @@ SCHEMA = (
          "Write a plain integer (--fix).", "safe"),
     Rule("FSD214", "malformed list of wrap classes", "error",
          "accelerate 1.15 turns a YAML list into text and splits it at commas, so it looks for a class "
-         "called `['Qwen3DecoderLayer'`; a space after a comma, a dotted path or an empty text fail in the "
-         "same way: `Could not find the transformer layer class`.",
+         "called `['Qwen3DecoderLayer'`; a space after a comma, a dotted path, an empty text and the text "
+         "`None` (null is unset) fail in the same way: `Could not find the transformer layer class`. "
+         "SimpleTuner 4.8 drops such names with a warning, and of a list keeps the last item.",
          "Write class names separated by commas, without spaces (--fix).", "safe"),
     Rule("FSD215", "one setting written twice under two names", "warning",
          "The setting is written with and without its prefix, or under an old and a new name. The consumer "

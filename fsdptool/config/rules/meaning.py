@@ -21,7 +21,8 @@ MEANING = (
          "Write the FSDP2 equivalent (--unsafe-fixes: the run changes), or remove the key.", "unsafe"),
     Rule("FSD304", "FSDP and DeepSpeed together", "error",
          "Only one of them can shard the model. accelerate 1.15 uses the one that `distributed_type` names "
-         "and ignores the other block; TrainingArguments and SimpleTuner stop.",
+         "and ignores the other block (with a third type both have no effect, FSD330); TrainingArguments and "
+         "SimpleTuner stop.",
          "Keep one of the two."),
     Rule("FSD314", "FSDP on CPU through accelerate", "error",
          "accelerate 1.15 starts FSDP on accelerators only: on CPU the run continues unsharded, as "
@@ -34,8 +35,9 @@ MEANING = (
          "Write `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` (--unsafe-fixes), or NO_WRAP if that is "
          "intended.", "unsafe"),
     Rule("FSD316", "activation checkpointing without wrapping", "error",
-         "accelerate 1.15 checkpoints the units that are wrapped; with NO_WRAP or no policy it crashes: "
-         "`TypeError: 'NoneType' object is not callable`.",
+         "Under version 2 accelerate 1.15 checkpoints the units that are wrapped; with NO_WRAP or no policy "
+         "it crashes: `TypeError: 'NoneType' object is not callable`. Under version 1 it checkpoints every "
+         "module by itself, and the finding is a warning.",
          "Wrap the blocks (TRANSFORMER_BASED_WRAP), or disable activation checkpointing."),
     Rule("FSD317", "two kinds of activation checkpointing", "error",
          "FSDP's activation checkpointing and `gradient_checkpointing` recompute the same blocks twice; "
@@ -56,8 +58,8 @@ MEANING = (
          "Write the setting (--fix writes the value in effect).", "safe"),
     Rule("FSD321", "fsdp_sync_module_states false stops the launch", "error",
          "FSDP2 ignores the key, but accelerate 1.15's launcher refuses the file while RAM-efficient "
-         "loading is true or not written: When using `--fsdp_cpu_ram_efficient_loading` set "
-         "`--fsdp_sync_module_states` to `True`.",
+         "loading is true or not written (a value of false or an empty text; other text passes): When using "
+         "`--fsdp_cpu_ram_efficient_loading` set `--fsdp_sync_module_states` to `True`.",
          "Remove the key under version 2 (--fix).", "safe"),
     Rule("FSD322", "reshard_after_forward as a strategy name or number", "error",
          "Under version 2, accelerate 1.15 requires a boolean: `invalid truth value full_shard`. `1` is "
@@ -100,7 +102,8 @@ MEANING = (
          "Use SHARDED_STATE_DICT: each rank writes its shard, and the checkpoint can be read with a "
          "different number of ranks."),
     Rule("FSD335", "suspicious wrap class", "warning",
-         "The class is a leaf layer, an embedding or a whole model: this gives far too many units, or one.",
+         "The class is a leaf layer, an embedding, a pooler, a head or a whole model, judging by its name: "
+         "this gives far too many units, or one.",
          "Name the repeated block (`fsdptool detect REF` finds it)."),
     Rule("FSD336", "strategy under the wrong key for FSDP1", "error",
          "Under version 1 accelerate 1.15 always exports FSDP_SHARDING_STRATEGY (FULL_SHARD unless "
@@ -110,7 +113,9 @@ MEANING = (
          "the plugin first fills its own field from FSDP_SHARDING_STRATEGY or with FULL_SHARD.",
          "Migrate, and decide which of the two is intended."),
     Rule("FSD337", "text tested for truth", "error",
-         "transformers 5.23 tests this value without parsing it: `cpu_offload: \"false\"` enables offload.",
+         "The program tests this value without parsing it: transformers 5.23 enables offload for "
+         "`cpu_offload: \"false\"`, and accelerate 1.15 runs on the CPU with `use_cpu: \"false\"`. "
+         "SimpleTuner 4.8 skips the text \"false\", so that a default of true stays.",
          "Write a plain boolean (--unsafe-fixes: the run changes to what is written).", "unsafe"),
     Rule("FSD338", "FSDP version left to the installed transformers", "warning",
          "Without a version TrainingArguments ran FSDP1 before transformers 5.10 and runs FSDP2 since.",

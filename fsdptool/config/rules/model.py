@@ -14,16 +14,20 @@ MODEL = (
          "Wrap the repeated blocks (--unsafe-fixes writes them).", "unsafe"),
     Rule("FSD403", "wrap class contains the input embedding", "error",
          "accelerate 1.15 groups the input embedding separately; when a wrapped class contains it, "
-         "fully_shard fails: `TypeError: Invariant encountered: value was None when it should not be`.",
+         "fully_shard fails: `TypeError: Invariant encountered: value was None when it should not be`. "
+         "FSDP1 trains such a unit unless a module outside of it uses the same weight; otherwise this is a "
+         "note there.",
          "Wrap the repeated blocks only (--unsafe-fixes writes them).", "unsafe"),
     Rule("FSD404", "RAM-efficient loading with persistent buffers", "error",
          "accelerate 1.15 broadcasts the state dict as DTensors; a persistent buffer is a plain tensor: "
-         "`AttributeError: 'Tensor' object has no attribute 'device_mesh'` (accelerate issue 3898).",
+         "`AttributeError: 'Tensor' object has no attribute 'device_mesh'` (accelerate issue 3898). FSDP1 "
+         "loads them; there this is a note.",
          "Set fsdp_cpu_ram_efficient_loading to false (--unsafe-fixes: every rank then loads "
          "the weights).", "unsafe"),
     Rule("FSD405", "parameter shared by more than two modules", "error",
-         "accelerate 1.15 handles a tie of two (input and output embedding); a third name fails: "
-         "`Parameter 'shared.weight' is shared with a parameter already managed by another FSDP group`.",
+         "accelerate 1.15 handles a tie of two (input and output embedding); a third name fails: `Parameter "
+         "'shared.weight' is shared with a parameter already managed by another FSDP group`. Under FSDP1 "
+         "this is a note unless a wrapped class holds one of the names.",
          "Train it with fsdptool's own trainer, which keeps tied parameters in one unit."),
     Rule("FSD406", "model without wrap classes", "error",
          "The file does not name a class, and the model's `_no_split_modules` are empty: accelerate 1.15 "
@@ -41,7 +45,8 @@ MODEL = (
          "Wrap the classes that hold the parameters (--unsafe-fixes writes detect's choice).", "unsafe"),
     Rule("FSD409", "size-based wrapping of a container", "error",
          "When a ModuleList exceeds the threshold, fully_shard refuses it: `fully_shard does not support "
-         "containers that do not implement forward: ModuleList`.",
+         "containers that do not implement forward: ModuleList`. torch's FSDP1 policy passes containers by; "
+         "there this is a note.",
          "Wrap by class instead (--unsafe-fixes writes detect's choice).", "unsafe"),
     Rule("FSD410", "`_no_split_modules` names a class the model lacks", "error",
          "The file does not name a class, so accelerate 1.15 takes the model's `_no_split_modules`; some "

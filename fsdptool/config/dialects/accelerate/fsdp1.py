@@ -201,7 +201,7 @@ def _legacy_under_1(lint: LintContext, key: str, name: str, value: Any, entry: E
     if name == "sync_module_states" and _launcher_refuses(lint, value):
         lint.report_value(
             "FSD321",
-            f"{key}: {shown(value)} makes accelerate launch refuse the file while RAM-efficient loading is on",
+            f"{key}: {shown(value)} makes accelerate launch refuse it while RAM-efficient loading is on",
             entry,
             True,
             help=f"set it to true, or {lint.name('cpu_ram_efficient_loading')} to false",

@@ -1,7 +1,7 @@
 """SimpleTuner's flags, from its ``config.json`` or from a command line.
 
-SimpleTuner 4.8.0 was run for the rules: ``mapping_to_cli_args``, which makes arguments of a file, its parser and
-``Trainer._load_fsdp_plugin``. Its page promises forgiving spellings; its parser refuses most of them, so that
+SimpleTuner 4.8.0 was run for the rules: ``mapping_to_cli_args``, which makes arguments of a file, its parser
+and ``Trainer._load_fsdp_plugin``. Its page promises forgiving spellings; its parser refuses most of them, so that
 they are findings with a fix when SimpleTuner itself will read the file.
 """
 
@@ -223,7 +223,7 @@ def _report_spelling(lint: LintContext, key: str, entry: Entry, value: Any, show
 
 
 def _meant(name: str, value: Any) -> tuple[Any, Any, str]:
-    """Return the only setting that a refused value can mean, how it is written, and what there is to choose."""
+    """Return the only setting that a refused value can mean, how it is written, and the choices."""
     if name in _WHOLE:
         number = spelling.integer(value)
         version = name == "fsdp_version"
@@ -268,8 +268,9 @@ def _classes(lint: LintContext, key: str, entry: Entry, value: Any, argument: st
     shown = ",".join(meant or ())
     strict = lint.consumer.name == "simpletuner"
     edits = lint.editor.replace_entry(entry, shown) if meant else None
-    if not meant and lint.document.language != "flags":
-        edits = lint.editor.remove(lint.root, entry)
+    if not meant:
+        on_line = lint.document.language == "flags"
+        edits = lint.editor.replace(entry.node, "None") if on_line else lint.editor.remove(lint.root, entry)
     lint.report_value(
         "FSD214" if strict else "FSD217",
         f"{key} {value!r} means {shown or 'no class'}"
