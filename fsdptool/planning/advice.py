@@ -324,4 +324,8 @@ RULES = (
          " do not lower the memory of rank 0.",
          "Use the native layout and a number of ranks that divides the rows of an expert, or give --hsdp with"
          " as many shards as there are experts."),
+    Rule("PLN016", "adapter settings of a file are not read", "warning",
+         "The configuration of another program asks for LoRA. A plan reads its sharding and not its"
+         " training method, so that full fine-tuning is planned.",
+         "Give --method lora with --lora-rank and --lora-target, or a recipe with the method."),
 )  # fmt: skip

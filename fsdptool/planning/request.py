@@ -6,10 +6,10 @@ Files are read first, options override them. Everything a plan depends on ends i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
@@ -71,6 +71,8 @@ def read_request(options: Options) -> Request:
         longest = -(-lengths.longest // PADDING_MULTIPLE) * PADDING_MULTIPLE
         recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=longest))
     settings, diagnostics = _settings(options, reading, options.get("profile"))
+    if reading is not None and recipe.method.name == "full":
+        diagnostics = (*diagnostics, *_unread_adapter(reading))
     profile = cast("DeviceProfile", options.get("profile") or _own_profile(options, settings))
     offers = _offers(options, settings, profile)
     clusters = tuple(_with_segments(offer.cluster, options) for offer in offers)
@@ -269,6 +271,33 @@ def _read(path: Path) -> Reading:
             f"{place}: {message}", help=f"fsdptool validate {path} lists every finding and its fix"
         )
     return reading
+
+
+UNREAD_ADAPTER = "PLN016"
+_ADAPTERS: Mapping[str, tuple[Any, ...]] = {
+    "adapter": ("lora", "qlora"),
+    "finetuning_type": ("lora",),
+    "use_peft": (True,),
+    "model_type": ("lora",),
+}
+"""Keys with which axolotl, LLaMA-Factory, TRL and SimpleTuner ask for LoRA, and those values."""
+
+
+def _unread_adapter(reading: Reading) -> Iterator[Diagnostic]:
+    root = reading.document.root if reading.document is not None else None
+    if root is None or root.kind != "map":
+        return
+    for key, values in _ADAPTERS.items():
+        entry = root.get(key) or root.get(f"--{key}")
+        if entry is not None and entry.node.value in values:
+            yield Diagnostic(
+                UNREAD_ADAPTER,
+                "warning",
+                f"{reading.path} asks for LoRA ({entry.key}), which a plan does not read from there: full"
+                " fine-tuning is planned",
+                help="give --method lora with --lora-rank and --lora-target, or a recipe",
+                path=reading.path,
+            )
 
 
 def _offers(options: Options, settings: FsdpSettings, profile: str) -> tuple[Offer, ...]:

@@ -310,11 +310,37 @@ def test_commands_answer_for_the_adapter(tmp_path: Path, capsys: pytest.CaptureF
     assert run(["plan", folder, *hardware, "--format", "json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["inputs"]["recipe"]["method"]["lora"]["rank"] == 4
-    # Two moments in fp32 of every trained parameter, over two ranks.
-    assert plan["details"]["states"]["optimizer_states"] / 4 == pytest.approx(
+    # Four bytes of every trained parameter, over two ranks.
+    assert plan["details"]["states"]["gradients"] / 2 == pytest.approx(
         document["parameters"]["trainable"], rel=0.05
     )
     assert run(["plan", folder, *hardware]) == 0
     assert "trains the LoRA adapter: rank 4, alpha 8; on q_proj, v_proj; trained" in capsys.readouterr().out
     assert run(["plan", folder, "--method", "full", *hardware]) == 2
     assert "name its base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base_model: a\nadapter: lora\nlora_modules_to_save: [lm_head]\nfsdp_version: 2\n"
+        "fsdp_config: {reshard_after_forward: true}\ndatasets: []\n",
+        "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\nadditional_target: lm_head\n"
+        "do_train: true\nfsdp: full_shard\n",
+    ],
+)
+def test_a_plan_says_that_it_does_not_read_adapters_from_other_programs_files(
+    text: str, tmp_path: Path
+) -> None:
+    from fsdptool.planning.request import read_request
+
+    (tmp_path / "a.yaml").write_text(text)
+    options: Any = {
+        "reference": "qwen3:tiny",
+        "gpu": "A100-80GB-SXM",
+        "gpus": 2,
+        "config": tmp_path / "a.yaml",
+    }
+    codes = [item.code for item in read_request(options).diagnostics]
+    assert codes.count("PLN016") == 1
+    assert "PLN016" not in [item.code for item in read_request({**options, "method": "lora"}).diagnostics]
