@@ -154,6 +154,10 @@ def test_every_code_about_a_model_has_a_case(tmp_path: Path) -> None:
         tiny(tmp_path / "t5", "t5", "T5ForConditionalGeneration",
              d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=128)
     ))  # fmt: skip
+    switch = inspect(resolve(
+        tiny(tmp_path / "switch", "switch_transformers", "SwitchTransformersForConditionalGeneration",
+             d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=128, num_experts=4)
+    ))  # fmt: skip
     cp = "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_cp_size: 2\n"
     by_size = change(
         ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"),
@@ -172,10 +176,15 @@ def test_every_code_about_a_model_has_a_case(tmp_path: Path) -> None:
         "FSD409": (by_size, llama),
         "FSD410": (NO_NAMES, _llava(tmp_path / "llava")),
         "FSD411": (GOOD + "  fsdp_ignored_modules: lm_head\n", llama),
+        "FSD412": (named("SwitchTransformersBlock"), switch),
+        "FSD413": (named("LlamaDecoderLayer"), _llava(tmp_path / "tower")),
     }
     for code, (text, anatomy) in cases.items():
         assert code in found(text, model=anatomy), code
     assert set(cases) == {code for code, rule in RULES.items() if rule.family == "model"}
+    for code in ("FSD412", "FSD413"):
+        text, anatomy = cases[code]
+        assert code not in found("# fsdptool: consumer=fsdptool\n" + text, model=anatomy)
     assert "FSD404" not in found(ram.replace("loading: true", "loading: false"), model=bart)
 
 

@@ -52,9 +52,9 @@ MODEL = (
          "steps the ranks hold different weights. RAM-efficient loading silently shards them anyway.",
          "Freeze them, or leave them sharded."),
     Rule("FSD412", "experts that are modules", "warning",
-         "Experts that no token of a rank chooses have no gradient there. FSDP2 reduces only gradients that "
-         "exist, by their position: those of different experts are averaged, without an error, or the job "
-         "hangs (DET218).",
+         "Where the model calls only the experts that a token chose, the others have no gradient. FSDP2 "
+         "reduces only gradients that exist, by their position: those of different experts are averaged, "
+         "without an error, or the job hangs (DET218).",
          "Train with `fsdptool train`, call every expert on every rank, or use a class with fused experts."),
     Rule("FSD413", "tower that some batches skip", "warning",
          "Ranks whose batch is text alone skip an encoder of pictures or sound, and call other collectives "
