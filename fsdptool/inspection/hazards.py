@@ -309,8 +309,8 @@ def _uneven(anatomy: Anatomy) -> Iterator[Diagnostic]:
     if experts := expert_modules(anatomy):
         yield _warn(
             EXPERT_MODULES,
-            f"{_some(list(experts), 'list')} of experts that are modules: experts that no token of a rank"
-            " chooses have no gradient there, and FSDP2 reduces gradients by their position",
+            f"{_some(list(experts), 'list')} of experts that are modules: where a loop calls only those that a"
+            " token chose, ranks have gradients of different experts, and FSDP2 averages them by position",
             "train with `fsdptool train`, which fills in zeros; elsewhere make the model call every expert,"
             " or use a class with fused experts",
         )
@@ -466,10 +466,10 @@ RULES = (
          "these blocks would be used while they are sharded.",
          "Leave these classes out of the wrap classes; their parameters then stay in the root unit."),
     Rule("DET218", "experts that are modules", "warning",
-         "The experts of a mixture are modules of their own, and a loop calls those that a token chose. "
-         "FSDP2 reduces only gradients that exist, by their position: if rank 0 used expert 0 and rank 1 "
-         "expert 1, the two are averaged with each other without an error, and with unequal numbers or sizes "
-         "the job stops or hangs.",
+         "The experts of a mixture are modules of their own. Many models call only those that a token chose; "
+         "the others have no gradient. FSDP2 reduces only gradients that exist, by their position: if rank 0 "
+         "used expert 0 and rank 1 expert 1, the two are averaged with each other without an error, and with "
+         "unequal numbers or sizes the job stops or hangs.",
          "Train with `fsdptool train`, which gives unused experts zero gradients; elsewhere call every "
          "expert on every rank (with no rows, added as zero), or call torch 2.13's "
          "`set_reduce_scatter_unused_params(True)`."),

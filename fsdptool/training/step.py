@@ -227,7 +227,7 @@ class Stepper:
     def _agree(
         self, total: Tensor, sums: Mapping[str, Tensor], stop: int, *, unused: bool = False
     ) -> _Agreed:
-        """Reduce norm, loss, stop requests, metrics, and whether a rank has unused parameters, in a message."""
+        """Reduce norm, loss, stop requests, metrics, and whether a parameter is unused, in one message."""
         dims, world, device = self.session.dims, self.session.world_size, self.session.device
         # Each gradient counts once, however many ranks hold it.
         trained = self._trained

@@ -161,6 +161,10 @@ def test_every_code_about_a_model_has_a_case(tmp_path: Path) -> None:
     tied = inspect(
         resolve(tiny(tmp_path / "tied", "llama", "LlamaForCausalLM", **LLAMA, tie_word_embeddings=True))
     )
+    switch = inspect(resolve(
+        tiny(tmp_path / "switch", "switch_transformers", "SwitchTransformersForConditionalGeneration",
+             d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=128, num_experts=4)
+    ))  # fmt: skip
     cp = "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_cp_size: 2\n"
     by_size = change(
         ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"),
@@ -180,11 +184,16 @@ def test_every_code_about_a_model_has_a_case(tmp_path: Path) -> None:
         "FSD410": (NO_NAMES, _llava(tmp_path / "llava")),
         "FSD411": (GOOD + "  fsdp_ignored_modules: lm_head\n", llama),
         "FSD412": (GOOD, tied),
+        "FSD413": (named("SwitchTransformersBlock"), switch),
+        "FSD414": (named("LlamaDecoderLayer"), _llava(tmp_path / "tower")),
     }
     for code, (text, anatomy) in cases.items():
         target = "accelerate==1.14" if code == "FSD412" else None
         assert code in found(text, model=anatomy, target=target), code
     assert set(cases) == {code for code, rule in RULES.items() if rule.family == "model"}
+    for code in ("FSD413", "FSD414"):
+        text, anatomy = cases[code]
+        assert code not in found("# fsdptool: consumer=fsdptool\n" + text, model=anatomy)
     assert "FSD404" not in found(ram.replace("loading: true", "loading: false"), model=bart)
 
 

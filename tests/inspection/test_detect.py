@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 from jsonschema import Draft202012Validator
+from torch import nn
 
 import fsdptool
 from fsdptool.cli.app import run
@@ -19,6 +20,7 @@ from fsdptool.files.values import load_schema
 from fsdptool.inspection import build, examine, inspect
 from fsdptool.inspection.api import decode, encode
 from fsdptool.inspection.census import uneven
+from fsdptool.inspection.hazards import expert_modules, optional_towers
 from fsdptool.records.anatomy import Anatomy, NoSplitStatus, Parameter, WrapConcern, WrapReason
 from fsdptool.source import resolve
 
@@ -91,7 +93,7 @@ def test_records_agree_with_torch(reference: str) -> None:
         ("bart:base", {"DET201", "DET202", "DET209"}),
         ("bert:base-uncased", {"DET202", "DET205", "DET208"}),
         ("t5:small", {"DET202", "DET209"}),
-        ("llava:1.5-7b", {"DET203"}),
+        ("llava:1.5-7b", {"DET203", "DET219"}),
         ("distilbert:base-uncased", {"DET204"}),
         ("albert:base-v2", {"DET206"}),
         ("clip:vit-base-patch32", {"DET215"}),
@@ -104,6 +106,73 @@ def test_hazards(reference: str, present: set[str]) -> None:
     anatomy = examine(resolve(reference)).anatomy
     assert present <= codes(anatomy)
     assert all(finding.help for finding in anatomy.diagnostics), "each names what avoids it"
+
+
+class Loop(nn.Module):
+    """A mixture by another name: a router beside a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+
+
+class Own(nn.Module):
+    """Blocks, and a tower of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Loop() for _ in range(2))
+        self.audio_encoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+class Plain(nn.Module):
+    """A gate and lists that are no mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.shared_expert = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "towers"),
+    [
+        ("Own", ("layers.0.branches", "layers.1.branches"), ("audio_encoder",)),
+        ("Plain", (), ()),
+    ],
+)
+def test_parts_of_a_module_of_ones_own_that_only_some_samples_use(
+    name: str, experts: tuple[str, ...], towers: tuple[str, ...]
+) -> None:
+    anatomy = examine(resolve(f"test_detect:{name}", trust_remote_code=True), use_cache=False).anatomy
+    assert expert_modules(anatomy) == experts
+    assert optional_towers(anatomy) == towers
+    assert {"DET218", "DET219"} & codes(anatomy) == ({"DET218", "DET219"} if experts else set())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "code"),
+    [
+        ("switch_transformers", "SwitchTransformersForConditionalGeneration", "DET218"),
+        ("nllb-moe", "NllbMoeForConditionalGeneration", "DET218"),
+        ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "DET219"),
+        ("idefics3", "Idefics3ForConditionalGeneration", "DET219"),
+        ("internvl", "InternVLForConditionalGeneration", "DET219"),
+    ],
+)
+def test_mixtures_and_towers_of_transformers(
+    tmp_path: Path, model_type: str, architecture: str, code: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
+    assert code in codes(examine(resolve(str(path)), use_cache=False).anatomy)
+
+
+@pytest.mark.parametrize("reference", ["clip:vit-base-patch32", "whisper:tiny", "mixtral:8x7b"])
+def test_what_every_sample_uses_is_no_hazard(reference: str) -> None:
+    assert not {"DET218", "DET219"} & codes(examine(resolve(reference)).anatomy)
 
 
 def test_a_plain_llama_triggers_nothing_but_size_wrapping() -> None:

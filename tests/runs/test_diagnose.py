@@ -93,6 +93,9 @@ LINES = {
     " /dev/shm/nccl-pZafXL (size 7340384), error: No space left on device (28)",
     "RUN010": "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for send"
     " operation to complete",
+    "RUN011": "  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456]"
+    " op.preamble.length <= op.nbytes. 200000 vs 20. Received data size doesn't match expected size. Is there a"
+    " distributed collective mismatch in your code?",
     "RUN013": "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1234",
     "RUN015": "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 2000",
     "RUN016": "torch.AcceleratorError: CUDA error: invalid device ordinal",
@@ -117,6 +120,13 @@ LINES = {
 @pytest.mark.parametrize("code", LINES)
 def test_a_line_of_a_real_log(code: str) -> None:
     assert causes(f"step 1 loss 5.2\n{LINES[code]}\n") == [code]
+
+
+def test_collectives_that_differ_name_what_only_some_ranks_use() -> None:
+    for code in ("RUN008", "RUN011"):
+        why = next(item for item in signatures() if item.code == code).why
+        assert "expert" in why
+        assert "tower" in why
 
 
 def raised(act: Callable[[], Any]) -> str:

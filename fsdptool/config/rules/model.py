@@ -65,9 +65,9 @@ MODEL = (
          "(else the last rows are not trained). With `--target accelerate==1.14,torch==2.11` the file is "
          "judged for both."),
     Rule("FSD413", "experts that are modules", "warning",
-         "Experts that no token of a rank chooses have no gradient there. FSDP2 reduces only gradients that "
-         "exist, by their position: those of different experts are averaged, without an error, or the job "
-         "hangs (DET218).",
+         "Where the model calls only the experts that a token chose, the others have no gradient. FSDP2 "
+         "reduces only gradients that exist, by their position: those of different experts are averaged, "
+         "without an error, or the job hangs (DET218).",
          "Train with `fsdptool train`, call every expert on every rank, or use a class with fused experts."),
     Rule("FSD414", "tower that some batches skip", "warning",
          "Ranks whose batch is text alone skip an encoder of pictures or sound, and call other collectives "
