@@ -120,14 +120,16 @@ def look_at(path: str, objective: Objective) -> DataLook:
     rows = list(itertools.islice(open_source(data_section).rows(), _ROWS + 1))
     if not rows:
         raise ConfigError(f"--data {path} has no rows", help="name another file or folder")
+    samples: int | None
+    characters: int | None
     written = sum(len(json.dumps(row, default=str, ensure_ascii=False)) for row in rows)
     if len(rows) <= _ROWS:
         samples, characters = len(rows), written
     elif source == "parquet":
         samples = characters = None
     else:
-        characters = sum(file.stat().st_size for file in files if kinds.get(file.suffix.lower()) == source)
-        samples = characters * len(rows) // written
+        size = sum(file.stat().st_size for file in files if kinds.get(file.suffix.lower()) == source)
+        samples, characters = size * len(rows) // written, size
     look = _rows(data_section, objective, rows[:_ROWS])
     return replace(look, samples=samples, characters=characters)
 

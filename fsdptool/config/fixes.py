@@ -72,9 +72,10 @@ def repair(
             reading, done = step
             applied.extend(done)
     assert reading.source is not None
+    changed = reading.source
     if applied:
         reading = withhold_refused(reading, **arguments)
-    return Repaired(before, reading.source, reading, tuple(applied))
+    return Repaired(before, changed, reading, tuple(applied))
 
 
 def repair_selected(
@@ -108,9 +109,10 @@ def repair_selected(
             applied.append(_applied(reading, index))
             reading = result
     assert reading.source is not None
+    changed = reading.source
     if applied:
         reading = withhold_refused(reading, **arguments)
-    return Repaired(before, reading.source, reading, tuple(applied))
+    return Repaired(before, changed, reading, tuple(applied))
 
 
 def selected(reading: Reading, selectors: Iterable[FindingSelector]) -> list[Diagnostic]:

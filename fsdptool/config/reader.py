@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ def read_settings(
         ConfigError: ``dialect``, ``consumer`` or ``target`` is not known. Whatever is wrong with the
             file itself is a diagnostic of the result.
     """
-    conditions = {"environment": environment, "model": model, "hardware": hardware}
+    conditions: dict[str, Any] = {"environment": environment, "model": model, "hardware": hardware}
     written_in = load_registry().get(dialect) if isinstance(dialect, str) else dialect
     reading = _read(path_or_text, written_in, consumer, target, files=files, **conditions)
     if not any(item.fix is not None for item in reading.diagnostics):
@@ -126,7 +126,7 @@ def _read(
         if written_in is None:
             code, message = refusal or ("FSD109", "nothing in the file identifies the program that reads it")
             return failed(code, message, source.path, source, root.start)
-    judged = partial(
+    judged: Callable[..., Reading] = partial(
         _judge, source, document, written_in, comments, failed,
         consumer=consumer, target=target, judge=judge, environment=environment or {}, model=model,
         hardware=hardware,
@@ -144,7 +144,7 @@ def _judge(
     document: Document,
     form: Dialect,
     comments: Comments,
-    failed: Any,
+    failed: Callable[..., Reading],
     *,
     line: Line | None = None,
     consumer: str | None,

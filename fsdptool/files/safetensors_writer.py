@@ -212,7 +212,9 @@ def _stored(name: str, entry: Any) -> tuple[Stored, tuple[int, int]]:
 
 def digest_file(path: Path) -> Written:
     """Return size and SHA-256 of a file on disk."""
-    with _opened(path) as stream:
+    with _opened(path) as opened:
+        # An unbuffered file reads into a buffer, which the type of binary files does not say.
+        stream: Any = opened
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
         return Written(os.fstat(stream.fileno()).st_size, sha256)
 

@@ -248,8 +248,8 @@ def _has_ended(events: Iterable[Mapping[str, Any]]) -> bool:
     started = [event for event in events if event.get("kind") == "started"]
     if not started or started[-1].get("node") != os.uname().nodename:
         return False
-    pid = started[-1].get("pid")
-    return count(pid) is not None and not is_running(pid)
+    pid = count(started[-1].get("pid"))
+    return pid is not None and not is_running(pid)
 
 
 def is_locked(path: Path) -> bool:
