@@ -155,3 +155,35 @@ def test_page_and_command_line_say_the_same() -> None:
     page = json.loads(write_settings(chosen, "simpletuner"))
     line = " ".join(f"--{key}={value}" for key, value in page.items()) + "\n"
     assert read_settings(line, dialect="flags").settings == chosen
+
+
+# What SimpleTuner 4.8.0's loader makes of values in a file: the setting, its value, and what is an error.
+IN_A_FILE: list[tuple[dict[str, Any], str, Any, list[str]]] = [
+    ({"fsdp_cpu_offload": None}, "cpu_offload", False, []),
+    ({"fsdp_activation_checkpointing": ""}, "activation_checkpointing", False, []),
+    ({"fsdp_reshard_after_forward": " False"}, "reshard_after_forward", True, ["FSD337"]),
+    ({"fsdp_reshard_after_forward": "no"}, "reshard_after_forward", False, []),
+    ({"fsdp_version": None}, "fsdp_version", 2, []),
+    ({"fsdp_auto_wrap_policy": None}, "wrap_policy", "transformer", []),
+    ({"mixed_precision": ""}, "mixed_precision", "bf16", []),
+    ({"fsdp_transformer_layer_cls_to_wrap": "A,,B,"}, "wrap_classes", ("A", "B"), []),
+    ({"fsdp_transformer_layer_cls_to_wrap": "None"}, "wrap_classes", (), []),
+    ({"fsdp_transformer_layer_cls_to_wrap": ["A", "B"]}, "wrap_classes", ("A", "B"), ["FSD214"]),
+    ({"fsdp_transformer_layer_cls_to_wrap": ["A"]}, "wrap_classes", ("A",), []),
+    ({"fsdp_transformer_layer_cls_to_wrap": "A;B"}, "wrap_classes", ("A", "B"), ["FSD214"]),
+    ({"context_parallel_size": 2.0}, "cp", 2, ["FSD306"]),
+    ({"context_parallel_size": None}, "cp", 1, []),
+    ({"fsdp_cpu_offload": "enabled"}, "cpu_offload", True, ["FSD206"]),
+    ({"fsdp_cpu_offload": "t"}, "cpu_offload", True, ["FSD206"]),
+    ({"fsdp_state_dict_type": True}, "state_dict_type", "sharded", ["FSD206"]),
+]
+
+
+@pytest.mark.parametrize(("extra", "key", "value", "codes"), IN_A_FILE)
+def test_a_file_is_read_as_its_loader_makes_arguments(
+    extra: dict[str, Any], key: str, value: Any, codes: list[str]
+) -> None:
+    data = {"model_family": "sdxl", "model_type": "full", "fsdp_enable": True, "num_processes": 8, **extra}
+    reading = read_settings(json.dumps(data) + "\n", dialect="simpletuner")
+    assert reading.facts[key] == value
+    assert [item.code for item in reading.errors] == codes

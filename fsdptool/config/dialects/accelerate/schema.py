@@ -14,12 +14,11 @@ from fsdptool.config.dialects.accelerate.keys import (
     PARALLELISM_KEYS,
     TOP_LEVEL,
 )
+from fsdptool.config.dialects.accelerate.values import FALSE_WORDS, TRUE_WORDS
 from fsdptool.records.schema import compose
 from fsdptool.records.sharding import Precision
 
 NAME = "accelerate-fsdp2"
-_TRUE = [True, "true", "True", "yes"]
-_BOOLEAN = {"anyOf": [{"type": "boolean"}, {"enum": ["true", "false", "True", "False", "yes", "no"]}]}
 _SIZE = {"type": "integer", "minimum": 1}
 _OFFLOAD, _CHECKPOINTING = "fsdp_activation_checkpointing_offload", "fsdp_activation_checkpointing"
 
@@ -32,6 +31,14 @@ def _any_case(words: Iterable[str]) -> dict[str, Any]:
     )
     return {"type": "string", "pattern": f"^({'|'.join(spelled)})$"}
 
+
+def _truth(words: Iterable[str], numbers: Iterable[int], truths: Iterable[bool]) -> dict[str, Any]:
+    """Return the schema of what accelerate's ``str_to_bool`` makes of the text of a value."""
+    return {"anyOf": [{"enum": [*truths, *numbers]}, _any_case(sorted(words))]}
+
+
+_TRUE = _truth(TRUE_WORDS, (1,), (True,))
+_BOOLEAN = _truth(TRUE_WORDS | FALSE_WORDS, (0, 1), (True, False))
 
 _TOP: Mapping[str, dict[str, Any]] = {
     "compute_environment": {"const": "LOCAL_MACHINE"},
@@ -126,8 +133,8 @@ _PARALLELISM: Mapping[str, dict[str, Any]] = {
 def accelerate_schema() -> dict[str, Any]:
     """Return the schema of what accelerate 1.15 reads with FSDP2, every key of its tables and no other."""
     modern = [key for key in FSDP_KEYS if key not in LEGACY_KEYS]
-    offload = {"properties": {_OFFLOAD: {"enum": _TRUE}}, "required": [_OFFLOAD]}
-    needed = {"required": [_CHECKPOINTING], "properties": {_CHECKPOINTING: {"enum": _TRUE}}}
+    offload = {"properties": {_OFFLOAD: _TRUE}, "required": [_OFFLOAD]}
+    needed = {"required": [_CHECKPOINTING], "properties": {_CHECKPOINTING: _TRUE}}
     blocks = {
         "fsdp_config": {
             **_closed(modern, _FSDP, required=["fsdp_version"]),
@@ -143,8 +150,11 @@ def accelerate_schema() -> dict[str, Any]:
     )
     description = (
         "What accelerate 1.15 reads, strictly: unknown nested keys, which accelerate drops silently, are "
-        "refused. fsdptool validate also checks what a schema cannot express: meshes against process "
-        "counts, the model, the hardware."
+        "refused, and so are spellings that accelerate parses but nobody needs (numbers of enumerations, numbers "
+        "as text). fsdptool validate also checks what a schema cannot express: meshes against process counts, the "
+        "model, the hardware, and how PyYAML (YAML 1.1) reads the text. A checker that reads YAML 1.2 passes "
+        "`mixed_precision: no`, `fsdp_min_num_params: 1e8` and `fsdp_version: 2.0`, at which accelerate stops, and "
+        "takes yes, no, on and off for text."
     )
     return compose(NAME, "accelerate configuration for FSDP2", {"description": description, **body}, {})
 
